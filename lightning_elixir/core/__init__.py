@@ -1,0 +1,1 @@
+"""Devices and collectives: imports nothing of ours."""

@@ -1,0 +1,206 @@
+"""Collectives between the ranks of one process group. The only file of the runtime that calls them.
+
+[Note: who waits for whom] Three groups over the same ranks. *data*: all-gathers of shards, issued only at points where
+all ranks have agreed on them. *reduce*: reduce-scatters of gradients, issued in the plan's order, never waited for by the
+host before the end of backward. *control*: small messages between hosts (gloo). A host may block on control and, on gloo,
+on data, and everyone is then at the same point; nobody ever blocks on a reduction while a peer may want data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Make the current stream (CUDA) or the host (gloo) wait for the result."""
+
+
+class PeerLostError(RuntimeError):
+    """A collective failed because another rank is gone or did not come in time."""
+
+
+class Comm(Protocol):
+    """What the runtime needs from its process group."""
+
+    rank: int
+    world_size: int
+
+    def all_gather(self, flat: Tensor) -> None:
+        """In place: rank r's slice `flat[r * n : (r + 1) * n]` is sent to all. 1-D, numel a multiple of the world size."""
+
+    def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
+        """`shard` receives this rank's slice of the mean of `flat` over the ranks."""
+
+    def scatter_from_first(self, shard: Tensor, flat: Tensor | None) -> None:
+        """`shard` receives this rank's slice of rank 0's `flat` (None elsewhere)."""
+
+    def broadcast_from_first(self, tensor: Tensor) -> None: ...
+
+    def all_reduce_max(self, tensor: Tensor) -> None: ...
+
+    def all_reduce_sum(self, tensor: Tensor) -> None: ...
+
+    def gather_host(self, shard: Tensor, on_all_ranks: bool) -> list[Tensor] | None:
+        """Host tensors of one size and dtype from all ranks, in rank order; None on other ranks than 0 unless asked for."""
+
+    def exchange(self, message: Sequence[int]) -> list[list[int]]:
+        """Every rank's small integers, in rank order."""
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, in rank order. Not for the hot path."""
+
+    def close(self) -> None: ...
+
+
+class SoloComm:
+    """One rank: everything is already where it should be."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather(self, flat: Tensor) -> None:
+        return
+
+    def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
+        shard.copy_(flat)
+        return None
+
+    def scatter_from_first(self, shard: Tensor, flat: Tensor | None) -> None:
+        if flat is not None:
+            shard.copy_(flat)
+
+    def broadcast_from_first(self, tensor: Tensor) -> None:
+        return
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        return
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        return
+
+    def gather_host(self, shard: Tensor, on_all_ranks: bool) -> list[Tensor] | None:
+        return [shard]
+
+    def exchange(self, message: Sequence[int]) -> list[list[int]]:
+        return [list(message)]
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def close(self) -> None:
+        return
+
+
+# Integers that one control message carries in its first round; a longer one takes a second round.
+_MESSAGE_NUMEL = 64
+
+# torch 2.13 renamed these and deprecates the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class GroupComm:
+    """The ranks of a torch process group.
+
+    Args:
+        group: The data group. Every rank of it must construct its `GroupComm` at the same point.
+        device: Where collectives of the data and reduce groups take their tensors.
+        timeout: How long control messages wait for the slowest rank; None: torch's default of the backend.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None) -> None:
+        self._data = group
+        self._device = device
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        ranks = dist.get_process_group_ranks(group)
+        self._first = ranks[0]
+        backend = dist.get_backend(group)
+        self._reduce = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+        self._control = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+
+    def all_gather(self, flat: Tensor) -> None:
+        numel = flat.numel() // self.world_size
+        mine = flat[self.rank * numel : (self.rank + 1) * numel]
+        _all_gather(flat, mine, group=self._data)
+
+    def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
+        work: Work | None = _reduce_scatter(shard, flat, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)
+        return work
+
+    def scatter_from_first(self, shard: Tensor, flat: Tensor | None) -> None:
+        pieces = None if flat is None else list(flat.view(self.world_size, -1).unbind(0))
+        dist.scatter(shard, pieces, src=self._first, group=self._data)
+
+    def broadcast_from_first(self, tensor: Tensor) -> None:
+        """`tensor` may live on the host or on the device."""
+        staged = tensor.to(self._device)
+        dist.broadcast(staged, src=self._first, group=self._data)
+        if staged.data_ptr() != tensor.data_ptr():
+            tensor.copy_(staged)
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._control)
+
+    def gather_host(self, shard: Tensor, on_all_ranks: bool) -> list[Tensor] | None:
+        pieces = [torch.empty_like(shard) for _ in range(self.world_size)] if self.rank == 0 or on_all_ranks else None
+        if on_all_ranks:
+            dist.all_gather(pieces, shard.contiguous(), group=self._control)
+        else:
+            dist.gather(shard.contiguous(), pieces, dst=self._first, group=self._control)
+        return pieces
+
+    def exchange(self, message: Sequence[int]) -> list[list[int]]:
+        try:
+            return self._exchange(list(message))
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"rank {self.rank} lost contact with its peers (one has failed, ended, or did not come in time): {error}"
+            ) from error
+
+    def _exchange(self, message: list[int]) -> list[list[int]]:
+        rows = self._gather_rows([len(message), *message[: _MESSAGE_NUMEL - 1]], _MESSAGE_NUMEL)
+        longest = max(row[0] for row in rows)
+        if longest >= _MESSAGE_NUMEL:
+            rows = self._gather_rows([len(message), *message], longest + 1)
+        return [row[1 : 1 + row[0]] for row in rows]
+
+    def _gather_rows(self, values: list[int], numel: int) -> list[list[int]]:
+        mine = torch.zeros(numel, dtype=torch.int64)
+        mine[: len(values)] = torch.tensor(values, dtype=torch.int64)
+        rows = torch.empty(self.world_size * numel, dtype=torch.int64)
+        _all_gather(rows, mine, group=self._control)
+        gathered: list[list[int]] = rows.view(self.world_size, numel).tolist()
+        return gathered
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def close(self) -> None:
+        for group in (self._reduce, self._control):
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+
+def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
+    """The ranks of `group`; of the default group where that is None; a `SoloComm` without torch.distributed, or for one rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return SoloComm()
+    group = group if group is not None else dist.group.WORLD
+    if group is None or dist.get_world_size(group) == 1:
+        return SoloComm()
+    return GroupComm(group, device)

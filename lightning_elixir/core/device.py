@@ -1,0 +1,249 @@
+"""The compute device: storages, streams, host memory. The only file that names `torch.cuda`.
+
+[Note: stream rule] Chunk storage is allocated and freed on the compute stream. A lane (a side stream) first waits for
+all that the compute stream has been given so far, so it never touches storage before its allocation, or while an earlier
+user of the same memory still runs; and the compute stream waits for the lane's event before it uses or frees that
+storage. Therefore no `record_stream`. On a CPU device everything is synchronous and lanes do nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+
+class Event(Protocol):
+    """A moment on a lane."""
+
+    def wait(self) -> None:
+        """Make the compute stream wait for this moment."""
+
+    def synchronize(self) -> None:
+        """Make the host wait for this moment."""
+
+
+class Lane(Protocol):
+    """A queue of transfers beside the compute stream."""
+
+    def issue(self) -> AbstractContextManager[None]:
+        """Work inside runs on the lane, after all that the compute stream was given before."""
+
+    def record(self) -> Event: ...
+
+
+class Device(Protocol):
+    """What the runtime needs from a compute device."""
+
+    torch_device: torch.device
+    is_synchronous: bool
+    """Whether every transfer is done when its call returns."""
+    fetch_lane: Lane
+    reduce_lane: Lane
+
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None: ...
+
+    def free(self, storage: torch.UntypedStorage) -> None: ...
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """1-D host tensor, page-locked where that speeds transfers up and is possible."""
+
+    def compute_event(self) -> Event:
+        """An event on the compute stream, now."""
+
+    def synchronize(self) -> None: ...
+
+    def allocated_bytes(self) -> int:
+        """Device bytes in use by tensors; 0 where nobody counts."""
+
+    def take_peak_bytes(self) -> int:
+        """Highest `allocated_bytes` since the last call; 0 where nobody counts."""
+
+
+class _CpuEvent:
+    def wait(self) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+
+class _CpuLane:
+    def issue(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def record(self) -> Event:
+        return _CpuEvent()
+
+
+class CpuDevice:
+    """The CPU as compute device: "device" and host memory are the same, every transfer is a synchronous copy."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.is_synchronous = True
+        self.fetch_lane: Lane = _CpuLane()
+        self.reduce_lane: Lane = _CpuLane()
+
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        storage.resize_(nbytes)
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        storage.resize_(0)
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def compute_event(self) -> Event:
+        return _CpuEvent()
+
+    def synchronize(self) -> None:
+        return
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def take_peak_bytes(self) -> int:
+        return 0
+
+
+class _CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+class _CudaLane:
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def issue(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def record(self) -> Event:
+        return _CudaEvent(self._stream)
+
+
+class CudaDevice:
+    """One CUDA (or ROCm) device.
+
+    Replicas and gradient blocks come out of a private memory pool: all of one size, they are reused without
+    fragmenting, and without being fragmented by, what the activations need.
+
+    Args:
+        device: A CUDA device with an index.
+        pin_memory: Page-lock host shards. If the system refuses, host memory stays pageable, with one warning.
+    """
+
+    def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
+        self.torch_device = device
+        self.is_synchronous = False
+        self.fetch_lane: Lane = _CudaLane(device)
+        self.reduce_lane: Lane = _CudaLane(device)
+        self._pool = torch.cuda.MemPool()
+        self._can_pin = pin_memory
+
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        with torch.cuda.use_mem_pool(self._pool, self.torch_device):
+            try:
+                storage.resize_(nbytes)
+            except torch.OutOfMemoryError:
+                # The general pool may sit on cached, unused memory that ours cannot reach.
+                torch.cuda.empty_cache()
+                storage.resize_(nbytes)
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        storage.resize_(0)
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if not self._can_pin or numel == 0:
+            return torch.empty(numel, dtype=dtype)
+        mapping = _PinnedMapping(-1, numel * dtype.itemsize)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        tensor = torch.frombuffer(mapping, dtype=dtype)
+        if not mapping.pin(tensor.data_ptr()):
+            self._can_pin = False
+            log.warning(
+                "could not page-lock host memory: transfers will be slower; raise the memory lock limit (ulimit -l)"
+            )
+        return tensor
+
+    def compute_event(self) -> Event:
+        return _CudaEvent(torch.cuda.current_stream(self.torch_device))
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.torch_device)
+
+    def take_peak_bytes(self) -> int:
+        peak = torch.cuda.max_memory_allocated(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        return peak
+
+
+class _PinnedMapping(mmap.mmap):
+    """Anonymous memory, page-locked in place: exactly as large as asked, where torch's pinned allocator rounds up to
+    powers of two. Unlocked when the last tensor over it is gone."""
+
+    _address: int | None = None
+
+    def pin(self, address: int) -> bool:
+        """Lock the pages; False if the system refuses."""
+        if int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0)) != 0:
+            return False
+        self._address = address
+        return True
+
+    def __del__(self) -> None:
+        if self._address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+            self._address = None
+
+
+def make_device(device: torch.device | None = None, pin_memory: bool = True) -> Device:
+    """The runtime's view of `device`; by default the current CUDA device, or the CPU where there is none."""
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return CudaDevice(torch.device("cuda", index), pin_memory)
+    if device.type == "cpu":
+        return CpuDevice()
+    raise ValueError(f"lightning_elixir computes on CPU and CUDA devices, not on {device}")
+
+
+def current_device_memory_bytes(device: torch.device | None = None) -> int | None:
+    """Bytes of the compute device's memory that this process may use: what is free now plus what torch already holds,
+    within `torch.cuda.set_per_process_memory_fraction`. None on the CPU.
+
+    Initialises CUDA.
+    """
+    if device is None:
+        if not torch.cuda.is_available():
+            return None
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    usable = free + torch.cuda.memory_reserved(device)
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    return min(usable, int(fraction * total))

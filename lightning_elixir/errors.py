@@ -1,0 +1,27 @@
+"""Typed errors. Every message says what, which, how much, and what to do next."""
+
+from __future__ import annotations
+
+
+class ElixirError(RuntimeError):
+    """Base of the errors that lightning_elixir raises on purpose."""
+
+
+class PlanError(ElixirError, ValueError):
+    """A plan, an option or a model that cannot be used as given."""
+
+
+class CapacityError(ElixirError):
+    """Memory (GPU, host or disk) cannot hold what the plan needs."""
+
+
+class StateError(ElixirError):
+    """A call that the engine's current phase does not allow."""
+
+
+class StorageError(ElixirError):
+    """Reading or writing a shard failed."""
+
+
+class DivergenceError(ElixirError):
+    """Ranks reached different points of the program and cannot go on together."""

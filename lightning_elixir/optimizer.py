@@ -1,0 +1,467 @@
+"""`ElixirOptimizer`: the user's optimizer, run over this rank's shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.optim.scaling import LossScaler, absolute_max, clip_coefficient, square_sums
+from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace, elementwise_class, is_scalar_state
+from lightning_elixir.plan.segments import Segment, segments_of
+from lightning_elixir.runtime.agreement import Meeting
+from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.runtime.whole import gather_whole, in_memory_order
+
+if TYPE_CHECKING:
+    from lightning_elixir.wrapper import ElixirModule
+
+
+class ElixirOptimizer(torch.optim.Optimizer):
+    """Steps an `ElixirModule` with the user's optimizer, over flat shards.
+
+    `param_groups` is the user's own list, so that learning-rate schedulers may be built on either optimizer.
+
+    Args:
+        module: The wrapped model.
+        optimizer: An element-wise optimizer (`HybridAdam`, `CPUAdam`, `torch.optim.AdamW`, `Adam`, `SGD`, ...) over the
+            parameters of the model; may have been built before the model was wrapped. It must not have stepped yet.
+        initial_scale: Loss scale to start with. Scaling is on for fp16 with an fp32 master, as in `torch.amp.GradScaler`.
+        min_scale: The scale does not fall below.
+        max_scale: The scale does not grow above.
+        growth_factor: What a growing scale is multiplied by.
+        backoff_factor: What it is multiplied by after an overflow.
+        growth_interval: Steps without overflow between growths.
+        hysteresis: Overflows before the scale backs off.
+        init_step: Allocate the optimizer states now, by a step that changes nothing.
+        max_norm: Clip the total gradient norm to this in every step; 0: do not.
+
+    Raises:
+        PlanError: If the optimizer is not element-wise, or holds parameters that are not the model's.
+    """
+
+    def __init__(
+        self,
+        module: ElixirModule,
+        optimizer: torch.optim.Optimizer,
+        initial_scale: float = 2.0**16,
+        min_scale: float = 0.0,
+        max_scale: float = math.inf,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        init_step: bool = False,
+        max_norm: float = 0.0,
+    ) -> None:
+        self._cls = elementwise_class(optimizer)
+        self._engine: Engine = module.engine
+        check_parameters(self._engine, optimizer)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups = optimizer.param_groups
+        self.optimizer = optimizer
+        self.module = module
+        self.max_norm = max_norm
+        self.scaler = LossScaler(
+            initial_scale=initial_scale,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            enabled=module.needs_loss_scale,
+        )
+        self.is_step_skipped = False
+        self._transforms: list[tuple[str, float]] = []
+        self._last_norm: float | None = None
+        self._shape: tuple[int, ...] = ()
+        self._segments: dict[int, tuple[Segment, ...]] = {}
+        self._inner: dict[int, SegmentOptimizer] = {}
+        self._build_inner()
+        self._engine.reducer.is_tracking_square_sums = self.scaler.enabled or max_norm > 0
+        self._engine.on_replan(self._rebuild)
+        if init_step:
+            self._allocate_states()
+
+    # Building
+
+    def _build_inner(self) -> None:
+        engine = self._engine
+        self._shape = tuple(len(g["params"]) for g in self.param_groups)
+        group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
+        for chunk in engine.chunks:
+            if not chunk.spec.requires_grad:
+                continue
+            segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
+            self._segments[chunk.id] = segments
+            places = [
+                SegmentPlace(s.member_index, group_of[id(chunk.parameters[s.member_index])], s.shard_offset, s.numel)
+                for s in segments
+                if id(chunk.parameters[s.member_index]) in group_of
+            ]
+            self._inner[chunk.id] = SegmentOptimizer(self._cls, engine.own_shard(chunk), places, self.param_groups)
+
+    def _rebuild(self) -> None:
+        """After the shards have moved, or a parameter group was added: the same states over the new tensors."""
+        earlier = self._inner
+        self._inner = {}
+        self._build_inner()
+        for chunk_id, inner in self._inner.items():
+            by_member = {p.member_index: i for i, p in enumerate(earlier[chunk_id].places)}
+            for position, place in enumerate(inner.places):
+                if place.member_index in by_member:
+                    inner.take_state(position, earlier[chunk_id].state_of(by_member[place.member_index]))
+
+    def _allocate_states(self) -> None:
+        """A first step over zero gradients with a zero learning rate, its step counts taken back."""
+        still = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in self.param_groups]
+        for inner in self._inner.values():
+            members = {p.member_index for p in inner.places}
+            inner.step(torch.zeros_like(inner.work), members, still)
+            inner.reset_step_counts()
+
+    # Training
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward; 1 without loss scaling."""
+        return self.scaler.scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to run backward on."""
+        return loss * self.scaler.scale if self.scaler.enabled else loss
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward from `loss` (scaled for fp16) and reduce the gradients. Collective.
+
+        Args:
+            loss: 0-dim.
+            kwargs: For `torch.Tensor.backward`, such as `retain_graph`.
+        """
+        with self._engine.backward():
+            self.scale_loss(loss).backward(**kwargs)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters and drop the gradients. Collective.
+
+        With loss scaling, a step whose gradients hold inf or nan changes nothing but the scale (`is_step_skipped`).
+
+        Args:
+            closure: Computes the loss and calls `backward`; run first.
+
+        Returns:
+            What the closure returned.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        engine = self._engine
+        engine.begin_step()
+        if tuple(len(g["params"]) for g in self.param_groups) != self._shape:
+            check_parameters(engine, self)
+            self._rebuild()
+        used = engine.globally_used()
+        if self.max_norm > 0:
+            self._clip(self.max_norm, used)
+        self.is_step_skipped = self.scaler.enabled and not self._is_finite(used)
+        if not self.is_step_skipped:
+            self._update(used)
+        self.scaler.update(self.is_step_skipped)
+        engine.end_step([] if self.is_step_skipped else sorted(used))
+        self._transforms = []
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, whatever `set_to_none` says: managed parameters keep none."""
+        self._engine.reducer.clear()
+        self._transforms = []
+
+    @torch.no_grad()
+    def _update(self, used: Mapping[int, set[int]]) -> None:
+        engine = self._engine
+        for chunk_id in sorted(used):
+            chunk, shard = engine.chunks[chunk_id], engine.store[chunk_id]
+            inner = self._inner[chunk_id]
+            if shard.grad is None:
+                continue
+            grad = shard.grad
+            if self._has_transforms() and grad.dtype.itemsize < 4:
+                grad = grad.float()  # also where the optimizer works in 16 bits: factors apply before rounding
+            grad = self._transformed(grad)
+            inner.step(grad.to(inner.work.dtype), used[chunk_id], self.param_groups)
+            self._write_back(chunk)
+
+    def _write_back(self, chunk: Chunk) -> None:
+        """Master -> compute shard."""
+        engine, shard = self._engine, self._engine.store[chunk.id]
+        if shard.master is None:
+            return
+        target = chunk.flat if shard.param is None else shard.param
+        if target.numel() != shard.master.numel():
+            target = chunk.shard_of(target, engine.comm.rank, engine.comm.world_size)
+        target.copy_(shard.master)
+
+    # Gradients
+
+    def _has_transforms(self) -> bool:
+        return self.scaler.enabled or bool(self._transforms)
+
+    def _transformed(self, grad: Tensor) -> Tensor:
+        """Unscaled and clipped, of the same dtype; the input is not changed."""
+        if not self._has_transforms():
+            return grad
+        result = grad.mul(self.scaler.inverse_scale) if self.scaler.enabled else grad.clone()
+        for kind, value in self._transforms:
+            if kind == "factor":
+                result.mul_(value)
+            else:
+                result.clamp_(-value, value)
+        return result
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the total norm in the coming step, as `torch.nn.utils.clip_grad_norm_` does. Collective.
+
+        Returns:
+            0-dim fp32: the norm of all gradients before clipping, unscaled.
+
+        Raises:
+            PlanError: For other norms than 2 and inf.
+        """
+        engine = self._engine
+        engine.meet(Meeting.GRADIENTS)
+        engine.reducer.is_tracking_square_sums = True
+        return torch.tensor(self._clip(max_norm, engine.globally_used(), norm_type), dtype=torch.float32)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every gradient to [-clip_value, clip_value] in the coming step."""
+        self._transforms.append(("clamp", float(clip_value)))
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Total norm of the gradients as they are now (unscaled, clipped if clipping was asked for), or, after a step, of those that
+        it found before clipping them. Collective. 0-dim fp32."""
+        engine = self._engine
+        engine.meet(Meeting.GRADIENTS)
+        engine.reducer.is_tracking_square_sums = True
+        used = engine.globally_used()
+        if not used and self._last_norm is not None:
+            return torch.tensor(self._last_norm, dtype=torch.float32)
+        self._last_norm = self._norm(used, norm_type)
+        return torch.tensor(self._last_norm, dtype=torch.float32)
+
+    def _clip(self, max_norm: float, used: Mapping[int, set[int]], norm_type: float = 2.0) -> float:
+        norm = self._norm(used, norm_type)
+        self._last_norm = norm
+        self._transforms.append(("factor", clip_coefficient(norm, max_norm)))
+        return norm
+
+    def _norm(self, used: Mapping[int, set[int]], norm_type: float) -> float:
+        if norm_type not in (2.0, math.inf):
+            raise PlanError(f"gradient norms of type {norm_type} are not supported: use 2 or inf")
+        is_max = norm_type == math.inf
+        parts = self._per_parameter(used, is_max)
+        if is_max:
+            self._engine.comm.all_reduce_max(parts)
+            return float(parts.max()) if parts.numel() else 0.0
+        self._engine.comm.all_reduce_sum(parts)
+        # Exactly rounded, so that the order of the parameters in chunks does not matter.
+        values = parts.tolist()
+        return math.sqrt(math.fsum(values)) if all(map(math.isfinite, values)) else float(parts.sum().sqrt())
+
+    def _per_parameter(self, used: Mapping[int, set[int]], is_max: bool) -> Tensor:
+        """Square sums (or largest magnitudes) of this rank's part of each used parameter's gradient; fp64 on the CPU."""
+        pending: list[tuple[list[int], Tensor]] = []
+        row = 0
+        for chunk_id in sorted(used):
+            rows = {index: row + i for i, index in enumerate(sorted(used[chunk_id]))}
+            row += len(rows)
+            segments = self._segments[chunk_id]
+            kept = [i for i, s in enumerate(segments) if s.member_index in rows]
+            if kept:
+                sums = self._chunk_parts(chunk_id, is_max)
+                pending.append(([rows[segments[i].member_index] for i in kept], sums[kept]))
+        result = torch.zeros(row, dtype=torch.float64)
+        if pending:
+            values = torch.cat([sums.to("cpu", non_blocking=False) for _, sums in pending])
+            result[torch.tensor([r for rows, _ in pending for r in rows])] = values
+        return result
+
+    def _chunk_parts(self, chunk_id: int, is_max: bool) -> Tensor:
+        grad = self._engine.store[chunk_id].grad
+        bounds = [(s.shard_offset, s.numel) for s in self._segments[chunk_id]]
+        if grad is None:
+            return torch.zeros(len(bounds), dtype=torch.float64)
+        measure = absolute_max if is_max else square_sums
+        if self._transforms:
+            wide = grad if grad.dtype.itemsize >= 4 else grad.float()
+            return measure(self._transformed(wide), bounds)
+        inverse = self.scaler.inverse_scale if self.scaler.enabled else 1.0
+        known = None if is_max else self._engine.reducer.square_sums.get(chunk_id)
+        return measure(grad, bounds, scale=inverse) if known is None else known * inverse**2
+
+    def _is_finite(self, used: Mapping[int, set[int]]) -> bool:
+        earlier, self._transforms = self._transforms, []
+        parts = self._per_parameter(used, is_max=False)
+        self._transforms = earlier
+        self._engine.comm.all_reduce_sum(parts)
+        return bool(torch.isfinite(parts).all())
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as torch's optimizers give it, with whole tensors on the CPU. Collective.
+
+        Returns:
+            `state`, `param_groups` and, with loss scaling, `loss_scaler`, on rank 0; `{}` on other ranks.
+        """
+        engine = self._engine
+        engine.meet(Meeting.STATE)
+        numbers, groups = self._numbered()
+        described = self._described_states()
+        whole: dict[str, dict[str, Tensor]] = {}
+        for key in sorted({k for entries in described.values() for k, v in entries.items() if v[0] == "tensor"}):
+            pieces = ((chunk, self._piece(chunk, key, described)) for chunk in engine.chunks if chunk.id in self._inner)
+            for fqn, value in gather_whole(engine, pieces, on_all_ranks=False).items():
+                whole.setdefault(fqn, {})[key] = value
+        if engine.comm.rank != 0:
+            return {}
+        state: dict[int, dict[str, Any]] = {}
+        for chunk in engine.chunks:
+            for index, parameter in enumerate(chunk.parameters):
+                entries = described.get((chunk.id, index))
+                if entries and id(parameter) in numbers:
+                    fqn = chunk.spec.members[index].fqn
+                    state[numbers[id(parameter)]] = {
+                        key: whole[fqn][key] if kind == "tensor" else value for key, (kind, value) in entries.items()
+                    }
+        result: dict[str, Any] = {"state": state, "param_groups": groups}
+        if self.scaler.enabled:
+            result["loss_scaler"] = self.scaler.state_dict()
+        return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take over a state of `state_dict()` or of the same torch optimizer over the plain model; every rank passes the same.
+
+        Raises:
+            PlanError: If its groups or shapes are not those of this optimizer.
+        """
+        self._engine.meet(Meeting.STATE)
+        saved_groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in self.param_groups]:
+            raise PlanError(
+                f"the optimizer state has groups of {[len(g['params']) for g in saved_groups]} parameters, this optimizer has "
+                f"{[len(g['params']) for g in self.param_groups]}"
+            )
+        saved: dict[int, Mapping[str, Any]] = {}
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+            group.update({k: v for k, v in saved_group.items() if k not in ("params", "param_names")})
+            for parameter, number in zip(group["params"], saved_group["params"], strict=True):
+                if number in state_dict["state"]:
+                    saved[id(parameter)] = state_dict["state"][number]
+        for chunk in self._engine.chunks:
+            if chunk.id in self._inner:
+                self._load_chunk(chunk, saved)
+        if self.scaler.enabled and state_dict.get("loss_scaler"):
+            self.scaler.load_state_dict(state_dict["loss_scaler"])
+
+    def _numbered(self) -> tuple[dict[int, int], list[dict[str, Any]]]:
+        numbers: dict[int, int] = {}
+        groups = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                numbers.setdefault(id(parameter), len(numbers))
+            packed = {k: v for k, v in group.items() if k != "params"}
+            groups.append({**packed, "params": [numbers[id(p)] for p in group["params"]]})
+        return numbers, groups
+
+    def _described_states(self) -> dict[tuple[int, int], dict[str, tuple[str, Any]]]:
+        """(chunk id, member index) -> key -> ("tensor", dtype) or ("value", value), over all ranks."""
+        mine: dict[tuple[int, int], dict[str, tuple[str, Any]]] = {}
+        for chunk_id, inner in self._inner.items():
+            for position, place in enumerate(inner.places):
+                entries = {
+                    key: ("value", value) if is_scalar_state(key, value) else ("tensor", value.dtype)
+                    for key, value in inner.state_of(position).items()
+                }
+                if entries:
+                    mine[(chunk_id, place.member_index)] = entries
+        merged: dict[tuple[int, int], dict[str, tuple[str, Any]]] = {}
+        for described in self._engine.comm.exchange_objects(mine):
+            merged.update(described)
+        return merged
+
+    def _piece(
+        self, chunk: Chunk, key: str, described: Mapping[tuple[int, int], Mapping[str, tuple[str, Any]]]
+    ) -> Tensor | None:
+        """This rank's shard of one state of a chunk; None if no parameter of the chunk has it."""
+        dtypes = [e[key][1] for (chunk_id, _), e in described.items() if chunk_id == chunk.id and key in e]
+        if not dtypes:
+            return None
+        inner = self._inner[chunk.id]
+        piece = torch.zeros(inner.work.numel(), dtype=dtypes[0])
+        for position, place in enumerate(inner.places):
+            value = inner.state_of(position).get(key)
+            if value is not None:
+                piece[place.shard_offset : place.shard_offset + place.numel] = value
+        return piece
+
+    def _load_chunk(self, chunk: Chunk, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        inner = self._inner[chunk.id]
+        segments = {s.member_index: s for s in self._segments[chunk.id]}
+        for position, place in enumerate(inner.places):
+            state = saved.get(id(chunk.parameters[place.member_index]))
+            if state is None:
+                inner.set_state(position, {})
+                continue
+            member, segment = chunk.spec.members[place.member_index], segments[place.member_index]
+            loaded: dict[str, Any] = {}
+            for key, value in state.items():
+                if is_scalar_state(key, value):
+                    loaded[key] = value.clone() if isinstance(value, Tensor) else value
+                    continue
+                if tuple(value.shape) != member.shape:
+                    raise PlanError(f"{key} of {member.fqn} has shape {tuple(value.shape)}, expected {member.shape}")
+                flat = in_memory_order(chunk, place.member_index, value)
+                part = flat[segment.param_offset : segment.param_offset + segment.numel]
+                loaded[key] = part.to(device=inner.work.device, dtype=inner.work.dtype, copy=True)
+            inner.set_state(position, loaded)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of optimizer states on this rank, by tier."""
+        held: dict[str, int] = {}
+        for chunk_id, inner in self._inner.items():
+            key = f"{self._engine.plan.chunks[chunk_id].optim_tier.value}_states"
+            held[key] = held.get(key, 0) + inner.state_bytes()
+        return held
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model that the optimizer did not have."""
+        if "optimizer" in self.__dict__:
+            self.optimizer.add_param_group(param_group)
+        else:
+            super().add_param_group(param_group)
+
+
+def check_parameters(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Raises `PlanError` if the optimizer holds parameters that are not trainable parameters of the engine's model."""
+    foreign, unfrozen = [], []
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            home = engine.home_of(parameter)
+            if home is None:
+                foreign.append(f"group {g}, parameter {i}, shape {tuple(parameter.shape)}")
+            elif parameter.requires_grad and not home[0].spec.requires_grad:
+                unfrozen.append(home[0].spec.members[home[1]].fqn)
+    if foreign:
+        raise PlanError(
+            f"the optimizer holds {len(foreign)} parameters that are not the wrapped model's: {'; '.join(foreign[:5])}. Build it from the "
+            "parameters of the model that is wrapped (on ranks other than 0, after wrapping if the model was built in configure_model)"
+        )
+    if unfrozen:
+        raise StateError(f"frozen when the model was set up, and now in an optimizer to be trained: {', '.join(unfrozen[:5])}")

@@ -1,0 +1,279 @@
+"""The rCache: which replicas are resident, under a budget of blocks. Pure bookkeeping.
+
+The runtime and the simulator drive this same class, so predicted and real counters are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, KeysView, Mapping
+from dataclasses import dataclass, replace
+
+from lightning_elixir.errors import StateError
+from lightning_elixir.plan.policy import CachePolicy
+
+# How far ahead of the expected position an unexpected access is looked for in the trace, and how far behind the place
+# where it was found the one after it.
+_RESYNC_WINDOW = 64
+_CONFIRM_WINDOW = 8
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do at one access, in this order: release `evict`, then fetch `fetch`."""
+
+    evict: tuple[int, ...] = ()
+    fetch: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class CacheCounters:
+    """Counts since the last reset."""
+
+    accesses: int = 0
+    hits: int = 0
+    fetches: int = 0
+    """Fetches on demand: the chunk was not there when it was needed."""
+    prefetches: int = 0
+    evictions: int = 0
+    overflows: int = 0
+    """Accesses that needed more blocks than the budget because everything resident was in use."""
+    misses_of_trace: int = 0
+    """Accesses that the recorded trace did not foresee."""
+
+
+class RCache:
+    """Bookkeeping of resident replicas.
+
+    Args:
+        cost_blocks: Blocks that each managed (non-persistent) chunk takes when resident.
+        budget_blocks: Blocks available. Grows only where an access cannot be served otherwise.
+        prefetch_depth: How many chunks ahead `prefetch_candidates` looks; 0 for none.
+    """
+
+    def __init__(self, cost_blocks: Mapping[int, int], budget_blocks: int, prefetch_depth: int = 0) -> None:
+        self._cost = dict(cost_blocks)
+        self.budget_blocks = budget_blocks
+        self.prefetch_depth = prefetch_depth
+        self._resident: dict[int, int] = {}  # chunk id -> time of last use, in order of arrival
+        self._pins: dict[int, int] = {}
+        self._used_blocks = 0
+        self._clock = 0
+        self._policy: CachePolicy | None = None
+        self._position = 0
+        self._suspected: int | None = None  # where the trace goes on if the last, unexpected access was a leap
+        self.peak_blocks = 0
+        self.counters = CacheCounters()
+
+    # Queries
+
+    @property
+    def resident(self) -> frozenset[int]:
+        return frozenset(self._resident)
+
+    @property
+    def resident_ids(self) -> KeysView[int]:
+        """Live view of what is resident, without a copy."""
+        return self._resident.keys()
+
+    @property
+    def used_blocks(self) -> int:
+        return self._used_blocks
+
+    def is_pinned(self, chunk_id: int) -> bool:
+        return self._pins.get(chunk_id, 0) > 0
+
+    # Events
+
+    def begin(self, policy: CachePolicy | None) -> None:
+        """Start an iteration that is expected to follow `policy`'s trace; None: nothing is known."""
+        self._policy = policy
+        self._position = 0
+        self._suspected = None
+
+    def acquire(self, ids: Iterable[int], *, pin: bool, held: Collection[int] = (), is_traced: bool = True) -> Decision:
+        """Make `ids` resident.
+
+        Args:
+            ids: Chunks needed now.
+            pin: Keep them until a matching `drop`.
+            held: Resident chunks that must not be evicted now, pinned or not.
+            is_traced: Whether this access belongs to the iteration that the trace describes.
+
+        Returns:
+            What to evict and fetch. The chunks count as resident from here on.
+        """
+        ids = tuple(ids)
+        needed = tuple(dict.fromkeys(i for i in ids if i in self._cost))
+        if is_traced:
+            self._advance(ids)
+        missing = tuple(i for i in needed if i not in self._resident)
+        protected = {*needed, *held}
+        room = sum(self._cost[i] for i in missing)
+        evict = self._make_room(room, protected)
+        counters = self.counters
+        if self._used_blocks + room > self.budget_blocks:
+            counters = replace(counters, overflows=counters.overflows + 1)
+        for chunk_id in missing:
+            self._add(chunk_id)
+        self._clock += 1
+        for chunk_id in needed:
+            self._resident[chunk_id] = self._clock
+            if pin:
+                self._pins[chunk_id] = self._pins.get(chunk_id, 0) + 1
+        self.counters = replace(
+            counters,
+            accesses=counters.accesses + 1,
+            hits=counters.hits + len(needed) - len(missing),
+            fetches=counters.fetches + len(missing),
+            evictions=counters.evictions + len(evict),
+        )
+        return Decision(evict, missing)
+
+    def drop(self, ids: Iterable[int]) -> None:
+        """Undo the pins of one `acquire`. The chunks stay resident and become evictable."""
+        for chunk_id in dict.fromkeys(ids):  # `acquire` pins each once
+            if chunk_id not in self._cost:
+                continue
+            count = self._pins.get(chunk_id, 0)
+            if count == 0:
+                raise StateError(f"chunk {chunk_id} is dropped more often than it was acquired")
+            if count == 1:
+                del self._pins[chunk_id]
+            else:
+                self._pins[chunk_id] = count - 1
+
+    def prefetch_candidates(self, held: Collection[int] = ()) -> tuple[int, ...]:
+        """Chunks worth fetching now, nearest use first: the next `prefetch_depth` absent chunks of the trace for which
+        there is room, or a resident chunk that is needed later than they are. Changes nothing."""
+        policy = self._policy
+        if policy is None or self.prefetch_depth == 0:
+            return ()
+        absent: list[tuple[int, int]] = []
+        ahead = 0
+        for at, chunk_id in policy.upcoming(self._position):
+            if chunk_id not in self._cost:
+                continue
+            ahead += 1
+            if chunk_id not in self._resident:
+                absent.append((at, chunk_id))
+            if ahead == self.prefetch_depth:
+                break
+        if not absent:
+            return ()
+        free = self.budget_blocks - self._used_blocks
+        victims = sorted(
+            ((policy.next_use(i, self._position), i) for i in self._resident if self._is_evictable(i, held)),
+            reverse=True,
+        )
+        found: list[int] = []
+        for at, chunk_id in absent:
+            free -= self._cost[chunk_id]
+            while free < 0 and victims and victims[0][0] > at:
+                free += self._cost[victims.pop(0)[1]]
+            if free < 0:
+                break
+            found.append(chunk_id)
+        return tuple(found)
+
+    def prefetch(self, ids: Iterable[int], held: Collection[int] = ()) -> Decision:
+        """Admit `ids`, in order, as far as there is room without evicting what is needed sooner."""
+        fetch: list[int] = []
+        evict: list[int] = []
+        for chunk_id in ids:
+            if chunk_id in self._resident or chunk_id not in self._cost:
+                continue
+            at = self._next_use(chunk_id)
+            released = self._make_room(self._cost[chunk_id], {chunk_id, *held, *fetch}, needed_at=at)
+            evict.extend(released)
+            if self._used_blocks + self._cost[chunk_id] > self.budget_blocks:
+                break
+            self._add(chunk_id)
+            self._resident[chunk_id] = self._clock
+            fetch.append(chunk_id)
+        self.counters = replace(
+            self.counters,
+            prefetches=self.counters.prefetches + len(fetch),
+            evictions=self.counters.evictions + len(evict),
+        )
+        return Decision(tuple(evict), tuple(fetch))
+
+    def release(self, ids: Iterable[int]) -> tuple[int, ...]:
+        """Forget `ids` (their replicas are outdated or no longer wanted); returns those that were resident."""
+        gone = tuple(i for i in dict.fromkeys(ids) if i in self._resident)
+        for chunk_id in gone:
+            if self.is_pinned(chunk_id):
+                raise StateError(f"chunk {chunk_id} is released while it is pinned")
+        for chunk_id in gone:
+            self._remove(chunk_id)
+        return gone
+
+    def unpin_all(self) -> None:
+        """Forget all pins (after an exception in the middle of an iteration)."""
+        self._pins.clear()
+
+    def reset_counters(self) -> None:
+        self.counters = CacheCounters()
+        self.peak_blocks = self._used_blocks
+
+    # Internals
+
+    def _advance(self, ids: tuple[int, ...]) -> None:
+        """Follow the trace. An access that is not the expected one counts as a miss; it may be one too many (stay) or
+        the first after some that were left out (go on there): the next access tells. Believing the first sign would,
+        after one access too many in forward, go on at the same chunk's access in backward."""
+        policy = self._policy
+        if policy is None:
+            return
+        if ids == policy.access(self._position):
+            self._position += 1
+            self._suspected = None
+            return
+        if self._suspected is not None:
+            found = policy.find(ids, self._suspected, _CONFIRM_WINDOW)
+            if found is not None:
+                self._position = found + 1
+                self._suspected = None
+                return
+        self.counters = replace(self.counters, misses_of_trace=self.counters.misses_of_trace + 1)
+        found = policy.find(ids, self._position, _RESYNC_WINDOW)
+        self._suspected = None if found is None else found + 1
+
+    def _next_use(self, chunk_id: int) -> int:
+        return 0 if self._policy is None else self._policy.next_use(chunk_id, self._position)
+
+    def _is_evictable(self, chunk_id: int, held: Collection[int]) -> bool:
+        return self._pins.get(chunk_id, 0) == 0 and chunk_id not in held
+
+    def _make_room(self, blocks: int, protected: Collection[int], needed_at: int | None = None) -> tuple[int, ...]:
+        """Evict until `blocks` fit, or nothing more may go. With `needed_at`, only what is used later than that, and
+        only if enough of it can go."""
+        lacking = self._used_blocks + blocks - self.budget_blocks
+        if lacking <= 0:
+            return ()
+        candidates = [i for i in self._resident if self._is_evictable(i, protected)]
+        if self._policy is None:
+            candidates.sort(key=lambda i: self._resident[i])  # least recently used
+        else:
+            candidates.sort(key=lambda i: (-self._next_use(i), self._resident[i]))
+        chosen: list[int] = []
+        for chunk_id in candidates:
+            if lacking <= 0:
+                break
+            if needed_at is not None and self._next_use(chunk_id) <= needed_at:
+                break
+            chosen.append(chunk_id)
+            lacking -= self._cost[chunk_id]
+        if needed_at is not None and lacking > 0:
+            return ()
+        for chunk_id in chosen:
+            self._remove(chunk_id)
+        return tuple(chosen)
+
+    def _add(self, chunk_id: int) -> None:
+        self._resident[chunk_id] = self._clock
+        self._used_blocks += self._cost[chunk_id]
+        self.peak_blocks = max(self.peak_blocks, self._used_blocks)
+
+    def _remove(self, chunk_id: int) -> None:
+        del self._resident[chunk_id]
+        self._used_blocks -= self._cost[chunk_id]

@@ -1,0 +1,159 @@
+"""The plan and what it is made from: pure data, standard library only."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+SCHEMA = 1
+
+# Every parameter starts on a multiple of this many elements inside its chunk, and every shard is a multiple
+# of it, so that the fixed blocks over which the gradient norm is summed never cross a shard's border: the norm is
+# then the same for every chunk size and placement.
+ALIGN_NUMEL = 512
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Tier(enum.Enum):
+    """Where a shard lives."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of the model as the planner sees it."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Compute dtype, a key of `DTYPE_BYTES`."""
+    requires_grad: bool
+    aliases: tuple[str, ...] = ()
+    """Further names of the same (tied) parameter."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter's place inside a chunk."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    offset: int
+    """First element inside the chunk's flat tensor, a multiple of `ALIGN_NUMEL`."""
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ChunkSpec:
+    """A fixed-numel group of parameters moved as one; homogeneous in dtype and requires_grad."""
+
+    id: int
+    dtype: str
+    requires_grad: bool
+    numel: int
+    """Elements of the flat tensor, padding included; a multiple of `world_size * ALIGN_NUMEL`."""
+    members: tuple[Member, ...]
+    param_tier: Tier
+    optim_tier: Tier
+    """Where master, optimizer states and the gradient shard live (ignored for frozen chunks)."""
+    is_persistent: bool
+    """Never evicted: the replica stays on the compute device."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole replica in the compute dtype."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        names = [m.fqn for m in self.members]
+        shown = ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
+        return f"chunk {self.id} [{shown}]"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the runtime obeys: the chunks, their tiers and the rCache."""
+
+    world_size: int
+    compute_dtype: str
+    block_bytes: int
+    """Bytes of one rCache block: the size of a regular chunk in the compute dtype."""
+    rcache_blocks: int
+    """How many blocks the replicas of non-persistent chunks may take together."""
+    prefetch_depth: int
+    """How many chunks to fetch ahead of need; 0 turns prefetching off."""
+    chunks: tuple[ChunkSpec, ...]
+    is_storage_distributed: bool = True
+    """False: every rank keeps its parameter shards whole and only gathers after an update."""
+    policy: str = "cpu"
+    """Which placement policy made the plan."""
+    notes: dict[str, float | int | str] = field(default_factory=dict, compare=False)
+    """Predictions and reasons, for people; never read by the runtime and outside the fingerprint."""
+    schema: int = SCHEMA
+
+    def blocks_of(self, chunk_id: int) -> int:
+        """Blocks that this chunk's replica takes (more than one only for a parameter larger than a chunk)."""
+        return max(1, math.ceil(self.chunks[chunk_id].nbytes / self.block_bytes))
+
+    @property
+    def is_all_resident(self) -> bool:
+        return all(c.is_persistent for c in self.chunks)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the canonical JSON of everything but the notes."""
+        from lightning_elixir.plan.io import plan_to_dict  # io imports this module
+
+        content = plan_to_dict(self)
+        content.pop("notes")
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def layout_fingerprint(self) -> str:
+        """Like `fingerprint`, over the chunk layout alone: two plans of one layout differ only in placement."""
+        layout = [
+            [c.dtype, c.requires_grad, c.numel, [[m.fqn, m.shape, m.offset] for m in c.members]] for c in self.chunks
+        ]
+        return hashlib.sha256(json.dumps([self.world_size, layout]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Acquire:
+    """The chunks needed by one module call or one saved tensor."""
+
+    ids: tuple[int, ...]
+    is_pinned: bool
+    """Pinned until a matching `Drop`; otherwise needed at this moment only."""
+    held: tuple[int, ...] = ()
+    """Resident chunks that could not be evicted at this moment because something still aliased their storage."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The end of one pinned `Acquire`: the chunks become evictable."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AccessTrace:
+    """What one iteration (or one forward) touches, in order."""
+
+    events: tuple[Acquire | Drop, ...]
+
+    def acquires(self) -> Iterator[Acquire]:
+        return (e for e in self.events if isinstance(e, Acquire))

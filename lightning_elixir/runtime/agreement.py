@@ -1,0 +1,96 @@
+"""How ranks keep their collectives in step.
+
+[Note: agreed fetches] A rank that misses a chunk does not issue a collective on its own: it tells the others what it wants,
+and every rank joins the all-gather of every chunk that any rank wants, keeping those it asked for. A rank that has come
+to the end of its forward, its backward, or to any other collective operation of the engine waits there and serves the
+others until all have arrived. So ranks may take different branches, route to different experts, or evict differently
+after such a divergence; no fetch can hang and no two ranks can gather different chunks in one collective. What may not
+differ is the sequence of meeting points: that is found out at once, on every rank, and is a `DivergenceError`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Sequence
+
+from lightning_elixir.core.comm import Comm, PeerLostError
+from lightning_elixir.errors import DivergenceError
+
+
+class Meeting(enum.IntEnum):
+    """Points that every rank passes in the same order. `WANT` is no meeting: it asks for chunks."""
+
+    WANT = 0
+    FORWARD_END = 1
+    BACKWARD_END = 2
+    STEP = 3
+    STATE = 4
+    REPLAN = 5
+    GRADIENTS = 6
+
+
+class Agreement:
+    """The control messages of one engine.
+
+    Args:
+        comm: The ranks.
+        join: Called with (ids, mine): take part in the gathering of `ids`, in this order, keeping those in `mine`.
+    """
+
+    def __init__(self, comm: Comm, join: Callable[[Sequence[int], Collection[int]], None]) -> None:
+        self._comm = comm
+        self._join = join
+
+    def want(self, ids: Sequence[int], candidates: Sequence[int]) -> tuple[int, ...]:
+        """Gather `ids`, with all ranks' help.
+
+        Args:
+            ids: Chunks that this rank needs now.
+            candidates: Chunks that it would like to prefetch, in order.
+
+        Returns:
+            Chunks that every rank would like to prefetch, in the same order everywhere: the caller gathers them next.
+
+        Raises:
+            DivergenceError: If a peer is gone.
+        """
+        rows = self._exchange([Meeting.WANT, len(ids), *ids, *candidates])
+        self._serve(rows, ids)
+        if any(row[0] != Meeting.WANT for row in rows):
+            return ()
+        wished = [row[2 + row[1] :] for row in rows]
+        common = set(wished[0]).intersection(*wished[1:])
+        return tuple(i for i in wished[0] if i in common)
+
+    def meet(self, meeting: Meeting, payload: Sequence[int] = ()) -> list[list[int]]:
+        """Wait here, serving the others, until all ranks have come to `meeting`.
+
+        Returns:
+            Every rank's payload, in rank order.
+
+        Raises:
+            DivergenceError: If a rank has come to another meeting, or is gone.
+        """
+        while True:
+            rows = self._exchange([meeting, *payload])
+            kinds = [Meeting(row[0]) for row in rows]
+            if all(kind is meeting for kind in kinds):
+                return [row[1:] for row in rows]
+            if Meeting.WANT not in kinds:
+                where = ", ".join(f"rank {rank}: {kind.name}" for rank, kind in enumerate(kinds))
+                raise DivergenceError(
+                    f"the ranks are at different points of the program ({where}): every rank must call forward, backward, "
+                    "step and the state dict functions equally often and in the same order"
+                )
+            self._serve(rows, ())
+
+    def _serve(self, rows: Sequence[Sequence[int]], mine: Collection[int]) -> None:
+        wanted = {i for row in rows if row[0] == Meeting.WANT for i in row[2 : 2 + row[1]]}
+        if wanted:
+            self._join(sorted(wanted), mine)
+
+    def _exchange(self, message: Sequence[int]) -> list[list[int]]:
+        try:
+            return self._comm.exchange(message)
+        except PeerLostError as error:
+            raise DivergenceError(str(error)) from error

@@ -1,0 +1,220 @@
+"""From a module and a plan to bound chunks and filled shards, one chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.device import Device
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.types import ChunkSpec, Plan
+from lightning_elixir.runtime.chunk import Chunk, ChunkState
+from lightning_elixir.storage.shards import ShardStore
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of an engine."""
+
+    master: torch.dtype | None
+    """Dtype of the optimizer's own copy of 16-bit parameters; None: the optimizer works in the compute dtype."""
+
+    def master_of(self, spec: ChunkSpec) -> torch.dtype | None:
+        """Dtype of the separate master of this chunk; None if the compute shard is the optimizer's copy."""
+        if not spec.requires_grad:
+            return None
+        compute = dtype_of(spec)
+        if self.master is not None and compute.itemsize < self.master.itemsize:
+            return self.master
+        return compute if spec.param_tier is not spec.optim_tier else None
+
+
+def dtype_of(spec: ChunkSpec) -> torch.dtype:
+    """Compute dtype of a chunk."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
+def check_same_on_all_ranks(comm: Comm, plan: Plan) -> None:
+    """Raises `PlanError` on every rank if the ranks' plans (and so their models) differ."""
+    plans = comm.exchange_objects((plan.fingerprint(), plan.layout_fingerprint(), len(plan.chunks)))
+    if len({fingerprint for fingerprint, _, _ in plans}) > 1:
+        what = "models" if len({layout for _, layout, _ in plans}) > 1 else "placements"
+        raise PlanError(f"the ranks have plans for different {what}: {plans}; build the same model and plan on every rank")
+
+
+class Builder:
+    """Binds a module's parameters to chunks.
+
+    Args:
+        module: The model; parameters of ranks other than 0 may be on `meta`.
+        plan: The chunks.
+
+    Raises:
+        PlanError: If plan and model do not fit, or rank 0 has parameters on `meta`.
+    """
+
+    def __init__(
+        self, module: nn.Module, plan: Plan, device: Device, comm: Comm, store: ShardStore, precision: Precision
+    ) -> None:
+        self._module = module
+        self._plan = plan
+        self._device = device
+        self._comm = comm
+        self._store = store
+        self._precision = precision
+        self._named = dict(module.named_parameters(remove_duplicate=False))
+        self._meta_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by id of the replacement
+        _check_names(plan, self._named)
+        self._check_meta()
+
+    def build(self) -> list[Chunk]:
+        self._replace_meta_parameters()
+        self._move_buffers()
+        return [self._build_chunk(spec) for spec in self._plan.chunks]
+
+    def _check_meta(self) -> None:
+        meta = sorted(name for name, p in self._named.items() if p.is_meta)
+        where = self._comm.exchange_objects(meta if self._comm.rank == 0 else [])[0]
+        if where:
+            raise PlanError(
+                f"{len(where)} parameters have no values (device meta): {', '.join(where[:5])}. Build the model in configure_model "
+                "without torch.device('meta'), or load its weights before training"
+            )
+
+    def _replace_meta_parameters(self) -> None:
+        """A meta parameter cannot be bound through `.data`: put one of the device in its place, everywhere it is used."""
+        replaced: dict[int, nn.Parameter] = {}
+        for module in self._module.modules():
+            for name, old in module._parameters.items():
+                if old is None or not old.is_meta:
+                    continue
+                new = replaced.get(id(old))
+                if new is None:
+                    data = torch.empty(0, dtype=old.dtype, device=self._device.torch_device)
+                    new = replaced[id(old)] = nn.Parameter(data, requires_grad=old.requires_grad)
+                    new.__class__ = type(old)
+                    new.__dict__.update(old.__dict__)
+                    self._meta_shapes[id(new)] = (tuple(old.shape), tuple(old.stride()))
+                module._parameters[name] = new
+        self._named = dict(self._module.named_parameters(remove_duplicate=False))
+
+    def _move_buffers(self) -> None:
+        device = self._device.torch_device
+        for module in self._module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                moved = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                self._comm.broadcast_from_first(moved)
+                module._buffers[name] = moved
+
+    def _build_chunk(self, spec: ChunkSpec) -> Chunk:
+        dtype = dtype_of(spec)
+        chunk = Chunk(spec, dtype, self._device, storage_bytes(self._plan, spec))
+        parameters = [self._named[m.fqn] for m in spec.members]
+        shapes = [self._meta_shapes.get(id(p), (tuple(p.shape), tuple(p.stride()))) for p in parameters]
+        full = self._collect(spec, parameters, [stride for _, stride in shapes])
+        self._fill_shards(spec, full)
+        chunk.allocate()
+        self._fill_replica(chunk, full)
+        del full
+        for parameter, (shape, stride) in zip(parameters, shapes, strict=True):
+            chunk.bind(parameter, kept_stride(shape, stride))
+        chunk.seal()
+        chunk.to_state(ChunkState.RESIDENT)
+        if not spec.is_persistent:
+            chunk.release()
+        return chunk
+
+    def _collect(self, spec: ChunkSpec, parameters: list[nn.Parameter], strides: list[tuple[int, ...]]) -> Tensor | None:
+        """Rank 0's values of the whole chunk, 1-D, in master (or compute) dtype; None on other ranks."""
+        if self._comm.rank != 0:
+            return None
+        dtype = self._precision.master_of(spec) or dtype_of(spec)
+        device = self._device.torch_device if self._comm.world_size > 1 else torch.device("cpu")
+        full = torch.zeros(spec.numel, dtype=dtype, device=device)
+        for member, parameter, stride in zip(spec.members, parameters, strides, strict=True):
+            part = full[member.offset : member.offset + member.numel]
+            kept = kept_stride(member.shape, stride)
+            view = part.view(member.shape) if kept is None else full.as_strided(member.shape, kept, member.offset)
+            view.copy_(parameter.detach())
+        return full
+
+    def _fill_shards(self, spec: ChunkSpec, full: Tensor | None) -> None:
+        comm, store = self._comm, self._store
+        shard = store.add(spec)
+        dtype, master_dtype = dtype_of(spec), self._precision.master_of(spec)
+        if comm.world_size == 1 and full is not None:
+            piece = full
+        else:
+            piece = torch.empty(
+                spec.numel // comm.world_size, dtype=master_dtype or dtype, device=self._device.torch_device
+            )
+            comm.scatter_from_first(piece, full)
+        if master_dtype is not None:
+            shard.master = store.empty(piece.numel(), master_dtype, spec.optim_tier)
+            shard.master.copy_(piece)
+        if spec.is_persistent:
+            return  # the replica, or this rank's slice of it, is always there: it is the shard
+        shard.param = store.empty(store.param_numel(spec), dtype, spec.param_tier)
+        if shard.param.numel() == piece.numel():
+            shard.param.copy_(piece)
+        else:
+            self._broadcast_whole(spec, full, shard.param)
+
+    def _broadcast_whole(self, spec: ChunkSpec, full: Tensor | None, target: Tensor) -> None:
+        whole = torch.empty(spec.numel, dtype=target.dtype, device=self._device.torch_device)
+        if full is not None:
+            whole.copy_(full)
+        self._comm.broadcast_from_first(whole)
+        target.copy_(whole)
+
+    def _fill_replica(self, chunk: Chunk, full: Tensor | None) -> None:
+        if not chunk.spec.is_persistent:
+            return
+        if full is not None:
+            chunk.flat.copy_(full)
+        if self._comm.world_size > 1:
+            self._comm.broadcast_from_first(chunk.flat)
+
+
+def storage_bytes(plan: Plan, spec: ChunkSpec) -> int:
+    """What to allocate for a replica: whole blocks, so that the device's pool can reuse any of them."""
+    return spec.nbytes if spec.is_persistent else plan.blocks_of(spec.id) * plan.block_bytes
+
+
+def kept_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The stride to keep for a parameter without gaps in another memory order than the usual; None: contiguous."""
+    expected, sizes = 1, sorted((s, n) for s, n in zip(stride, shape, strict=True) if n != 1)
+    for step, size in sizes:
+        if step != expected:
+            return None
+        expected *= size
+    contiguous = torch.empty(shape, device="meta").stride()
+    return None if tuple(contiguous) == stride else stride
+
+
+def _check_names(plan: Plan, named: Mapping[str, nn.Parameter]) -> None:
+    planned = {m.fqn: m.shape for c in plan.chunks for m in c.members}
+    known = {id(named[name]) for name in planned if name in named}
+    missing = [name for name in planned if name not in named]
+    extra = [name for name, p in named.items() if id(p) not in known]
+    wrong = [n for n, shape in planned.items() if n in named and tuple(named[n].shape) != shape]
+    frozen = [
+        m.fqn for c in plan.chunks for m in c.members if m.fqn in named and named[m.fqn].requires_grad != c.requires_grad
+    ]
+    for what, names in (
+        ("parameters that the model lacks", missing),
+        ("no place for parameters", extra),
+        ("other shapes of parameters", wrong),
+        ("another requires_grad of parameters", frozen),
+    ):
+        if names:
+            shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+            raise PlanError(f"the plan was made for another model: it has {what} {shown}; make a new plan")
+

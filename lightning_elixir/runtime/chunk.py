@@ -1,0 +1,161 @@
+"""A chunk's replica: one flat tensor, bound once to its parameters.
+
+[Note: storage identity] `flat` and its storage object live as long as the chunk. Each parameter is bound once, through
+`p.data = flat[a:b].view(shape)`, and never again; releasing resizes the storage to zero bytes, fetching resizes it back
+and refills it. Views that autograd saved and references that users hold therefore stay valid, and since `p` keeps its own
+version counter, the engine's writes through `flat` are invisible to autograd.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir.core.device import Device, Event
+from lightning_elixir.errors import StateError
+from lightning_elixir.plan.types import ChunkSpec
+
+
+class ChunkState(enum.Enum):
+    """Who holds the replica's bytes."""
+
+    RELEASED = "released"
+    """The storage has no bytes (or, while something still aliases it, outdated ones)."""
+    FETCHING = "fetching"
+    """Storage is there; a transfer fills it. Only the engine may write."""
+    RESIDENT = "resident"
+    """The values are there, and the compute stream has been told to wait for them."""
+    STALE = "stale"
+    """A persistent replica whose own shard was updated; the peers' slices are outdated until it is gathered again."""
+
+
+_LEGAL = {
+    (ChunkState.RELEASED, ChunkState.FETCHING),
+    (ChunkState.FETCHING, ChunkState.RESIDENT),
+    (ChunkState.FETCHING, ChunkState.RELEASED),
+    (ChunkState.RESIDENT, ChunkState.RELEASED),
+    (ChunkState.RESIDENT, ChunkState.STALE),
+    (ChunkState.STALE, ChunkState.FETCHING),
+    (ChunkState.STALE, ChunkState.RESIDENT),
+    (ChunkState.STALE, ChunkState.RELEASED),
+}
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many tensors (and Python handles) share this storage. The one adapter around torch's private count."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return count
+
+
+class Chunk:
+    """The replica of one chunk on the compute device.
+
+    Args:
+        spec: What the plan says about the chunk.
+        dtype: Compute dtype, as `spec.dtype` names it.
+        device: Where the replica lives.
+        storage_bytes: What to allocate when resident: at least the replica; equal for all regular chunks, so that
+            the device's pool reuses blocks exactly.
+    """
+
+    def __init__(self, spec: ChunkSpec, dtype: torch.dtype, device: Device, storage_bytes: int) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.flat = torch.empty(0, dtype=dtype, device=device.torch_device)  # 1D, compute dtype, [spec.numel]
+        self.parameters: list[nn.Parameter] = []  # bound, in the order of spec.members
+        self.strides: list[tuple[int, ...] | None] = []  # of each parameter; None: contiguous
+        self.original_dtypes: list[torch.dtype] = []  # of each parameter before it was bound
+        self.state = ChunkState.RELEASED
+        self.ready: Event | None = None  # end of the transfer that fills the storage, until someone waits for it
+        self._device = device
+        self.storage_bytes = storage_bytes
+        self._storage = self.flat.untyped_storage()
+        self._unaliased_count = 0
+        # A tensor over a storage that is still empty: sizes are set by hand, bytes come with the first fetch.
+        self._storage.resize_(spec.nbytes)
+        self.flat.set_(self._storage, 0, (spec.numel,), (1,))  # type: ignore[call-overload]
+        self._storage.resize_(0)
+
+    @property
+    def id(self) -> int:
+        return self.spec.id
+
+    @property
+    def storage_key(self) -> int:
+        """Identity of the storage, the same for every tensor over it."""
+        return self._storage._cdata
+
+    @property
+    def device_bytes(self) -> int:
+        return self._storage.nbytes()
+
+    @property
+    def is_usable(self) -> bool:
+        return self.state is ChunkState.RESIDENT
+
+    def bind(self, parameter: nn.Parameter, stride: tuple[int, ...] | None = None) -> None:
+        """Make `parameter` a view of the flat tensor, for good. Call once per member, in the order of `spec.members`.
+
+        Args:
+            stride: Memory order to keep (channels-last weights), for tensors without gaps; None: contiguous.
+        """
+        self.strides.append(stride)
+        self.original_dtypes.append(parameter.dtype)
+        parameter.data = self.view_of(self.flat, len(self.parameters))
+        self.parameters.append(parameter)
+
+    def seal(self) -> None:
+        """Call when all parameters are bound: whatever shares the storage from now on is an alias."""
+        self._unaliased_count = storage_use_count(self._storage)
+
+    def is_aliased(self) -> bool:
+        """Whether anything but the bound parameters and the engine shares the storage: views, saved tensors, users."""
+        return storage_use_count(self._storage) > self._unaliased_count
+
+    def slice_of(self, flat: Tensor, index: int) -> Tensor:
+        """Member `index`'s elements in a flat tensor of this chunk's layout, 1-D, in memory order."""
+        member = self.spec.members[index]
+        return flat[member.offset : member.offset + member.numel]
+
+    def view_of(self, flat: Tensor, index: int) -> Tensor:
+        """Member `index`'s elements in a flat tensor of this chunk's layout, in the parameter's shape and memory order."""
+        member, stride = self.spec.members[index], self.strides[index]
+        if stride is None:
+            return self.slice_of(flat, index).view(member.shape)
+        return flat.as_strided(member.shape, stride, member.offset)
+
+    def shard_of(self, flat: Tensor, rank: int, world_size: int) -> Tensor:
+        """Rank `rank`'s slice of a flat tensor of this chunk's length."""
+        numel = self.spec.numel // world_size
+        return flat[rank * numel : (rank + 1) * numel]
+
+    def allocate(self) -> None:
+        """Give the storage its bytes (on the compute stream)."""
+        self.to_state(ChunkState.FETCHING)
+        if self._storage.nbytes() == 0:
+            self._device.allocate(self._storage, self.storage_bytes)
+
+    def wait_ready(self) -> None:
+        """Make the compute stream wait until the values are there."""
+        if self.ready is not None:
+            self.ready.wait()
+            self.ready = None
+
+    def release(self) -> None:
+        """Take the bytes away, unless something still aliases them."""
+        self.wait_ready()
+        self.to_state(ChunkState.RELEASED)
+        if not self.is_aliased():
+            self._device.free(self._storage)
+
+    def to_state(self, state: ChunkState) -> None:
+        """Change state along the table of legal changes.
+
+        Raises:
+            StateError: On any other change; it names the chunk, its parameters and both states.
+        """
+        if (self.state, state) not in _LEGAL:
+            raise StateError(f"{self.spec}: illegal change {self.state.value} -> {state.value}")
+        self.state = state

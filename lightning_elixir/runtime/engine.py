@@ -1,0 +1,710 @@
+"""Builds the runtime from (module, plan) and carries it through its phases."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.device import Device
+from lightning_elixir.errors import CapacityError, StateError
+from lightning_elixir.plan.policy import CachePolicy
+from lightning_elixir.plan.rcache import RCache
+from lightning_elixir.plan.types import AccessTrace, Acquire, Drop, Plan
+from lightning_elixir.runtime.agreement import Agreement, Meeting
+from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all_ranks
+from lightning_elixir.runtime.chunk import Chunk, ChunkState
+from lightning_elixir.runtime.fetcher import Fetcher, TransferBytes
+from lightning_elixir.runtime.hooks import Hooks, SavedTensors
+from lightning_elixir.runtime.interception import Interception
+from lightning_elixir.runtime.reducer import Reducer
+from lightning_elixir.runtime.released import tensors_in
+from lightning_elixir.runtime.replan import check_layout, move_chunks
+from lightning_elixir.runtime.whole import own_shard, whole_values
+from lightning_elixir.storage.shards import ShardStore
+
+log = logging.getLogger(__name__)
+
+# Events that one recorded iteration may have; a program that never comes to a step would fill the memory.
+_MAX_EVENTS = 2_000_000
+
+
+class Phase(enum.Enum):
+    """What the program is doing. Between forward and backward, and between steps, the engine is IDLE."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters since the last reset, and bytes held now."""
+
+    fetches: int
+    """Replicas fetched when they were needed."""
+    prefetches: int
+    """Replicas fetched ahead of need."""
+    hits: int
+    evictions: int
+    overflows: int
+    misses_of_trace: int
+    peak_blocks: int
+    h2d_bytes: int
+    d2h_bytes: int
+    gathered_bytes: int
+    reduced_bytes: int
+    held_bytes: dict[str, int]
+    """By tier and kind, such as `gpu_replica` or `cpu_master`."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Engine:
+    """Keeps a module's parameters in chunks and brings them to the compute device when they are needed.
+
+    Args:
+        module: The model. Its parameters are bound to chunks for good.
+        plan: What to obey.
+        device: Where to compute.
+        comm: The ranks that share the chunks.
+        precision: Master dtype.
+        reduce_dtype: What gradients are cast to for reduction; None: as they are.
+        prefetch: False: fetch on demand only, whatever the plan's depth.
+
+    Raises:
+        PlanError: If the plan was made for another model or differs between ranks, or parameters have no values.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        device: Device,
+        comm: Comm,
+        precision: Precision,
+        reduce_dtype: torch.dtype | None = None,
+        prefetch: bool = True,
+    ) -> None:
+        check_same_on_all_ranks(comm, plan)
+        self.module = module
+        self.device = device
+        self.comm = comm
+        self.precision = precision
+        self.moved = TransferBytes()
+        self.phase = Phase.IDLE
+        self._reduce_dtype = reduce_dtype
+        self._has_prefetch = prefetch
+        self._agreement = Agreement(comm, self._join)
+        store = ShardStore(device, comm.world_size, plan.is_storage_distributed)
+        self.chunks = Builder(module, plan, device, comm, store, precision).build()
+        self._home = {id(p): (c, i) for c in self.chunks for i, p in enumerate(c.parameters)}
+        self.interception = Interception(self, self.chunks)
+        self._saved = SavedTensors({c.storage_key: c for c in self.chunks}, self._need_in_backward)
+        self._pinned_ids = _ids_by_module(module, self._home)
+        # Region and iteration
+        self._frames: list[tuple[nn.Module, tuple[int, ...]]] = []
+        self._is_implicit = False  # the region was opened by a module hook, not by its owner
+        self._error_at_entry: BaseException | None = None
+        self._has_saved_hooks = False
+        self._raw_pins: list[int] = []
+        self._versions: list[int] = []
+        self._kind: str | None = None  # of the open iteration: "train" or "eval"
+        self._has_backward = False
+        self._is_recording = False
+        self._recorded: list[Acquire | Drop] = []
+        self._outdated_kinds: set[str] = set()
+        self._misses_at_start = 0
+        self._policies: dict[str, CachePolicy] = {}
+        self.traces: dict[str, AccessTrace] = {}
+        self._touched: set[int] = set()
+        self._is_order_known = False
+        self._replan_listeners: list[Callable[[], None]] = []
+        self.is_sampling = False
+        self.peak_non_model_bytes = 0
+        self._adopt(plan, store)
+        watched = [m for m in module.modules() if any(True for _ in m.parameters())]
+        self._hooks = Hooks(watched, [c for c in self.chunks if c.spec.requires_grad], self)
+
+    def _adopt(self, plan: Plan, store: ShardStore) -> None:
+        """Take up a plan whose chunks and shards are in place."""
+        self.plan = plan
+        self.store = store
+        self._cost = {c.id: plan.blocks_of(c.id) for c in plan.chunks if not c.is_persistent}
+        self._needs_agreement = self.comm.world_size > 1 and bool(self._cost)
+        depth = plan.prefetch_depth if self._has_prefetch else 0
+        self.rcache = RCache(self._cost, plan.rcache_blocks, depth)
+        self.fetcher = Fetcher(self.device, self.comm, store, plan.is_storage_distributed, self.moved)
+        trainable = [c.id for c in reversed(plan.chunks) if c.requires_grad]
+        order = self.reducer.order if self._is_order_known else trainable
+        self.reducer = Reducer(
+            self.chunks, order, self.device, self.comm, store, self.moved, self._reduce_dtype, plan.block_bytes
+        )
+
+    # Regions: the forward of the model, or of any part of it that the user calls
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Run a forward inside. Nested regions, and forwards recomputed in backward, belong to the outer one.
+
+        Raises:
+            StateError: If a parameter was written in place inside.
+        """
+        if self.phase is not Phase.IDLE:
+            self.check_open()
+            yield
+            return
+        self._begin_region()
+        try:
+            yield
+        except BaseException:
+            self._abort_region()
+            raise
+        self._end_region()
+
+    def watch_outputs(self, output: Any) -> None:
+        """Notice a backward that starts from `output` without the engine being told."""
+        if torch.is_grad_enabled():
+            for tensor in tensors_in((output,)):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._on_outermost_backward)
+
+    def enter_module(self, module: nn.Module) -> None:
+        if self.phase is Phase.IDLE and not self._frames:
+            self._error_at_entry = sys.exc_info()[1]
+            self._begin_region()
+            self._is_implicit = True
+        if self.phase is Phase.BACKWARD and not self._frames:
+            self._enter_saved_hooks()  # a recomputed forward
+        self._frames.append((module, ()))
+        ids = self._pinned_ids.get(id(module), ())
+        if ids:
+            self.acquire(ids, pin=True)
+            self._frames[-1] = (module, ids)
+
+    def exit_module(self, module: nn.Module, output: Any) -> None:
+        if not self._frames or self._frames[-1][0] is not module:
+            return  # its entry failed, or the region was aborted
+        _, ids = self._frames.pop()
+        if ids:
+            self.drop(ids)
+        if self._frames:
+            return
+        if self.phase is Phase.BACKWARD:
+            self._exit_saved_hooks()
+        elif self._is_implicit:
+            self._is_implicit = False
+            if sys.exc_info()[1] is not self._error_at_entry:
+                self._abort_region()
+            else:
+                self._end_region()
+                self.watch_outputs(output)
+
+    def _begin_region(self) -> None:
+        self.check_open()
+        self.absorb_touched()
+        self._begin_iteration("train" if torch.is_grad_enabled() else "eval")
+        self.phase = Phase.FORWARD
+        self._enter_saved_hooks()
+        if torch.is_grad_enabled():
+            self._versions = self.interception.versions()
+
+    def _end_region(self) -> None:
+        self._close_region()
+        self.interception.check_unwritten(self._versions, "forward")
+        if self._needs_agreement:
+            self._agreement.meet(Meeting.FORWARD_END)
+        if self._kind == "eval":
+            self._end_iteration()
+
+    def _abort_region(self) -> None:
+        self._frames.clear()
+        self._is_implicit = False
+        self.rcache.unpin_all()
+        self._close_region()
+        self._kind = None
+        self._recorded = []
+
+    def _close_region(self) -> None:
+        self._exit_saved_hooks()
+        self._unpin_raw()
+        self.interception.guard_all()
+        self.phase = Phase.IDLE
+
+    def _enter_saved_hooks(self) -> None:
+        if not self._has_saved_hooks and self.must_pack:
+            self._has_saved_hooks = True
+            self._saved.enter()
+
+    def _exit_saved_hooks(self) -> None:
+        if self._has_saved_hooks:
+            self._has_saved_hooks = False
+            self._saved.exit()
+
+    @property
+    def must_pack(self) -> bool:
+        """Whether autograd would now save parameters themselves, which would not show as an alias of their storage."""
+        return bool(self._cost) and torch.is_grad_enabled() and self._saved.may_enter()
+
+    @contextmanager
+    def packing(self) -> Iterator[None]:
+        """Saved tensors of what runs inside keep no replica alive, and find it again in backward."""
+        if not self.must_pack:
+            yield
+            return
+        self._saved.enter()
+        try:
+            yield
+        finally:
+            self._saved.exit()
+
+    # Backward
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run the backward of a loss inside; the gradients are reduced at the end. Collective."""
+        if self.phase is Phase.BACKWARD:  # nested: the outer one ends it
+            yield
+            return
+        self.begin_backward()
+        try:
+            yield
+        except BaseException:
+            self.abort_backward()
+            raise
+        self.end_backward()
+
+    def begin_backward(self) -> None:
+        """Call before the backward of a loss."""
+        self.check_open()
+        if self.phase is not Phase.IDLE:
+            raise StateError(f"backward cannot start in phase {self.phase.value}")
+        self.interception.check_unwritten(self._versions, "forward and backward")
+        if self._kind is None:
+            self._begin_iteration("train")
+        self._has_backward = True
+        self.phase = Phase.BACKWARD
+
+    def end_backward(self) -> None:
+        """Call when the outermost backward has returned: reduces what is left. Collective."""
+        if self.phase is not Phase.BACKWARD:
+            return
+        self._close_backward()
+        reducer = self.reducer
+        waiting, late = reducer.waiting_ids(), reducer.late_ids()
+        issued = reducer.num_issued
+        if self.comm.world_size > 1:
+            rows = self._agreement.meet(Meeting.BACKWARD_END, [issued, len(waiting), *waiting, *late])
+            issued = max(row[0] for row in rows)
+            waiting = [i for row in rows for i in row[2 : 2 + row[1]]]
+            late = [i for row in rows for i in row[2 + row[1] :]]
+        order = reducer.finish_order()
+        reducer.flush(issued, waiting, late)
+        if not self._is_order_known:
+            self._is_order_known = True
+            reducer.set_order(self.comm.exchange_objects(order)[0])
+        self.interception.check_unwritten(self._versions, "forward and backward")
+
+    def abort_backward(self) -> None:
+        """Call when backward raised: the gradients collected since the last step are dropped."""
+        self._frames.clear()
+        self._close_backward()
+        self.reducer.abandon()
+        self._kind = None
+        self._recorded = []
+
+    def _close_backward(self) -> None:
+        self._exit_saved_hooks()
+        self.rcache.unpin_all()
+        self._unpin_raw()
+        self.interception.guard_all()
+        self.phase = Phase.IDLE
+
+    def _on_outermost_backward(self, grad: Tensor) -> None:
+        """A bare `loss.backward()` has reached an output of the model."""
+        if self.phase is Phase.IDLE:
+            self.begin_backward()
+            # Queued here, on the outermost graph: from inside reentrant checkpointing it would fire at the nested end.
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+
+    def _need_in_backward(self, chunk: Chunk) -> None:
+        if self.phase is Phase.CLOSED:
+            raise StateError("backward needs parameters of an engine that was closed")
+        self.acquire((chunk.id,), pin=False)
+
+    def collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
+        if self.phase is Phase.IDLE:  # a graph that does not pass through a watched output
+            self._on_outermost_backward(parameter)
+        self.reducer.collect(chunk, index, parameter)
+
+    # Access
+
+    def acquire(self, ids: Sequence[int], *, pin: bool) -> None:
+        """Make chunks resident and their parameters plain; with `pin`, until `drop`."""
+        is_computing = self.is_computing
+        if self.is_sampling:
+            self._sample()
+        if self._cost:
+            is_recorded = is_computing and self._is_recording
+            held = self._held() if is_recorded else None
+            if is_recorded:
+                self._recorded.append(Acquire(tuple(ids), pin, tuple(held or ())))
+            self._cached_acquire(ids, pin, held, is_computing)
+        for chunk_id in ids:
+            chunk = self.chunks[chunk_id]
+            chunk.wait_ready()
+            if is_computing:
+                self.interception.make_plain(chunk)
+
+    def drop(self, ids: Sequence[int]) -> None:
+        """Undo one pinned `acquire`."""
+        if self._cost:
+            if self._is_recording and self.is_computing:
+                self._recorded.append(Drop(tuple(ids)))
+            self.rcache.drop(ids)
+
+    def pin_for_pointer(self, ids: Iterable[int]) -> None:
+        """Keep chunks whose raw address was handed out, until the end of the region or the next synchronisation."""
+        pinned = [i for i in ids if i in self._cost]
+        self.acquire(pinned, pin=True)
+        self._raw_pins.extend(pinned)
+
+    def _cached_acquire(self, ids: Sequence[int], pin: bool, held: Collection[int] | None, is_traced: bool) -> None:
+        rcache = self.rcache
+        is_missing = any(i in self._cost and i not in rcache.resident_ids for i in ids)
+        if held is None:
+            held = self._held() if is_missing else ()
+        overflows = rcache.counters.overflows
+        decision = rcache.acquire(ids, pin=pin, held=held, is_traced=is_traced)
+        self._evict(decision.evict)
+        if rcache.counters.overflows > overflows:
+            self._report_overflow(ids, overflows)
+        alone = [i for i in decision.fetch if not self.fetcher.is_collective(self.chunks[i])]
+        together = [i for i in decision.fetch if self.fetcher.is_collective(self.chunks[i])]
+        for chunk_id in alone:
+            self._fetch(chunk_id)
+        if together:
+            candidates = rcache.prefetch_candidates({*held, *ids}) if is_traced else ()
+            agreed = self._agreement.want(together, candidates)
+            if agreed:
+                self._prefetch(agreed, {*held, *ids})
+        elif not self._needs_agreement and is_traced:
+            candidates = rcache.prefetch_candidates(())
+            if candidates:
+                self._prefetch(candidates, {*self._held(), *ids})
+
+    def _prefetch(self, ids: Sequence[int], held: Collection[int]) -> None:
+        decision = self.rcache.prefetch(ids, held)
+        self._evict(decision.evict)
+        self._join(ids, decision.fetch)
+
+    def _join(self, ids: Sequence[int], mine: Collection[int]) -> None:
+        """Gather `ids`, in this order, keeping those in `mine`."""
+        for chunk_id in ids:
+            if chunk_id in mine:
+                self._fetch(chunk_id)
+            elif self.comm.world_size > 1:
+                self.fetcher.serve(self.chunks[chunk_id])
+
+    def _fetch(self, chunk_id: int) -> None:
+        chunk = self.chunks[chunk_id]
+        try:
+            self.fetcher.fetch(chunk)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"no device memory for {chunk.spec}: {chunk.spec.nbytes / 2**20:.1f} MiB beside {self.rcache.used_blocks} "
+                f"resident blocks of {self.plan.block_bytes / 2**20:.1f} MiB; lower gpu_memory_limit so that the plan leaves more "
+                "to activations, use a smaller batch or chunk_size, or activation checkpointing"
+            ) from error
+
+    def _evict(self, ids: Iterable[int]) -> None:
+        for chunk_id in ids:
+            chunk = self.chunks[chunk_id]
+            if chunk_id in self._touched:
+                self.interception.absorb(chunk)
+                self._touched.discard(chunk_id)
+            self.interception.guard(chunk)
+            chunk.release()
+
+    def _held(self) -> list[int]:
+        return [i for i in self.rcache.resident_ids if self.chunks[i].is_aliased()]
+
+    def _report_overflow(self, ids: Sequence[int], earlier: int) -> None:
+        if earlier == 0:
+            log.warning(
+                "the rCache needs %d blocks of %.1f MiB at once for %s, but the plan allows %d: growing; raise gpu_memory_limit or use a "
+                "smaller chunk_size if memory runs out",
+                self.rcache.used_blocks,
+                self.plan.block_bytes / 2**20,
+                ", ".join(str(self.chunks[i].spec) for i in ids),
+                self.rcache.budget_blocks,
+            )
+
+    # Iterations: what one trace describes
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward or a backward runs."""
+        return self.phase in (Phase.FORWARD, Phase.BACKWARD)
+
+    def _begin_iteration(self, kind: str) -> None:
+        if self._kind is not None and (self._has_backward or self._kind != "train"):
+            self._end_iteration()
+        if self._kind is None:
+            self._kind = kind
+            self._has_backward = False
+            self._recorded = []
+            self._is_recording = kind not in self._policies or kind in self._outdated_kinds
+            self._misses_at_start = self.rcache.counters.misses_of_trace
+            self.rcache.begin(self._policies.get(kind))
+
+    def _end_iteration(self) -> None:
+        kind, self._kind = self._kind, None
+        if kind is None or not self._cost:
+            return
+        if self._is_recording and len(self._recorded) < _MAX_EVENTS:
+            self.traces[kind] = AccessTrace(tuple(self._recorded))
+            self._policies[kind] = CachePolicy(self.traces[kind])
+            self._outdated_kinds.discard(kind)
+        elif self.rcache.counters.misses_of_trace > self._misses_at_start:
+            self._outdated_kinds.add(kind)  # the next one is recorded from its start
+        self._recorded = []
+        self._is_recording = False
+        self.rcache.begin(None)
+
+    # Between steps
+
+    def touch(self, ids: Iterable[int]) -> None:
+        """The user may have written to these chunks."""
+        self._touched.update(ids)
+
+    def absorb_touched(self) -> None:
+        """Bring what users wrote between steps to shards and masters. An alias that they keep may be written again later, so
+        its chunk stays touched."""
+        self._unpin_raw()
+        for chunk_id in list(self._touched):
+            chunk = self.chunks[chunk_id]
+            if chunk.is_usable:
+                self.interception.absorb(chunk)
+            if not (chunk.is_usable and chunk.is_aliased()):
+                self._touched.discard(chunk_id)
+
+    def begin_step(self) -> None:
+        """Call before anything collective that reads gradients, masters or shards."""
+        self.meet(Meeting.STEP)
+
+    def meet(self, meeting: Meeting) -> None:
+        """Come to a point between steps, together with all ranks.
+
+        Raises:
+            StateError: Inside forward or backward.
+            DivergenceError: If the ranks are at different points.
+        """
+        self.check_open()
+        if self.phase is not Phase.IDLE:
+            raise StateError(f"{meeting.name.lower()} is not possible inside {self.phase.value}")
+        self.absorb_touched()
+        if self.comm.world_size > 1:
+            self._agreement.meet(meeting)
+
+    def end_step(self, updated: Iterable[int]) -> None:
+        """The shards of `updated` hold new values: replicas made from the old ones go."""
+        self._end_iteration()
+        ids = [i for i in updated]
+        for chunk_id in ids:
+            chunk = self.chunks[chunk_id]
+            if chunk.spec.is_persistent:
+                if self.comm.world_size > 1:
+                    chunk.to_state(ChunkState.STALE)
+                    self.fetcher.gather_in_place(chunk)
+                continue
+            if not self.plan.is_storage_distributed and self.comm.world_size > 1:
+                self.store[chunk_id].is_param_outdated = True
+            if not self.rcache.release((chunk_id,)):
+                continue
+            chunk.release()
+            if chunk.device_bytes and not self.fetcher.is_collective(chunk):
+                self.fetcher.refresh(chunk)
+        self.reducer.clear()
+
+    def replan(self, plan: Plan) -> None:
+        """Move to another placement of the same chunks. Collective; between steps, with no gradients pending.
+
+        Raises:
+            PlanError: If the layout differs, or the ranks' plans do.
+            StateError: If there are gradients that no step has used yet.
+        """
+        self.meet(Meeting.REPLAN)
+        check_layout(self.plan, plan)
+        check_same_on_all_ranks(self.comm, plan)
+        if self.reducer.used:
+            raise StateError("the placement cannot change while gradients wait for a step: call step() or zero_grad() first")
+        for chunk_id in self.rcache.release(list(self.rcache.resident_ids)):
+            self.chunks[chunk_id].release()
+        self._end_iteration()
+        store = ShardStore(self.device, self.comm.world_size, plan.is_storage_distributed)
+        move_chunks(self, plan, store)
+        self._adopt(plan, store)
+        for notify in self._replan_listeners:
+            notify()
+
+    def on_replan(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after the shards have moved."""
+        self._replan_listeners.append(listener)
+
+    def own_shard(self, chunk: Chunk) -> Tensor:
+        """This rank's up-to-date values of a chunk, 1-D: what an optimizer updates. Not a copy."""
+        return own_shard(self, chunk)
+
+    # Sampling, statistics, end
+
+    def _sample(self) -> None:
+        """Device bytes in use since the last access, beyond the engine's own."""
+        peak = self.device.take_peak_bytes() - self.device_bytes()
+        self.peak_non_model_bytes = max(self.peak_non_model_bytes, peak)
+
+    def device_bytes(self) -> int:
+        """Device memory that replicas, gradient blocks and shards take now."""
+        held = self.held_bytes()
+        return sum(n for key, n in held.items() if key.startswith("gpu_")) + held.get("replica", 0)
+
+    def held_bytes(self) -> dict[str, int]:
+        held = self.store.bytes_by_kind()
+        held["replica"] = sum(c.device_bytes for c in self.chunks)
+        held["grad_block"] = self.reducer.block_bytes_held()
+        return held
+
+    def stats(self) -> Stats:
+        counters, moved = self.rcache.counters, self.moved
+        return Stats(
+            fetches=counters.fetches,
+            prefetches=counters.prefetches,
+            hits=counters.hits,
+            evictions=counters.evictions,
+            overflows=counters.overflows,
+            misses_of_trace=counters.misses_of_trace,
+            peak_blocks=self.rcache.peak_blocks,
+            h2d_bytes=moved.h2d,
+            d2h_bytes=moved.d2h,
+            gathered_bytes=moved.gathered,
+            reduced_bytes=moved.reduced,
+            held_bytes=self.held_bytes(),
+        )
+
+    def reset_stats(self) -> None:
+        self.rcache.reset_counters()
+        self._misses_at_start = 0
+        self.moved.h2d = self.moved.d2h = self.moved.gathered = self.moved.reduced = 0
+
+    def close(self) -> None:
+        """Remove all hooks and free replicas and shards; the parameters raise when they are used."""
+        if self.phase is Phase.CLOSED:
+            return
+        self._abort_region()
+        self.device.synchronize()
+        self._hooks.remove()
+        self.phase = Phase.CLOSED
+        self.interception.guard_all()
+        for chunk in self.chunks:
+            self.device.free(chunk.flat.untyped_storage())
+        self.store.close()
+        self.reducer.clear()
+        self.comm.close()
+
+    def whole_values(self, on_all_ranks: bool = True) -> dict[str, Tensor]:
+        """Whole parameters on the CPU, in the model's own dtypes, by FQN. Collective."""
+        return whole_values(self, on_all_ranks=on_all_ranks)
+
+    @property
+    def is_closed(self) -> bool:
+        return self.phase is Phase.CLOSED
+
+    def sample_activations(self, is_on: bool) -> None:
+        """Watch the device's memory at every access; off again, the last interval counts too."""
+        if self.is_sampling and not is_on:
+            self._sample()
+        self.is_sampling = is_on
+        if is_on:
+            self.device.take_peak_bytes()
+            self.peak_non_model_bytes = 0
+
+    @contextmanager
+    def resident(self, ids: Sequence[int], *, modify: bool) -> Iterator[None]:
+        """Keep chunks resident and their parameters plain inside; between steps only.
+
+        Args:
+            modify: Take over what was written; otherwise it is undone.
+        """
+        if self.phase is not Phase.IDLE:
+            raise StateError(f"parameters cannot be made whole inside {self.phase.value}")
+        self.acquire(ids, pin=True)
+        saved = {} if modify else {i: self.chunks[i].flat.clone() for i in ids}
+        for chunk_id in ids:
+            self.interception.make_plain(self.chunks[chunk_id])
+        try:
+            yield
+        finally:
+            for chunk_id in ids:
+                chunk = self.chunks[chunk_id]
+                self.interception.guard(chunk)
+                if modify:
+                    self.interception.absorb(chunk)
+                else:
+                    chunk.flat.copy_(saved[chunk_id])
+            self.drop(ids)
+
+    def globally_used(self) -> dict[int, set[int]]:
+        """Members, by chunk id, that got a gradient on any rank since the last step. Collective."""
+        members = [(c.id, i) for c in self.chunks if c.spec.requires_grad for i in range(len(c.parameters))]
+        marks = torch.tensor([key in self.reducer.used for key in members], dtype=torch.uint8)
+        self.comm.all_reduce_max(marks)
+        used: dict[int, set[int]] = {}
+        for (chunk_id, index), is_used in zip(members, marks.tolist(), strict=True):
+            if is_used:
+                used.setdefault(chunk_id, set()).add(index)
+        return used
+
+    def home_of(self, tensor: Tensor) -> tuple[Chunk, int] | None:
+        """The chunk and member index of a managed parameter; None for any other tensor."""
+        return self._home.get(id(tensor))
+
+    def enter_state_dict(self) -> None:
+        self.interception.enter_state_dict()
+
+    def exit_state_dict(self) -> None:
+        self.interception.exit_state_dict()
+
+    def _unpin_raw(self) -> None:
+        for chunk_id in self._raw_pins:
+            if self.rcache.is_pinned(chunk_id):
+                self.rcache.drop((chunk_id,))
+        self._raw_pins.clear()
+
+    def check_open(self) -> None:
+        if self.phase is Phase.CLOSED:
+            raise StateError("this ElixirModule was closed: its parameters have no values any more")
+
+
+def _ids_by_module(root: nn.Module, home: Mapping[int, tuple[Chunk, int]]) -> dict[int, tuple[int, ...]]:
+    """Chunks to hold during a module's forward: those of its own parameters, where no module below has any. Parameters of
+    other modules (containers, functional use) are caught when they are touched."""
+    found: dict[int, tuple[int, ...]] = {}
+    for module in root.modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        below = any(p is not None for m in module.modules() if m is not module for p in m._parameters.values())
+        ids = tuple(dict.fromkeys(home[id(p)][0].id for p in own if id(p) in home))
+        if ids and not below:
+            found[id(module)] = ids
+    return found
+

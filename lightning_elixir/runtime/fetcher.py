@@ -1,0 +1,110 @@
+"""Shard -> replica: carries out what the rCache decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.device import Device
+from lightning_elixir.errors import StateError
+from lightning_elixir.plan.types import Tier
+from lightning_elixir.runtime.chunk import Chunk, ChunkState
+from lightning_elixir.storage.shards import Shard, ShardStore
+
+
+@dataclass
+class TransferBytes:
+    """Bytes moved since the last reset."""
+
+    h2d: int = 0
+    d2h: int = 0
+    gathered: int = 0
+    reduced: int = 0
+
+
+class Fetcher:
+    """Fills replicas from shards.
+
+    Args:
+        device: Streams and storages.
+        comm: The ranks that share the chunks.
+        store: The shards.
+        is_distributed: Whether a parameter shard is a slice (else the whole chunk).
+    """
+
+    def __init__(
+        self, device: Device, comm: Comm, store: ShardStore, is_distributed: bool, moved: TransferBytes
+    ) -> None:
+        self._device = device
+        self._comm = comm
+        self._store = store
+        self._is_distributed = is_distributed
+        self._moved = moved
+
+    def is_collective(self, chunk: Chunk) -> bool:
+        """Whether fetching needs the other ranks."""
+        if self._comm.world_size == 1:
+            return False
+        return self._is_distributed or self._store[chunk.id].is_param_outdated
+
+    def fetch(self, chunk: Chunk) -> None:
+        """Allocate the replica and start filling it. If collective, every rank fetches or serves the chunk now."""
+        shard = self._source(chunk)
+        chunk.allocate()
+        with self._device.fetch_lane.issue():
+            self._fill(chunk, chunk.flat, shard)
+            chunk.ready = self._device.fetch_lane.record()
+        chunk.to_state(ChunkState.RESIDENT)
+
+    def serve(self, chunk: Chunk) -> None:
+        """Take part in the peers' fetch of a chunk that this rank does not want."""
+        shard = self._source(chunk)
+        scratch = torch.empty(chunk.spec.numel, dtype=chunk.dtype, device=self._device.torch_device)
+        with self._device.fetch_lane.issue():
+            self._fill(chunk, scratch, shard)
+            event = self._device.fetch_lane.record()
+        event.wait()  # the scratch memory is reused on the compute stream
+
+    def gather_in_place(self, chunk: Chunk) -> None:
+        """Bring a persistent replica's other slices up to date. Collective."""
+        with self._device.fetch_lane.issue():
+            self._comm.all_gather(chunk.flat)
+            chunk.ready = self._device.fetch_lane.record()
+        self._moved.gathered += chunk.spec.nbytes
+        chunk.to_state(ChunkState.RESIDENT)
+
+    def refresh(self, chunk: Chunk) -> None:
+        """Refill storage that users still alias with the updated values. Only where no peer is needed."""
+        param = self._source(chunk).param
+        if param is not None:
+            chunk.flat.copy_(param)
+
+    def _source(self, chunk: Chunk) -> Shard:
+        shard = self._store[chunk.id]
+        if shard.param is None:
+            raise StateError(f"{chunk.spec} has no shard to fetch from: its replica was the only copy")
+        return shard
+
+    def _fill(self, chunk: Chunk, flat: Tensor, shard: Shard) -> None:
+        param = shard.param
+        if param is None:
+            return
+        comm, spec = self._comm, chunk.spec
+        is_upload = spec.param_tier is not Tier.GPU
+        if not self.is_collective(chunk):
+            flat.copy_(param, non_blocking=True)
+            self._moved.h2d += param.nbytes if is_upload else 0
+            return
+        mine = chunk.shard_of(flat, comm.rank, comm.world_size)
+        own = param if self._is_distributed else chunk.shard_of(param, comm.rank, comm.world_size)
+        mine.copy_(own, non_blocking=True)
+        self._moved.h2d += own.nbytes if is_upload else 0
+        comm.all_gather(flat)
+        self._moved.gathered += spec.nbytes
+        if not self._is_distributed:
+            param.copy_(flat, non_blocking=True)
+            shard.is_param_outdated = False
+            self._moved.d2h += param.nbytes if is_upload else 0

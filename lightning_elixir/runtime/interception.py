@@ -1,0 +1,280 @@
+"""What happens when code touches a managed parameter outside the road of module hooks.
+
+[Note: road and net] The road: module hooks bring the chunks of a module's own parameters before its forward. The net:
+whatever the road missed (functional use by a parent, tied weights, writes between steps) reaches a parameter of the
+intercepting class, whose chunk is fetched before the call goes on. While a chunk is in use by a forward or a recomputation
+its parameters are plain, and nothing is intercepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir.errors import StateError
+from lightning_elixir.plan.segments import segments_of
+from lightning_elixir.runtime import released
+from lightning_elixir.runtime.chunk import Chunk
+
+if TYPE_CHECKING:
+    from lightning_elixir.runtime.engine import Engine
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_WRITE_CURE = (
+    "parameters may be written between steps, not between the forward and the backward that uses them: move the write to "
+    "after optimizer.step()"
+)
+
+
+class Interception:
+    """Classes of the managed parameters, and the handler of intercepted calls.
+
+    Args:
+        engine: Fetches chunks.
+        chunks: All of its chunks; their parameters become intercepting ones.
+    """
+
+    def __init__(self, engine: Engine, chunks: Sequence[Chunk]) -> None:
+        self._engine = engine
+        self._chunks = chunks
+        self._plain_chunks: set[int] = set()
+        self._state_dict_depth = 0
+        self._whole: dict[str, Tensor] | None = None
+        made: dict[type, type[nn.Parameter]] = {}
+        self._classes: list[list[tuple[nn.Parameter, type, type]]] = []  # per chunk: parameter, plain, intercepting
+        for chunk in chunks:
+            rows = []
+            for parameter in chunk.parameters:
+                base = type(parameter)
+                if base not in made:
+                    made[base] = released.make_intercepting_class(base, self)
+                rows.append((parameter, base, made[base]))
+            self._classes.append(rows)
+            self._plain_chunks.add(chunk.id)
+        self.guard_all()
+
+    # Classes
+
+    def make_plain(self, chunk: Chunk) -> None:
+        if chunk.id not in self._plain_chunks:
+            self._plain_chunks.add(chunk.id)
+            for parameter, plain, _ in self._classes[chunk.id]:
+                parameter.__class__ = plain
+
+    def guard(self, chunk: Chunk) -> None:
+        """From here on, touching the chunk's parameters is intercepted."""
+        if chunk.id in self._plain_chunks:
+            self._plain_chunks.discard(chunk.id)
+            for parameter, _, intercepting in self._classes[chunk.id]:
+                parameter.__class__ = intercepting
+
+    def guard_all(self) -> None:
+        for chunk_id in list(self._plain_chunks):
+            self.guard(self._chunks[chunk_id])
+
+    # Writes that must not happen
+
+    def versions(self) -> list[int]:
+        """Autograd's version counter of every parameter: the engine's own writes do not show in it.
+
+        Raises:
+            StateError: If a parameter that was frozen when the plan was made now requires a gradient.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for chunk in self._chunks:
+                if not chunk.spec.requires_grad:
+                    for index, parameter in enumerate(chunk.parameters):
+                        if parameter.requires_grad:
+                            raise StateError(
+                                f"{chunk.spec.members[index].fqn} was frozen when the model was set up and now requires a "
+                                "gradient: it has no place for gradient and optimizer states; unfreeze it before "
+                                "training starts"
+                            )
+            return [p._version for chunk in self._chunks for p in chunk.parameters]
+
+    def check_unwritten(self, versions: Sequence[int], where: str) -> None:
+        """Raises `StateError` if a parameter was written in place since `versions` were taken."""
+        if not versions:
+            return
+        now = self.versions()
+        if list(versions) != now:
+            names = [m.fqn for chunk in self._chunks for m in chunk.spec.members]
+            written = [name for name, a, b in zip(names, versions, now, strict=True) if a != b]
+            raise StateError(f"parameters were written inside {where}: {', '.join(written[:5])}; {_WRITE_CURE}")
+
+    # Intercepted calls
+
+    def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if func in released.metadata_functions():
+            if func in released.GRAD_GETTERS and released.is_called_by_grad_reader():
+                raise StateError(
+                    "the gradients of managed parameters are not in `.grad`: use strategy.grad_norm() or full_grads() (ElixirOptimizer."
+                    "grad_norm(), clip_grad_norm_() and clip_grad_value_() without Lightning), or the Trainer's gradient_clip_val"
+                )
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in released.GRAD_SETTERS:
+            return self._set_grad(func, args)
+        engine = self._engine
+        engine.check_open()
+        managed = [t for t in released.tensors_in((args, dict(kwargs))) if engine.home_of(t) is not None]
+        ids = tuple(dict.fromkeys(self._chunk_of(p).id for p in managed))
+        if func is released.DETACH and self._state_dict_depth > 0:
+            return self._whole_value(args[0])
+        if func is released.DATA_SETTER:
+            return self._assign_data(args[0], args[1])
+        if engine.is_computing:
+            return self._call_in_compute(func, args, kwargs, ids)
+        result = self._call_between_steps(func, args, kwargs, managed, ids)
+        if func is released.COPY and engine.home_of(args[0]) is not None:
+            self._write_master(args[0], args[1] if len(args) > 1 else kwargs["src"])
+        return result
+
+    def _call_in_compute(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], ids: tuple[int, ...]
+    ) -> Any:
+        engine = self._engine
+        if func in released.RAW_POINTER_FUNCTIONS:
+            engine.pin_for_pointer(ids)
+            return func(*args, **kwargs)
+        # Pinned while the function runs: it may be a composite that touches its parameters one after the other.
+        engine.acquire(ids, pin=True)
+        try:
+            with engine.packing():
+                return func(*args, **kwargs)
+        finally:
+            engine.drop(ids)
+
+    def _call_between_steps(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        managed: Sequence[Tensor],
+        ids: tuple[int, ...],
+    ) -> Any:
+        engine = self._engine
+        if func in released.RAW_POINTER_FUNCTIONS:
+            engine.pin_for_pointer(ids)
+        engine.acquire(ids, pin=True)
+        engine.touch(ids)
+        classes = [(t, type(t)) for t in managed]
+        try:
+            for tensor in managed:
+                tensor.__class__ = self._plain_class(tensor)
+            with engine.packing():
+                return func(*args, **kwargs)
+        finally:
+            for tensor, kept in classes:
+                tensor.__class__ = kept
+            engine.drop(ids)
+
+    def _set_grad(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if args[1] is not None:
+            raise StateError(
+                f"the gradient of {self.name_of(args[0])} cannot be set: the engine keeps gradients in shards; change the loss, or use "
+                "gradient clipping"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args)
+
+    def _assign_data(self, parameter: Tensor, value: Tensor) -> None:
+        """`p.data = value`: the values are taken over, the binding stays."""
+        if value is parameter:
+            return
+        if value.shape != parameter.shape or value.dtype != parameter.dtype or value.device != parameter.device:
+            raise StateError(
+                f"{self.name_of(parameter)} ({parameter.dtype}, {tuple(parameter.shape)}, {parameter.device}) is managed by lightning_elixir "
+                f"and cannot become {value.dtype}, {tuple(value.shape)}, {value.device}: choose the precision with `precision=`, leave "
+                "the device to the strategy, or deepcopy the model to get plain parameters"
+            )
+        if self._engine.is_computing:
+            raise StateError(f"{self.name_of(parameter)} was written inside {self._engine.phase.value}: {_WRITE_CURE}")
+        with torch.no_grad():
+            parameter.copy_(value)
+
+    # Writes between steps
+
+    def absorb(self, chunk: Chunk) -> None:
+        """Bring what was written to a resident replica to this rank's shard and master.
+
+        Where there is a master, only the elements whose compute-dtype value changed are taken: the others keep the bits that
+        the compute dtype does not have.
+        """
+        engine = self._engine
+        shard = engine.store[chunk.id]
+        with torch.no_grad():
+            mine = chunk.shard_of(chunk.flat, engine.comm.rank, engine.comm.world_size)
+            if shard.master is not None:
+                written = mine.to(shard.master.device)
+                bits = _BITS[written.dtype.itemsize]
+                changed = written.view(bits) != shard.master.to(chunk.dtype).view(bits)
+                if bool(changed.any()):
+                    shard.master[changed] = written[changed].to(shard.master.dtype)
+            if shard.param is not None:
+                shard.param.copy_(mine if engine.plan.is_storage_distributed else chunk.flat)
+
+    def _write_master(self, parameter: Tensor, value: Tensor) -> None:
+        """After `p.copy_(value)`: the master takes the value as given, not as rounded to the compute dtype."""
+        engine = self._engine
+        chunk, index = self._at(parameter)
+        master = engine.store[chunk.id].master
+        if master is None or not isinstance(value, Tensor) or value.dtype == chunk.dtype:
+            return
+        stride = chunk.strides[index]
+        with torch.no_grad():
+            if stride is None:
+                exact = torch.empty(chunk.spec.members[index].shape, dtype=master.dtype)
+            else:
+                exact = torch.empty_strided(chunk.spec.members[index].shape, stride, dtype=master.dtype)
+            exact.copy_(value)
+            flat = exact.as_strided((exact.numel(),), (1,))
+            for segment in segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size):
+                if segment.member_index == index:
+                    part = flat[segment.param_offset : segment.param_offset + segment.numel]
+                    master[segment.shard_offset : segment.shard_offset + segment.numel].copy_(part)
+
+    # Copies
+
+    def plain_copy(self, parameter: nn.Parameter) -> nn.Parameter:
+        with torch.no_grad():
+            data = parameter.clone(memory_format=torch.preserve_format)
+        copied = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        copied.__class__ = self._plain_class(parameter)
+        copied.__dict__.update(parameter.__dict__)
+        return copied
+
+    def enter_state_dict(self) -> None:
+        self._state_dict_depth += 1
+
+    def exit_state_dict(self) -> None:
+        self._state_dict_depth = max(0, self._state_dict_depth - 1)
+        if self._state_dict_depth == 0:
+            self._whole = None
+
+    def _whole_value(self, parameter: Tensor) -> Tensor:
+        """`state_dict()` of the model or a part of it: whole values on the CPU, in the model's own dtype."""
+        if self._whole is None:
+            self._whole = self._engine.whole_values()
+        return self._whole[self.name_of(parameter)]
+
+    def name_of(self, parameter: Tensor) -> str:
+        chunk, index = self._at(parameter)
+        return chunk.spec.members[index].fqn
+
+    def _at(self, parameter: Tensor) -> tuple[Chunk, int]:
+        home = self._engine.home_of(parameter)
+        if home is None:
+            raise StateError("this tensor is not a managed parameter")
+        return home
+
+    def _chunk_of(self, parameter: Tensor) -> Chunk:
+        return self._at(parameter)[0]
+
+    def _plain_class(self, parameter: Tensor) -> type:
+        chunk, index = self._at(parameter)
+        return self._classes[chunk.id][index][1]

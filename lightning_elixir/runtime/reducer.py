@@ -1,0 +1,296 @@
+"""Gradients -> reduce-scatter -> gradient shards.
+
+A gradient that autograd has accumulated is copied into its chunk's block at once, so that `p.grad` is gone before the next
+operator runs. When all of a chunk's gradients are there and its turn has come (the same order on every rank), the block is
+reduced over the ranks into this rank's gradient shard and goes down to its tier.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir.core.comm import Comm, Work
+from lightning_elixir.core.device import Device, Event
+from lightning_elixir.optim.scaling import square_sums
+from lightning_elixir.plan.segments import Segment, segments_of
+from lightning_elixir.plan.types import Tier
+from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.fetcher import TransferBytes
+from lightning_elixir.storage.shards import ShardStore
+
+# Blocks whose reduction or download may be under way before the compute stream waits for the oldest.
+_MAX_IN_FLIGHT = 3
+
+
+@dataclass
+class _Collected:
+    """What has arrived for one chunk since its last reduction."""
+
+    block: Tensor  # 1D, compute dtype, [chunk numel]; slices of parameters without a gradient are uninitialised
+    arrived: set[int] = field(default_factory=set)  # member indices
+
+
+@dataclass
+class _InFlight:
+    chunk: Chunk
+    block: Tensor
+    result: Tensor  # 1D, [shard numel]; the block itself with one rank
+    work: Work | None
+    event: Event | None
+    is_late: bool
+
+
+class Reducer:
+    """Owner of the gradients between autograd and the gradient shards.
+
+    Args:
+        chunks: All chunks; those that need no gradient are ignored.
+        order: Chunk ids in the order in which they are reduced, the same on every rank.
+        reduce_dtype: What gradients are cast to for the reduction; None: as they are.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        order: Sequence[int],
+        device: Device,
+        comm: Comm,
+        store: ShardStore,
+        moved: TransferBytes,
+        reduce_dtype: torch.dtype | None,
+        block_bytes: int,
+    ) -> None:
+        self._chunks = chunks
+        self.order = tuple(order)
+        self._device = device
+        self._comm = comm
+        self._store = store
+        self._moved = moved
+        self._reduce_dtype = reduce_dtype
+        self._block_bytes = block_bytes
+        self._trainable = {
+            i: sum(p.requires_grad for p in chunks[i].parameters if p.numel() > 0) for i in self.order
+        }
+        # This backward
+        self._collected: dict[int, _Collected] = {}
+        self._arrivals: dict[int, int] = {}
+        self._num_issued = 0  # how much of `order` has been reduced in this backward
+        self._reduced_now: set[int] = set()
+        self._finish_order: list[int] = []
+        self._in_flight: deque[_InFlight] = deque()
+        # Earlier backwards
+        self._expected: dict[int, int] = {}  # arrivals per chunk in the last complete backward
+        # Since the last step
+        self.used: set[tuple[int, int]] = set()  # (chunk id, member index) that got a gradient on this rank
+        self.is_tracking_square_sums = False
+        self.square_sums: dict[int, Tensor] = {}  # chunk id -> fp64, one per segment, of the whole gradient shard
+
+    # During backward
+
+    def collect(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
+        """Take over `parameter.grad` and reduce what is complete."""
+        grad = parameter.grad
+        if grad is None:
+            return
+        collected = self._collected.get(chunk.id)
+        if collected is None:
+            collected = self._collected[chunk.id] = _Collected(self._new_block(chunk))
+        target = chunk.view_of(collected.block, index)
+        if index in collected.arrived:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+            collected.arrived.add(index)
+        parameter.grad = None
+        self.used.add((chunk.id, index))
+        count = self._arrivals[chunk.id] = self._arrivals.get(chunk.id, 0) + 1
+        if chunk.id not in self._reduced_now and self._is_complete(chunk.id, count, collected):
+            self._finish_order.append(chunk.id)
+            self._issue_in_order()
+
+    def is_pending(self) -> bool:
+        return bool(self._collected)
+
+    # End of backward. Between these calls, the engine agrees with the other ranks.
+
+    @property
+    def num_issued(self) -> int:
+        """How many chunks, in `order`, this rank has reduced already."""
+        return self._num_issued
+
+    def waiting_ids(self) -> list[int]:
+        """Chunks with gradients that are not reduced yet for the first time in this backward."""
+        return [i for i in self._collected if i not in self._reduced_now]
+
+    def late_ids(self) -> list[int]:
+        """Chunks that got further gradients after they had been reduced."""
+        return [i for i in self._collected if i in self._reduced_now]
+
+    def flush(self, num_issued: int, waiting: Iterable[int], late: Iterable[int]) -> None:
+        """Reduce what the ranks have left, in the same order everywhere.
+
+        Args:
+            num_issued: The largest `num_issued` of any rank.
+            waiting: Union of all ranks' `waiting_ids`.
+            late: Union of all ranks' `late_ids`.
+        """
+        wanted = set(waiting)
+        late_ids = set(late)
+        behind = {i: self._collected.pop(i) for i in self.late_ids()}
+        for position in range(self._num_issued, len(self.order)):
+            chunk_id = self.order[position]
+            if position < num_issued or chunk_id in wanted:
+                self._reduce(self._chunks[chunk_id], is_late=False)
+        self._collected.update(behind)
+        for chunk_id in self.order:
+            if chunk_id in late_ids:
+                self._reduce(self._chunks[chunk_id], is_late=True)
+        self._retire(0)
+        self._expected = {**self._expected, **self._arrivals}
+        self._begin()
+
+    def abandon(self) -> None:
+        """Forget this backward (it raised). Gradients reduced in it so far are dropped with all others."""
+        self._retire(0)
+        self._collected.clear()
+        self.clear()
+        self._begin()
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self._store.clear_grads()
+        self.used.clear()
+        self.square_sums.clear()
+
+    def finish_order(self) -> tuple[int, ...]:
+        """`order` rearranged as the chunks completed in the backward under way; incomplete ones last."""
+        rest = [i for i in self.order if i not in self._finish_order]
+        return (*self._finish_order, *rest)
+
+    def set_order(self, order: Sequence[int]) -> None:
+        """Reduce in this order from the next backward on. The same call on every rank."""
+        self.order = tuple(order)
+
+    def block_bytes_held(self) -> int:
+        blocks = [c.block for c in self._collected.values()] + [f.block for f in self._in_flight]
+        return sum(b.untyped_storage().nbytes() for b in blocks)
+
+    # Internals
+
+    def _begin(self) -> None:
+        self._arrivals = {}
+        self._num_issued = 0
+        self._reduced_now = set()
+        self._finish_order = []
+
+    def _is_complete(self, chunk_id: int, count: int, collected: _Collected) -> bool:
+        expected = self._expected.get(chunk_id)
+        if expected is None:  # nothing known yet: once all its parameters have one
+            return len(collected.arrived) >= self._trainable[chunk_id]
+        return count >= expected
+
+    def _issue_in_order(self) -> None:
+        """Reduce the complete chunks whose turn it is. With one rank there are no turns."""
+        if self._comm.world_size == 1:
+            chunk_id = self._finish_order[-1]
+            self._reduce(self._chunks[chunk_id], is_late=False)
+            return
+        finished = set(self._finish_order)
+        while self._num_issued < len(self.order) and self.order[self._num_issued] in finished:
+            self._reduce(self._chunks[self.order[self._num_issued]], is_late=False)
+            self._num_issued += 1
+
+    def _reduce(self, chunk: Chunk, *, is_late: bool) -> None:
+        if chunk.id in self._reduced_now and not is_late:
+            return
+        collected = self._collected.pop(chunk.id, None)
+        if collected is None:
+            collected = _Collected(self._new_block(chunk))
+        for index, parameter in enumerate(chunk.parameters):
+            if index not in collected.arrived and parameter.numel() > 0:
+                chunk.slice_of(collected.block, index).zero_()
+        self._reduced_now.add(chunk.id)
+        if self._comm.world_size == 1:
+            item = _InFlight(chunk, collected.block, collected.block, None, None, is_late)
+        else:
+            item = self._start_reduction(chunk, collected.block, is_late)
+        if item.work is None:
+            self._land(item)
+        self._in_flight.append(item)
+        if not self._device.is_synchronous:
+            self._retire(_MAX_IN_FLIGHT)
+
+    def _start_reduction(self, chunk: Chunk, block: Tensor, is_late: bool) -> _InFlight:
+        sent = block if self._reduce_dtype is None else block.to(self._reduce_dtype)
+        result = torch.empty(chunk.spec.numel // self._comm.world_size, dtype=sent.dtype, device=block.device)
+        with self._device.reduce_lane.issue():
+            work = self._comm.reduce_scatter_mean(result, sent)
+            if work is not None and not self._device.is_synchronous:
+                work.wait()  # the lane, not the host
+                work = None
+        self._moved.reduced += sent.nbytes
+        return _InFlight(chunk, sent, result, work, None, is_late)
+
+    def _retire(self, keep: int) -> None:
+        """Finish the oldest reductions until `keep` are under way; their blocks become free."""
+        while len(self._in_flight) > keep:
+            item = self._in_flight.popleft()
+            if item.work is not None:
+                item.work.wait()
+                self._land(item)
+            if item.event is not None:
+                item.event.wait()
+
+    def _land(self, item: _InFlight) -> None:
+        """Bring a reduced gradient to its tier and add it to what is there."""
+        chunk, result = item.chunk, item.result[: self._store.optim_numel(item.chunk.spec)]
+        shard = self._store[chunk.id]
+        with self._device.reduce_lane.issue():
+            if self.is_tracking_square_sums and shard.grad is None:
+                bounds = [(s.shard_offset, s.numel) for s in self._segments(chunk)]
+                self.square_sums[chunk.id] = square_sums(result, bounds)
+            else:
+                self.square_sums.pop(chunk.id, None)
+            if shard.grad is None and chunk.spec.optim_tier is Tier.GPU:
+                shard.grad = result
+            elif shard.grad is None:
+                self._store.set_grad(chunk.spec, result.dtype).copy_(result, non_blocking=True)
+            else:
+                self._accumulate(chunk, result, item.is_late)
+            item.event = self._device.reduce_lane.record()
+        if chunk.spec.optim_tier is not Tier.GPU:
+            self._moved.d2h += result.nbytes
+
+    def _accumulate(self, chunk: Chunk, result: Tensor, is_late: bool) -> None:
+        """Add to earlier gradients: in fp32 across backwards; within one backward as autograd would, in its dtype."""
+        shard = self._store[chunk.id]
+        total = shard.grad
+        if total is None:
+            return
+        added = result.to(total.device)
+        if not self._device.is_synchronous:
+            self._device.synchronize()  # the earlier download and this one: host arithmetic follows
+        if is_late and total.dtype == added.dtype:
+            total.add_(added)
+            return
+        wide = torch.promote_types(torch.float32, total.dtype)
+        if total.dtype != wide:
+            earlier = total
+            total = self._store.set_grad(chunk.spec, wide)
+            total.copy_(earlier)
+        total.add_(added)
+
+    def _segments(self, chunk: Chunk) -> Sequence[Segment]:
+        return segments_of(chunk.spec, self._comm.rank, self._comm.world_size)
+
+    def _new_block(self, chunk: Chunk) -> Tensor:
+        block = torch.empty(0, dtype=chunk.dtype, device=self._device.torch_device)
+        storage = block.untyped_storage()
+        self._device.allocate(storage, max(self._block_bytes, chunk.spec.nbytes))
+        block.set_(storage, 0, (chunk.spec.numel,), (1,))  # type: ignore[call-overload]
+        return block

@@ -1,0 +1,116 @@
+"""The parameter class that intercepts what is done to a managed parameter outside compute, or while it is released.
+
+Reading freed storage kills the process, so a released parameter must never look like a plain one. Between steps every
+managed parameter, resident or not, carries this class, so that what the user writes is noticed and kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from types import GetSetDescriptorType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Interceptor(Protocol):
+    """Who decides what happens to an intercepted call: the engine."""
+
+    def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
+
+    def plain_copy(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A whole, unmanaged copy, for `deepcopy` and pickling."""
+
+
+def make_intercepting_class(base: type[nn.Parameter], interceptor: Interceptor) -> type[nn.Parameter]:
+    """A subclass of `base` whose every torch function goes to `interceptor`. One per engine and parameter class."""
+
+    class ReleasedParameter(base):  # type: ignore[misc, valid-type]
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return interceptor.intercept(func, args, kwargs or {})
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            copied = memo.get(id(self))
+            if copied is None:
+                copied = memo[id(self)] = interceptor.plain_copy(self)
+            return copied
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return interceptor.plain_copy(self).__reduce_ex__(protocol)
+
+    ReleasedParameter.__name__ = ReleasedParameter.__qualname__ = f"Released{base.__name__}"
+    return ReleasedParameter
+
+
+# Attributes whose value needs the elements, or gives a way to write them.
+_VALUE_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+
+_METADATA_METHODS = (
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size",
+    "is_floating_point", "is_complex", "is_signed", "get_device", "requires_grad_", "register_hook",
+    "register_post_accumulate_grad_hook", "is_pinned", "is_shared", "is_same_size", "is_inference", "is_neg", "is_conj",
+    "retain_grad", "has_names", "dim_order", "_is_view", "__len__", "__hash__", "__dir__", "__format_dim__",
+    "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided",
+)  # fmt: skip
+
+_METADATA_FUNCTIONS = (
+    "numel", "is_floating_point", "is_complex", "is_signed", "is_same_size", "is_neg", "is_conj", "is_inference",
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+)  # fmt: skip
+
+
+@cache
+def metadata_functions() -> frozenset[Any]:
+    """Functions that never look at a parameter's elements (the grad getter included)."""
+    found: set[Any] = set()
+    for name, attribute in vars(torch._C.TensorBase).items():
+        if isinstance(attribute, GetSetDescriptorType) and name not in _VALUE_ATTRIBUTES:
+            found.add(attribute.__get__)
+            if name not in ("grad", "_grad"):
+                found.add(attribute.__set__)
+    found.update(getattr(Tensor, name) for name in _METADATA_METHODS if hasattr(Tensor, name))
+    found.update(getattr(torch, name) for name in _METADATA_FUNCTIONS)
+    return frozenset(found)
+
+
+GRAD_GETTERS = frozenset((Tensor.grad.__get__, Tensor._grad.__get__))  # type: ignore[attr-defined]
+GRAD_SETTERS = frozenset((Tensor.grad.__set__, Tensor._grad.__set__))  # type: ignore[attr-defined]
+DATA_SETTER = Tensor.data.__set__  # type: ignore[attr-defined]
+COPY = Tensor.copy_
+DETACH = Tensor.detach
+
+# These hand out the address of the elements: nothing can be seen of how long it is used.
+RAW_POINTER_FUNCTIONS = frozenset((
+    Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.numpy,
+))  # fmt: skip
+
+# Code that would silently do nothing because a managed parameter's `.grad` is None.
+_GRAD_READERS = ("torch/nn/utils/clip_grad.py", "pytorch/utilities/grads.py")
+
+
+def is_called_by_grad_reader() -> bool:
+    """Whether the `.grad` access now being intercepted comes from a function that measures or clips gradients."""
+    frame = sys._getframe(1)
+    for _ in range(6):
+        filename = frame.f_code.co_filename.replace("\\", "/")
+        if filename.endswith(_GRAD_READERS):
+            return True
+        if frame.f_back is None or not filename.endswith(("released.py", "engine.py", "interception.py")):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Tensors anywhere in nested tuples, lists and dicts."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_in(value)
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values())

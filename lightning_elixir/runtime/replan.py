@@ -1,0 +1,63 @@
+"""From one placement to another of the same chunk layout, chunk by chunk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.types import ChunkSpec, Plan
+from lightning_elixir.runtime.build import storage_bytes
+from lightning_elixir.runtime.chunk import Chunk, ChunkState
+from lightning_elixir.runtime.whole import own_shard
+from lightning_elixir.storage.shards import ShardStore
+
+if TYPE_CHECKING:
+    from lightning_elixir.runtime.engine import Engine
+
+
+def check_layout(old: Plan, new: Plan) -> None:
+    """Raises `PlanError` unless both plans have the same chunks and the same kind of parameter shards."""
+    if old.layout_fingerprint() != new.layout_fingerprint():
+        raise PlanError("the new plan has another chunk layout: a running engine can only move between placements of its own chunks")
+    if old.is_storage_distributed != new.is_storage_distributed:
+        raise PlanError("enable_distributed_storage cannot change while an engine runs: close it and build a new one")
+
+
+def move_chunks(engine: Engine, plan: Plan, store: ShardStore) -> None:
+    """Move every chunk of `engine` to where `plan` wants it, into `store`. Collective; no replica may be in use."""
+    for chunk in engine.chunks:
+        with torch.no_grad():
+            _move(engine, chunk, plan.chunks[chunk.id], plan, store)
+
+
+def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, store: ShardStore) -> None:
+    old, comm = engine.store[chunk.id], engine.comm
+    new = store.add(spec)
+    # All values first: the replica may be their only copy, and stop being it.
+    if spec.is_persistent and not chunk.is_usable:
+        chunk.storage_bytes = storage_bytes(plan, spec)
+        engine.fetcher.fetch(chunk)
+        chunk.wait_ready()
+    master_dtype = engine.precision.master_of(spec)
+    if master_dtype is not None:
+        source = own_shard(engine, chunk)
+        if old.master is not None and chunk.spec.optim_tier is spec.optim_tier:
+            new.master = old.master
+        else:
+            new.master = store.empty(source.numel(), master_dtype, spec.optim_tier)
+            new.master.copy_(source)
+    if not spec.is_persistent:
+        if old.param is not None and chunk.spec.param_tier is spec.param_tier:
+            new.param = old.param
+        else:
+            new.param = store.empty(store.param_numel(spec), chunk.dtype, spec.param_tier)
+            whole = chunk.flat if old.param is None else old.param
+            is_slice = whole.numel() != new.param.numel()
+            new.param.copy_(chunk.shard_of(whole, comm.rank, comm.world_size) if is_slice else whole)
+        new.is_param_outdated = old.is_param_outdated
+    chunk.spec = spec
+    chunk.storage_bytes = storage_bytes(plan, spec)
+    if not spec.is_persistent and chunk.state is not ChunkState.RELEASED:
+        chunk.release()

@@ -1,0 +1,133 @@
+"""Whole parameters and gradients out of shards, on the host, and back. Never a whole model on the compute device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_elixir.errors import StateError
+from lightning_elixir.plan.segments import segments_of
+from lightning_elixir.runtime.chunk import Chunk
+
+if TYPE_CHECKING:
+    from lightning_elixir.runtime.engine import Engine
+
+
+def own_shard(engine: Engine, chunk: Chunk) -> Tensor:
+    """This rank's up-to-date values of a chunk, 1-D, `[chunk.numel / world_size]`: master, else compute shard. Not a copy."""
+    shard = engine.store[chunk.id]
+    if shard.master is not None:
+        return shard.master
+    whole = chunk.flat if shard.param is None else shard.param
+    if whole.numel() == engine.store.optim_numel(chunk.spec):
+        return whole
+    return chunk.shard_of(whole, engine.comm.rank, engine.comm.world_size)
+
+
+def gather_whole(
+    engine: Engine, pieces: Iterable[tuple[Chunk, Tensor | None]], on_all_ranks: bool
+) -> dict[str, Tensor]:
+    """Put shards together, chunk by chunk. Collective.
+
+    Args:
+        pieces: Chunks, the same and in the same order on every rank, each with this rank's shard (any device and dtype, the
+            same dtype on every rank); None leaves the chunk out.
+        on_all_ranks: Return the result everywhere, not only on rank 0.
+
+    Returns:
+        FQN -> CPU tensor in the parameter's shape, of memory of its own; empty where not asked for.
+    """
+    found: dict[str, Tensor] = {}
+    for chunk, piece in pieces:
+        if piece is None:
+            continue
+        rows = engine.comm.gather_host(piece.detach().to("cpu"), on_all_ranks)
+        if rows is None:
+            continue
+        flat = rows[0] if len(rows) == 1 else torch.cat(rows)
+        for index, member in enumerate(chunk.spec.members):
+            found[member.fqn] = chunk.view_of(flat, index).clone()
+    return found
+
+
+def whole_values(engine: Engine, *, on_all_ranks: bool, is_frozen_included: bool = True) -> dict[str, Tensor]:
+    """Whole parameters in the model's own dtypes (with masters: as precise as those). Collective.
+
+    Args:
+        is_frozen_included: False leaves parameters out that require no gradient.
+    """
+    pieces = (
+        (chunk, own_shard(engine, chunk)) for chunk in engine.chunks if chunk.spec.requires_grad or is_frozen_included
+    )
+    found = gather_whole(engine, pieces, on_all_ranks)
+    if engine.precision.master is None:
+        return found
+    dtypes = {m.fqn: d for c in engine.chunks for m, d in zip(c.spec.members, c.original_dtypes, strict=True)}
+    return {fqn: value.to(dtypes[fqn]) for fqn, value in found.items()}
+
+
+def whole_grads(engine: Engine, factor: float) -> dict[str, Tensor]:
+    """Whole gradients of the parameters that have one, in fp32, multiplied by `factor`, on every rank. Collective."""
+    has_grad = torch.tensor([engine.store[c.id].grad is not None for c in engine.chunks], dtype=torch.uint8)
+    engine.comm.all_reduce_max(has_grad)
+    pieces = []
+    for chunk, is_there in zip(engine.chunks, has_grad.tolist(), strict=True):
+        grad = engine.store[chunk.id].grad
+        pieces.append((chunk, grad.to(torch.float32) * factor if is_there and grad is not None else None))
+    found = gather_whole(engine, pieces, on_all_ranks=True)
+    used = engine.globally_used()
+    names = {chunk.spec.members[index].fqn for chunk in engine.chunks for index in used.get(chunk.id, ())}
+    return {fqn: grad for fqn, grad in found.items() if fqn in names}
+
+
+def write_whole(engine: Engine, values: Mapping[str, Tensor]) -> None:
+    """Overwrite parameters with whole values; every rank passes the same. Chunks with a replica are released or refilled.
+
+    Args:
+        values: FQN -> tensor of the parameter's shape, any device and floating dtype.
+
+    Raises:
+        StateError: For a name that is not a managed parameter.
+    """
+    known = {m.fqn for c in engine.chunks for m in c.spec.members}
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        raise StateError(f"not managed parameters of this model: {', '.join(unknown[:5])}")
+    with torch.no_grad():
+        for chunk in engine.chunks:
+            named = [(i, values[m.fqn]) for i, m in enumerate(chunk.spec.members) if m.fqn in values]
+            if named:
+                _write_chunk(engine, chunk, named)
+
+
+def _write_chunk(engine: Engine, chunk: Chunk, named: list[tuple[int, Tensor]]) -> None:
+    shard, comm = engine.store[chunk.id], engine.comm
+    chunk.wait_ready()
+    segments = segments_of(chunk.spec, comm.rank, comm.world_size)
+    for index, value in named:
+        member = chunk.spec.members[index]
+        flat = in_memory_order(chunk, index, value)
+        for target in (shard.master, shard.param if engine.plan.is_storage_distributed else None):
+            if target is None:
+                continue
+            for segment in segments:
+                if segment.member_index == index:
+                    part = flat[segment.param_offset : segment.param_offset + segment.numel]
+                    target[segment.shard_offset : segment.shard_offset + segment.numel].copy_(part)
+        if shard.param is not None and not engine.plan.is_storage_distributed:
+            shard.param[member.offset : member.offset + member.numel].copy_(flat)
+        if chunk.is_usable:
+            chunk.slice_of(chunk.flat, index).copy_(flat)
+
+
+def in_memory_order(chunk: Chunk, index: int, value: Tensor) -> Tensor:
+    """The elements as they lie in the chunk, 1-D."""
+    stride = chunk.strides[index]
+    if stride is None:
+        return value.detach().reshape(-1)
+    ordered = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+    ordered.copy_(value)
+    return ordered.as_strided((ordered.numel(),), (1,))

@@ -1,0 +1,102 @@
+"""All persistent bytes of this rank: compute shards, masters and gradient shards, by chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_elixir.core.device import Device
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.types import ChunkSpec, Tier
+
+
+@dataclass
+class Shard:
+    """What this rank keeps of one chunk. Numel is `chunk.numel / world_size` unless said otherwise."""
+
+    param: Tensor | None = None
+    """1-D, compute dtype, on the parameter tier. None where the replica itself is the shard (persistent chunks on the GPU
+    tier). The whole chunk where storage is not distributed."""
+    master: Tensor | None = None
+    """1-D, master dtype, on the optimizer tier. None for frozen chunks, and where the compute shard is the optimizer's
+    own copy."""
+    grad: Tensor | None = None
+    """1-D, on the optimizer tier: gradients reduced since the last step; in the reduce dtype after one backward, fp32
+    when more have been added. None: no gradient yet."""
+    grad_buffer: Tensor | None = None
+    """Host memory that `grad` reuses from step to step (CPU tier only)."""
+    is_param_outdated: bool = False
+    """Storage not distributed: only this rank's slice of `param` has seen the last update."""
+
+
+class ShardStore:
+    """Owner of the shards.
+
+    Args:
+        device: The compute device; also knows how to get host memory for fast transfers.
+        world_size: Ranks that share the chunks.
+        is_distributed: False: parameter shards are whole on every rank.
+    """
+
+    def __init__(self, device: Device, world_size: int, is_distributed: bool) -> None:
+        self._device = device
+        self._world_size = world_size
+        self._is_distributed = is_distributed
+        self._shards: dict[int, Shard] = {}
+
+    def __getitem__(self, chunk_id: int) -> Shard:
+        return self._shards[chunk_id]
+
+    def add(self, spec: ChunkSpec) -> Shard:
+        shard = Shard()
+        self._shards[spec.id] = shard
+        return shard
+
+    def param_numel(self, spec: ChunkSpec) -> int:
+        return spec.numel // self._world_size if self._is_distributed else spec.numel
+
+    def optim_numel(self, spec: ChunkSpec) -> int:
+        return spec.numel // self._world_size
+
+    def empty(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
+        """1-D uninitialised tensor on `tier`."""
+        if tier is Tier.GPU:
+            return torch.empty(numel, dtype=dtype, device=self._device.torch_device)
+        if tier is Tier.CPU:
+            return self._device.host_empty(numel, dtype)
+        raise PlanError("the NVMe tier is not part of this version; use the GPU and CPU tiers")
+
+    def set_grad(self, spec: ChunkSpec, dtype: torch.dtype) -> Tensor:
+        """An uninitialised gradient shard on the optimizer tier; host memory is reused."""
+        shard = self._shards[spec.id]
+        numel = self.optim_numel(spec)
+        if spec.optim_tier is Tier.GPU:
+            shard.grad = self.empty(numel, dtype, Tier.GPU)
+            return shard.grad
+        if shard.grad_buffer is None or shard.grad_buffer.dtype != dtype:
+            shard.grad_buffer = self.empty(numel, dtype, Tier.CPU)
+        shard.grad = shard.grad_buffer
+        return shard.grad
+
+    def clear_grads(self) -> None:
+        for shard in self._shards.values():
+            shard.grad = None
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes held, as `<tier>_<kind>`: tiers `gpu` and `cpu` by where the plan put them, kinds `param`, `master`,
+        `grad`."""
+        held: dict[str, int] = {}
+        gpu = self._device.torch_device
+        for shard in self._shards.values():
+            grad = shard.grad if shard.grad is not None else shard.grad_buffer
+            for kind, tensor in (("param", shard.param), ("master", shard.master), ("grad", grad)):
+                if tensor is not None:
+                    tier = "gpu" if tensor.device == gpu and gpu.type != "cpu" else "cpu"
+                    key = f"{tier}_{kind}"
+                    held[key] = held.get(key, 0) + tensor.nbytes
+        return held
+
+    def close(self) -> None:
+        self._shards.clear()

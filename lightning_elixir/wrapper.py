@@ -1,0 +1,254 @@
+"""`ElixirModule`: the engine around a plain module, without Lightning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_elixir.core.comm import make_comm
+from lightning_elixir.core.device import make_device
+from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.optimizer import ElixirOptimizer
+from lightning_elixir.plan.types import Plan
+from lightning_elixir.runtime.agreement import Meeting
+from lightning_elixir.runtime.build import Precision
+from lightning_elixir.runtime.engine import Engine, Stats
+from lightning_elixir.runtime.whole import whole_grads, write_whole
+
+log = logging.getLogger(__name__)
+
+__all__ = ["ElixirModule", "ElixirOptimizer"]
+
+
+class ElixirModule(nn.Module):
+    """A module whose parameters live in chunks, spread over GPU and CPU as a plan says.
+
+    Args:
+        model: The model, on the CPU or on the device; on ranks other than 0 its parameters may be on `meta`. Values are
+            taken from rank 0. The model object stays usable; its parameters must not be replaced.
+        search_result: The plan, from one of the searches or `lightning_elixir.planning.make_plan`.
+        process_group: Ranks that share the chunks; None: the default group, or a single process.
+        prefetch: Fetch chunks ahead of need (as far as the plan says so).
+        dtype: Compute dtype; None: as in the plan. 16-bit dtypes keep an fp32 master.
+        use_fused_kernels: Swap in fused operators where there are any; this version has none, so nothing changes.
+        master_weights: False: 16-bit parameters are updated in their own dtype, without an fp32 master.
+        autocast: Run forward under `torch.autocast` in `dtype`; otherwise floating inputs are cast to a 16-bit `dtype`.
+        force_outputs_fp32: Cast floating outputs to fp32.
+        reduce_dtype: What gradients are cast to for the reduction over ranks; None: as they are.
+        pin_memory: Page-lock host shards (CUDA).
+        device: Where to compute; None: the current CUDA device, or the CPU where there is none.
+
+    Raises:
+        PlanError: If the plan is for another model, another number of ranks or another dtype, or fp16 is asked for on the CPU.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        search_result: Plan,
+        process_group: dist.ProcessGroup | None = None,
+        prefetch: bool = True,
+        dtype: torch.dtype | None = None,
+        use_fused_kernels: bool = False,
+        *,
+        master_weights: bool = True,
+        autocast: bool = False,
+        force_outputs_fp32: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+        pin_memory: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        plan = search_result
+        runtime_device = make_device(device, pin_memory)
+        comm = make_comm(process_group, runtime_device.torch_device)
+        self.dtype = dtype if dtype is not None else getattr(torch, plan.compute_dtype)
+        _check(plan, self.dtype, dtype is not None, comm.world_size, runtime_device.torch_device)
+        is_half = self.dtype.itemsize == 2
+        precision = Precision(torch.float32 if is_half and master_weights else None)
+        self.engine = Engine(model, plan, runtime_device, comm, precision, reduce_dtype, prefetch)
+        self.module = model
+        self.needs_loss_scale = self.dtype is torch.float16 and master_weights
+        self._device_type = runtime_device.torch_device.type
+        self._has_autocast = autocast and is_half
+        self._casts_inputs = is_half and not autocast
+        self._force_outputs_fp32 = force_outputs_fp32
+        if use_fused_kernels:
+            log.info("use_fused_kernels=True: this version has no fused operators to swap in")
+
+    @property
+    def plan(self) -> Plan:
+        return self.engine.plan
+
+    @property
+    def is_closed(self) -> bool:
+        return self.engine.is_closed
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped model's forward."""
+        if self._casts_inputs:
+            args, kwargs = _cast((args, kwargs), self.dtype)
+        with self.engine.region(), torch.autocast(self._device_type, self.dtype, enabled=True) if self._has_autocast else _nothing():
+            output = self.module(*args, **kwargs)
+            if self._force_outputs_fp32:
+                output = _cast(output, torch.float32)
+        self.engine.watch_outputs(output)
+        return output
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Whole values under the model's own names, on the CPU of every rank. Collective."""
+        return {prefix + name: value for name, value in self.full_state_dict(rank0_only=False).items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load whole values; every rank passes the same. Collective. `assign` is not possible: storage stays bound."""
+        missing, unexpected = self.load_full_state_dict(state_dict, strict)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, Tensor]:
+        """Parameters (tied ones under all their names) and persistent buffers, whole, on the CPU. Collective.
+
+        Returns:
+            Name -> tensor, in the model's own dtypes (with fp32 masters: from them); `{}` on other ranks than 0 if `rank0_only`.
+        """
+        engine = self.engine
+        engine.meet(Meeting.STATE)
+        values = engine.whole_values(on_all_ranks=not rank0_only)
+        if rank0_only and engine.comm.rank != 0:
+            return {}
+        names = {id(p): m.fqn for c in engine.chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
+        result: dict[str, Any] = {}
+        for module_name, module in self.module.named_modules():
+            prefix = f"{module_name}." if module_name else ""
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    result[prefix + name] = values[names[id(parameter)]]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    result[prefix + name] = buffer.detach().to("cpu", copy=True)
+        return result
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> tuple[list[str], list[str]]:
+        """Overwrite parameters and buffers with whole values; every rank passes the same. Collective.
+
+        Args:
+            state: Name -> tensor, as `full_state_dict` or the plain model's `state_dict` gives them.
+            strict: Raise if names are missing or unexpected.
+
+        Returns:
+            Missing and unexpected names.
+
+        Raises:
+            PlanError: For names that do not fit (if strict), or shapes that do not.
+        """
+        engine = self.engine
+        engine.meet(Meeting.STATE)
+        targets: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, buffer in self.module.named_buffers(remove_duplicate=False):
+            owner = self.module.get_submodule(name.rpartition(".")[0])
+            if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
+                targets[name] = buffer
+        missing = [name for name in targets if name not in state]
+        unexpected = [name for name in state if name not in targets]
+        if strict and (missing or unexpected):
+            raise PlanError(f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]} ({len(missing)} and {len(unexpected)} names)")
+        names = {id(p): m.fqn for c in engine.chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
+        values: dict[str, Tensor] = {}
+        for name, target in targets.items():
+            if name not in state:
+                continue
+            if state[name].shape != target.shape:
+                raise PlanError(f"state dict: {name} has shape {tuple(state[name].shape)}, the model has {tuple(target.shape)}")
+            if id(target) in names:
+                values[names[id(target)]] = state[name]
+        write_whole(engine, values)
+        with torch.no_grad():
+            for name, target in targets.items():
+                if name in state and id(target) not in names:
+                    target.copy_(state[name])
+        return missing, unexpected
+
+    @contextmanager
+    def full_parameters(self, names: Iterable[str] | None = None, modify: bool = False) -> Iterator[dict[str, nn.Parameter]]:
+        """Inside, the named (or all) parameters are whole, on the compute device, in the compute dtype. Collective.
+
+        Args:
+            names: FQNs; None: all.
+            modify: Keep what is written to them; otherwise it is undone.
+
+        Raises:
+            StateError: For unknown names.
+        """
+        engine = self.engine
+        engine.meet(Meeting.STATE)
+        members = {m.fqn: (c, i) for c in engine.chunks for i, m in enumerate(c.spec.members)}
+        wanted = list(members) if names is None else list(names)
+        unknown = [name for name in wanted if name not in members]
+        if unknown:
+            raise StateError(f"not parameters of this model: {', '.join(unknown[:5])}")
+        ids = tuple(dict.fromkeys(members[name][0].id for name in wanted))
+        with engine.resident(ids, modify=modify):
+            yield {name: members[name][0].parameters[members[name][1]] for name in wanted}
+
+    def full_grads(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
+        """Whole gradients of all parameters that have one, fp32 on the CPU of every rank, divided by `loss_scale`. Collective."""
+        self.engine.meet(Meeting.GRADIENTS)
+        return whole_grads(self.engine, 1.0 / loss_scale)
+
+    def stats(self) -> Stats:
+        """Counters since the last reset, and bytes held now."""
+        return self.engine.stats()
+
+    def reset_stats(self) -> None:
+        self.engine.reset_stats()
+
+    def replan(self, plan: Plan) -> None:
+        """Move to another placement of the same chunks, between steps. Collective."""
+        self.engine.replan(plan)
+
+    def peak_activation_bytes(self) -> int:
+        """Device bytes beyond chunks at the peak since sampling began; 0 where the device does not count."""
+        return self.engine.peak_non_model_bytes
+
+    def sample_activations(self, is_on: bool = True) -> None:
+        """Watch device memory at every access (slow: for a warm-up step)."""
+        self.engine.sample_activations(is_on)
+
+    def close(self) -> None:
+        """Free replicas and shards and remove all hooks. The parameters have no values any more and raise when used."""
+        self.engine.close()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors anywhere inside, cast."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(v, dtype) for v in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(v, dtype) for v in value)
+    if isinstance(value, dict):
+        copied = value.copy()  # keeps the class of transformers' outputs
+        for key in value:
+            copied[key] = _cast(value[key], dtype)
+        return copied
+    return value
+
+
+def _check(plan: Plan, dtype: torch.dtype, is_given: bool, world_size: int, device: torch.device) -> None:
+    if plan.world_size != world_size:
+        raise PlanError(f"the plan is for {plan.world_size} ranks, the process group has {world_size}: make a plan for {world_size}")
+    if is_given and str(dtype).removeprefix("torch.") != plan.compute_dtype:
+        raise PlanError(f"dtype={dtype}, but the plan was made for {plan.compute_dtype}: pass unified_dtype={dtype} to the search")
+    if dtype is torch.float16 and device.type == "cpu":
+        raise PlanError("float16 is for GPUs: on the CPU use torch.bfloat16 or torch.float32")
