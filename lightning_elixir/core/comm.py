@@ -103,9 +103,28 @@ class SoloComm:
 # Integers that one control message carries in its first round; a longer one takes a second round.
 _MESSAGE_NUMEL = 64
 
-# torch 2.13 renamed these and deprecates the old names.
+# torch 2.13 renamed it and deprecates the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _MeanOfSlices:
+    """Reduce-scatter as an exchange of slices and a local sum: the same bytes on the wire, but each element is summed in
+    rank order wherever it lies in the chunk (a ring starts at another rank for every slice), and 16-bit gradients are
+    summed in fp32. So the numbers do not depend on the chunk layout."""
+
+    def __init__(self, work: Work, received: Tensor, shard: Tensor) -> None:
+        self._work = work
+        self._received = received  # [world_size, shard numel]
+        self._shard = shard
+
+    def wait(self) -> object:
+        self._work.wait()
+        rows = self._received.unbind(0)
+        total = rows[0].to(torch.promote_types(torch.float32, self._shard.dtype), copy=True)
+        for row in rows[1:]:
+            total.add_(row)
+        self._shard.copy_(total.div_(len(rows)))
+        return None
 
 
 class GroupComm:
@@ -134,8 +153,9 @@ class GroupComm:
         _all_gather(flat, mine, group=self._data)
 
     def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
-        work: Work | None = _reduce_scatter(shard, flat, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)
-        return work
+        received = torch.empty_like(flat)
+        work = dist.all_to_all_single(received, flat, group=self._reduce, async_op=True)
+        return _MeanOfSlices(work, received.view(self.world_size, -1), shard)
 
     def scatter_from_first(self, shard: Tensor, flat: Tensor | None) -> None:
         pieces = None if flat is None else list(flat.view(self.world_size, -1).unbind(0))

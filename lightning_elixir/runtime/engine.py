@@ -384,7 +384,8 @@ class Engine:
         rcache = self.rcache
         is_missing = any(i in self._cost and i not in rcache.resident_ids for i in ids)
         if held is None:
-            held = self._held() if is_missing else ()
+            is_over = rcache.used_blocks > rcache.budget_blocks
+            held = self._held() if is_missing or is_over else ()
         overflows = rcache.counters.overflows
         decision = rcache.acquire(ids, pin=pin, held=held, is_traced=is_traced)
         self._evict(decision.evict)

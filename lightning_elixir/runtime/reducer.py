@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from lightning_elixir.core.comm import Comm, Work
 from lightning_elixir.core.device import Device, Event
 from lightning_elixir.optim.scaling import square_sums
+from lightning_elixir.plan.placement import GRAD_BLOCKS
 from lightning_elixir.plan.segments import Segment, segments_of
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.fetcher import TransferBytes
 from lightning_elixir.storage.shards import ShardStore
 
-# Blocks whose reduction or download may be under way before the compute stream waits for the oldest.
-_MAX_IN_FLIGHT = 3
+# Blocks whose reduction or download may be under way before the compute stream waits for the oldest; one more collects.
+_MAX_IN_FLIGHT = GRAD_BLOCKS - 1
 
 
 @dataclass

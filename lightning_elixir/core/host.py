@@ -1,0 +1,85 @@
+"""How much host memory may still be taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+# Kernels write "no limit" as "max" (v2) or as a number near 2**63 (v1).
+_NO_LIMIT_BYTES = 2**60
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Bytes of host memory that this process may still take: what the system has available, within the control groups
+    (v1 or v2) that it runs in.
+
+    On some virtual machines memory grows on demand: there a control group's limit is larger than the system's total,
+    which is small until it is used. Then the limit counts.
+
+    Args:
+        root: Where `/proc` and `/sys` are looked for.
+    """
+    memory = psutil.virtual_memory()
+    limits = _cgroup_limits(root)
+    free = [max(0, limit - usage) for limit, usage in limits]
+    if any(limit > memory.total for limit, _ in limits):
+        return min(free)
+    return min([int(memory.available), *free])
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, usage) in bytes of every control group that bounds this process and has a limit."""
+    found: list[tuple[int, int]] = []
+    for folder, limit_name, usage_name, cache_key in _cgroup_folders(root):
+        limit = _read_number(folder / limit_name)
+        usage = _read_number(folder / usage_name)
+        if limit is not None and usage is not None and limit < _NO_LIMIT_BYTES:
+            found.append((limit, max(0, usage - _reclaimable(folder / "memory.stat", cache_key))))
+    return found
+
+
+def _cgroup_folders(root: Path) -> list[tuple[Path, str, str, str]]:
+    """This process's memory control groups, from its own up to the root of each hierarchy."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    mounted = root / "sys/fs/cgroup"
+    folders: list[tuple[Path, str, str, str]] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = mounted, ("memory.max", "memory.current", "inactive_file")
+            if (mounted / "unified").is_dir():
+                base = mounted / "unified"
+        elif "memory" in controllers.split(","):
+            base = mounted / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Inside a container the path may be the host's, which is not mounted: the container's own is the base.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            folders.append((base.joinpath(*parts[:depth]), *names))
+    return folders
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # not there, not readable, or "max"
+        return None
+
+
+def _reclaimable(path: Path, key: str) -> int:
+    """Bytes of file cache that count as usage and that the kernel gives back when asked."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        name, _, value = line.partition(" ")
+        if name == key and value.isdigit():
+            return int(value)
+    return 0

@@ -1,0 +1,235 @@
+"""Plans as JSON: readable, checked on the way in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, SCHEMA, ChunkSpec, Member, Plan, Tier
+
+_PLAN_KEYS = (
+    "schema",
+    "policy",
+    "world_size",
+    "compute_dtype",
+    "block_bytes",
+    "rcache_blocks",
+    "prefetch_depth",
+    "is_storage_distributed",
+    "notes",
+    "chunks",
+)
+_CHUNK_KEYS = ("id", "dtype", "requires_grad", "numel", "param_tier", "optim_tier", "is_persistent", "members")
+_MEMBER_KEYS = ("fqn", "shape", "offset")
+
+
+def plan_to_dict(plan: Plan) -> dict[str, object]:
+    """The plan as plain dicts, lists and scalars."""
+    return {
+        "schema": plan.schema,
+        "policy": plan.policy,
+        "world_size": plan.world_size,
+        "compute_dtype": plan.compute_dtype,
+        "block_bytes": plan.block_bytes,
+        "rcache_blocks": plan.rcache_blocks,
+        "prefetch_depth": plan.prefetch_depth,
+        "is_storage_distributed": plan.is_storage_distributed,
+        "notes": dict(plan.notes),
+        "chunks": [
+            {
+                "id": c.id,
+                "dtype": c.dtype,
+                "requires_grad": c.requires_grad,
+                "numel": c.numel,
+                "param_tier": c.param_tier.value,
+                "optim_tier": c.optim_tier.value,
+                "is_persistent": c.is_persistent,
+                "members": [{"fqn": m.fqn, "shape": list(m.shape), "offset": m.offset} for m in c.members],
+            }
+            for c in plan.chunks
+        ],
+    }
+
+
+def plan_from_dict(content: object) -> Plan:
+    """The plan that `plan_to_dict` made `content` from.
+
+    Raises:
+        PlanError: Another schema, a missing or unknown key, a wrong type, or a plan that no runtime could obey.
+    """
+    fields = _Fields(content, "plan")
+    schema = fields.integer("schema", least=0)
+    if schema != SCHEMA:
+        raise PlanError(f"the plan has schema {schema}, this version reads {SCHEMA}: make the plan again")
+    fields.check_keys(_PLAN_KEYS)
+    plan = Plan(
+        schema=schema,
+        policy=fields.text("policy"),
+        world_size=fields.integer("world_size", least=1),
+        compute_dtype=fields.choice("compute_dtype", DTYPE_BYTES),
+        block_bytes=fields.integer("block_bytes", least=1),
+        rcache_blocks=fields.integer("rcache_blocks", least=0),
+        prefetch_depth=fields.integer("prefetch_depth", least=0),
+        is_storage_distributed=fields.boolean("is_storage_distributed"),
+        notes=_notes(fields.get("notes")),
+        chunks=tuple(_chunk(item, i) for i, item in enumerate(fields.items("chunks"))),
+    )
+    _check_layout(plan)
+    return plan
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write the plan as JSON, one member a line."""
+    Path(path).write_text(_render(plan_to_dict(plan)) + "\n", encoding="utf-8")
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan that `save_plan` wrote (or a person edited).
+
+    Raises:
+        PlanError: The file is missing, is not JSON, or `plan_from_dict` refuses it; the message names the file.
+    """
+    try:
+        return plan_from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
+    except ValueError as error:  # PlanError is one, and so are errors of JSON and of the encoding
+        raise PlanError(f"{path}: {error}") from error
+
+
+class _Fields:
+    """One JSON object with typed, checked access to its values."""
+
+    def __init__(self, content: object, where: str) -> None:
+        if not isinstance(content, Mapping):
+            raise PlanError(f"{where} must be an object, not {type(content).__name__}")
+        self._content = content
+        self._where = where
+
+    def check_keys(self, known: Iterable[str]) -> None:
+        unknown = sorted(set(self._content) - set(known), key=str)
+        if unknown:
+            raise PlanError(f"{self._where} has unknown keys: {', '.join(map(str, unknown))}")
+
+    def get(self, key: str) -> object:
+        if key not in self._content:
+            raise PlanError(f"{self._where} has no {key!r}")
+        return self._content[key]
+
+    def integer(self, key: str, *, least: int) -> int:
+        value = self.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise PlanError(f"{self._where}: {key} must be an integer of at least {least}, got {value!r}")
+        return value
+
+    def boolean(self, key: str) -> bool:
+        value = self.get(key)
+        if not isinstance(value, bool):
+            raise PlanError(f"{self._where}: {key} must be true or false, got {value!r}")
+        return value
+
+    def text(self, key: str) -> str:
+        value = self.get(key)
+        if not isinstance(value, str):
+            raise PlanError(f"{self._where}: {key} must be a string, got {value!r}")
+        return value
+
+    def choice(self, key: str, known: Iterable[str]) -> str:
+        value = self.text(key)
+        if value not in known:
+            raise PlanError(f"{self._where}: {key} must be one of {', '.join(known)}, got {value!r}")
+        return value
+
+    def tier(self, key: str) -> Tier:
+        return Tier(self.choice(key, [t.value for t in Tier]))
+
+    def items(self, key: str) -> list[object]:
+        value = self.get(key)
+        if not isinstance(value, list):
+            raise PlanError(f"{self._where}: {key} must be a list, got {value!r}")
+        return value
+
+
+def _notes(content: object) -> dict[str, float | int | str]:
+    if not isinstance(content, Mapping):
+        raise PlanError(f"notes must be an object, not {type(content).__name__}")
+    notes: dict[str, float | int | str] = {}
+    for key, value in content.items():
+        if not isinstance(key, str) or not isinstance(value, (float, int, str)):
+            raise PlanError(f"notes: {key!r} must be a number or a string, got {value!r}")
+        notes[key] = value
+    return notes
+
+
+def _chunk(content: object, index: int) -> ChunkSpec:
+    fields = _Fields(content, f"chunk {index}")
+    fields.check_keys(_CHUNK_KEYS)
+    return ChunkSpec(
+        id=fields.integer("id", least=0),
+        dtype=fields.choice("dtype", DTYPE_BYTES),
+        requires_grad=fields.boolean("requires_grad"),
+        numel=fields.integer("numel", least=1),
+        members=tuple(_member(item, f"chunk {index}, member {i}") for i, item in enumerate(fields.items("members"))),
+        param_tier=fields.tier("param_tier"),
+        optim_tier=fields.tier("optim_tier"),
+        is_persistent=fields.boolean("is_persistent"),
+    )
+
+
+def _member(content: object, where: str) -> Member:
+    fields = _Fields(content, where)
+    fields.check_keys(_MEMBER_KEYS)
+    shape = fields.items("shape")
+    sizes: list[int] = []
+    for size in shape:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise PlanError(f"{where}: shape must be a list of sizes, got {shape!r}")
+        sizes.append(size)
+    return Member(fields.text("fqn"), tuple(sizes), fields.integer("offset", least=0))
+
+
+def _check_layout(plan: Plan) -> None:
+    """What the runtime relies on and JSON types cannot say."""
+    seen: set[str] = set()
+    multiple = plan.world_size * ALIGN_NUMEL
+    needed_blocks = 0
+    for index, chunk in enumerate(plan.chunks):
+        if chunk.id != index:
+            raise PlanError(f"chunk {index} has id {chunk.id}: ids must count up from 0")
+        if chunk.numel % multiple:
+            raise PlanError(f"chunk {index} has {chunk.numel} elements, not a multiple of {multiple}")
+        if not chunk.is_persistent:
+            needed_blocks = max(needed_blocks, plan.blocks_of(index))
+        end = 0
+        for member in chunk.members:
+            if member.fqn in seen:
+                raise PlanError(f"parameter {member.fqn} is in the plan twice")
+            seen.add(member.fqn)
+            if member.offset % ALIGN_NUMEL:
+                raise PlanError(f"{member.fqn} starts at {member.offset}, not a multiple of {ALIGN_NUMEL}")
+            if member.offset < end or member.offset + member.numel > chunk.numel:
+                raise PlanError(f"{member.fqn} does not fit where chunk {index} puts it")
+            end = member.offset + member.numel
+    if plan.rcache_blocks < needed_blocks:
+        raise PlanError(f"rcache_blocks is {plan.rcache_blocks}, but one chunk alone needs {needed_blocks}")
+
+
+def _render(value: object, indent: str = "") -> str:
+    """JSON with one member a line: an object or list without containers worth opening stays on its line."""
+    flat = json.dumps(value)
+    if not isinstance(value, (dict, list)) or not value or _is_leaf(value):
+        return flat
+    inner = indent + "  "
+    if isinstance(value, dict):
+        lines = [f"{inner}{json.dumps(key)}: {_render(item, inner)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    return "[\n" + ",\n".join(inner + _render(item, inner) for item in value) + f"\n{indent}]"
+
+
+def _is_leaf(value: dict[str, object] | list[object]) -> bool:
+    """Whether it is a member (its shape is its only container) or a list of scalars."""
+    if isinstance(value, list):
+        return not any(isinstance(item, (dict, list)) for item in value)
+    return set(value) == set(_MEMBER_KEYS)

@@ -1,0 +1,217 @@
+"""Parameters to chunks: the packing itself, what it wastes, and the search for the chunk size that wastes least."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, Member, ParamSpec
+
+MIN_CHUNK_BYTES = 32 * 2**20
+"""Least chunk size that the search looks at: smaller copies do not reach the bandwidth of the bus."""
+
+_TINY_CHUNK_BYTES = 64 * 2**10
+# A chunk size is only worth having if the rCache can hold some chunks and not others: a model below
+# `_AIMED_CHUNKS * MIN_CHUNK_BYTES` gets smaller chunks, and no candidate makes fewer than `_FEWEST_CHUNKS` of it.
+_AIMED_CHUNKS = 8
+_FEWEST_CHUNKS = 4
+
+
+@dataclass(frozen=True)
+class PackedChunk:
+    """A chunk without a place: which parameters it holds, and where inside its flat tensor."""
+
+    dtype: str
+    requires_grad: bool
+    numel: int
+    """Elements of the flat tensor, padding included; a multiple of `world_size * ALIGN_NUMEL`."""
+    members: tuple[Member, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole replica in the compute dtype."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that hold parameters."""
+        return sum(m.numel for m in self.members) * DTYPE_BYTES[self.dtype]
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def chunk_capacity(chunk_numel: int, world_size: int) -> int:
+    """Elements that a regular chunk may hold: `chunk_numel`, rounded up so that every rank's shard is aligned."""
+    return round_up(max(1, chunk_numel), world_size * ALIGN_NUMEL)
+
+
+def pack(specs: Sequence[ParamSpec], chunk_numel: int, world_size: int) -> tuple[PackedChunk, ...]:
+    """Pack parameters into chunks, in the order given.
+
+    A parameter joins the last open chunk of its kind (dtype, requires_grad) if it fits, else it opens a new one. A
+    parameter larger than a chunk gets a chunk of its own. Chunks are numbered by their first parameter.
+
+    Args:
+        specs: The parameters in registration order, each once.
+        chunk_numel: Elements of a regular chunk (`chunk_capacity` rounds it up).
+        world_size: Ranks that share a chunk.
+
+    Returns:
+        The chunks, each trimmed to what it uses, rounded up to `world_size * ALIGN_NUMEL` elements.
+
+    Raises:
+        PlanError: A parameter is listed twice, has an unknown dtype, or a size is not positive.
+    """
+    if chunk_numel < 1 or world_size < 1:
+        raise PlanError(f"chunk_numel and world_size must be at least 1, got {chunk_numel} and {world_size}")
+    _check_specs(specs)
+    capacity = chunk_capacity(chunk_numel, world_size)
+    filled: list[_Open] = []
+    open_chunks: dict[tuple[str, bool], _Open] = {}
+    for spec in specs:
+        kind = (spec.dtype, spec.requires_grad)
+        numel = spec.numel
+        chunk = open_chunks.get(kind)
+        if chunk is None or chunk.end + numel > capacity:
+            chunk = _Open(kind)
+            filled.append(chunk)
+            if numel <= capacity:
+                open_chunks[kind] = chunk  # else the last one stays open for smaller parameters
+        chunk.add(spec)
+    return tuple(chunk.close(world_size) for chunk in filled)
+
+
+def regular_block_bytes(packed: Sequence[PackedChunk], chunk_numel: int, world_size: int) -> int:
+    """Bytes of one rCache block: the largest chunk that is no larger than `chunk_numel` allows, or, where there is
+    none (every parameter has a chunk of its own), the smallest chunk."""
+    capacity = chunk_capacity(chunk_numel, world_size)
+    regular = [c.nbytes for c in packed if c.numel <= capacity]
+    if regular:
+        return max(regular)
+    return min((c.nbytes for c in packed), default=capacity)
+
+
+def padding_bytes(packed: Sequence[PackedChunk]) -> int:
+    """Bytes of the chunks that hold no parameter (alignment), in the compute dtype."""
+    return sum(c.nbytes - c.used_bytes for c in packed)
+
+
+def waste_bytes(packed: Sequence[PackedChunk], block_bytes: int) -> int:
+    """Bytes of rCache blocks that hold no parameter, were every chunk resident."""
+    return sum(round_up(c.nbytes, block_bytes) - c.used_bytes for c in packed)
+
+
+def search_chunk_numel(
+    specs: Sequence[ParamSpec],
+    world_size: int,
+    *,
+    compute_dtype: str = "float32",
+    search_range_bytes: int | None = None,
+    n_grids: int = 128,
+    min_chunk_bytes: int | None = None,
+) -> int:
+    """The chunk size with the least waste; of equal ones the smallest.
+
+    Args:
+        specs: The parameters in registration order.
+        world_size: Ranks that share a chunk.
+        compute_dtype: Key of `DTYPE_BYTES` in which the sizes below are counted.
+        search_range_bytes: How far above the smallest candidate to look; None: to three times of it.
+        n_grids: How many candidates, evenly spaced.
+        min_chunk_bytes: Smallest candidate, unless the largest parameter is larger. None: `MIN_CHUNK_BYTES`, less for a
+            model that would then have too few chunks for eviction to make sense.
+
+    Returns:
+        Elements of a chunk, a multiple of `world_size * ALIGN_NUMEL`.
+
+    Raises:
+        PlanError: A size or a count that is not positive.
+    """
+    _check_specs(specs)
+    for name, value, least in (
+        ("chunk_search_range", search_range_bytes, 0),
+        ("chunk_search_n_grids", n_grids, 1),
+        ("min_chunk_size", min_chunk_bytes, 1),
+    ):
+        if value is not None and value < least:
+            raise PlanError(f"{name} must be at least {least}, got {value}")
+    itemsize = DTYPE_BYTES[compute_dtype]
+    total = sum(round_up(s.numel, ALIGN_NUMEL) for s in specs)
+    largest = max((s.numel for s in specs), default=0)
+    if min_chunk_bytes is None:
+        min_chunk_bytes = min(MIN_CHUNK_BYTES, max(_TINY_CHUNK_BYTES, total * itemsize // _AIMED_CHUNKS))
+    smallest = max(min_chunk_bytes // itemsize, largest, 1)
+    search_range = 2 * smallest if search_range_bytes is None else search_range_bytes // itemsize
+    largest_candidate = min(smallest + search_range, max(smallest, total // _FEWEST_CHUNKS))
+    steps = max(1, n_grids - 1)
+    candidates = {
+        chunk_capacity(smallest + (largest_candidate - smallest) * i // steps, world_size) for i in range(n_grids)
+    }
+    kinds = _aligned_ends(specs)
+    return min(sorted(candidates), key=lambda capacity: _blocks_bytes(kinds, capacity, world_size))
+
+
+class _Open:
+    """A chunk that is being filled."""
+
+    def __init__(self, kind: tuple[str, bool]) -> None:
+        self.kind = kind
+        self.end = 0  # where the next member would start
+        self.members: list[Member] = []
+
+    def add(self, spec: ParamSpec) -> None:
+        self.members.append(Member(spec.fqn, spec.shape, self.end))
+        self.end = round_up(self.end + spec.numel, ALIGN_NUMEL)
+
+    def close(self, world_size: int) -> PackedChunk:
+        # A chunk of empty parameters only still gets a storage, so that resident and released stay different states.
+        numel = round_up(max(1, self.end), world_size * ALIGN_NUMEL)
+        return PackedChunk(*self.kind, numel, tuple(self.members))
+
+
+def _check_specs(specs: Sequence[ParamSpec]) -> None:
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.dtype not in DTYPE_BYTES:
+            raise PlanError(f"parameter {spec.fqn} has dtype {spec.dtype}; supported are {', '.join(DTYPE_BYTES)}")
+        if spec.fqn in seen:
+            raise PlanError(f"parameter {spec.fqn} is listed twice")
+        seen.add(spec.fqn)
+
+
+def _aligned_ends(specs: Sequence[ParamSpec]) -> list[tuple[int, list[int]]]:
+    """Per kind of chunk: (bytes per element, running sum of the aligned sizes of its parameters)."""
+    numels: dict[tuple[str, bool], list[int]] = {}
+    for spec in specs:
+        if spec.numel:
+            numels.setdefault((spec.dtype, spec.requires_grad), []).append(round_up(spec.numel, ALIGN_NUMEL))
+    return [(DTYPE_BYTES[dtype], list(accumulate(sizes))) for (dtype, _), sizes in numels.items()]
+
+
+def _blocks_bytes(kinds: list[tuple[int, list[int]]], capacity: int, world_size: int) -> int:
+    """Bytes of one block for every chunk that `pack` would make: the waste, up to the constant size of the model.
+
+    Args:
+        kinds: From `_aligned_ends`.
+        capacity: Elements of a chunk, not below the largest parameter.
+        world_size: Ranks that share a chunk.
+    """
+    num_chunks = 0
+    block_bytes = 0
+    for itemsize, ends in kinds:
+        start = 0
+        index = 0
+        while index < len(ends):
+            # Capacity is a multiple of the alignment, so that a parameter fits exactly if its aligned end does.
+            index = bisect_right(ends, start + capacity, lo=index)
+            numel = round_up(ends[index - 1] - start, world_size * ALIGN_NUMEL)
+            block_bytes = max(block_bytes, numel * itemsize)
+            num_chunks += 1
+            start = ends[index - 1]
+    return num_chunks * block_bytes

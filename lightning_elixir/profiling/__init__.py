@@ -1,0 +1,1 @@
+"""What a training step needs, found without running it for real."""

@@ -1,0 +1,128 @@
+"""What the planner has to know of a model's parameters: specs in registration order, and which module touches which."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.types import DTYPE_BYTES, ParamSpec
+
+
+def param_specs(model: nn.Module, compute_dtype: torch.dtype | None = None) -> tuple[ParamSpec, ...]:
+    """The model's parameters in registration order, each once.
+
+    Args:
+        model: On any device, `meta` and fake tensors included.
+        compute_dtype: Dtype that every parameter will have; None: each keeps its own.
+
+    Returns:
+        One spec a parameter; further names of a tied one are its `aliases`.
+
+    Raises:
+        PlanError: A parameter has no shape yet, is not a dense floating-point tensor of a supported dtype, or shares
+            memory with another one. The message names them.
+    """
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(fqn)
+        parameters[id(parameter)] = parameter
+    named = [(names[key], parameter) for key, parameter in parameters.items()]
+    _refuse(
+        "have no shape yet; run one batch through the model, or give the layers their sizes, before planning",
+        [fqns[0] for fqns, p in named if isinstance(p, nn.parameter.UninitializedParameter)],
+    )
+    _refuse(
+        f"cannot be trained in chunks: parameters must be dense tensors of {', '.join(DTYPE_BYTES)}. Register"
+        " other tensors as buffers",
+        [
+            f"{fqns[0]} ({p.dtype}, {p.layout})"
+            for fqns, p in named
+            if dtype_name(p.dtype) not in DTYPE_BYTES or p.layout is not torch.strided
+        ],
+    )
+    _check_overlap([(fqns[0], p) for fqns, p in named])
+    if compute_dtype is not None and dtype_name(compute_dtype) not in DTYPE_BYTES:
+        raise PlanError(f"compute dtype {compute_dtype} is not supported; known are {', '.join(DTYPE_BYTES)}")
+    return tuple(
+        ParamSpec(
+            fqn=fqns[0],
+            shape=tuple(p.shape),
+            dtype=dtype_name(p.dtype if compute_dtype is None else compute_dtype),
+            requires_grad=p.requires_grad,
+            aliases=tuple(fqns[1:]),
+        )
+        for fqns, p in named
+    )
+
+
+def module_accesses(model: nn.Module) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(module name, FQNs of the parameters that one forward of it touches directly), modules without any left out.
+
+    Tied parameters appear under the FQN that `param_specs` gives them.
+    """
+    fqn_of = {id(p): fqn for fqn, p in model.named_parameters()}
+    accesses = []
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, nn.MultiheadAttention):
+            own += module.out_proj.parameters()  # one functional call takes the projection's parameters too
+        if own:
+            accesses.append((name, tuple(dict.fromkeys(fqn_of[id(p)] for p in own))))
+    return tuple(accesses)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _refuse(reason: str, names: list[str]) -> None:
+    if names:
+        shown = ", ".join(names[:10]) + (f", ... ({len(names)} in all)" if len(names) > 10 else "")
+        raise PlanError(f"{shown}: {reason}")
+
+
+def _check_overlap(named: list[tuple[str, Tensor]]) -> None:
+    """Raise if two distinct parameters share elements: in chunks they would drift apart without a word."""
+    spans: dict[object, list[tuple[int, int, str, Tensor]]] = {}
+    for fqn, tensor in named:
+        if not tensor.numel():
+            continue
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.is_meta or isinstance(tensor.data, FakeTensor):  # no addresses: compare inside one storage
+            memory: object = tensor.untyped_storage()._cdata
+            start = int(tensor.storage_offset()) * tensor.element_size()
+        else:
+            memory = tensor.device
+            start = tensor.data_ptr()
+        spans.setdefault(memory, []).append((start, start + int(extent) * tensor.element_size(), fqn, tensor))
+    for group in spans.values():
+        group.sort(key=lambda span: span[:2])
+        active: list[tuple[int, int, str, Tensor]] = []
+        for span in group:
+            active = [other for other in active if other[1] > span[0]]
+            for other in active:
+                if _share_elements(other, span):
+                    raise PlanError(
+                        f"parameters {other[2]} and {span[2]} are distinct but share memory. Tie them by assigning one"
+                        " nn.Parameter to both places, or give each its own memory (clone)"
+                    )
+            active.append(span)
+
+
+def _share_elements(a: tuple[int, int, str, Tensor], b: tuple[int, int, str, Tensor]) -> bool:
+    """Whether two tensors whose address ranges overlap have an element in common."""
+    (a_start, a_end, _, first), (b_start, b_end, _, second) = a, b
+    itemsize = first.element_size()
+    if itemsize != second.element_size() or (b_start - a_start) % itemsize:
+        return True
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    start = min(a_start, b_start)
+    # Interleaved views share a range and no element: mark one, look through the other.
+    marks = torch.zeros((max(a_end, b_end) - start) // itemsize, dtype=torch.bool)
+    marks.as_strided(first.shape, first.stride(), (a_start - start) // itemsize).fill_(True)
+    return bool(marks.as_strided(second.shape, second.stride(), (b_start - start) // itemsize).any())

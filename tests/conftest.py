@@ -1,0 +1,87 @@
+"""Every test starts from the same state and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch starts its threads, here and in what tests start
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.dist import stop_workers
+
+# One thread: results do not depend on the number of cores, and several ranks do not fight for them.
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    if importlib.util.find_spec("pytest_timeout") is None:  # known all the same, so that the setting is no error
+        parser.addini("timeout", "seconds a test may take (needs pytest-timeout)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def pytest_sessionfinish() -> None:
+    stop_workers()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The CPU and, marked `gpu`, the first CUDA device."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _restore_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    before["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")  # pytest's own, changing under way
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _restore_torch_state() -> Iterator[None]:
+    torch.manual_seed(0)
+    random.seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _work_in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs and checkpoints that a Trainer writes into the working directory land in a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_left() -> Iterator[None]:
+    """A non-daemon thread that outlives its test would keep the user's program from ending."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 2.0
+    while left := [t.name for t in threading.enumerate() if t not in before and not t.daemon]:
+        if time.monotonic() > deadline:
+            pytest.fail(f"threads left behind: {left}")
+        gc.collect()  # some end with the object that owns them
+        time.sleep(0.02)

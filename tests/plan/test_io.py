@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.io import load_plan, plan_from_dict, plan_to_dict, save_plan
+from lightning_elixir.plan.types import Plan, Tier
+from tests.plan.models import random_specs
+from tests.plan.test_placement import place_specs
+from tests.plan.traces import make_chunk, make_plan_of
+
+
+@pytest.fixture
+def plan() -> Plan:
+    chunks = (make_chunk(0, is_persistent=True, param_tier=Tier.GPU), make_chunk(1, blocks=2), make_chunk(2))
+    return replace(make_plan_of(chunks, rcache_blocks=3, prefetch_depth=2), notes={"gpu_bytes": 7, "why": "test"})
+
+
+def test_a_plan_survives_the_round_trip(plan: Plan, tmp_path: Path) -> None:
+    save_plan(plan, tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.notes == plan.notes
+    assert loaded.fingerprint() == plan.fingerprint()
+
+
+def test_random_plans_survive_the_round_trip(tmp_path: Path) -> None:
+    random = Random(31)
+    for _ in range(50):
+        specs = random_specs(random)
+        policy = random.choice(("cpu", "cuda", "const"))
+        plan = place_specs(specs, policy, world_size=random.choice((1, 3)), offload_optim_frac=0.3)
+        save_plan(plan, tmp_path / "plan.json")
+        assert load_plan(tmp_path / "plan.json") == plan
+        assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan)))) == plan
+
+
+def test_an_empty_plan_survives_the_round_trip(tmp_path: Path) -> None:
+    empty = make_plan_of((), rcache_blocks=0)
+    save_plan(empty, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == empty
+
+
+def test_the_file_is_readable(plan: Plan, tmp_path: Path) -> None:
+    save_plan(plan, tmp_path / "plan.json")
+    lines = (tmp_path / "plan.json").read_text().splitlines()
+    assert '        {"fqn": "p1", "shape": [1024], "offset": 0}' in lines  # one member a line
+    assert '  "rcache_blocks": 3,' in lines
+
+
+def test_the_fingerprint_tells_placements_apart_and_ignores_notes(plan: Plan) -> None:
+    assert replace(plan, notes={}).fingerprint() == plan.fingerprint()
+    other = replace(plan, rcache_blocks=4)
+    assert other.fingerprint() != plan.fingerprint()
+    assert other.layout_fingerprint() == plan.layout_fingerprint()
+    assert make_plan_of((make_chunk(0),), 3).layout_fingerprint() != plan.layout_fingerprint()
+
+
+def edited(plan: Plan, edit: Callable[[dict[str, Any]], object]) -> object:
+    content = json.loads(json.dumps(plan_to_dict(plan)))
+    edit(content)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda c: c.update(schema=99), "the plan has schema 99, this version reads 1"),
+        (lambda c: c.pop("schema"), "plan has no 'schema'"),
+        (lambda c: c.pop("chunks"), "plan has no 'chunks'"),
+        (lambda c: c.update(rcache_block=3), "plan has unknown keys: rcache_block"),
+        (lambda c: c.update(rcache_blocks="3"), "rcache_blocks must be an integer of at least 0, got '3'"),
+        (lambda c: c.update(rcache_blocks=True), "rcache_blocks must be an integer"),
+        (lambda c: c.update(rcache_blocks=1), "rcache_blocks is 1, but one chunk alone needs 2"),
+        (lambda c: c.update(world_size=0), "world_size must be an integer of at least 1, got 0"),
+        (lambda c: c.update(world_size=5), "chunk 0 has 512 elements, not a multiple of 2560"),
+        (lambda c: c.update(compute_dtype="int8"), "compute_dtype must be one of float64, float32"),
+        (lambda c: c.update(policy=None), "policy must be a string, got None"),
+        (lambda c: c.update(is_storage_distributed=1), "is_storage_distributed must be true or false, got 1"),
+        (lambda c: c.update(notes=[]), "notes must be an object, not list"),
+        (lambda c: c.update(notes={"a": []}), "notes: 'a' must be a number or a string"),
+        (lambda c: c.update(chunks={}), "chunks must be a list"),
+        (lambda c: c["chunks"].reverse(), "chunk 0 has id 2: ids must count up from 0"),
+        (lambda c: c["chunks"][1].update(param_tier="disk"), "chunk 1: param_tier must be one of gpu, cpu, nvme"),
+        (lambda c: c["chunks"][1].update(numel=1000), "chunk 1 has 1000 elements, not a multiple of 512"),
+        (lambda c: c["chunks"][1].pop("dtype"), "chunk 1 has no 'dtype'"),
+        (lambda c: c["chunks"][1].update(numel=512), "p1 does not fit where chunk 1 puts it"),
+        (lambda c: c["chunks"][1]["members"].append(7), "chunk 1, member 1 must be an object, not int"),
+        (lambda c: c["chunks"][1]["members"][0].update(offset=3), "p1 starts at 3, not a multiple of 512"),
+        (lambda c: c["chunks"][1]["members"][0].update(fqn="p0"), "parameter p0 is in the plan twice"),
+        (lambda c: c["chunks"][1]["members"][0].update(shape=[-1]), "shape must be a list of sizes"),
+    ],
+)
+def test_what_is_refused(plan: Plan, edit: Callable[[dict[str, Any]], object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_from_dict(edited(plan, edit))
+
+
+def test_members_must_not_overlap(plan: Plan) -> None:
+    def overlap(content: dict[str, Any]) -> None:
+        content["chunks"][1]["members"].append({"fqn": "q", "shape": [4], "offset": 512})
+
+    with pytest.raises(PlanError, match="q does not fit where chunk 1 puts it"):
+        plan_from_dict(edited(plan, overlap))
+
+
+@pytest.mark.parametrize("content", [None, [], "plan", 3])
+def test_what_is_no_plan_at_all(content: object) -> None:
+    with pytest.raises(PlanError, match="plan must be an object"):
+        plan_from_dict(content)
+
+
+def test_errors_name_the_file(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"cannot read the plan .*missing\.json: No such file"):
+        load_plan(tmp_path / "missing.json")
+    path = tmp_path / "broken.json"
+    path.write_text("{")
+    with pytest.raises(PlanError, match=r"broken\.json: Expecting property name"):
+        load_plan(path)
+    path.write_text(json.dumps(plan_to_dict(replace(plan, schema=2))))
+    with pytest.raises(PlanError, match=r"broken\.json: the plan has schema 2"):
+        load_plan(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match=r"broken\.json: 'utf-8' codec"):
+        load_plan(path)

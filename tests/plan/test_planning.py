@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_elixir import planning
+from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.placement import Budget
+from lightning_elixir.plan.types import ALIGN_NUMEL, Plan, Tier
+from lightning_elixir.planning import (
+    detect_budget,
+    make_plan,
+    minimum_waste_search,
+    optimal_search,
+    param_specs,
+    simple_search,
+)
+
+KIB = 1024
+MIB = 2**20
+SEARCHES = [minimum_waste_search, simple_search, optimal_search]
+
+
+def encoder(num_layers: int = 4) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+    return nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+
+
+def step(model: nn.Module, inp: Mapping[str, Any]) -> None:
+    model(inp["x"]).sum().backward()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
+    """A machine of 3 GiB of device memory and 64 GiB on the host."""
+    memory: dict[str, int | None] = {"gpu": 3 * 2**30, "host": 64 * 2**30}
+    monkeypatch.setattr(planning, "current_device_memory_bytes", lambda: memory["gpu"])
+    monkeypatch.setattr(planning, "available_host_bytes", lambda: memory["host"])
+    return memory
+
+
+def test_everything_is_placed_once_under_its_own_name() -> None:
+    model = encoder()
+    plan = make_plan(model)
+    assert plan.is_all_resident
+    shapes = {m.fqn: m.shape for c in plan.chunks for m in c.members}
+    assert shapes == {fqn: tuple(p.shape) for fqn, p in model.named_parameters()}
+
+
+def test_chunk_size_is_bytes_of_the_compute_dtype() -> None:
+    model = encoder()
+    for dtype, itemsize in ((None, 4), (torch.bfloat16, 2)):
+        plan = make_plan(model, chunk_size=160 * KIB, compute_dtype=dtype)
+        assert max(c.numel for c in plan.chunks) * itemsize == plan.block_bytes
+        assert 120 * KIB < plan.block_bytes <= 160 * KIB
+        assert plan.compute_dtype == str(dtype or torch.float32).removeprefix("torch.")
+
+
+def test_chunk_size_may_be_smaller_than_a_parameter() -> None:
+    plan = make_plan(encoder(), placement_policy="cpu", chunk_size=20 * KIB, prefetch=False)
+    large = [c for c in plan.chunks if c.nbytes > 20 * KIB]
+    assert large
+    assert all(len(c.members) == 1 for c in large)
+    assert plan.block_bytes <= 20 * KIB
+    assert plan.rcache_blocks >= max(plan.blocks_of(c.id) for c in large)
+
+
+def test_parameters_keep_their_dtypes_unless_told_otherwise() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(8, 8, dtype=torch.bfloat16))
+    assert {c.dtype for c in make_plan(model).chunks} == {"float32", "bfloat16"}
+    assert make_plan(model).compute_dtype == "float32"
+    assert {c.dtype for c in make_plan(model, compute_dtype=torch.float16).chunks} == {"float16"}
+
+
+def test_bytes_follow_the_precision() -> None:
+    model = nn.Linear(512, 512, bias=False)
+    n = 512 * 512
+
+    def figures(**options: Any) -> tuple[int, ...]:
+        plan = make_plan(model, placement_policy="cpu", prefetch=False, **options)
+        return tuple(int(plan.notes[f"host_{kind}_bytes"]) // n for kind in ("param", "grad", "state"))
+
+    assert figures() == (4, 4, 8)
+    assert figures(compute_dtype=torch.bfloat16) == (2, 2, 12)
+    assert figures(compute_dtype=torch.bfloat16, master_weights=False) == (2, 2, 4)
+    assert figures(compute_dtype=torch.float16, num_states=0, grad_bytes=4) == (2, 4, 4)
+
+
+def test_prefetch_options() -> None:
+    model = encoder()
+    plans = [
+        make_plan(model, placement_policy="cpu", chunk_size=100 * KIB, **options)
+        for options in ({"prefetch": False}, {}, {"prefetch_depth": 4})
+    ]
+    assert [p.prefetch_depth for p in plans] == [0, 2, 4]
+    blocks = [p.rcache_blocks for p in plans]
+    assert [b - blocks[0] for b in blocks] == [0, 2, 4]
+
+
+def test_storage_that_is_not_distributed() -> None:
+    plan = make_plan(encoder(), placement_policy="cpu", world_size=2, enable_distributed_storage=False)
+    assert not plan.is_storage_distributed
+    assert plan.notes["host_param_bytes"] == sum(c.nbytes for c in plan.chunks)
+
+
+def test_search_options_reach_the_search() -> None:
+    model = encoder()
+    assert make_plan(model, min_chunk_size=200 * KIB, chunk_search_range=0).block_bytes >= 150 * KIB
+    with pytest.raises(PlanError, match="chunk_search_n_grids must be at least 1, got 0"):
+        make_plan(model, chunk_search_n_grids=0)
+    with pytest.raises(PlanError, match="chunk_size must be at least 1 byte, got 0"):
+        make_plan(model, chunk_size=0)
+
+
+def test_auto_within_a_limit() -> None:
+    model = encoder()
+    everything = int(make_plan(model, chunk_size=100 * KIB).notes["gpu_bytes"])
+    plan = make_plan(model, chunk_size=100 * KIB, gpu_bytes=everything - 1)
+    assert any(c.optim_tier is Tier.CPU for c in plan.chunks)
+    with pytest.raises(CapacityError, match=r"rCache, 1 block of 74\.0 KiB for layers\.0\.self_attn"):
+        make_plan(model, chunk_size=75 * KIB, gpu_bytes=200 * KIB)
+
+
+def test_activations_take_their_part_of_the_limit() -> None:
+    model = encoder()
+    blocks = [
+        make_plan(model, placement_policy="cpu", chunk_size=100 * KIB, gpu_bytes=MIB, non_model_bytes=n).rcache_blocks
+        for n in (0, 400 * KIB)
+    ]
+    assert blocks[0] > blocks[1]
+
+
+def test_equal_arguments_give_equal_plans() -> None:
+    plans = [make_plan(encoder(), placement_policy="cpu", gpu_bytes=MIB, chunk_size=50 * KIB) for _ in range(2)]
+    assert plans[0] == plans[1]
+    assert plans[0].fingerprint() == plans[1].fingerprint()
+
+
+# Keeping a layout
+
+
+def test_a_layout_is_placed_anew_without_repacking() -> None:
+    model = encoder()
+    first = make_plan(model, placement_policy="cuda", chunk_size=60 * KIB)
+    second = make_plan(model, placement_policy="cpu", layout=first, chunk_size=MIB)
+    assert second.layout_fingerprint() == first.layout_fingerprint()
+    assert second.block_bytes == first.block_bytes
+    assert {c.param_tier for c in second.chunks} == {Tier.CPU}
+    assert make_plan(model, placement_policy="cuda", layout=second) == first
+
+
+def test_a_layout_of_another_model_is_refused() -> None:
+    layout = make_plan(encoder(2))
+    with pytest.raises(PlanError, match=r"another model: 12 parameters differ \(layers\.2\.self_attn\.in_proj_weight"):
+        make_plan(encoder(3), layout=layout)
+    frozen = encoder(2)
+    next(frozen.parameters()).requires_grad_(False)
+    with pytest.raises(PlanError, match="another model: 1 parameters differ"):
+        make_plan(frozen, layout=layout)
+    with pytest.raises(PlanError, match="another model"):
+        make_plan(encoder(2), layout=layout, compute_dtype=torch.bfloat16)
+    with pytest.raises(PlanError, match="made for 1 ranks, not for 2"):
+        make_plan(encoder(2), layout=layout, world_size=2)
+
+
+# Models of all kinds
+
+
+def random_model(random: Random) -> nn.Module:
+    model = nn.Module()
+    for index in range(random.randint(0, 12)):
+        shape = random.choice([(), (0,), (5,), (random.randint(1, 60), random.randint(1, 60))])
+        dtype = random.choice((torch.float32, torch.float32, torch.bfloat16, torch.float64))
+        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=random.random() < 0.8)
+        owner = model
+        if random.random() < 0.6:
+            owner = nn.Module()
+            model.add_module(f"m{index}", owner)
+        owner.register_parameter(f"p{index}", parameter)
+        if random.random() < 0.2:
+            model.register_parameter(f"tied{index}", parameter)
+    return model
+
+
+def test_random_models_are_planned_whole() -> None:
+    random = Random(51)
+    for _ in range(150):
+        model = random_model(random)
+        world_size = random.choice((1, 2, 3))
+        plan = make_plan(
+            model,
+            placement_policy=random.choice(("auto", "cpu", "cuda", "const", "static")),
+            shard_param_frac=random.random(),
+            offload_optim_frac=random.random(),
+            chunk_size=random.choice((None, 1, 4 * KIB, MIB)),
+            compute_dtype=random.choice((None, torch.bfloat16)),
+            world_size=world_size,
+        )
+        specs = {s.fqn: s for s in param_specs(model)}
+        members = [m for c in plan.chunks for m in c.members]
+        assert sorted(m.fqn for m in members) == sorted(specs)
+        for c in plan.chunks:
+            assert c.numel % (world_size * ALIGN_NUMEL) == 0
+            assert {specs[m.fqn].requires_grad for m in c.members} == {c.requires_grad}
+
+
+def test_a_model_without_parameters() -> None:
+    plan = make_plan(nn.ReLU(), placement_policy="cpu")
+    assert (plan.chunks, plan.rcache_blocks) == ((), 0)
+
+
+def test_one_huge_parameter_on_meta() -> None:
+    plan = make_plan(nn.Embedding(250_000, 16_384, device="meta"), placement_policy="cpu", world_size=8)
+    assert len(plan.chunks) == 1
+    assert plan.rcache_blocks == 1
+
+
+# The ancestors' searches
+
+
+def test_budget_of_this_machine(machine: dict[str, int | None]) -> None:
+    assert detect_budget(4) == Budget(3 * 2**30, 16 * 2**30, 0)
+    assert detect_budget(1, gpu_bytes=2**30, cpu_bytes=2**40, non_model_bytes=5) == Budget(2**30, 64 * 2**30, 5)
+    assert detect_budget(1, gpu_bytes=2**40).gpu_bytes == 3 * 2**30
+    machine["gpu"] = None
+    assert detect_budget().gpu_bytes is None
+    assert detect_budget(gpu_bytes=7).gpu_bytes == 7
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_searches_take_what_the_ancestors_took(search: Any, machine: dict[str, int | None]) -> None:
+    plan = search(encoder(), 1, unified_dtype=torch.float16, overlap=True, verbose=True)
+    assert isinstance(plan, Plan)
+    assert (plan.compute_dtype, plan.prefetch_depth, plan.policy) == ("float16", 2, "auto")
+    assert plan.is_all_resident
+    assert search(encoder()).prefetch_depth == 0
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_searches_obey_the_memory_of_the_machine(search: Any, machine: dict[str, int | None]) -> None:
+    machine["gpu"] = MIB
+    plan = search(encoder())
+    assert not plan.is_all_resident
+    assert int(plan.notes["gpu_bytes"]) <= MIB
+    machine["host"] = KIB
+    with pytest.raises(CapacityError, match="host memory"):
+        search(encoder())
+
+
+def test_simple_search_takes_limits(machine: dict[str, int | None]) -> None:
+    plan = simple_search(encoder(), gpu_bytes=MIB, cpu_bytes=2**30, min_chunk_size=50 * KIB)
+    assert int(plan.notes["gpu_bytes"]) <= MIB
+    with pytest.raises(CapacityError, match="host memory"):
+        simple_search(encoder(), gpu_bytes=MIB, cpu_bytes=KIB)
+
+
+def test_optimal_search_leaves_room_for_activations(machine: dict[str, int | None]) -> None:
+    inp = {"x": torch.zeros(4, 32, 64)}
+    plan = optimal_search(encoder(), inp=inp, step_fn=step, gpu_bytes=6 * MIB)
+    other = int(plan.notes["non_model_bytes"])
+    assert other > 4 * 32 * 64 * 4
+    assert other + int(plan.notes["rcache_bytes"]) < int(plan.notes["gpu_bytes"]) <= 6 * MIB
+    assert optimal_search(encoder(), inp=inp, step_fn=step, non_model_bytes=3).notes["non_model_bytes"] == 3
+    assert optimal_search(encoder()).notes["non_model_bytes"] == 0
+
+
+def test_optimal_search_needs_both_or_neither() -> None:
+    with pytest.raises(PlanError, match="needs both inp and step_fn"):
+        optimal_search(encoder(), inp={"x": torch.zeros(1)})
+
+
+def test_verbose_logs_the_plan(machine: dict[str, int | None], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        minimum_waste_search(encoder(), verbose=True)
+    assert "plan (auto): " in caplog.text
+    assert "gpu_state_bytes: " in caplog.text

@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from lightning_elixir.errors import StateError
+from lightning_elixir.plan.policy import CachePolicy
+from lightning_elixir.plan.rcache import CacheCounters, Decision, RCache
+from lightning_elixir.plan.types import AccessTrace, Acquire
+from tests.plan.traces import fewest_fetches, random_trace, unpinned
+
+
+def unit_cache(num_chunks: int, budget: int, depth: int = 0) -> RCache:
+    return RCache(dict.fromkeys(range(num_chunks), 1), budget, depth)
+
+
+def follow(cache: RCache, trace: AccessTrace) -> None:
+    """Acquire what the trace acquires, without pins."""
+    for event in trace.acquires():
+        cache.acquire(event.ids, pin=False)
+
+
+# The choice of victims
+
+
+def test_fetches_are_the_fewest_possible() -> None:
+    random = Random(2)
+    for _ in range(400):
+        num_chunks, budget = random.randint(2, 5), random.randint(1, 3)
+        accesses = [(random.randrange(num_chunks),) for _ in range(random.randint(1, 14))]
+        cache = unit_cache(num_chunks, budget)
+        cache.begin(CachePolicy(unpinned(*accesses)))
+        follow(cache, unpinned(*accesses))
+        assert cache.counters.fetches == fewest_fetches(accesses, budget)
+        assert cache.peak_blocks <= budget
+
+
+def test_fetches_are_the_fewest_possible_over_several_iterations() -> None:
+    random = Random(3)
+    for _ in range(150):
+        num_chunks, budget = random.randint(2, 5), random.randint(1, 3)
+        accesses = [(random.randrange(num_chunks),) for _ in range(random.randint(1, 8))]
+        cache = unit_cache(num_chunks, budget)
+        for _ in range(3):  # nothing is released in between, as in evaluation
+            cache.begin(CachePolicy(unpinned(*accesses)))
+            follow(cache, unpinned(*accesses))
+        assert cache.counters.fetches == fewest_fetches(accesses * 3, budget)
+
+
+def test_known_count_of_moves() -> None:
+    # Each of these fetches is matched by one departure: the twelve moves that Elixir's simulator counts here.
+    trace = unpinned(0, (1, 2), 3, 3, (1, 2), 0)
+    cache = unit_cache(4, 2)
+    cache.begin(CachePolicy(trace))
+    follow(cache, trace)
+    departures = cache.counters.evictions + len(cache.release(cache.resident))
+    assert (cache.counters.fetches, departures) == (6, 6)
+
+
+def test_without_a_trace_the_least_recently_used_goes() -> None:
+    cache = unit_cache(4, 2)
+    cache.begin(None)
+    follow(cache, unpinned(0, 1, 0))
+    assert cache.acquire((2,), pin=False) == Decision(evict=(1,), fetch=(2,))
+
+
+def test_a_chunk_that_the_trace_never_uses_goes_first() -> None:
+    cache = unit_cache(4, 2)
+    cache.begin(CachePolicy(unpinned(0, 1, 0)))
+    cache.acquire((3,), pin=False, is_traced=False)
+    cache.acquire((0,), pin=False)
+    assert cache.acquire((1,), pin=False) == Decision(evict=(3,), fetch=(1,))
+
+
+def test_large_chunks_take_their_blocks() -> None:
+    cache = RCache({0: 1, 1: 1, 2: 2}, budget_blocks=3)
+    cache.begin(CachePolicy(unpinned(0, 1, 2, 0)))
+    follow(cache, unpinned(0, 1))
+    assert cache.acquire((2,), pin=False) == Decision(evict=(1,), fetch=(2,))
+    assert cache.used_blocks == 3
+
+
+# Pins, held chunks, the budget
+
+
+def test_pinned_and_held_chunks_stay() -> None:
+    cache = unit_cache(4, 2)
+    cache.acquire((0,), pin=True)
+    cache.acquire((1,), pin=False)
+    decision = cache.acquire((2,), pin=False, held=(1,))
+    assert decision == Decision(evict=(), fetch=(2,))
+    assert cache.counters.overflows == 1
+    assert cache.resident == {0, 1, 2}
+
+
+def test_an_overflow_is_given_back_at_the_next_access() -> None:
+    cache = unit_cache(4, 1)
+    cache.acquire((0, 1, 2), pin=True)
+    assert cache.used_blocks == cache.peak_blocks == 3
+    cache.drop((0, 1, 2))
+    assert sorted(cache.acquire((1,), pin=False).evict) == [0, 2]
+    assert cache.used_blocks == 1
+
+
+def test_a_smaller_budget_takes_effect_at_the_next_access() -> None:
+    cache = unit_cache(4, 3)
+    follow(cache, unpinned(0, 1, 2))
+    cache.budget_blocks = 2
+    assert cache.acquire((2,), pin=False).evict == (0,)
+
+
+def test_pins_are_counted() -> None:
+    cache = unit_cache(3, 1)
+    cache.acquire((0,), pin=True)
+    cache.acquire((0,), pin=True)
+    cache.drop((0,))
+    assert cache.is_pinned(0)
+    cache.drop((0,))
+    assert not cache.is_pinned(0)
+    with pytest.raises(StateError, match="chunk 0 is dropped more often"):
+        cache.drop((0,))
+
+
+def test_a_chunk_named_twice_is_acquired_and_dropped_once() -> None:
+    cache = unit_cache(2, 2)
+    assert cache.acquire(iter((1, 1)), pin=True).fetch == (1,)
+    cache.drop((1, 1))
+    assert not cache.is_pinned(1)
+    assert cache.release((1, 1)) == (1,)
+
+
+def test_ids_may_be_any_iterable() -> None:
+    cache = unit_cache(2, 2)
+    cache.begin(CachePolicy(unpinned((0, 1))))
+    cache.acquire(iter((0, 1)), pin=False)
+    assert cache.counters.misses_of_trace == 0
+
+
+def test_releasing_a_pinned_chunk_changes_nothing() -> None:
+    cache = unit_cache(3, 3)
+    cache.acquire((0,), pin=False)
+    cache.acquire((1,), pin=True)
+    with pytest.raises(StateError, match="chunk 1 is released while it is pinned"):
+        cache.release((0, 1))
+    assert cache.resident == {0, 1}
+    cache.unpin_all()
+    assert cache.release((0, 1, 2)) == (0, 1)
+
+
+def test_persistent_chunks_are_none_of_its_business() -> None:
+    cache = RCache({1: 1}, budget_blocks=1)
+    assert cache.acquire((0,), pin=True) == Decision()
+    cache.drop((0,))
+    assert cache.acquire((0, 1), pin=True) == Decision(fetch=(1,))
+
+
+# Prefetching
+
+
+def test_prefetches_the_nearest_absent_chunks() -> None:
+    cache = unit_cache(5, 3, depth=2)
+    cache.begin(CachePolicy(unpinned(0, 1, 2, 3)))
+    cache.acquire((0,), pin=False)
+    assert cache.prefetch_candidates((0,)) == (1, 2)
+    assert cache.prefetch((1, 2), (0,)) == Decision(fetch=(1, 2))
+    assert cache.counters.prefetches == 2
+    assert cache.acquire((1,), pin=False) == Decision()  # a hit
+    assert cache.counters.hits == 1
+
+
+def test_prefetch_evicts_only_what_is_needed_later() -> None:
+    cache = unit_cache(4, 2, depth=3)
+    cache.begin(CachePolicy(unpinned(0, 1, 0, 2, 1)))
+    follow(cache, unpinned(0, 1))
+    assert cache.prefetch_candidates((1,)) == ()  # 0 is needed before 2
+    cache.acquire((0,), pin=False)
+    assert cache.prefetch_candidates((0,)) == (2,)
+    assert cache.prefetch((2,), (0,)) == Decision(evict=(1,), fetch=(2,))
+
+
+def test_prefetch_needs_a_trace_and_a_depth() -> None:
+    cache = unit_cache(3, 3, depth=2)
+    cache.begin(None)
+    assert cache.prefetch_candidates() == ()
+    shallow = unit_cache(3, 3, depth=0)
+    shallow.begin(CachePolicy(unpinned(0, 1)))
+    assert shallow.prefetch_candidates() == ()
+
+
+def test_prefetch_properties() -> None:
+    random = Random(4)
+    for _ in range(300):
+        num_chunks = random.randint(2, 7)
+        costs = {i: random.choice((1, 1, 1, 2)) for i in range(num_chunks) if random.random() < 0.9}
+        cache = RCache(costs, random.randint(1, 6), random.randint(1, 4))
+        trace = random_trace(random, num_chunks, 25)
+        policy = CachePolicy(trace)
+        cache.begin(policy)
+        position = 0
+        for event in trace.events:
+            if not isinstance(event, Acquire):
+                cache.drop(event.ids)
+                continue
+            cache.acquire(event.ids, pin=event.is_pinned, held=event.held)
+            position += 1
+            held = {*event.held, *event.ids}
+            candidates = cache.prefetch_candidates(held)
+            assert not cache.resident.intersection(candidates)
+            assert len(set(candidates)) == len(candidates) <= cache.prefetch_depth
+            for chunk_id in candidates:
+                before, used = cache.resident, cache.used_blocks
+                pinned = {i for i in before if cache.is_pinned(i)}
+                decision = cache.prefetch((chunk_id,), held)
+                assert cache.resident == (before - {*decision.evict}) | {*decision.fetch}
+                assert not {*decision.evict} & ({*held} | pinned)
+                assert cache.used_blocks <= max(used, cache.budget_blocks)
+                for gone in decision.evict:
+                    assert decision.fetch  # nothing is evicted in vain
+                    assert policy.next_use(gone, position) > policy.next_use(chunk_id, position)
+
+
+def test_prefetching_moves_no_more_in_forward_and_backward() -> None:
+    for num_chunks in (4, 9, 20):
+        there = list(range(num_chunks))
+        trace = unpinned(*there, *reversed(there))
+        for budget in range(2, num_chunks):
+            moved = []
+            for depth in (0, 1, 3):
+                cache = unit_cache(num_chunks, budget, depth)
+                cache.begin(CachePolicy(trace))
+                for event in trace.acquires():
+                    cache.acquire(event.ids, pin=False)
+                    cache.prefetch(cache.prefetch_candidates(event.ids), event.ids)
+                moved.append(cache.counters.fetches + cache.counters.prefetches)
+            assert moved == [2 * num_chunks - budget] * 3
+
+
+# Following the trace
+
+
+def test_left_out_accesses_are_skipped() -> None:
+    cache = unit_cache(6, 2, depth=1)
+    cache.begin(CachePolicy(unpinned(0, 1, 2, 3, 4, 5)))
+    follow(cache, unpinned(0, 2, 3))
+    assert cache.counters.misses_of_trace == 1
+    assert cache.prefetch_candidates((3,)) == (4,)
+
+
+def test_left_out_repeats_are_skipped() -> None:
+    cache = unit_cache(4, 2, depth=1)
+    cache.begin(CachePolicy(unpinned(0, 0, 1, 1, 2, 2, 3)))
+    follow(cache, unpinned(0, 1, 2))
+    assert cache.prefetch_candidates((2,)) == (3,)
+
+
+def test_one_access_too_many_in_forward_does_not_lead_into_backward() -> None:
+    cache = unit_cache(6, 3, depth=1)
+    cache.begin(CachePolicy(unpinned(0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0)))
+    follow(cache, unpinned(0, 1, 1, 2))  # 1 again: a sign of backward, or of nothing
+    assert cache.counters.misses_of_trace == 1
+    assert cache.prefetch_candidates((2,)) == (3,)
+
+
+def test_untraced_accesses_do_not_move_the_position() -> None:
+    cache = unit_cache(4, 3, depth=1)
+    cache.begin(CachePolicy(unpinned(0, 1, 2)))
+    cache.acquire((1,), pin=False, is_traced=False)
+    cache.acquire((0,), pin=False)
+    assert cache.counters.misses_of_trace == 0
+
+
+def test_another_model_altogether_is_served_all_the_same() -> None:
+    random = Random(5)
+    cache = unit_cache(6, 3, depth=2)
+    cache.begin(CachePolicy(unpinned(0, 1, 2)))
+    for _ in range(200):
+        ids = random.sample(range(6), 2)
+        cache.acquire(ids, pin=False)
+        cache.prefetch(cache.prefetch_candidates(ids), ids)
+        assert {*ids} <= cache.resident
+        assert cache.used_blocks <= 3
+
+
+# Books
+
+
+def test_counters_add_up() -> None:
+    random = Random(6)
+    for _ in range(300):
+        num_chunks = random.randint(1, 7)
+        costs = {i: random.choice((1, 1, 2)) for i in range(num_chunks)}
+        cache = RCache(costs, random.randint(1, 6), random.randint(0, 3))
+        trace = random_trace(random, num_chunks, 20) if num_chunks > 1 else unpinned(0, 0)
+        resident: set[int] = set()
+        accesses = hits = overflows = 0
+
+        def obey(decision: Decision, resident: set[int] = resident) -> None:
+            assert resident.issuperset(decision.evict)
+            resident.difference_update(decision.evict)
+            assert resident.isdisjoint(decision.fetch)
+            resident.update(decision.fetch)
+
+        released = 0
+        for policy in (None, CachePolicy(trace), CachePolicy(trace)):
+            cache.begin(policy)
+            for event in trace.events:
+                if not isinstance(event, Acquire):
+                    cache.drop(event.ids)
+                    continue
+                accesses += 1
+                hits += len(resident.intersection(event.ids))
+                pinned_or_held = {i for i in resident if cache.is_pinned(i)} | (resident & {*event.held})
+                decision = cache.acquire(event.ids, pin=event.is_pinned, held=event.held)
+                assert not pinned_or_held.intersection(decision.evict)
+                obey(decision)
+                is_over = cache.used_blocks > cache.budget_blocks
+                overflows += is_over
+                if is_over:  # only because nothing more could go
+                    assert resident == pinned_or_held | {*event.ids}
+                held = {*event.held, *event.ids}
+                obey(cache.prefetch(cache.prefetch_candidates(held), held))
+                assert cache.resident == resident
+                assert cache.used_blocks == sum(costs[i] for i in resident)
+            gone = cache.release(sorted(resident))
+            released += len(gone)
+            resident.difference_update(gone)
+        counters = cache.counters
+        assert (counters.accesses, counters.hits, counters.overflows) == (accesses, hits, overflows)
+        assert counters.fetches + counters.prefetches == counters.evictions + released
+        assert counters.misses_of_trace == 0
+
+
+def test_equal_runs_are_equal() -> None:
+    random = Random(7)
+    for _ in range(50):
+        trace = random_trace(random, 6, 30)
+        runs = []
+        for _ in range(2):
+            cache = unit_cache(6, 3, depth=2)
+            cache.begin(CachePolicy(trace))
+            decisions = []
+            for event in trace.acquires():
+                decisions.append(cache.acquire(event.ids, pin=False, held=event.held))
+                decisions.append(cache.prefetch(cache.prefetch_candidates(event.ids), event.ids))
+            runs.append((decisions, cache.counters))
+        assert runs[0] == runs[1]
+
+
+def test_reset_starts_the_counts_anew() -> None:
+    cache = unit_cache(4, 4)
+    follow(cache, unpinned(0, 1, 2))
+    cache.release((0, 1))
+    cache.reset_counters()
+    assert cache.counters == CacheCounters()
+    assert cache.peak_blocks == 1

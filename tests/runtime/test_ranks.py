@@ -1,0 +1,236 @@
+"""Several ranks give DDP's numbers; ranks may take different branches without a hang or a mixed-up collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_elixir.errors import DivergenceError, PlanError
+from lightning_elixir.planning import make_plan
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.dist import run_ranks
+from tests.helpers.zoo import ZOO, make
+
+STEPS = 3
+
+
+def averaged_plain(name: str, world_size: int, micro_batches: int, expert_of_rank: bool = False) -> dict[str, torch.Tensor]:
+    """Plain PyTorch over the batches of all ranks: gradients averaged over ranks, as DDP does."""
+    models = [make(name) for _ in range(world_size)]
+    loss_of = ZOO[name].loss
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2, foreach=False) for m in models]
+    for step in range(STEPS):
+        for rank, model in enumerate(models):
+            for micro in range(micro_batches):
+                loss_of(model, (step * micro_batches + micro) * world_size + rank).backward()
+        for parameters in zip(*(m.parameters() for m in models), strict=True):
+            grads = [p.grad for p in parameters if p.grad is not None]
+            if grads:
+                mean = sum(g for g in grads) / world_size
+                for p in parameters:
+                    p.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return models[0].state_dict()
+
+
+def train_rank(name: str, micro_batches: int, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, loss_of = make(name, seed=rank), ZOO[name].loss  # only rank 0's values count
+    module = ElixirModule(model, make_plan(model, world_size=world_size, **options), device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(
+        module, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+    )
+    for step in range(STEPS):
+        for micro in range(micro_batches):
+            optimizer.backward(loss_of(module, (step * micro_batches + micro) * world_size + rank))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = module.full_state_dict()
+    stats = module.stats().as_dict()
+    module.close()
+    return state, stats
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cuda": {"placement_policy": "cuda", "chunk_size": 16 * 1024},
+    "cpu": {"placement_policy": "cpu", "chunk_size": 8 * 1024},
+    "cpu_no_prefetch": {"placement_policy": "cpu", "chunk_size": 8 * 1024, "prefetch": False},
+    "whole": {"placement_policy": "cpu", "chunk_size": 8 * 1024, "enable_distributed_storage": False},
+    "sharded_gpu": {"placement_policy": "const", "chunk_size": 8 * 1024, "offload_optim_frac": 0.5},
+    "half_persistent": {"placement_policy": "const", "chunk_size": 8 * 1024, "shard_param_frac": 0.5},
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", ["gpt2", "odd", "checkpoint_reentrant", "branching"])
+def test_equals_averaged_gradients(name: str, options: str, world_size: int) -> None:
+    expected = averaged_plain(name, world_size, 2)
+    results = run_ranks(train_rank, world_size, name, 2, OPTIONS[options])
+    state, stats = results[0]
+    assert results[1][0] == {}
+    skipped = {"transformer.h.%d.attn.c_attn.bias" % i for i in range(3)}  # key biases have a true gradient of zero
+    for key, value in expected.items():
+        if key not in skipped and value.is_floating_point():
+            torch.testing.assert_close(state[key], value, rtol=2e-4, atol=2e-5, msg=lambda m, k=key: f"{k}: {m}")
+    if options != "cuda":
+        assert stats["fetches"] > 0
+    if options.startswith("cpu"):
+        assert stats["evictions"] > 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_placements_agree_bitwise(world_size: int) -> None:
+    states = {key: run_ranks(train_rank, world_size, "gpt2", 2, options)[0][0] for key, options in OPTIONS.items()}
+    reference = states.pop("cuda")
+    for key, state in states.items():
+        assert [k for k in reference if not torch.equal(state[k], reference[k])] == [], key
+
+
+class Routed(nn.Module):
+    """Each rank routes to its own experts, in its own order, and rank 0 takes a branch that others do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(16, 32)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(6))
+        self.only_rank_0 = nn.Linear(32, 32)
+        self.out = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor, experts: list[int], is_first: bool) -> torch.Tensor:
+        x = self.inp(x)
+        for expert in experts:
+            x = x + self.experts[expert](x)
+        if is_first:
+            x = torch.tanh(self.only_rank_0(x))
+        return self.out(x)
+
+
+def route(step: int, rank: int) -> list[int]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randperm(6, generator=generator)[: 2 + (rank + step) % 3].tolist()
+
+
+def routed_batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def train_routed(options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Routed()
+    module = ElixirModule(model, make_plan(model, world_size=world_size, **options), device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1))
+    for step in range(6):
+        loss = module(routed_batch(step, rank), route(step, rank), rank == 0).square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3 and rank == 0:  # one rank looks at a released parameter on its own
+            with torch.no_grad():
+                assert float(model.experts[5][0].weight.abs().sum()) > 0
+    state, stats = module.full_state_dict(), module.stats().as_dict()
+    module.close()
+    return state, stats
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("options", ["cuda", "cpu", "whole", "half_persistent"])
+def test_experts_routed_differently_per_rank(options: str, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Routed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)  # decay: unused must not move
+    for step in range(6):
+        for rank in range(world_size):
+            (model(routed_batch(step, rank), route(step, rank), rank == 0).square().mean() / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state, stats = run_ranks(train_routed, world_size, {**OPTIONS[options], "chunk_size": 4 * 1024})[0]
+    torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+    assert (stats["fetches"] > 0) == (options != "cuda")
+
+
+def different_models() -> str:
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8 + rank))
+    try:
+        ElixirModule(model, make_plan(model, world_size=dist.get_world_size()), device=torch.device("cpu"))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_different_models_are_refused_on_every_rank() -> None:
+    messages = run_ranks(different_models, 2)
+    assert all("different models" in message for message in messages)
+
+
+def uneven_calls() -> str:
+    model = make("mlp")
+    module = ElixirModule(
+        model, make_plan(model, world_size=dist.get_world_size(), placement_policy="cpu", chunk_size=4096), device=torch.device("cpu")
+    )
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        with torch.no_grad():
+            if dist.get_rank() == 0:
+                module(torch.randn(2, 24))
+        optimizer.step()
+        return ""
+    except DivergenceError as error:
+        return str(error)
+
+
+def test_ranks_at_different_points_is_an_error_on_every_rank() -> None:
+    messages = run_ranks(uneven_calls, 2)
+    assert all("FORWARD_END" in message and "STEP" in message for message in messages)
+
+
+def clipped_and_resumed(options: dict[str, Any]) -> tuple[float, bool, bool]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def new(seed: int) -> tuple[ElixirModule, ElixirOptimizer]:
+        model = make("gpt2", seed)
+        module = ElixirModule(model, make_plan(model, world_size=world_size, **options), device=torch.device("cpu"))
+        return module, ElixirOptimizer(module, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False))
+
+    def step(module: ElixirModule, optimizer: ElixirOptimizer, index: int) -> float:
+        optimizer.backward(ZOO["gpt2"].loss(module, index * world_size + rank))
+        norm = float(optimizer.clip_grad_norm_(0.05))
+        optimizer.step()
+        return norm
+
+    module, optimizer = new(0)
+    norm = step(module, optimizer, 0)
+    state, optim_state = [module.full_state_dict()], [optimizer.state_dict()]
+    dist.broadcast_object_list(state)
+    dist.broadcast_object_list(optim_state)
+    step(module, optimizer, 1)
+    after = module.full_state_dict(rank0_only=False)
+    other, other_optimizer = new(5)
+    other.load_full_state_dict(state[0])
+    other_optimizer.load_state_dict(optim_state[0])
+    step(other, other_optimizer, 1)
+    resumed = other.full_state_dict(rank0_only=False)
+    plain = torch.optim.AdamW(make("gpt2").parameters(), lr=1.0)
+    plain.load_state_dict(optim_state[0])  # in torch's own format
+    same = all(torch.equal(after[k], resumed[k]) for k in after)
+    return norm, same, plain.param_groups[0]["lr"] == 1e-2
+
+
+@pytest.mark.parametrize("options", ["cuda", "cpu", "whole"])
+def test_clipping_and_resuming(options: str) -> None:
+    model = make("gpt2")
+    for rank in range(2):
+        (ZOO["gpt2"].loss(model, rank) / 2).backward()
+    expected = float(nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    for norm, same, has_group in run_ranks(clipped_and_resumed, 2, OPTIONS[options]):
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert same
+        assert has_group
