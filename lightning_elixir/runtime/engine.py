@@ -222,7 +222,8 @@ class Engine:
 
     def _end_region(self) -> None:
         self._close_region()
-        self.interception.check_unwritten(self._versions, "forward")
+        if torch.is_grad_enabled():  # else the versions are those of an earlier region
+            self.interception.check_unwritten(self._versions, "forward")
         if self._needs_agreement:
             self._agreement.meet(Meeting.FORWARD_END)
         if self._kind == "eval":

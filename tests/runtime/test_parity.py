@@ -1,83 +1,60 @@
-"""The engine gives plain PyTorch's numbers, bit for bit in fp32, while replicas come and go."""
+"""The engine gives plain PyTorch's numbers, bit for bit, while replicas come and go."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
 
-from lightning_elixir.planning import make_plan
-from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
-from tests.helpers.zoo import ZOO, make
+from tests.helpers.training import Run, Scheme, different_names, train_elixir, train_plain
+from tests.helpers.zoo import ZOO
 
-STEPS = 4
-
-
-def train_plain(name: str, micro_batches: int = 1, clip: float = 0.0) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model, loss_of = make(name), ZOO[name].loss
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
-    losses = []
-    for step in range(STEPS):
-        for micro in range(micro_batches):
-            loss = loss_of(model, step * micro_batches + micro)
-            loss.backward()
-            losses.append(loss.item())
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, {k: v.clone() for k, v in model.state_dict().items()}
+FP32 = Scheme()
+# (scheme, why) beyond plain fp32
+SCHEMES = {
+    "bf16": Scheme(dtype=torch.bfloat16),
+    "bf16_autocast": Scheme(dtype=torch.bfloat16, autocast=True),
+    "bf16_autocast_accumulated": Scheme(dtype=torch.bfloat16, autocast=True, micro_batches=3),
+    "bf16_accumulated_clipped": Scheme(dtype=torch.bfloat16, micro_batches=2, clip_norm=0.05),
+    "bf16_true": Scheme(dtype=torch.bfloat16, master=False),
+    "bf16_true_accumulated": Scheme(dtype=torch.bfloat16, master=False, micro_batches=2),
+    "fp32_clipped": Scheme(clip_norm=0.05),
+    "fp32_accumulated_clipped": Scheme(micro_batches=3, clip_norm=0.05),
+    "fp32_clipped_by_value": Scheme(clip_value=0.01),
+}
+OFFLOADED: dict[str, Any] = {"placement_policy": "cpu", "chunk_size": 8 * 1024}
 
 
-def train_elixir(name: str, micro_batches: int = 1, **plan_options: object) -> tuple[list[float], ElixirModule]:
-    model, loss_of = make(name), ZOO[name].loss
-    module = ElixirModule(model, make_plan(model, **plan_options), device=torch.device("cpu"))
-    inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
-    optimizer = ElixirOptimizer(module, inner)
-    losses = []
-    for step in range(STEPS):
-        for micro in range(micro_batches):
-            loss = loss_of(module, step * micro_batches + micro)
-            optimizer.backward(loss)
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, module
-
-
-def assert_same_state(module: ElixirModule, expected: dict[str, torch.Tensor], rtol: float = 0.0) -> None:
-    state = module.full_state_dict()
-    assert list(state) == list(expected)
+def assert_same(actual: Run, expected: Run, rtol: float = 0.0) -> None:
+    assert actual.losses == pytest.approx(expected.losses, rel=rtol, abs=0)
     if rtol:
-        torch.testing.assert_close(state, expected, rtol=rtol, atol=rtol)
-        return
-    different = [name for name in expected if not torch.equal(state[name], expected[name])]
-    assert not different
+        torch.testing.assert_close(actual.state, expected.state, rtol=rtol, atol=rtol)
+    else:
+        assert different_names(actual, expected) == []
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("name", ZOO)
 def test_all_resident(name: str, micro_batches: int) -> None:
-    losses, expected = train_plain(name, micro_batches)
-    actual, module = train_elixir(name, micro_batches, placement_policy="cuda")
+    scheme = replace(FP32, micro_batches=micro_batches)
+    run = train_elixir(name, scheme, placement_policy="cuda")
     # A layer shared by several reentrant checkpoints gets several gradients a backward; plain PyTorch adds each to the
     # running total, the engine adds up each backward first: another order of summation.
-    rtol = 1e-4 if name == "checkpoint_reentrant" and micro_batches > 1 else 0.0
-    assert actual == pytest.approx(losses, rel=rtol, abs=0)
-    assert_same_state(module, expected, rtol)
-    assert module.stats().fetches == 0
+    is_reordered = name == "checkpoint_reentrant" and micro_batches > 1
+    assert_same(run, train_plain(name, scheme), rtol=1e-4 if is_reordered else 0.0)
+    assert run.engine.stats().fetches == 0
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("name", ZOO)
 def test_smallest_rcache(name: str, prefetch: bool) -> None:
-    losses, expected = train_plain(name)
     chunk_size = 4 * 1024 if name in ("mlp", "conv") else 8 * 1024
-    actual, module = train_elixir(name, placement_policy="cpu", chunk_size=chunk_size, prefetch=prefetch)
-    assert actual == losses
-    assert_same_state(module, expected)
-    stats = module.stats()
-    assert stats.fetches + stats.prefetches > len(module.plan.chunks)
+    run = train_elixir(name, FP32, placement_policy="cpu", chunk_size=chunk_size, prefetch=prefetch)
+    assert_same(run, train_plain(name, FP32))
+    stats = run.engine.stats()
+    assert stats.fetches + stats.prefetches > len(run.engine.plan.chunks)
     assert stats.evictions > 0
     assert (stats.prefetches > 0) == prefetch
 
@@ -93,8 +70,34 @@ def test_smallest_rcache(name: str, prefetch: bool) -> None:
         {"placement_policy": "cpu", "chunk_size": 1 << 30},
     ],
 )
-def test_policies_and_chunk_sizes(name: str, options: dict[str, object]) -> None:
-    losses, expected = train_plain(name, micro_batches=2)
-    actual, module = train_elixir(name, 2, **{"chunk_size": 16 * 1024, **options})
-    assert actual == losses
-    assert_same_state(module, expected)
+def test_policies_and_chunk_sizes(name: str, options: dict[str, Any]) -> None:
+    scheme = replace(FP32, micro_batches=2)
+    assert_same(train_elixir(name, scheme, **{"chunk_size": 16 * 1024, **options}), train_plain(name, scheme))
+
+
+@pytest.mark.parametrize("policy", ["cuda", "cpu", "const"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["gpt2_checkpoint", "odd", "tied", "frozen"])
+def test_precision_accumulation_and_clipping(name: str, scheme: str, policy: str) -> None:
+    how = SCHEMES[scheme]
+    fractions = {"offload_optim_frac": 0.5, "offload_param_frac": 0.5} if policy == "const" else {}
+    run = train_elixir(name, how, placement_policy=policy, chunk_size=8 * 1024, **fractions)
+    expected = train_plain(name, how)
+    assert_same(run, expected)
+    assert run.norms == pytest.approx(expected.norms, rel=1e-12)
+    assert len(run.norms) == (how.steps if how.clip_norm else 0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_placements_agree_bitwise(scheme: str) -> None:
+    how = SCHEMES[scheme]
+    reference = train_elixir("gpt2", how, placement_policy="cuda")
+    for options in (
+        {"placement_policy": "cpu", "chunk_size": 4 * 1024},
+        {"placement_policy": "cpu", "chunk_size": 20 * 1024, "prefetch": False},
+        {"placement_policy": "const", "chunk_size": 8 * 1024, "offload_optim_frac": 0.5, "offload_param_frac": 0.3},
+    ):
+        run = train_elixir("gpt2", how, **options)
+        assert run.losses == reference.losses
+        assert run.norms == reference.norms
+        assert different_names(run, reference) == []
