@@ -39,10 +39,13 @@ def averaged_plain(name: str, world_size: int, micro_batches: int, expert_of_ran
     return models[0].state_dict()
 
 
-def train_rank(name: str, micro_batches: int, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def train_rank(
+    name: str, micro_batches: int, options: dict[str, Any], device_type: str = "cpu"
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, loss_of = make(name, seed=rank), ZOO[name].loss  # only rank 0's values count
-    module = ElixirModule(model, make_plan(model, world_size=world_size, **options), device=torch.device("cpu"))
+    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
+    module = ElixirModule(model, make_plan(model, world_size=world_size, **options), device=device)
     optimizer = ElixirOptimizer(
         module, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
     )

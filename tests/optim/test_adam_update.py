@@ -1,0 +1,264 @@
+"""`adam_update_`: the written sequence, bitwise, on every device and for every way of cutting the tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import TypedDict
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_elixir.optim import adam
+from lightning_elixir.optim.adam import adam_update_
+
+
+class Settings(TypedDict):
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    adamw_mode: bool
+    bias_correction: bool
+
+
+SETTINGS: dict[str, Settings] = {
+    "adamw": Settings(
+        lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, adamw_mode=True, bias_correction=True
+    ),
+    "adam": Settings(
+        lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1, adamw_mode=False, bias_correction=True
+    ),
+    "uncorrected": Settings(
+        lr=3e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, adamw_mode=True, bias_correction=False
+    ),
+    "small_beta1": Settings(
+        lr=1e-2, beta1=0.3, beta2=0.99, eps=1e-8, weight_decay=0.0, adamw_mode=True, bias_correction=True
+    ),
+}
+
+# parameter, gradient, states
+DTYPES = [
+    pytest.param(torch.float32, torch.float32, torch.float32, id="fp32"),
+    pytest.param(torch.float32, torch.bfloat16, torch.float32, id="fp32-bf16-grad"),
+    pytest.param(torch.float32, torch.float16, torch.float32, id="fp32-fp16-grad"),
+    pytest.param(torch.float32, torch.float64, torch.float32, id="fp32-fp64-grad"),
+    pytest.param(torch.float64, torch.float64, torch.float64, id="fp64"),
+    pytest.param(torch.bfloat16, torch.bfloat16, torch.bfloat16, id="bf16"),
+    pytest.param(torch.float16, torch.float16, torch.float16, id="fp16"),
+    pytest.param(torch.bfloat16, torch.bfloat16, torch.float32, id="bf16-fp32-states"),
+]
+
+
+def random_gradient(numel: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Gradients over many magnitudes, with zeros and denormals among them."""
+    exponents = torch.randint(-12, 2, (numel,), generator=generator).float()
+    grad = torch.randn(numel, generator=generator) * torch.pow(10.0, exponents)
+    grad[::17] = 0.0
+    grad[5::97] = 1e-41
+    return grad.to(dtype)
+
+
+def random_start(
+    numel: int,
+    param_dtype: torch.dtype = torch.float32,
+    grad_dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(numel)
+    param = torch.randn(numel, generator=generator).to(param_dtype)
+    return (
+        param,
+        random_gradient(numel, generator, grad_dtype),
+        torch.zeros(numel, dtype=state_dtype),
+        torch.zeros(numel, dtype=state_dtype),
+    )
+
+
+def run_steps(
+    start: tuple[Tensor, Tensor, Tensor, Tensor], settings: Settings, num_steps: int = 3, device: str = "cpu"
+) -> list[Tensor]:
+    """Parameter and moments after some steps with the gradient scaled a little differently in each, on the CPU."""
+    param, grad, exp_avg, exp_avg_sq = (x.clone().to(device) for x in start)
+    for step in range(1, num_steps + 1):
+        adam_update_(param, grad, exp_avg, exp_avg_sq, step=step, grad_factor=1.0 / step, **settings)
+    return [x.cpu() for x in (param, exp_avg, exp_avg_sq)]
+
+
+def assert_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def numpy_sequence(
+    p: npt.NDArray[np.float32],
+    g: npt.NDArray[np.float32],
+    m: npt.NDArray[np.float32],
+    v: npt.NDArray[np.float32],
+    step: int,
+    s: Settings,
+) -> list[npt.NDArray[np.float32]]:
+    """The docstring of `adam_update_`, literally, in numpy: its element-wise operations are single IEEE ones."""
+    f = p.dtype.type
+    one = f(1.0)
+    c1 = 1.0 - s["beta1"] ** step if s["bias_correction"] else 1.0
+    c2 = math.sqrt(1.0 - s["beta2"] ** step) if s["bias_correction"] else 1.0
+    if s["adamw_mode"]:
+        p = p * f(1.0 - s["lr"] * s["weight_decay"])
+    else:
+        g = g + p * f(s["weight_decay"])
+    m = m + (g - m) * f(1.0 - s["beta1"]) if 1.0 - s["beta1"] < 0.5 else g - (g - m) * f(s["beta1"])
+    v = v * f(s["beta2"]) + (g * f(1.0 - s["beta2"])) * g
+    with np.errstate(divide="ignore"):
+        d = one / (one / np.sqrt(v)) + f(s["eps"] * c2)
+    p = p + (m * f(-s["lr"] * c2 / c1)) / d
+    return [p, m, v]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_follows_the_written_sequence_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    param, grad, exp_avg, exp_avg_sq = random_start(100_003, dtype, dtype, dtype)
+    expected = [param.numpy().copy(), exp_avg.numpy().copy(), exp_avg_sq.numpy().copy()]
+    for step in range(1, 4):
+        adam_update_(param, grad, exp_avg, exp_avg_sq, step=step, **SETTINGS[name])
+        expected = numpy_sequence(expected[0], grad.numpy(), expected[1], expected[2], step, SETTINGS[name])
+    assert_same_bits([param, exp_avg, exp_avg_sq], [torch.from_numpy(x) for x in expected])
+
+
+def test_cpu_root_and_quotient_are_correctly_rounded() -> None:
+    # All mantissas at both parities of the exponent. fp64 has more than twice fp32's digits: rounding twice is exact.
+    bits = torch.arange(0x3F800000, 0x40800000, dtype=torch.int32)
+    x = bits.view(torch.float32)
+    root = x.double().sqrt().float()
+    inverse = torch.rsqrt(x)
+    assert torch.equal(inverse, (1.0 / root.double()).float())
+    assert torch.equal(inverse.reciprocal(), (1.0 / inverse.double()).float())
+
+
+@pytest.mark.parametrize(("param_dtype", "grad_dtype", "state_dtype"), DTYPES)
+def test_any_split_gives_the_same_bits(
+    param_dtype: torch.dtype, grad_dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
+    start = random_start(70_001, param_dtype, grad_dtype, state_dtype)
+    whole = run_steps(start, SETTINGS["adamw"])
+    cuts = [0, 1, 2, 9, 40, 41, 1000, 33_333, 66_007, 70_001]
+    parts = [run_steps(tuple(x[a:b] for x in start), SETTINGS["adamw"]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    assert_same_bits([torch.cat(x) for x in zip(*parts, strict=True)], whole)
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_thread_count_does_not_matter(num_threads: int) -> None:
+    start = random_start(300_007, grad_dtype=torch.bfloat16)
+    torch.set_num_threads(1)
+    expected = run_steps(start, SETTINGS["adamw"])
+    torch.set_num_threads(num_threads)
+    assert_same_bits(run_steps(start, SETTINGS["adamw"]), expected)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 1000])
+def test_piece_size_does_not_matter(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = random_start(1234, torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    expected = run_steps(start, SETTINGS["adam"])
+    monkeypatch.setattr(adam, "_CPU_PIECE_NUMEL_PER_THREAD", piece)
+    assert_same_bits(run_steps(start, SETTINGS["adam"]), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_gradient_is_widened_exactly(dtype: torch.dtype) -> None:
+    narrow = random_start(5000, grad_dtype=dtype)
+    wide = (narrow[0], narrow[1].float(), narrow[2], narrow[3])
+    assert_same_bits(run_steps(narrow, SETTINGS["adam"]), run_steps(wide, SETTINGS["adam"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_storage_is_rounded_once_a_step(dtype: torch.dtype) -> None:
+    narrow = random_start(5000, dtype, dtype, dtype)
+    wide = (narrow[0].float(), narrow[1].float(), narrow[2].float(), narrow[3].float())
+    actual = run_steps(narrow, SETTINGS["adamw"], num_steps=1)
+    assert_same_bits(actual, [x.to(dtype) for x in run_steps(wide, SETTINGS["adamw"], num_steps=1)])
+
+
+def test_gradient_is_read_only() -> None:
+    for settings in SETTINGS.values():
+        param, grad, exp_avg, exp_avg_sq = random_start(999)
+        before = grad.clone()
+        adam_update_(param, grad, exp_avg, exp_avg_sq, step=1, maximize=True, grad_factor=0.5, **settings)
+        assert torch.equal(grad, before)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+def test_grad_factor_multiplies_the_gradient(name: str) -> None:
+    first, second = random_start(4000), random_start(4000)
+    adam_update_(*first, step=1, grad_factor=0.3, **SETTINGS[name])
+    adam_update_(second[0], second[1] * 0.3, *second[2:], step=1, **SETTINGS[name])
+    assert_same_bits([first[0], *first[2:]], [second[0], *second[2:]])
+
+
+def test_maximize_negates_the_gradient() -> None:
+    first, second = random_start(4000), random_start(4000)
+    adam_update_(*first, step=1, maximize=True, **SETTINGS["adam"])
+    adam_update_(second[0], -second[1], *second[2:], step=1, **SETTINGS["adam"])
+    assert_same_bits([first[0], *first[2:]], [second[0], *second[2:]])
+
+
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
+def test_compute_param_receives_the_updated_parameter(param_dtype: torch.dtype) -> None:
+    start = random_start(70_000, param_dtype)
+    compute_param = torch.full((70_000,), math.nan, dtype=torch.float16)
+    plain = run_steps(start, SETTINGS["adamw"], num_steps=1)
+    param, grad, exp_avg, exp_avg_sq = start
+    adam_update_(param, grad, exp_avg, exp_avg_sq, step=1, compute_param=compute_param, **SETTINGS["adamw"])
+    assert_same_bits([param, exp_avg, exp_avg_sq], plain)
+    assert torch.equal(compute_param, param.half())
+
+
+def test_updates_a_leaf_that_requires_grad() -> None:
+    param, grad, exp_avg, exp_avg_sq = random_start(10)
+    leaf = param.clone().requires_grad_()
+    adam_update_(leaf, grad, exp_avg, exp_avg_sq, step=1, **SETTINGS["adamw"])
+    assert not torch.equal(leaf, param)
+    assert leaf.grad_fn is None
+
+
+def test_empty_tensors_are_fine() -> None:
+    adam_update_(*random_start(0), step=1, **SETTINGS["adamw"])
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"grad": torch.zeros(3)}, "3 elements on cpu beside a parameter of 4"),
+        ({"grad": torch.zeros(4, device="meta")}, "on meta beside a parameter of 4 on cpu"),
+        ({"exp_avg": torch.zeros(2, 2)}, r"got shape \(2, 2\)"),
+        ({"exp_avg_sq": torch.zeros(8)[::2]}, r"stride \(2,\)"),
+        ({"grad": torch.zeros(4, dtype=torch.int64)}, "int64"),
+        ({"compute_param": torch.zeros(5)}, "5 elements"),
+    ],
+)
+def test_tensors_that_do_not_fit_raise(broken: dict[str, Tensor], message: str) -> None:
+    good = {name: torch.zeros(4) for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
+    with pytest.raises(ValueError, match=message):
+        adam_update_(**{**good, **broken}, step=1, **SETTINGS["adamw"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("param_dtype", "grad_dtype", "state_dtype"), DTYPES)
+def test_cuda_gives_the_bits_of_the_cpu(
+    param_dtype: torch.dtype, grad_dtype: torch.dtype, state_dtype: torch.dtype, name: str
+) -> None:
+    start = random_start(1_000_003, param_dtype, grad_dtype, state_dtype)
+    on_cpu = run_steps(start, SETTINGS[name], num_steps=5)
+    assert_same_bits(run_steps(start, SETTINGS[name], num_steps=5, device="cuda"), on_cpu)
+
+
+@pytest.mark.gpu
+def test_cuda_piece_size_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = random_start(1_000_003, grad_dtype=torch.float16)
+    expected = run_steps(start, SETTINGS["adamw"], device="cuda")
+    monkeypatch.setattr(adam, "_DEVICE_PIECE_NUMEL", 100_001)
+    assert_same_bits(run_steps(start, SETTINGS["adamw"], device="cuda"), expected)

@@ -1,0 +1,232 @@
+"""What cannot work is said clearly, on every rank, before training starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_elixir._lightning import pl
+from lightning_elixir.errors import CapacityError, ElixirError, PlanError
+from lightning_elixir.plan.io import save_plan
+from lightning_elixir.strategy import ElixirStrategy
+from tests.strategy.models import CHUNK, TIGHT, Net, fit, make_data, make_trainer
+
+
+@pytest.mark.parametrize("precision", ["16-true", "64-true", "transformer-engine"])
+def test_precision_that_does_not_work(precision: Any) -> None:
+    with pytest.raises((PlanError, ModuleNotFoundError), match="needs a GPU|choose precision|transformer_engine"):
+        make_trainer("elixir", precision=precision)
+
+
+def test_fp16_mixed_plugin_on_the_cpu() -> None:
+    plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(PlanError, match="'16-mixed' needs a GPU: on the CPU use 'bf16-mixed'"):
+        make_trainer(ElixirStrategy(), plugins=[plugin])
+
+
+def test_nvme_comes_later() -> None:
+    with pytest.raises(PlanError, match="comes with a later version"):
+        make_trainer("elixir_nvme")
+
+
+def test_limit_below_the_smallest_rcache_says_how_much_is_needed_and_for_which_module() -> None:
+    with pytest.raises(CapacityError, match=r"(?s)smallest rCache.* for layers\.\d.*KiB"):
+        fit(ElixirStrategy(**(TIGHT | {"gpu_memory_limit": "20KiB"})))
+
+
+def test_too_little_host_memory_says_what_would_fit() -> None:
+    with pytest.raises(CapacityError, match=r"host memory: the plan needs .* but there are 10.0 KiB\. What would fit"):
+        fit(ElixirStrategy(placement_policy="cpu", cpu_memory_limit="10KiB", **CHUNK))
+
+
+class ManyOptimizersNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.layers[:1].parameters()), torch.optim.SGD(self.layers[1:].parameters())]
+
+
+def test_several_optimizers() -> None:
+    with pytest.raises(PlanError, match=r"works with one optimizer, but configure_optimizers\(\) returned 2"):
+        fit(ElixirStrategy(**CHUNK), ManyOptimizersNet)
+
+
+class NoOptimizerNet(Net):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
+def test_no_optimizer() -> None:
+    with pytest.raises(PlanError, match=r"configure_optimizers\(\) returned none"):
+        fit(ElixirStrategy(**CHUNK), NoOptimizerNet)
+
+
+class ForeignNet(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([*self.parameters(), nn.Parameter(torch.zeros(3, 5))])
+
+
+def test_optimizer_with_parameters_that_are_not_the_models() -> None:
+    with pytest.raises(PlanError, match=r"1 of the 27 parameters of the optimizer \(AdamW\) are not the model's.*\[3, 5\]"):
+        fit(ElixirStrategy(**CHUNK), ForeignNet)
+
+
+class WholeTensorNet(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+def test_optimizer_that_is_not_element_wise() -> None:
+    with pytest.raises(ElixirError, match="Adafactor.*HybridAdam"):
+        fit(ElixirStrategy(**CHUNK), WholeTensorNet)
+
+
+class AllFrozenNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class EmptyNet(Net):
+    is_made_in_init = False
+
+
+@pytest.mark.parametrize(("make_model", "match"), [(AllFrozenNet, "all of them frozen"), (EmptyNet, "no parameters")])
+def test_model_without_anything_to_train(make_model: Any, match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        fit(ElixirStrategy(**CHUNK), make_model)
+
+
+class IntegerNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+
+
+def test_parameter_that_is_not_floating_point() -> None:
+    with pytest.raises(PlanError, match=r"table \(torch.int64"):
+        fit(ElixirStrategy(**CHUNK), IntegerNet)
+
+
+class LazyNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(3)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_parameter_without_a_shape() -> None:
+    with pytest.raises(PlanError, match="lazy.weight.*no shape"):
+        fit(ElixirStrategy(**CHUNK), LazyNet)
+
+
+class SparseNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 32, sparse=True)
+
+    def loss(self, batch: Any) -> Any:
+        x, y = batch
+        return super().loss([x + self.table(y), y])
+
+
+def test_sparse_gradients() -> None:
+    with pytest.raises(ElixirError, match="table: gradients would be sparse"):
+        fit(ElixirStrategy(**CHUNK), SparseNet)
+
+
+class MetaNet(Net):
+    is_made_in_init = False
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.own = nn.Parameter(torch.zeros(3))
+
+
+def test_parameter_without_values() -> None:
+    with pytest.raises(PlanError, match=r"MetaNet.*meta device"):
+        fit(ElixirStrategy(**CHUNK), MetaNet)
+
+
+def test_plan_of_another_model(tmp_path: Path) -> None:
+    strategy = ElixirStrategy(**CHUNK)
+    fit(strategy)
+    save_plan(strategy.plan, tmp_path / "plan.json")
+
+    class OtherNet(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(2, 2)
+
+    with pytest.raises(PlanError, match=r"plan was made for another model.*extra\.weight"):
+        fit(ElixirStrategy(plan=tmp_path / "plan.json"), OtherNet)
+    with pytest.raises(PlanError, match="cannot read the plan"):
+        fit(ElixirStrategy(plan=str(tmp_path / "missing.json")))
+
+
+class Unfreeze(pl.callbacks.BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.layers[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        return
+
+
+def test_finetuning_callback() -> None:
+    with pytest.raises(PlanError, match="Unfreeze unfreezes parameters while training"):
+        fit(ElixirStrategy(**CHUNK), callbacks=[Unfreeze()])
+
+
+class LateUnfreezeNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.layers[0].requires_grad_(True)
+
+
+def test_unfreezing_while_training() -> None:
+    with pytest.raises(PlanError, match=r"requires_grad of 6 parameters has changed.*layers\.0\.norm\.weight"):
+        fit(ElixirStrategy(**CHUNK), LateUnfreezeNet, max_epochs=2)
+
+
+def test_unfreezing_between_two_fits_works() -> None:
+    def run(strategy: Any) -> list[float]:
+        model = Net()
+        model.layers[0].requires_grad_(False)
+        trainer = make_trainer(strategy)
+        trainer.fit(model, make_data())
+        model.layers[0].requires_grad_(True)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, make_data())
+        return [loss.item() for loss in model.losses]
+
+    pl.seed_everything(1, verbose=False)
+    expected = run("auto")
+    pl.seed_everything(1, verbose=False)
+    assert run(ElixirStrategy(**TIGHT)) == expected
+
+
+def test_before_anything_has_run() -> None:
+    strategy = ElixirStrategy()
+    with pytest.raises(ElixirError, match="call fit, validate, test or predict first"):
+        strategy.stats()
+    with pytest.raises(ElixirError, match="call fit, validate, test or predict first"):
+        strategy.plan  # noqa: B018 - the property raises
+
+
+def test_strategy_name_without_the_import() -> None:
+    code = f"from {pl.__name__} import Trainer; Trainer(strategy='elixir', accelerator='cpu')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "invalid strategy name" in done.stderr

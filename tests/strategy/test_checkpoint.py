@@ -1,0 +1,196 @@
+"""Checkpoints: the same next losses, bit for bit; and files that plain PyTorch and plain Lightning read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_elixir._lightning import pl
+from lightning_elixir.strategy import ElixirStrategy
+from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, ShardedNet, assert_same_state, fit, make_data, make_trainer
+from tests.strategy.test_fit import FrozenNet, GroupsNet, ScheduledNet, TiedNet
+
+ELIXIR = {
+    "tight": lambda: ElixirStrategy(**TIGHT),
+    "other chunks": lambda: ElixirStrategy(placement_policy="cuda", chunk_size="24KiB"),
+    "plain": lambda: "auto",
+}
+
+
+def _interrupted(tmp_path: Path, first: str, second: str, make_model: Callable[[], Net], **options: Any) -> list[float]:
+    """Losses of an epoch with `first`, a checkpoint, and an epoch with `second` that resumes from it."""
+    trainer, model, _ = fit(ELIXIR[first](), make_model, max_epochs=1, **options)
+    path = tmp_path / "one.ckpt"
+    trainer.save_checkpoint(path)
+    pl.seed_everything(5, verbose=False)
+    resumed = make_model()
+    trainer = make_trainer(ELIXIR[second](), max_epochs=2, **options)
+    trainer.fit(resumed, make_data(), ckpt_path=str(path), weights_only=False)
+    return [loss.item() for loss in [*model.losses, *resumed.losses]]
+
+
+def _uninterrupted(make_model: Callable[[], Net], **options: Any) -> list[float]:
+    class Reseed(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                torch.set_rng_state(state)
+
+    pl.seed_everything(5, verbose=False)
+    make_model()
+    state = torch.get_rng_state()
+    _, model, _ = fit("auto", make_model, max_epochs=2, callbacks=[Reseed()], **options)
+    return [loss.item() for loss in model.losses]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("tight", "tight"), ("tight", "other chunks"), ("tight", "plain"), ("plain", "tight"), ("other chunks", "tight")],
+)
+def test_resume_gives_the_same_next_losses(tmp_path: Path, first: str, second: str) -> None:
+    losses = _interrupted(tmp_path, first, second, Net)
+    assert losses == _uninterrupted(Net)
+    assert len(losses) == 16
+
+
+@pytest.mark.parametrize("make_model", [LateNet, GroupsNet, ScheduledNet, FrozenNet, TiedNet])
+def test_models_resume(tmp_path: Path, make_model: Callable[[], Net]) -> None:
+    plain = Net if make_model is LateNet else make_model
+    assert _interrupted(tmp_path, "tight", "tight", make_model) == _uninterrupted(plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_sharded_model")
+def test_deprecated_hook_resumes(tmp_path: Path) -> None:
+    assert _interrupted(tmp_path, "tight", "tight", ShardedNet) == _uninterrupted(Net)
+
+
+@pytest.mark.parametrize("make_model", [Net, TiedNet])
+def test_checkpoint_loads_in_plain_pytorch(tmp_path: Path, make_model: Any) -> None:
+    trainer, _, run = fit(ElixirStrategy(**TIGHT), make_model)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    checkpoint = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    assert_same_state(checkpoint["state_dict"], run.state)
+    loaded = make_model.load_from_checkpoint(tmp_path / "one.ckpt")
+    assert_same_state(loaded.state_dict(), run.state)
+    optimizer = loaded.configure_optimizers()
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+
+
+def test_checkpoint_equals_that_of_plain_lightning(tmp_path: Path) -> None:
+    checkpoints = []
+    for name, strategy in (("plain", "auto"), ("elixir", ElixirStrategy(**TIGHT))):
+        trainer, _, _ = fit(strategy, ScheduledNet)
+        trainer.save_checkpoint(tmp_path / name)
+        checkpoints.append(torch.load(tmp_path / name, weights_only=True))
+    expected, actual = checkpoints
+    assert set(actual) == set(expected)
+    assert actual["lr_schedulers"] == expected["lr_schedulers"]
+    assert actual["loops"] == expected["loops"]
+    for a, e in zip(actual["optimizer_states"], expected["optimizer_states"], strict=True):
+        assert a["param_groups"] == e["param_groups"]
+        assert a["state"].keys() == e["state"].keys()
+        for index in e["state"]:
+            assert_same_state(a["state"][index], e["state"][index])
+
+
+def test_weights_only_checkpoint(tmp_path: Path) -> None:
+    trainer, _, run = fit(ElixirStrategy(**TIGHT))
+    trainer.save_checkpoint(tmp_path / "one.ckpt", weights_only=True)
+    assert "optimizer_states" not in torch.load(tmp_path / "one.ckpt", weights_only=True)
+    assert_same_state(Net.load_from_checkpoint(tmp_path / "one.ckpt").state_dict(), run.state)
+
+
+@pytest.mark.parametrize("make_model", [Net, LateNet])
+def test_ckpt_path_of_evaluation(tmp_path: Path, make_model: Callable[[], Net]) -> None:
+    trainer, _, _ = fit(ElixirStrategy(**TIGHT), make_model)
+    path = str(tmp_path / "one.ckpt")
+    trainer.save_checkpoint(path)
+
+    def run(strategy: Any) -> Any:
+        return make_trainer(strategy).test(make_model(), make_data(8), ckpt_path=path, verbose=False)
+
+    expected = run("auto")
+    assert run(ElixirStrategy(**TIGHT)) == expected
+    # On a model that is in an engine already, and has gone on since.
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(trainer.lightning_module, make_data())
+    assert trainer.test(trainer.lightning_module, make_data(8), ckpt_path=path, verbose=False) == expected
+
+
+def test_best_checkpoint_of_model_checkpoint(tmp_path: Path) -> None:
+    def run(strategy: Any, folder: Path) -> Any:
+        callback = pl.callbacks.ModelCheckpoint(folder, monitor="val_loss", save_last=True, filename="{epoch}")
+        trainer, model, _ = fit(
+            strategy,
+            val=lambda: make_data(8, seed=2),
+            callbacks=[callback],
+            max_epochs=3,
+            enable_checkpointing=True,
+        )
+        tested = trainer.test(model, make_data(8), ckpt_path="best", verbose=False, weights_only=False)
+        names = sorted(path.name for path in folder.iterdir())
+        return names, callback.best_model_score, tested
+
+    assert run(ElixirStrategy(**TIGHT), tmp_path / "elixir") == run("auto", tmp_path / "plain")
+
+
+def test_strict_loading_names_what_is_missing(tmp_path: Path) -> None:
+    trainer, model, _ = fit(ElixirStrategy(**TIGHT))
+    state = trainer.strategy.lightning_module_state_dict()
+    del state["layers.0.up.weight"]
+    state["surplus"] = torch.zeros(1)
+    with pytest.raises(RuntimeError, match=r"(?s)layers.0.up.weight.*surplus|surplus.*layers.0.up.weight"):
+        trainer.strategy.load_model_state_dict({"state_dict": state}, strict=True)
+    before = trainer.strategy.lightning_module_state_dict()
+    state["layers.0.up.bias"] = state["layers.0.up.bias"] + 1
+    trainer.strategy.load_model_state_dict({"state_dict": state}, strict=False)
+    after = trainer.strategy.lightning_module_state_dict()
+    assert torch.equal(after["layers.0.up.bias"], before["layers.0.up.bias"] + 1)
+    assert torch.equal(after["layers.0.up.weight"], before["layers.0.up.weight"])
+
+
+def test_state_dict_works_after_teardown_and_not_after_close() -> None:
+    trainer, model, run = fit(ElixirStrategy(**TIGHT))
+    strategy = trainer.strategy
+    assert_same_state(strategy.lightning_module_state_dict(), run.state)
+    assert_same_state(model.state_dict(), run.state)
+    assert_same_state(copy.deepcopy(model).state_dict(), run.state)
+    strategy.close()
+    with pytest.raises(RuntimeError):
+        model.state_dict()
+    strategy.close()
+
+
+class HookNet(LateNet):
+    """Writes to and reads from the checkpoint; changes the state on its way in."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = 5
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["mine"] == 5
+        checkpoint["state_dict"] = {k.removeprefix("old."): v for k, v in checkpoint["state_dict"].items()}
+
+
+def test_checkpoint_hooks_of_the_module(tmp_path: Path) -> None:
+    assert _interrupted(tmp_path, "tight", "tight", HookNet) == _uninterrupted(Net)
+
+
+def test_user_meta_parameters_get_their_values_from_the_checkpoint(tmp_path: Path) -> None:
+    class MetaNet(Net):
+        is_made_in_init = False
+
+        def configure_model(self) -> None:
+            with torch.device("meta"):
+                self._make()
+
+    trainer, _, run = fit(ElixirStrategy(**TIGHT))
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    trainer = make_trainer(ElixirStrategy(**CHUNK))
+    model = MetaNet(seed=None)
+    trainer.test(model, make_data(8), ckpt_path=str(tmp_path / "one.ckpt"), verbose=False)
+    assert_same_state(trainer.strategy.lightning_module_state_dict(), run.state)

@@ -1,0 +1,82 @@
+"""validate, test and predict: alone, and around fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_elixir._lightning import pl
+from lightning_elixir.strategy import ElixirStrategy
+from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, make_data, make_trainer
+
+
+def _evaluate(strategy: Any, make_model: Callable[[], Net], **options: Any) -> tuple[Any, ...]:
+    pl.seed_everything(3, verbose=False)
+    model, loaders = make_model(), [make_data(8, seed=2), make_data(8, seed=3)]
+    trainer = make_trainer(strategy, **options)
+    if make_model is not Net:  # several loaders give a dataloader_idx
+        loaders = loaders[:1]
+    validated = trainer.validate(model, loaders[0], verbose=False)
+    tested = trainer.test(model, loaders[0], verbose=False)
+    predicted = trainer.predict(model, loaders[0])
+    return validated, tested, torch.cat(predicted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make_model", [Net, LateNet])
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("options", [TIGHT, CHUNK, {**CHUNK, "gpu_memory_limit": "96KiB"}], ids=str)
+def test_alone(make_model: Callable[[], Net], inference_mode: bool, options: dict[str, Any]) -> None:
+    expected = _evaluate("auto", make_model, inference_mode=inference_mode)
+    strategy = ElixirStrategy(**options)
+    actual = _evaluate(strategy, make_model, inference_mode=inference_mode)
+    assert actual[:2] == expected[:2]
+    assert torch.equal(actual[2], expected[2])
+    assert (strategy.stats().evictions > 0) == ("gpu_memory_limit" in options)
+
+
+class ManyLoadersNet(Net):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:  # type: ignore[override]
+        self.log("val_loss", self.loss(batch))
+
+
+def test_several_loaders() -> None:
+    def run(strategy: Any) -> Any:
+        pl.seed_everything(3, verbose=False)
+        return make_trainer(strategy).validate(
+            ManyLoadersNet(), [make_data(8, seed=2), make_data(8, seed=3)], verbose=False
+        )
+
+    assert run(ElixirStrategy(**TIGHT)) == run("auto")
+
+
+@pytest.mark.parametrize("options", [TIGHT, {**CHUNK, "gpu_memory_limit": "128KiB"}], ids=str)
+def test_around_fit(options: dict[str, Any]) -> None:
+    def run(strategy: Any) -> Any:
+        pl.seed_everything(3, verbose=False)
+        model, trainer = Net(), make_trainer(strategy)
+        results: list[Any] = [trainer.validate(model, make_data(8, seed=2), verbose=False)]
+        trainer.fit(model, make_data(), make_data(8, seed=2))
+        results.append(trainer.test(model, make_data(8, seed=2), verbose=False))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, make_data(), make_data(8, seed=2))
+        results.append(trainer.validate(model, make_data(8, seed=2), verbose=False))
+        return results, [loss.item() for loss in model.losses]
+
+    assert run(ElixirStrategy(**options)) == run("auto")
+
+
+def test_model_can_be_called_after_fit() -> None:
+    x = torch.randn(4, 32)
+
+    def run(strategy: Any) -> torch.Tensor:
+        pl.seed_everything(3, verbose=False)
+        model = Net()
+        make_trainer(strategy).fit(model, make_data())
+        model.eval()
+        with torch.no_grad():
+            return model(x)
+
+    assert torch.equal(run(ElixirStrategy(**TIGHT)), run("auto"))

@@ -1,0 +1,338 @@
+"""Whatever a Trainer does while fitting gives, under a limit that makes chunks come and go, the bits of plain Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir._lightning import Trainer, pl
+from lightning_elixir.strategy import ElixirStrategy
+from tests.strategy.models import (
+    CHUNK,
+    TIGHT,
+    Net,
+    assert_close_run,
+    assert_same_as_plain,
+    assert_same_run,
+    fit,
+    make_data,
+    make_optimizer,
+    make_trainer,
+)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "hybrid", "cpu_adam"])
+def test_optimizers(optimizer: str) -> None:
+    assert_same_as_plain(lambda: Net(optimizer=optimizer))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"placement_policy": "auto"},
+        {"placement_policy": "auto", "gpu_memory_limit": "96KiB"},
+        {"placement_policy": "cuda"},
+        {"placement_policy": "cpu"},
+        {"placement_policy": "const", "shard_param_frac": 0.5, "offload_optim_frac": 0.5, "offload_param_frac": 0.25},
+        {"placement_policy": "static", "offload_optim_frac": 1.0},
+        {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "prefetch": False},
+        {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "enable_distributed_storage": False},
+        {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "use_fused_kernels": True, "init_step": True},
+        {"placement_policy": "cpu", "pin_memory": False, "reduce_dtype": "float32"},
+    ],
+)
+def test_options_change_no_number(options: dict[str, Any]) -> None:
+    assert_same_as_plain(lambda: Net(optimizer="hybrid"), {**CHUNK, **options}, max_epochs=2)
+
+
+def test_sanity_check_and_validation_every_n_steps() -> None:
+    _, model = assert_same_as_plain(
+        val=lambda: make_data(8, seed=2), num_sanity_val_steps=2, val_check_interval=3, max_epochs=2
+    )
+    assert len(model.val_losses) == 2 + 2 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    "clip", [{}, {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}, {"gradient_clip_val": 0.05}]
+)
+def test_accumulation(clip: dict[str, Any]) -> None:
+    compare = assert_close_run if clip.get("gradient_clip_val") == 0.05 else assert_same_run
+    assert_same_as_plain(
+        lambda: Net(optimizer="hybrid"), compare=compare, accumulate_grad_batches=3, max_epochs=2, **clip
+    )
+
+
+def test_accumulation_that_changes_between_epochs() -> None:
+    def callbacks() -> list[Any]:
+        return [pl.callbacks.GradientAccumulationScheduler({0: 2, 1: 4})]
+
+    assert_same_as_plain(callbacks=callbacks, max_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "value", "compare"), [("norm", 0.05, assert_close_run), ("value", 0.002, assert_same_run)]
+)
+def test_clipping(algorithm: str, value: float, compare: Any) -> None:
+    assert_same_as_plain(
+        compare=compare, gradient_clip_val=value, gradient_clip_algorithm=algorithm, max_epochs=2
+    )
+    unclipped, clipped = fit("auto", max_epochs=2)[2], fit("auto", max_epochs=2, gradient_clip_val=value, gradient_clip_algorithm=algorithm)[2]
+    assert unclipped.losses[-1] != clipped.losses[-1]
+
+
+def test_shuffled_data_and_dropout_draw_the_same_numbers() -> None:
+    assert_same_as_plain(train=lambda: make_data(shuffle=True), max_epochs=2)
+
+
+class NormNet(Net):
+    """Logs the total gradient norm."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if isinstance(self.trainer.strategy, ElixirStrategy):
+            norm = self.trainer.strategy.grad_norm()
+        else:
+            norm = torch.cat([p.grad.flatten().double() for p in self.parameters()]).norm()  # type: ignore[union-attr]
+        self.log("grad_norm", norm)
+
+
+def test_gradient_norm_can_be_logged() -> None:
+    _, _, expected = fit("auto", NormNet, gradient_clip_val=0.05)
+    _, _, actual = fit(ElixirStrategy(**TIGHT), NormNet, gradient_clip_val=0.05)
+    assert actual.metrics["grad_norm"].item() == pytest.approx(expected.metrics["grad_norm"].item(), rel=1e-6)
+
+
+class ScheduledNet(Net):
+    """Warm-up by steps; with `kind` "plateau" by epochs, on the validation loss."""
+
+    kind = "warm_up"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer("hybrid", self.parameters(), 1e-2)
+        if self.kind == "warm_up":
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+class PlateauNet(ScheduledNet):
+    kind = "plateau"
+
+
+@pytest.mark.parametrize("make_model", [ScheduledNet, PlateauNet])
+def test_lr_schedulers(make_model: Callable[[], Net]) -> None:
+    trainer, _ = assert_same_as_plain(make_model, val=lambda: make_data(8, seed=2), max_epochs=3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == {ScheduledNet: 1e-2, PlateauNet: 1e-2 / 8}[make_model]
+
+
+class GroupsNet(Net):
+    """No decay on norms and biases; their learning rate is another one, and changes under way."""
+
+    def configure_optimizers(self) -> Any:
+        decayed = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim <= 1]
+        return torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}],
+            lr=1e-2,
+            foreach=False,
+        )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().param_groups[1]["lr"] = 3e-3 / (1 + batch_idx)  # type: ignore[union-attr]
+
+
+def test_parameter_groups() -> None:
+    assert_same_as_plain(GroupsNet, max_epochs=2)
+
+
+class OverridingNet(Net):
+    """Overrides every hook between forward and step."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward(*args, **kwargs)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + batch_idx)
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.03 * (1 + self.current_epoch), gradient_clip_algorithm="norm")
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+
+
+def test_overridden_hooks() -> None:
+    assert_same_as_plain(OverridingNet, compare=assert_close_run, max_epochs=2)
+
+
+class SkippingNet(Net):
+    """Some steps return nothing."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_skipped_training_steps(accumulate: int) -> None:
+    assert_same_as_plain(SkippingNet, accumulate_grad_batches=accumulate, max_epochs=2)
+
+
+class ManualNet(Net):
+    """Manual optimization: two backwards a step, clipping by hand."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        with self.toggled_optimizer(optimizer):  # type: ignore[arg-type]
+            optimizer.zero_grad()  # type: ignore[union-attr]
+            for half in (slice(0, 2), slice(2, 4)):
+                loss = self.loss([batch[0][half], batch[1][half]])
+                self.manual_backward(loss)
+                self.losses.append(loss.detach().clone())
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")  # type: ignore[arg-type]
+            optimizer.step()  # type: ignore[union-attr]
+
+
+def test_manual_optimization() -> None:
+    assert_same_as_plain(ManualNet, compare=assert_close_run, max_epochs=2)
+
+
+class FrozenNet(Net):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.layers[:2].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return make_optimizer("hybrid", [p for p in self.parameters() if p.requires_grad], 1e-2)
+
+
+class TiedNet(Net):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.layers[3].up.weight = self.layers[0].up.weight
+
+
+class BatchNormNet(Net):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.layers[1].norm = nn.BatchNorm1d(32)
+
+
+class UnusedNet(Net):
+    """A layer that takes part in every second step only."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.extra = nn.Linear(32, 32)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return super().training_step([self.extra(x) if batch_idx % 2 else x, y], batch_idx)
+
+
+class UnlistedNet(Net):
+    """The optimizer has some of the parameters that train."""
+
+    def configure_optimizers(self) -> Any:
+        return make_optimizer("adamw", self.layers[2:].parameters(), 1e-2)
+
+
+@pytest.mark.parametrize("make_model", [FrozenNet, TiedNet, BatchNormNet, UnusedNet, UnlistedNet])
+def test_models(make_model: Callable[[], Net]) -> None:
+    assert_same_as_plain(make_model, val=lambda: make_data(8, seed=2), max_epochs=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overfit_batches": 2, "max_epochs": 3},
+        {"limit_train_batches": 3, "limit_val_batches": 1},
+        {"limit_train_batches": 0.5},
+        {"detect_anomaly": True},
+        {"inference_mode": False},
+        {"max_steps": 5, "max_epochs": -1},
+        {"fast_dev_run": 3},
+        {"deterministic": True},
+        {"check_val_every_n_epoch": 2, "max_epochs": 4},
+        {"log_every_n_steps": 1, "profiler": "simple"},
+    ],
+    ids=str,
+)
+def test_trainer_options(options: dict[str, Any]) -> None:
+    assert_same_as_plain(val=lambda: make_data(8, seed=2), **options)
+
+
+class Clamp(pl.Callback):
+    """Writes to the parameters between steps, in several ways."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.clamp_(-0.2, 0.2)
+            pl_module.layers[0].down.bias.data.mul_(0.5)
+            nn.init.ones_(pl_module.layers[1].norm.weight)
+
+
+def test_parameters_written_between_steps_keep_what_was_written() -> None:
+    assert_same_as_plain(callbacks=lambda: [Clamp()], max_epochs=2)
+
+
+class AutoSummary(pl.Callback):
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.summary = pl.utilities.model_summary.summarize(pl_module, max_depth=-1)
+
+
+def test_model_summary_has_true_counts() -> None:
+    summaries = []
+    for strategy in ("auto", ElixirStrategy(**TIGHT)):
+        callback = AutoSummary()
+        fit(strategy, FrozenNet, callbacks=[callback])
+        summaries.append(callback.summary)
+    expected, actual = summaries
+    assert actual.total_parameters == expected.total_parameters > 0
+    assert actual.trainable_parameters == expected.trainable_parameters > 0
+    assert [s.num_parameters for _, s in actual._layer_summary.items()] == [
+        s.num_parameters for _, s in expected._layer_summary.items()
+    ]
+
+
+def test_two_fits_of_one_trainer_go_on_where_the_first_ended() -> None:
+    def run(strategy: Any) -> Any:
+        trainer, model, _ = fit(strategy, lambda: Net(optimizer="hybrid"))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, make_data())
+        return [loss.item() for loss in model.losses], trainer.strategy.lightning_module_state_dict()
+
+    expected_losses, expected = run("auto")
+    losses, state = run(ElixirStrategy(**TIGHT))
+    assert losses == expected_losses
+    assert len(losses) == 16
+    assert all(torch.equal(state[k], expected[k]) for k in expected)
+
+
+@pytest.mark.parametrize("second", [{}, {"chunk_size": "24KiB", "gpu_memory_limit": "128KiB"}, {"placement_policy": "cuda", "gpu_memory_limit": None}])
+def test_a_second_trainer_takes_the_model_over(second: dict[str, Any]) -> None:
+    def run(first: Any, second: Any) -> Any:
+        _, model, _ = fit(first)
+        pl.seed_everything(12, verbose=False)
+        trainer = make_trainer(second)
+        trainer.fit(model, make_data())
+        return [loss.item() for loss in model.losses], trainer.strategy.lightning_module_state_dict()
+
+    expected_losses, expected = run("auto", "auto")
+    losses, state = run(ElixirStrategy(**TIGHT), ElixirStrategy(**(TIGHT | second)))
+    assert losses == expected_losses
+    assert all(torch.equal(state[k], expected[k]) for k in expected)

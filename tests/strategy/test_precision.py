@@ -1,0 +1,227 @@
+"""One plugin for every precision that works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir import ElixirPrecision
+from lightning_elixir._lightning import pl
+from lightning_elixir.errors import PlanError
+from lightning_elixir.strategy import ElixirStrategy
+from tests.strategy.models import (
+    TIGHT,
+    LateNet,
+    Net,
+    assert_same_run,
+    fit,
+    make_data,
+    make_optimizer,
+    make_trainer,
+)
+from tests.strategy.test_fit import BatchNormNet
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [(32, "32-true"), ("32-true", "32-true"), ("bf16", "bf16-mixed"), ("bf16-mixed", "bf16-mixed"), ("bf16-true",) * 2],
+)
+def test_plugin_takes_the_place_of_lightnings(given: Any, name: str) -> None:
+    trainer = make_trainer("elixir", precision=given)
+    assert type(trainer.precision_plugin) is ElixirPrecision
+    assert trainer.precision == name
+
+
+@pytest.mark.parametrize("given", [16, "16", "16-mixed"])
+def test_fp16_on_the_cpu_becomes_bf16(given: Any) -> None:
+    with pytest.warns(UserWarning, match="Using `precision='bf16-mixed'` instead"):
+        trainer = make_trainer("elixir", precision=given)
+    assert trainer.precision == "bf16-mixed"
+
+
+def test_names() -> None:
+    assert ElixirPrecision(16).precision == "16-mixed"
+    assert ElixirPrecision("bf16-true").compute_dtype is torch.bfloat16
+    assert ElixirPrecision().compute_dtype is None
+    with pytest.raises(PlanError, match="precision '64-true' does not work with ElixirStrategy: choose one of 32-true"):
+        ElixirPrecision("64-true")
+
+
+def test_plugin_of_the_user_is_kept() -> None:
+    plugin = ElixirPrecision("bf16-mixed", autocast=False)
+    assert make_trainer(ElixirStrategy(precision_plugin=plugin)).precision_plugin is plugin
+    assert make_trainer(ElixirStrategy(), plugins=[plugin]).precision_plugin is plugin
+
+
+class WatchedNet(Net):
+    """Notes the dtypes that its parts see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["input"] = x.dtype
+        self.seen["parameter"] = self.layers[0].up.weight.dtype
+        self.seen["linear"] = self.layers[0].up(x).dtype
+        self.seen["norm"] = self.layers[0].norm(x).dtype
+        self.seen["made"] = torch.zeros(1).dtype
+        return super().forward(x)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        output = self(batch[0])
+        self.seen["output"] = output.dtype
+        return output
+
+
+B, F = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "expected", "returned"),
+    [
+        ("32-true", {}, (F, F, F, F, F, F), F),
+        ("bf16-mixed", {}, (F, B, B, F, F, B), B),
+        ("bf16-mixed", {"autocast": False}, (B, B, B, B, F, B), B),
+        ("bf16-mixed", {"autocast": False, "force_outputs_fp32": True}, (B, B, B, B, F, B), F),
+        ("bf16-true", {}, (B, B, B, B, B, B), B),
+        ("bf16-true", {"force_outputs_fp32": True}, (B, B, B, B, B, B), F),
+    ],
+)
+def test_dtypes(precision: Any, options: dict[str, Any], expected: tuple[torch.dtype, ...], returned: Any) -> None:
+    model, trainer = WatchedNet(), make_trainer(ElixirStrategy(**TIGHT, **options), precision=precision)
+    (output, *_) = trainer.predict(model, make_data(8))  # type: ignore[misc]
+    assert tuple(model.seen[k] for k in ("input", "parameter", "linear", "norm", "made", "output")) == expected
+    assert output.dtype is returned
+    assert torch.get_default_dtype() is F
+
+
+class HalfNet(Net):
+    def configure_optimizers(self) -> Any:
+        return make_optimizer("adamw", self.parameters(), 1e-2)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+class LateHalfNet(HalfNet):
+    is_made_in_init = False
+
+    def configure_model(self) -> None:
+        self._make()
+
+
+@pytest.mark.parametrize("make_model", [HalfNet, LateHalfNet])
+def test_true_half_precision_equals_plain_lightning(make_model: Any) -> None:
+    """Initial values too: layers made in the hook are drawn in bf16, those of `__init__` are rounded."""
+    expected = fit("auto", make_model, precision="bf16-true", max_epochs=2, val=lambda: make_data(8, seed=2))[2]
+    actual = fit(
+        ElixirStrategy(**TIGHT), make_model, precision="bf16-true", max_epochs=2, val=lambda: make_data(8, seed=2)
+    )[2]
+    assert_same_run(actual, expected)
+    assert actual.state["layers.0.up.weight"].dtype is torch.bfloat16
+
+
+class StemNet(Net):
+    """Begins with a linear layer, so that what follows is in 16 bits: CPUs have no norm of mixed dtypes."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+
+    def _make(self) -> None:
+        super()._make()
+        self.stem = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.stem(x))
+
+
+class LateStemNet(StemNet):
+    is_made_in_init = False
+
+    def configure_model(self) -> None:
+        self._make()
+
+
+def _mixed_oracle(autocast: bool, num_epochs: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+    """Plain PyTorch under the same scheme: the model cast, an fp32 master fed with its gradients."""
+    pl.seed_everything(11, verbose=False)
+    model = StemNet()
+    masters = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.01, foreach=False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    losses = []
+    for _ in range(num_epochs):
+        for x, y in make_data():
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+                loss = nn.functional.cross_entropy(model(x if autocast else x.bfloat16()).float(), y)
+            loss.backward()
+            losses.append(loss.item())
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad = parameter.grad.float()  # type: ignore[union-attr]
+                parameter.grad = None
+            optimizer.step()
+            with torch.no_grad():
+                for master, parameter in zip(masters, model.parameters(), strict=True):
+                    parameter.copy_(master)
+    return losses, dict(zip((n for n, _ in model.named_parameters()), masters, strict=True))
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("model", [StemNet, LateStemNet])
+def test_mixed_precision_equals_plain_pytorch(autocast: bool, model: Any) -> None:
+    losses, masters = _mixed_oracle(autocast)
+    strategy = ElixirStrategy(**(TIGHT | {"chunk_size": "8KiB", "gpu_memory_limit": "48KiB"}), autocast=autocast)
+    _, _, actual = fit(strategy, model, precision="bf16-mixed", max_epochs=2)
+    assert [loss.item() for loss in actual.losses] == losses
+    assert all(torch.equal(actual.state[name], master) for name, master in masters.items())
+    assert strategy.stats().evictions > 0
+
+
+def test_buffers_stay_fp32_in_mixed_precision_only() -> None:
+    dtypes = {}
+    for precision in ("bf16-mixed", "bf16-true"):
+        _, model, run = fit(ElixirStrategy(**TIGHT), BatchNormNet, precision=precision)
+        dtypes[precision] = model.layers[1].norm.running_mean.dtype
+        assert run.state["layers.1.norm.running_mean"].dtype is dtypes[precision]
+    assert dtypes == {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
+
+
+class Reseed(pl.Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            torch.manual_seed(trainer.current_epoch)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_half_precision_resumes_bit_for_bit(tmp_path: Any, precision: Any) -> None:
+    def run(max_epochs: int, path: str | None = None) -> Any:
+        return fit(
+            ElixirStrategy(**TIGHT),
+            StemNet,
+            precision=precision,
+            max_epochs=max_epochs,
+            callbacks=[Reseed()],
+            ckpt_path=path,
+        )
+
+    trainer, _, first = run(1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    _, _, second = run(2, str(tmp_path / "one.ckpt"))
+    _, _, whole = run(2)
+    assert [*first.losses, *second.losses] == whole.losses
+    assert all(torch.equal(second.state[name], value) for name, value in whole.state.items())
+
+
+class ParameterlessPrecision(pl.plugins.Precision):
+    """A user's own plugin, which would be lost without a word."""
+
+
+@pytest.mark.parametrize("plugin", [ParameterlessPrecision(), pl.plugins.DoublePrecision()])
+def test_other_plugins_are_refused(plugin: Any) -> None:
+    with pytest.raises(PlanError, match=f"{type(plugin).__name__} .* does not work with ElixirStrategy"):
+        make_trainer(ElixirStrategy(), plugins=[plugin])

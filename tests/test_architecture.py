@@ -1,0 +1,218 @@
+"""The import arrows and the "only here" rules of the architecture, read off the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "lightning_elixir"
+
+# What each room of the package may import of the others; every room may import itself and `errors`.
+ENGINE = {"core", "plan", "storage", "profiling", "optim", "checkpoint", "runtime"}
+BELOW_LIGHTNING = ENGINE | {"config", "planning", "wrapper", "optimizer", "building", "holding", "planner"}
+ABOVE = {"_lightning", "registration", "processes", "strategy", "precision", "cli", "callbacks", "report"}
+EVERYTHING = BELOW_LIGHTNING | ABOVE
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "plan": set(),
+    "core": set(),
+    "config": {"plan"},
+    "storage": {"core", "plan"},
+    "profiling": {"core", "plan", "storage"},
+    "optim": {"core", "plan", "storage"},
+    "checkpoint": {"core", "plan", "storage"},
+    "runtime": {"core", "plan", "storage", "optim"},
+    "planning": {"core", "plan", "profiling", "config"},
+    "wrapper": ENGINE | {"planning", "optimizer"},
+    "optimizer": ENGINE | {"wrapper"},
+    # The strategy's helpers, which know the engine but not Lightning.
+    "building": ENGINE | {"wrapper"},
+    "holding": BELOW_LIGHTNING,
+    "planner": BELOW_LIGHTNING,
+    # Lightning itself comes in through `_lightning` alone.
+    "_lightning": set(),
+    "registration": {"_lightning", "strategy"},
+    "processes": {"_lightning", "core"},
+    "strategy": EVERYTHING,
+    "precision": EVERYTHING,
+    "cli": EVERYTHING,
+    "callbacks": EVERYTHING,
+    "report": {"plan"},
+    "__init__": EVERYTHING,
+    "__main__": EVERYTHING,
+}
+
+LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
+COLLECTIVES = re.compile(
+    r"(all_reduce|all_gather|reduce|reduce_scatter|broadcast|scatter|gather|all_to_all)(_\w+)?"
+    r"|i?send(_\w+)?|i?recv(_\w+)?|(monitored_)?barrier|batch_isend_irecv"
+)
+
+Module = tuple[str, ast.Module]
+
+
+def _modules() -> list[Module]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [(path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(), str(path))) for path in paths]
+
+
+MODULES = _modules()
+
+
+def _room(name: str) -> str:
+    return name.partition("/")[0].removesuffix(".py")
+
+
+def _imported(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Dotted names of all imported modules and members, also of imports inside functions, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "." * node.level + (node.module or "")
+            yield from ((f"{prefix}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def _dotted(node: ast.AST) -> str:
+    """`a.b.c` of an attribute chain that starts at a name; "" of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        head = _dotted(node.value)
+        return f"{head}.{node.attr}" if head else ""
+    return ""
+
+
+def _found(look: Callable[[ast.Module], Iterator[int]], *allowed: str, modules: list[Module] = MODULES) -> list[str]:
+    """`file:line` of what `look` finds outside the allowed files."""
+    return [f"{name}:{line}" for name, tree in modules if name not in allowed for line in look(tree)]
+
+
+# Each `_uses_...` yields the lines where a tree does so.
+
+
+def _uses_cuda(tree: ast.Module) -> Iterator[int]:
+    yield from (line for name, line in _imported(tree) if f"{name}.".startswith("torch.cuda."))
+    yield from (n.lineno for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _dotted(n) == "torch.cuda")
+
+
+def _uses_collectives(tree: ast.Module) -> Iterator[int]:
+    aliases = {"torch.distributed"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases |= {a.asname for a in node.names if a.name == "torch.distributed" and a.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            aliases |= {a.asname or a.name for a in node.names if a.name == "distributed"}
+    for name, line in _imported(tree):
+        head, _, member = name.rpartition(".")
+        is_collective = head == "torch.distributed" and COLLECTIVES.fullmatch(member)
+        if is_collective or name.startswith("torch.distributed._functional_collectives"):
+            yield line
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and COLLECTIVES.fullmatch(node.attr) and _dotted(node.value) in aliases:
+            yield node.lineno
+
+
+def _uses_assert(tree: ast.Module) -> Iterator[int]:
+    yield from (node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert))
+
+
+def _uses_data_assignment(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            for part in ast.walk(target) if target is not None else ():
+                if isinstance(part, ast.Attribute) and part.attr == "data" and isinstance(part.ctx, ast.Store):
+                    yield part.lineno
+        if isinstance(node, ast.Call) and _dotted(node.func) == "setattr" and len(node.args) == 3:
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and name.value == "data":
+                yield node.lineno
+
+
+def _uses_lightning(tree: ast.Module) -> Iterator[int]:
+    yield from (line for name, line in _imported(tree) if name.partition(".")[0] in LIGHTNING)
+
+
+@pytest.mark.parametrize("room", sorted({_room(name) for name, _ in MODULES}))
+def test_imports_follow_the_arrows(room: str) -> None:
+    assert room in ARROWS, f"lightning_elixir/{room} is new: give it a row in ARROWS"
+    wrong = []
+    for name, tree in MODULES:
+        if _room(name) != room:
+            continue
+        for imported, line in _imported(tree):
+            parts = imported.split(".")
+            if parts[0] == "":
+                wrong.append(f"{name}:{line} imports relatively: write the full name")
+            elif parts[0] == "lightning_elixir" and parts[1] not in ARROWS[room] | {room, "errors", "__version__"}:
+                wrong.append(f"{name}:{line} imports {imported}")
+    assert wrong == []
+
+
+def test_plan_imports_the_standard_library_alone() -> None:
+    allowed = sys.stdlib_module_names | {"lightning_elixir"}
+    modules = [module for module in MODULES if _room(module[0]) in ("plan", "errors")]
+    wrong = [f"{n}:{line} {i}" for n, t in modules for i, line in _imported(t) if i.partition(".")[0] not in allowed]
+    assert wrong == []
+
+
+def test_lightning_comes_in_through_one_file() -> None:
+    assert _found(_uses_lightning, "_lightning.py") == []
+
+
+def test_cuda_is_named_in_the_device_file_alone() -> None:
+    assert _found(_uses_cuda, "core/device.py") == []
+
+
+def test_collectives_are_called_in_comm_and_checkpoint_io_alone() -> None:
+    assert _found(_uses_collectives, "core/comm.py", "checkpoint/io.py") == []
+
+
+def test_data_is_assigned_where_chunks_bind_parameters_alone() -> None:
+    assert _found(_uses_data_assignment, "runtime/chunk.py") == []
+
+
+def test_package_has_no_assert() -> None:
+    assert _found(_uses_assert) == []
+
+
+@pytest.mark.parametrize(
+    ("look", "source"),
+    [
+        (_uses_cuda, "import torch\ntorch.cuda.synchronize()"),
+        (_uses_cuda, "from torch import cuda\n"),
+        (_uses_cuda, "from torch.cuda import Stream\n"),
+        (_uses_collectives, "import torch.distributed as dist\ndist.all_reduce(x)"),
+        (_uses_collectives, "import torch\ntorch.distributed.all_gather_into_tensor(x, y)"),
+        (_uses_collectives, "from torch import distributed\ndistributed.barrier()"),
+        (_uses_collectives, "from torch.distributed import broadcast_object_list\n"),
+        (_uses_data_assignment, "p.data = x"),
+        (_uses_data_assignment, "a, p.data = x"),
+        (_uses_data_assignment, "p.data += x"),
+        (_uses_data_assignment, "setattr(p, 'data', x)"),
+        (_uses_assert, "assert x"),
+        (_uses_lightning, "import lightning.pytorch as pl"),
+        (_uses_lightning, "from pytorch_lightning import Trainer"),
+    ],
+)
+def test_rule_finds_what_it_is_for(look: Callable[[ast.Module], Iterator[int]], source: str) -> None:
+    assert _found(look, modules=[("example.py", ast.parse(source))])
+
+
+@pytest.mark.parametrize(
+    ("look", "source"),
+    [
+        (_uses_cuda, "torch.device('cuda'); tensor.is_cuda"),
+        (_uses_collectives, "import torch.distributed as dist\ndist.is_initialized(); functools.reduce(f, x)"),
+        (_uses_data_assignment, "x = p.data"),
+        (_uses_lightning, "from lightning_elixir._lightning import Trainer"),
+    ],
+)
+def test_rule_leaves_the_rest_alone(look: Callable[[ast.Module], Iterator[int]], source: str) -> None:
+    assert _found(look, modules=[("example.py", ast.parse(source))]) == []

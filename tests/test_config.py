@@ -1,0 +1,142 @@
+"""Every option is checked when the config is made, with an error that says what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_elixir.config import ElixirConfig, parse_bytes
+from lightning_elixir.errors import PlanError
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("40GiB", 40 * 2**30),
+        ("64 MiB", 64 * 2**20),
+        ("64mib", 64 * 2**20),
+        (" 1.5GB ", 1_500_000_000),
+        ("0.5KiB", 512),
+        (".5kb", 500),
+        ("1TiB", 2**40),
+        ("10B", 10),
+    ],
+)
+def test_sizes_are_read(size: int | str, nbytes: int) -> None:
+    assert parse_bytes(size) == nbytes
+
+
+@pytest.mark.parametrize("size", ["", "GiB", "12 parsecs", "2k", "-5MiB", -1, "1e9", "1,5GB", True, 1.5, None])
+def test_what_is_no_size_is_refused(size: Any) -> None:
+    with pytest.raises(PlanError, match="a size must"):
+        parse_bytes(size)
+
+
+def test_defaults_are_valid_and_frozen() -> None:
+    config = ElixirConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.prefetch = False  # type: ignore[misc]
+
+
+def test_sizes_of_options_are_given_in_bytes() -> None:
+    config = ElixirConfig(
+        chunk_size="64MiB", min_chunk_size=1024, chunk_search_range="1KiB", gpu_memory_limit="1GiB", cpu_memory_limit=7
+    )
+    assert (config.chunk_bytes, config.min_chunk_bytes, config.chunk_search_range_bytes) == (2**26, 1024, 1024)
+    assert (config.gpu_limit_bytes, config.cpu_limit_bytes) == (2**30, 7)
+    assert ElixirConfig().chunk_bytes is None
+
+
+def test_unknown_policy_names_the_known_ones() -> None:
+    with pytest.raises(PlanError, match="'gpu': choose one of auto, cpu, cuda, const, static"):
+        ElixirConfig(placement_policy="gpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["shard_param_frac", "offload_optim_frac", "offload_param_frac"])
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, "half", True])
+def test_fraction_outside_0_to_1_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(PlanError, match=f"{name} must be between 0 and 1"):
+        ElixirConfig(placement_policy="const", **{name: value})
+
+
+def test_margin_ratio_is_a_fraction() -> None:
+    assert ElixirConfig(gpu_margin_mem_ratio=0.5).gpu_margin_mem_ratio == 0.5
+    with pytest.raises(PlanError, match="gpu_margin_mem_ratio"):
+        ElixirConfig(gpu_margin_mem_ratio=1.5)
+
+
+@pytest.mark.parametrize("policy", ["auto", "cpu", "cuda"])
+def test_fractions_of_const_are_refused_elsewhere(policy: Any) -> None:
+    with pytest.raises(PlanError, match="offload_optim_frac belongs to placement_policy 'const'"):
+        ElixirConfig(placement_policy=policy, offload_optim_frac=0.5)
+    assert ElixirConfig(placement_policy="static", offload_optim_frac=0.5).offload_optim_frac == 0.5
+
+
+@pytest.mark.parametrize("name", ["chunk_size", "min_chunk_size", "chunk_search_range", "gpu_memory_limit"])
+def test_size_that_is_none_names_its_option(name: str) -> None:
+    with pytest.raises(PlanError, match=f"{name}: a size must be"):
+        ElixirConfig(**{name: "big"})  # type: ignore[arg-type]
+
+
+def test_chunks_of_no_size_are_refused() -> None:
+    with pytest.raises(PlanError, match="chunk_size must be positive"):
+        ElixirConfig(chunk_size=0)
+    with pytest.raises(PlanError, match="chunk_search_n_grids"):
+        ElixirConfig(chunk_search_n_grids=0)
+
+
+@pytest.mark.parametrize("given", ["bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_reduce_dtype_by_name_or_dtype(given: Any) -> None:
+    assert ElixirConfig(reduce_dtype=given).reduction_dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("given", ["int8", torch.float64, "half"])
+def test_other_reduce_dtype_is_refused(given: Any) -> None:
+    with pytest.raises(PlanError, match="reduce_dtype must be one of float32, bfloat16, float16"):
+        ElixirConfig(reduce_dtype=given)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_scale": -1.0},
+        {"initial_scale": 0.0},
+        {"initial_scale": math.inf},
+        {"initial_scale": 0.5, "min_scale": 1.0},
+        {"max_scale": 2.0},
+        {"growth_factor": 1.0},
+        {"backoff_factor": 1.0},
+        {"backoff_factor": 0.0},
+        {"growth_interval": 0},
+        {"hysteresis": 0},
+    ],
+)
+def test_contradicting_loss_scale_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="loss scaling needs"):
+        ElixirConfig(**options)
+
+
+@pytest.mark.parametrize("options", [{"nvme_offload_fraction": 1.0}, {"nvme_offload_dir": "somewhere"}])
+def test_nvme_says_that_it_comes_later(options: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="NVMe offload .* comes with a later version"):
+        ElixirConfig(**options)
+    with pytest.raises(PlanError, match="nvme_offload_fraction must be between 0 and 1"):
+        ElixirConfig(nvme_offload_fraction=2.0)
+
+
+def test_strategy_has_every_option_with_the_same_default() -> None:
+    from lightning_elixir.strategy import ElixirStrategy
+
+    parameters = inspect.signature(ElixirStrategy.__init__).parameters
+    documented = inspect.getdoc(ElixirStrategy.__init__) or ""
+    for option in dataclasses.fields(ElixirConfig):
+        assert parameters[option.name].default == option.default
+        assert f"\n    {option.name}: " in documented

@@ -1,0 +1,78 @@
+"""Importing the package is cheap: no CUDA context, nothing heavy that only some users need, a small surface."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning_elixir
+
+ROOT = Path(__file__).parents[1]
+
+PUBLIC = {
+    "CPUAdam",
+    "CapacityError",
+    "DivergenceError",
+    "ElixirError",
+    "ElixirModule",
+    "ElixirOptimizer",
+    "ElixirPrecision",
+    "ElixirStrategy",
+    "HybridAdam",
+    "Plan",
+    "PlanError",
+    "StateError",
+    "StorageError",
+    "__version__",
+    "minimum_waste_search",
+    "optimal_search",
+    "simple_search",
+}
+
+
+def _run(code: str) -> str:
+    """What a fresh Python prints for the code."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_initialises_no_cuda() -> None:
+    code = """
+import torch
+
+def refuse(*args, **kwargs):
+    raise SystemExit("CUDA was initialised")
+
+torch.cuda._lazy_init = torch.cuda.init = refuse
+import lightning_elixir
+lightning_elixir.ElixirStrategy, lightning_elixir.HybridAdam, lightning_elixir.ElixirModule
+"""
+    _run(code)
+
+
+def test_import_leaves_optional_packages_alone() -> None:
+    code = """
+import sys
+import lightning.pytorch
+before = set(sys.modules)
+import lightning_elixir
+print(sorted({"transformers", "jsonargparse", "torch._inductor", "triton", "matplotlib"} & (set(sys.modules) - before)))
+"""
+    code = code if lightning_installed() else code.replace("lightning.pytorch", "pytorch_lightning")
+    assert _run(code) == "[]"
+
+
+def lightning_installed() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("lightning") is not None
+
+
+def test_exported_names_are_exactly_these() -> None:
+    assert set(lightning_elixir.__all__) == PUBLIC
+
+
+def test_every_exported_name_resolves() -> None:
+    assert [name for name in lightning_elixir.__all__ if getattr(lightning_elixir, name, None) is None] == []
