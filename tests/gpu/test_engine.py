@@ -25,7 +25,7 @@ SCHEMES = {
     "bf16_true": Scheme(device="cuda", dtype=torch.bfloat16, master=False),
     "fp16": Scheme(device="cuda", dtype=torch.float16, scale=256.0),
     "fp16_autocast_clipped": Scheme(device="cuda", dtype=torch.float16, autocast=True, scale=256.0, clip_norm=0.05),
-    "fp16_true": Scheme(device="cuda", dtype=torch.float16, master=False),
+    "fp16_true": Scheme(device="cuda", dtype=torch.float16, master=False, eps=1e-3),  # 1e-8 is zero in fp16
 }
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "cuda": {"placement_policy": "cuda", "chunk_size": 8 * 1024},
@@ -35,12 +35,15 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+# cuDNN wants the weights of an RNN in one piece and copies them at every call where they are not.
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", ZOO)
 def test_every_model(name: str, placement: str) -> None:
     scheme = SCHEMES["fp32"]
     expected = train_plain(name, scheme)
-    run = train_elixir(name, scheme, **PLACEMENTS[placement])
+    small = {"chunk_size": 4 * 1024} if name in ("mlp", "conv") else {}
+    run = train_elixir(name, scheme, **{**PLACEMENTS[placement], **small})
     is_exact = placement == "cuda"  # the user's torch.optim.AdamW rounds differently on the CPU
     if is_exact:
         assert run.losses == expected.losses
@@ -48,7 +51,8 @@ def test_every_model(name: str, placement: str) -> None:
     else:
         assert run.losses == pytest.approx(expected.losses, rel=1e-4)
     stats = run.engine.stats()
-    assert (stats.evictions > 0) == (placement != "cuda")
+    if placement.startswith("cpu"):
+        assert stats.evictions > 0
     run.engine.close()
 
 
@@ -85,6 +89,8 @@ def test_overflow_skips_the_step() -> None:
 
 def test_replicas_really_leave_the_device() -> None:
     """Peak device memory of a step is that of the plan: far less than the model."""
+    torch.randn(8, 1024, device="cuda") @ torch.randn(1024, 1024, device="cuda")  # cuBLAS takes its workspace
+    empty = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(40)])  # 160 MiB in fp32
     plan = make_plan(model, placement_policy="cpu", chunk_size=4 << 20)
@@ -92,7 +98,7 @@ def test_replicas_really_leave_the_device() -> None:
     optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.01))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    assert before < 8 << 20
+    assert before - empty < 1 << 20
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
         optimizer.backward(module(torch.randn(8, 1024, device="cuda")).square().mean())
@@ -103,14 +109,14 @@ def test_replicas_really_leave_the_device() -> None:
     assert module.stats().prefetches > 0
     module.close()
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() <= before
+    assert torch.cuda.memory_allocated() <= empty
 
 
 def test_slow_transfers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers delayed by milliseconds change nothing: compute waits for them, and they for the memory."""
     from lightning_elixir.core import device as core_device
 
-    expected = train_elixir("gpt2", SCHEMES["bf16"], **PLACEMENTS["cuda"])
+    expected = train_elixir("gpt2", SCHEMES["bf16"], **PLACEMENTS["cpu"])
     real = core_device._CudaLane.issue
 
     def slow(self: Any) -> Any:
@@ -128,8 +134,8 @@ def test_slow_transfers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(core_device._CudaLane, "issue", slow)
     run = train_elixir("gpt2", SCHEMES["bf16"], **PLACEMENTS["cpu"])
-    assert run.losses[:2] == expected.losses[:2]
-    assert run.losses == pytest.approx(expected.losses, rel=1e-2)
+    assert run.losses == expected.losses
+    assert different_names(run, expected) == []
     run.engine.close()
     expected.engine.close()
 

@@ -47,14 +47,15 @@ class Scheme:
     steps: int = STEPS
     scale: float = 1.0
     """Loss scale (fp16)."""
+    eps: float = 1e-8
 
     @property
     def is_mixed(self) -> bool:
         return self.dtype.itemsize == 2 and self.master
 
 
-def new_optimizer(parameters: list[nn.Parameter] | list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.05, foreach=False)
+def new_optimizer(parameters: list[nn.Parameter] | list[Tensor], eps: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.05, eps=eps, foreach=False)
 
 
 def _loss(scheme: Scheme, name: str, model: Any, seed: int) -> Tensor:
@@ -88,7 +89,7 @@ def train_plain(name: str, scheme: Scheme) -> Run:
     if scheme.dtype.itemsize == 2:
         for p in model.parameters():
             p.data = p.data.to(scheme.dtype)
-    optimizer = new_optimizer(masters)
+    optimizer = new_optimizer(masters, scheme.eps)
     run = Run()
     for step in range(scheme.steps):
         sums: list[Tensor | None] = [None] * len(trained)
@@ -147,7 +148,7 @@ def train_elixir(name: str, scheme: Scheme, **plan_options: Any) -> Run:
         device=torch.device(scheme.device),
     )
     optimizer = ElixirOptimizer(
-        module, new_optimizer([p for p in model.parameters() if p.requires_grad]), initial_scale=max(scheme.scale, 1.0)
+        module, new_optimizer([p for p in model.parameters() if p.requires_grad], scheme.eps), initial_scale=max(scheme.scale, 1.0)
     )
     run = Run(module=module, optimizer=optimizer)
     for step in range(scheme.steps):
