@@ -88,7 +88,10 @@ class SegmentOptimizer:
         self._tensors = [work[p.shard_offset : p.shard_offset + p.numel].detach() for p in places]
         self._group_indices = sorted({p.group_index for p in places})
         inner_groups = [
-            {**_settings(groups[g]), "params": [t for t, p in zip(self._tensors, places, strict=True) if p.group_index == g]}
+            {
+                **_settings(groups[g]),
+                "params": [t for t, p in zip(self._tensors, places, strict=True) if p.group_index == g],
+            }
             for g in self._group_indices
         ]
         self._inner = cls(inner_groups) if inner_groups else None

@@ -47,6 +47,19 @@ class Phase(enum.Enum):
     CLOSED = "closed"
 
 
+SavedHooks = torch.autograd.graph.saved_tensors_hooks
+
+
+@dataclass
+class _Frame:
+    """A module whose forward runs."""
+
+    module: nn.Module
+    ids: tuple[int, ...] = ()
+    is_pinned: bool = False
+    hooks: SavedHooks | None = None
+
+
 @dataclass(frozen=True)
 class Stats:
     """Counters since the last reset, and bytes held now."""
@@ -114,10 +127,10 @@ class Engine:
         self._saved = SavedTensors({c.storage_key: c for c in self.chunks}, self._need_in_backward)
         self._pinned_ids = _ids_by_module(module, self._home)
         # Region and iteration
-        self._frames: list[tuple[nn.Module, tuple[int, ...]]] = []
+        self._frames: list[_Frame] = []
         self._is_implicit = False  # the region was opened by a module hook, not by its owner
         self._error_at_entry: BaseException | None = None
-        self._has_saved_hooks = False
+        self._region_hooks: SavedHooks | None = None
         self._raw_pins: list[int] = []
         self._versions: list[int] = []
         self._kind: str | None = None  # of the open iteration: "train" or "eval"
@@ -185,25 +198,24 @@ class Engine:
             self._error_at_entry = sys.exc_info()[1]
             self._begin_region()
             self._is_implicit = True
-        if self.phase is Phase.BACKWARD and not self._frames:
-            self._enter_saved_hooks()  # a recomputed forward
-        self._frames.append((module, ()))
-        ids = self._pinned_ids.get(id(module), ())
-        if ids:
-            self.acquire(ids, pin=True)
-            self._frames[-1] = (module, ids)
+        frame = _Frame(module)
+        self._frames.append(frame)
+        frame.ids = self._pinned_ids.get(id(module), ())
+        if frame.ids:
+            self.acquire(frame.ids, pin=True)
+            frame.is_pinned = True
+        if frame.ids or len(self._frames) == 1:
+            frame.hooks = self._enter_saved_hooks()
 
     def exit_module(self, module: nn.Module, output: Any) -> None:
-        if not self._frames or self._frames[-1][0] is not module:
-            return  # its entry failed, or the region was aborted
-        _, ids = self._frames.pop()
-        if ids:
-            self.drop(ids)
-        if self._frames:
-            return
-        if self.phase is Phase.BACKWARD:
-            self._exit_saved_hooks()
-        elif self._is_implicit:
+        if not self._frames or self._frames[-1].module is not module:
+            return  # the region was aborted
+        frame = self._frames.pop()
+        if frame.hooks is not None:
+            frame.hooks.__exit__()
+        if frame.is_pinned:
+            self.drop(frame.ids)
+        if self._is_implicit and not self._frames:
             self._is_implicit = False
             if sys.exc_info()[1] is not self._error_at_entry:
                 self._abort_region()
@@ -216,7 +228,7 @@ class Engine:
         self.absorb_touched()
         self._begin_iteration("train" if torch.is_grad_enabled() else "eval")
         self.phase = Phase.FORWARD
-        self._enter_saved_hooks()
+        self._region_hooks = self._enter_saved_hooks()
         if torch.is_grad_enabled():
             self._versions = self.interception.versions()
 
@@ -230,7 +242,7 @@ class Engine:
             self._end_iteration()
 
     def _abort_region(self) -> None:
-        self._frames.clear()
+        self._clear_frames()
         self._is_implicit = False
         self.rcache.unpin_all()
         self._close_region()
@@ -238,37 +250,38 @@ class Engine:
         self._recorded = []
 
     def _close_region(self) -> None:
-        self._exit_saved_hooks()
+        hooks, self._region_hooks = self._region_hooks, None
+        if hooks is not None:
+            hooks.__exit__()
         self._unpin_raw()
         self.interception.guard_all()
         self.phase = Phase.IDLE
 
-    def _enter_saved_hooks(self) -> None:
-        if not self._has_saved_hooks and self.must_pack:
-            self._has_saved_hooks = True
-            self._saved.enter()
+    def _clear_frames(self) -> None:
+        """After an exception that may have passed by the modules' exits."""
+        while self._frames:
+            hooks = self._frames.pop().hooks
+            if hooks is not None:
+                hooks.__exit__()
 
-    def _exit_saved_hooks(self) -> None:
-        if self._has_saved_hooks:
-            self._has_saved_hooks = False
-            self._saved.exit()
-
-    @property
-    def must_pack(self) -> bool:
-        """Whether autograd would now save parameters themselves, which would not show as an alias of their storage."""
-        return bool(self._cost) and torch.is_grad_enabled() and self._saved.may_enter()
+    def _enter_saved_hooks(self) -> SavedHooks | None:
+        """Have autograd save managed tensors through us from now on; None if it does already, or need not."""
+        if not self._cost or not torch.is_grad_enabled():
+            return None
+        hooks = self._saved.context()
+        if hooks is not None:
+            hooks.__enter__()
+        return hooks
 
     @contextmanager
     def packing(self) -> Iterator[None]:
         """Saved tensors of what runs inside keep no replica alive, and find it again in backward."""
-        if not self.must_pack:
-            yield
-            return
-        self._saved.enter()
+        hooks = self._enter_saved_hooks()
         try:
             yield
         finally:
-            self._saved.exit()
+            if hooks is not None:
+                hooks.__exit__()
 
     # Backward
 
@@ -319,14 +332,13 @@ class Engine:
 
     def abort_backward(self) -> None:
         """Call when backward raised: the gradients collected since the last step are dropped."""
-        self._frames.clear()
+        self._clear_frames()
         self._close_backward()
         self.reducer.abandon()
         self._kind = None
         self._recorded = []
 
     def _close_backward(self) -> None:
-        self._exit_saved_hooks()
         self.rcache.unpin_all()
         self._unpin_raw()
         self.interception.guard_all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -104,8 +104,9 @@ class SavedTensors:
     """Saved tensors that lie in managed storage are kept as (chunk, offset, size, stride), so that saving keeps no
     replica alive; unpacking makes the chunk resident again.
 
-    Without any saved-tensor hooks autograd keeps a saved leaf by itself, not by another tensor over its storage: nothing would
-    tell that its storage is still needed. So ours are on wherever the user's are not.
+    Autograd may keep a saved leaf by itself, not by another tensor over its storage, and so may a user's own hooks: nothing
+    would tell that its storage is still needed. So ours are on wherever a managed parameter may be saved; torch calls the innermost
+    pair only, so where that is the user's, ours pass on to it what is not managed.
 
     Args:
         chunks: By storage key.
@@ -115,38 +116,69 @@ class SavedTensors:
     def __init__(self, chunks: dict[int, Chunk], make_resident: Callable[[Chunk], None]) -> None:
         self._chunks = chunks
         self._make_resident = make_resident
-        self._active: list[torch.autograd.graph.saved_tensors_hooks] = []
 
-    @staticmethod
-    def may_enter() -> bool:
-        """False under the user's own saved-tensor hooks (activation checkpointing around a part of the model, say): torch
-        calls the innermost pair only, and ours must not hide theirs. What theirs keep holds its chunk by aliasing its
-        storage."""
-        return torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    def context(self) -> torch.autograd.graph.saved_tensors_hooks | None:
+        """Hooks to enter now; None where ours are innermost already, or activation checkpointing's are: those keep no tensor
+        in the forward, and in the recomputation another tensor over the storage, which shows as an alias."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if top is None:
+            return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        pack, unpack = top
+        owner = getattr(pack, "__self__", None)
+        owner = owner.outer if isinstance(owner, _OverUsers) else owner
+        if owner is self or getattr(pack, "__module__", "") == "torch.utils.checkpoint":
+            return None
+        both = _OverUsers(self, pack, unpack)
+        return torch.autograd.graph.saved_tensors_hooks(both.pack, both.unpack)
 
-    def enter(self) -> None:
-        """Pack from now on."""
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        hooks.__enter__()
-        self._active.append(hooks)
-
-    def exit(self) -> None:
-        self._active.pop().__exit__()
-
-    def _pack(self, tensor: Tensor) -> Tensor | tuple[Chunk, torch.Size, tuple[int, ...], int]:
-        if tensor.layout is not torch.strided or type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
-            return tensor
+    def packed(self, tensor: Tensor) -> PackedTensor | None:
+        """The handle of a tensor in managed storage; None for any other."""
+        if tensor.layout is not torch.strided:
+            return None
         try:
             chunk = self._chunks.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # tensors without storage, such as functorch wrappers
-            return tensor
+        except (NotImplementedError, RuntimeError):  # tensors without storage, such as functorch's wrappers
+            return None
         if chunk is None or tensor.dtype != chunk.dtype or tensor.is_conj() or tensor.is_neg():
-            return tensor
-        return chunk, tensor.size(), tensor.stride(), tensor.storage_offset()
+            return None
+        return PackedTensor(chunk, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def _unpack(self, packed: Tensor | tuple[Chunk, torch.Size, tuple[int, ...], int]) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        chunk, size, stride, offset = packed
-        self._make_resident(chunk)
-        return chunk.flat.as_strided(size, stride, offset)
+    def unpacked(self, packed: PackedTensor) -> Tensor:
+        self._make_resident(packed.chunk)
+        return packed.chunk.flat.as_strided(packed.size, packed.stride, packed.offset)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            packed = self.packed(tensor)
+        return tensor if packed is None else packed
+
+    def _unpack(self, packed: Any) -> Tensor:
+        return self.unpacked(packed) if isinstance(packed, PackedTensor) else packed
+
+
+class PackedTensor(NamedTuple):
+    """What is kept of a saved tensor in managed storage."""
+
+    chunk: Chunk
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _OverUsers:
+    """Ours, with the user's for everything else."""
+
+    def __init__(self, outer: SavedTensors, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        self.outer = outer
+        self._pack = pack
+        self._unpack = unpack
+
+    def pack(self, tensor: Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            packed = self.outer.packed(tensor)
+        return self._pack(tensor) if packed is None else packed
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, PackedTensor):
+            return self.outer.unpacked(packed)
+        return self._unpack(packed)

@@ -123,14 +123,14 @@ class Interception:
         engine.check_open()
         managed = [t for t in released.tensors_in((args, dict(kwargs))) if engine.home_of(t) is not None]
         ids = tuple(dict.fromkeys(self._chunk_of(p).id for p in managed))
-        if func is released.DETACH and self._state_dict_depth > 0:
+        if func == released.DETACH and self._state_dict_depth > 0:
             return self._whole_value(args[0])
-        if func is released.DATA_SETTER:
+        if func == released.DATA_SETTER:
             return self._assign_data(args[0], args[1])
         if engine.is_computing:
             return self._call_in_compute(func, args, kwargs, ids)
         result = self._call_between_steps(func, args, kwargs, managed, ids)
-        if func is released.COPY and engine.home_of(args[0]) is not None:
+        if func == released.COPY and engine.home_of(args[0]) is not None:
             self._write_master(args[0], args[1] if len(args) > 1 else kwargs["src"])
         return result
 
