@@ -146,6 +146,7 @@ class Engine:
         self._replan_listeners: list[Callable[[], None]] = []
         self.is_sampling = False
         self.peak_non_model_bytes = 0
+        self._sampled_bytes = 0
         self._adopt(plan, store)
         watched = [m for m in module.modules() if any(True for _ in m.parameters())]
         self._hooks = Hooks(watched, [c for c in self.chunks if c.spec.requires_grad], self)
@@ -314,6 +315,8 @@ class Engine:
         """Call when the outermost backward has returned: reduces what is left. Collective."""
         if self.phase is not Phase.BACKWARD:
             return
+        if self.is_sampling:
+            self._sample()
         self._close_backward()
         reducer = self.reducer
         waiting, late = reducer.waiting_ids(), reducer.late_ids()
@@ -366,7 +369,7 @@ class Engine:
     def acquire(self, ids: Sequence[int], *, pin: bool) -> None:
         """Make chunks resident and their parameters plain; with `pin`, until `drop`."""
         is_computing = self.is_computing
-        if self.is_sampling:
+        if self.is_sampling and is_computing:
             self._sample()
         if self._cost:
             is_recorded = is_computing and self._is_recording
@@ -584,14 +587,18 @@ class Engine:
     # Sampling, statistics, end
 
     def _sample(self) -> None:
-        """Device bytes in use since the last access, beyond the engine's own."""
-        peak = self.device.take_peak_bytes() - self.device_bytes()
+        """Device bytes in use since the last access, beyond the engine's own. The step is left out: its temporaries are bounded,
+        and activations are gone by then."""
+        held = self.device_bytes()
+        # The peak may have been before the interval's last chunk came, or after its first one went.
+        peak = self.device.take_peak_bytes() - min(held, self._sampled_bytes)
+        self._sampled_bytes = held
         self.peak_non_model_bytes = max(self.peak_non_model_bytes, peak)
 
     def device_bytes(self) -> int:
         """Device memory that replicas, gradient blocks and shards take now."""
         held = self.held_bytes()
-        return sum(n for key, n in held.items() if key.startswith("gpu_")) + held.get("replica", 0)
+        return sum(n for key, n in held.items() if not key.startswith("cpu_"))
 
     def held_bytes(self) -> dict[str, int]:
         held = self.store.bytes_by_kind()
@@ -645,13 +652,12 @@ class Engine:
         return self.phase is Phase.CLOSED
 
     def sample_activations(self, is_on: bool) -> None:
-        """Watch the device's memory at every access; off again, the last interval counts too."""
-        if self.is_sampling and not is_on:
-            self._sample()
+        """Watch the device's memory at every access of forward and backward."""
         self.is_sampling = is_on
         if is_on:
             self.device.take_peak_bytes()
             self.peak_non_model_bytes = 0
+            self._sampled_bytes = self.device_bytes()
 
     @contextmanager
     def resident(self, ids: Sequence[int], *, modify: bool) -> Iterator[None]:

@@ -178,7 +178,12 @@ class Reducer:
         self.order = tuple(order)
 
     def block_bytes_held(self) -> int:
-        blocks = [c.block for c in self._collected.values()] + [f.block for f in self._in_flight]
+        """Device bytes of gradient blocks that are not (yet) gradient shards."""
+        blocks = [c.block for c in self._collected.values()]
+        for item in self._in_flight:
+            grad = self._store[item.chunk.id].grad
+            if grad is None or grad.data_ptr() != item.block.data_ptr():
+                blocks.append(item.block)
         return sum(b.untyped_storage().nbytes() for b in blocks)
 
     # Internals
