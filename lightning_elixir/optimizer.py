@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optim.scaling import LossScaler, absolute_max, clip_coefficient, square_sums
+from lightning_elixir.core.device import Uploads
 from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace, elementwise_class, is_scalar_state
 from lightning_elixir.plan.segments import Segment, segments_of
 from lightning_elixir.runtime.agreement import Meeting
@@ -80,6 +81,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.is_step_skipped = False
         self._transforms: list[tuple[str, float]] = []
         self._last_norm: float | None = None
+        self._scratches: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._uploads = Uploads(self._engine.device)
         self._shape: tuple[int, ...] = ()
         self._segments: dict[int, tuple[Segment, ...]] = {}
         self._inner: dict[int, SegmentOptimizer] = {}
@@ -187,28 +190,64 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _update(self, used: Mapping[int, set[int]]) -> None:
         engine = self._engine
         for chunk_id in sorted(used):
-            chunk, shard = engine.chunks[chunk_id], engine.store[chunk_id]
-            inner = self._inner[chunk_id]
+            chunk, shard, inner = engine.chunks[chunk_id], engine.store[chunk_id], self._inner[chunk_id]
             if shard.grad is None:
                 continue
-            grad = shard.grad
-            if self._has_transforms() and grad.dtype.itemsize < 4:
-                grad = grad.float()  # also where the optimizer works in 16 bits: factors apply before rounding
-            grad = self._transformed(grad)
-            inner.step(grad.to(inner.work.dtype), used[chunk_id], self.param_groups)
-            self._write_back(chunk)
+            target = self._write_back_target(chunk)
+            is_near = target is not None and target.device == inner.work.device
+            if inner.is_adam and all(kind == "factor" for kind, _ in self._transforms):
+                factor = math.prod([value for _, value in self._transforms], start=self._inverse_scale)
+                inner.step_adam(shard.grad, factor, used[chunk_id], self.param_groups, target if is_near else None)
+                is_written = is_near
+            else:
+                inner.step(self._optimizer_grad(shard.grad, inner.work.dtype), used[chunk_id], self.param_groups)
+                is_written = False
+            if target is not None and not is_written:
+                self._write_back(inner.work, target)
 
-    def _write_back(self, chunk: Chunk) -> None:
-        """Master -> compute shard."""
+    def _optimizer_grad(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient as the optimizer wants it: unscaled, clipped and in its dtype; may be scratch memory."""
+        if self._has_transforms() and grad.dtype.itemsize < 4:
+            grad = self._scratch(grad, torch.float32).copy_(grad)  # factors apply before rounding
+        return (
+            self._transformed(grad).to(dtype)
+            if grad.dtype == dtype
+            else self._scratch(grad, dtype).copy_(self._transformed(grad))
+        )
+
+    def _scratch(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Reused memory on `like`'s device: fresh host memory costs more to touch than the arithmetic on it."""
+        key = (like.device, dtype)
+        held = self._scratches.get(key)
+        if held is None or held.numel() < like.numel():
+            held = self._scratches[key] = torch.empty(like.numel(), dtype=dtype, device=like.device)
+        return held[: like.numel()]
+
+    def _write_back_target(self, chunk: Chunk) -> Tensor | None:
+        """Where the updated master goes in the compute dtype: this rank's slice of shard or replica. None without a master."""
         engine, shard = self._engine, self._engine.store[chunk.id]
         if shard.master is None:
-            return
+            return None
         target = chunk.flat if shard.param is None else shard.param
         if target.numel() != shard.master.numel():
             target = chunk.shard_of(target, engine.comm.rank, engine.comm.world_size)
-        target.copy_(shard.master)
+        return target
+
+    def _write_back(self, master: Tensor, target: Tensor) -> None:
+        """Cast where the master is, so that only the compute dtype crosses the bus, from page-locked memory."""
+        if master.device == target.device or master.dtype == target.dtype:
+            target.copy_(master)
+            return
+        if master.device.type != "cpu":
+            target.copy_(master.to(target.dtype))
+            return
+        self._uploads.upload(master, target)
 
     # Gradients
+
+    @property
+    def _inverse_scale(self) -> float:
+        return self.scaler.inverse_scale if self.scaler.enabled else 1.0
 
     def _has_transforms(self) -> bool:
         return self.scaler.enabled or bool(self._transforms)
@@ -301,7 +340,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if self._transforms:
             wide = grad if grad.dtype.itemsize >= 4 else grad.float()
             return measure(self._transformed(wide), bounds)
-        inverse = self.scaler.inverse_scale if self.scaler.enabled else 1.0
+        inverse = self._inverse_scale
         known = None if is_max else self._engine.reducer.square_sums.get(chunk_id)
         return measure(grad, bounds, scale=inverse) if known is None else known * inverse**2
 
@@ -464,4 +503,6 @@ def check_parameters(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
             "parameters of the model that is wrapped (on ranks other than 0, after wrapping if the model was built in configure_model)"
         )
     if unfrozen:
-        raise StateError(f"frozen when the model was set up, and now in an optimizer to be trained: {', '.join(unfrozen[:5])}")
+        raise StateError(
+            f"frozen when the model was set up, and now in an optimizer to be trained: {', '.join(unfrozen[:5])}"
+        )

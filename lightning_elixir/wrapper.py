@@ -94,7 +94,10 @@ class ElixirModule(nn.Module):
         """The wrapped model's forward."""
         if self._casts_inputs:
             args, kwargs = _cast((args, kwargs), self.dtype)
-        with self.engine.region(), torch.autocast(self._device_type, self.dtype, enabled=True) if self._has_autocast else _nothing():
+        with (
+            self.engine.region(),
+            torch.autocast(self._device_type, self.dtype, enabled=True) if self._has_autocast else _nothing(),
+        ):
             output = self.module(*args, **kwargs)
             if self._force_outputs_fp32:
                 output = _cast(output, torch.float32)
@@ -121,17 +124,13 @@ class ElixirModule(nn.Module):
         values = engine.whole_values(on_all_ranks=not rank0_only)
         if rank0_only and engine.comm.rank != 0:
             return {}
-        names = {id(p): m.fqn for c in engine.chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
-        result: dict[str, Any] = {}
-        for module_name, module in self.module.named_modules():
-            prefix = f"{module_name}." if module_name else ""
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    result[prefix + name] = values[names[id(parameter)]]
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    result[prefix + name] = buffer.detach().to("cpu", copy=True)
-        return result
+        with engine.interception.whole_state(values):
+            state: dict[str, Any] = self.module.state_dict()  # with hooks, extra state, and the states of metrics
+        own = {id(value) for value in values.values()}
+        return {
+            name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) and id(value) not in own else value
+            for name, value in state.items()
+        }
 
     def load_full_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> tuple[list[str], list[str]]:
         """Overwrite parameters and buffers with whole values; every rank passes the same. Collective.
@@ -156,14 +155,18 @@ class ElixirModule(nn.Module):
         missing = [name for name in targets if name not in state]
         unexpected = [name for name in state if name not in targets]
         if strict and (missing or unexpected):
-            raise PlanError(f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]} ({len(missing)} and {len(unexpected)} names)")
+            raise PlanError(
+                f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]} ({len(missing)} and {len(unexpected)} names)"
+            )
         names = {id(p): m.fqn for c in engine.chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
         values: dict[str, Tensor] = {}
         for name, target in targets.items():
             if name not in state:
                 continue
             if state[name].shape != target.shape:
-                raise PlanError(f"state dict: {name} has shape {tuple(state[name].shape)}, the model has {tuple(target.shape)}")
+                raise PlanError(
+                    f"state dict: {name} has shape {tuple(state[name].shape)}, the model has {tuple(target.shape)}"
+                )
             if id(target) in names:
                 values[names[id(target)]] = state[name]
         write_whole(engine, values)
@@ -174,7 +177,9 @@ class ElixirModule(nn.Module):
         return missing, unexpected
 
     @contextmanager
-    def full_parameters(self, names: Iterable[str] | None = None, modify: bool = False) -> Iterator[dict[str, nn.Parameter]]:
+    def full_parameters(
+        self, names: Iterable[str] | None = None, modify: bool = False
+    ) -> Iterator[dict[str, nn.Parameter]]:
         """Inside, the named (or all) parameters are whole, on the compute device, in the compute dtype. Collective.
 
         Args:
@@ -247,8 +252,12 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _check(plan: Plan, dtype: torch.dtype, is_given: bool, world_size: int, device: torch.device) -> None:
     if plan.world_size != world_size:
-        raise PlanError(f"the plan is for {plan.world_size} ranks, the process group has {world_size}: make a plan for {world_size}")
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks, the process group has {world_size}: make a plan for {world_size}"
+        )
     if is_given and str(dtype).removeprefix("torch.") != plan.compute_dtype:
-        raise PlanError(f"dtype={dtype}, but the plan was made for {plan.compute_dtype}: pass unified_dtype={dtype} to the search")
+        raise PlanError(
+            f"dtype={dtype}, but the plan was made for {plan.compute_dtype}: pass unified_dtype={dtype} to the search"
+        )
     if dtype is torch.float16 and device.type == "cpu":
         raise PlanError("float16 is for GPUs: on the CPU use torch.bfloat16 or torch.float32")

@@ -219,6 +219,38 @@ class _PinnedMapping(mmap.mmap):
             self._address = None
 
 
+class Uploads:
+    """Casts host tensors into page-locked staging memory and sends them to the device, one being cast while the other
+    is under way.
+
+    Args:
+        device: Where they go.
+    """
+
+    _NUM_BUFFERS = 2
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._buffers: list[tuple[Tensor, Event]] = []
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        """`target` (on the device, 1-D) receives `source` (on the host, same numel) in its own dtype; on the compute stream."""
+        buffer = self._take(target)
+        buffer.copy_(source)
+        target.copy_(buffer, non_blocking=True)
+        self._buffers[-1] = (self._buffers[-1][0], self._device.compute_event())
+
+    def _take(self, target: Tensor) -> Tensor:
+        held: Tensor | None = None
+        if len(self._buffers) == self._NUM_BUFFERS:
+            held, sent = self._buffers.pop(0)
+            sent.synchronize()
+        if held is None or held.numel() < target.numel() or held.dtype != target.dtype:
+            held = self._device.host_empty(target.numel(), target.dtype)
+        self._buffers.append((held, self._device.compute_event()))
+        return held[: target.numel()]
+
+
 def make_device(device: torch.device | None = None, pin_memory: bool = True) -> Device:
     """The runtime's view of `device`; by default the current CUDA device, or the CPU where there is none."""
     if device is None:

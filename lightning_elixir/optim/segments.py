@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.optim.adam import adam_update_
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 
 # Their update of one element looks at that element alone, so they may run over any slice of a parameter.
@@ -115,6 +116,52 @@ class SegmentOptimizer:
         self._inner.step()
         for tensor in self._tensors:
             tensor.grad = None
+
+    @property
+    def is_adam(self) -> bool:
+        """Whether `step_adam` may be used."""
+        return isinstance(self._inner, HybridAdam)
+
+    def step_adam(
+        self,
+        grad: Tensor,
+        factor: float,
+        members: Collection[int],
+        groups: Sequence[Mapping[str, Any]],
+        compute: Tensor | None,
+    ) -> None:
+        """One update by `HybridAdam`, in one pass: gradients of any dtype, unscaled and clipped on the way.
+
+        Args:
+            grad: 1-D, numel of `work`, same device; read only.
+            factor: What gradients are multiplied by.
+            members: Member indices that have a gradient.
+            groups: The user's groups.
+            compute: 1-D, numel of `work`, same device: receives the updated values of the used segments in its own dtype.
+        """
+        if not isinstance(self._inner, HybridAdam):
+            return
+        hyper = {g: HybridAdam.hyper_parameters(groups[g]) for g in self._group_indices}
+        for tensor, place in zip(self._tensors, self.places, strict=True):
+            if place.member_index not in members:
+                continue
+            part = slice(place.shard_offset, place.shard_offset + place.numel)
+            state = self._inner.state[tensor]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(tensor)
+                state["exp_avg_sq"] = torch.zeros_like(tensor)
+            state["step"] += 1
+            adam_update_(
+                tensor,
+                grad[part],
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                step=int(state["step"].item()),
+                grad_factor=factor,
+                compute_param=None if compute is None else compute[part],
+                **hyper[place.group_index],
+            )
 
     def state_of(self, position: int) -> dict[str, Any]:
         """State of the segment at `places[position]`; empty before its first update."""

@@ -44,7 +44,9 @@ def check_same_on_all_ranks(comm: Comm, plan: Plan) -> None:
     plans = comm.exchange_objects((plan.fingerprint(), plan.layout_fingerprint(), len(plan.chunks)))
     if len({fingerprint for fingerprint, _, _ in plans}) > 1:
         what = "models" if len({layout for _, layout, _ in plans}) > 1 else "placements"
-        raise PlanError(f"the ranks have plans for different {what}: {plans}; build the same model and plan on every rank")
+        raise PlanError(
+            f"the ranks have plans for different {what}: {plans}; build the same model and plan on every rank"
+        )
 
 
 class Builder:
@@ -131,7 +133,9 @@ class Builder:
             chunk.release()
         return chunk
 
-    def _collect(self, spec: ChunkSpec, parameters: list[nn.Parameter], strides: list[tuple[int, ...]]) -> Tensor | None:
+    def _collect(
+        self, spec: ChunkSpec, parameters: list[nn.Parameter], strides: list[tuple[int, ...]]
+    ) -> Tensor | None:
         """Rank 0's values of the whole chunk, 1-D, in master (or compute) dtype; None on other ranks."""
         if self._comm.rank != 0:
             return None
@@ -206,7 +210,10 @@ def _check_names(plan: Plan, named: Mapping[str, nn.Parameter]) -> None:
     extra = [name for name, p in named.items() if id(p) not in known]
     wrong = [n for n, shape in planned.items() if n in named and tuple(named[n].shape) != shape]
     frozen = [
-        m.fqn for c in plan.chunks for m in c.members if m.fqn in named and named[m.fqn].requires_grad != c.requires_grad
+        m.fqn
+        for c in plan.chunks
+        for m in c.members
+        if m.fqn in named and named[m.fqn].requires_grad != c.requires_grad
     ]
     for what, names in (
         ("parameters that the model lacks", missing),
@@ -217,4 +224,3 @@ def _check_names(plan: Plan, named: Mapping[str, nn.Parameter]) -> None:
         if names:
             shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             raise PlanError(f"the plan was made for another model: it has {what} {shown}; make a new plan")
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -143,7 +144,7 @@ class Engine:
         self.traces: dict[str, AccessTrace] = {}
         self._touched: set[int] = set()
         self._is_order_known = False
-        self._replan_listeners: list[Callable[[], None]] = []
+        self._replan_listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.is_sampling = False
         self.peak_non_model_bytes = 0
         self._sampled_bytes = 0
@@ -566,19 +567,24 @@ class Engine:
         check_layout(self.plan, plan)
         check_same_on_all_ranks(self.comm, plan)
         if self.reducer.used:
-            raise StateError("the placement cannot change while gradients wait for a step: call step() or zero_grad() first")
+            raise StateError(
+                "the placement cannot change while gradients wait for a step: call step() or zero_grad() first"
+            )
         for chunk_id in self.rcache.release(list(self.rcache.resident_ids)):
             self.chunks[chunk_id].release()
         self._end_iteration()
         store = ShardStore(self.device, self.comm.world_size, plan.is_storage_distributed)
         move_chunks(self, plan, store)
         self._adopt(plan, store)
-        for notify in self._replan_listeners:
-            notify()
+        for listener in self._replan_listeners:
+            notify = listener()
+            if notify is not None:
+                notify()
 
     def on_replan(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after the shards have moved."""
-        self._replan_listeners.append(listener)
+        """Call `listener`, a bound method, after the shards have moved, for as long as its object lives."""
+        self._replan_listeners = [known for known in self._replan_listeners if known() is not None]
+        self._replan_listeners.append(weakref.WeakMethod(listener))
 
     def own_shard(self, chunk: Chunk) -> Tensor:
         """This rank's up-to-date values of a chunk, 1-D: what an optimizer updates. Not a copy."""
@@ -727,4 +733,3 @@ def _ids_by_module(root: nn.Module, home: Mapping[int, tuple[Chunk, int]]) -> di
         if ids and not below:
             found[id(module)] = ids
     return found
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -94,8 +95,13 @@ class Hooks:
 
 
 def _grad_hook(engine: EngineEvents, chunk: Chunk, index: int) -> Callable[[Tensor], None]:
+    # Weak: torch keeps such a hook where the garbage collector cannot look, and a cycle through it would stay for ever.
+    engine_ref, chunk_ref = weakref.ref(engine), weakref.ref(chunk)
+
     def collect(parameter: Tensor) -> None:
-        engine.collect_grad(chunk, index, chunk.parameters[index])
+        owner, home = engine_ref(), chunk_ref()
+        if owner is not None and home is not None:
+            owner.collect_grad(home, index, home.parameters[index])
 
     return collect
 
@@ -150,7 +156,10 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             packed = self.packed(tensor)
-        return tensor if packed is None else packed
+            if packed is not None:
+                return packed
+            # An output that is kept as it is keeps the node that keeps it: a graph without a backward would never go.
+            return tensor if tensor.grad_fn is None else tensor.detach()
 
     def _unpack(self, packed: Any) -> Tensor:
         return self.unpacked(packed) if isinstance(packed, PackedTensor) else packed

@@ -8,7 +8,8 @@ its parameters are plain, and nothing is intercepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -255,6 +256,16 @@ class Interception:
         self._state_dict_depth = max(0, self._state_dict_depth - 1)
         if self._state_dict_depth == 0:
             self._whole = None
+
+    @contextmanager
+    def whole_state(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, `state_dict()` takes parameters from `values` (by FQN), and asks no other rank."""
+        self.enter_state_dict()
+        self._whole = dict(values)
+        try:
+            yield
+        finally:
+            self.exit_state_dict()
 
     def _whole_value(self, parameter: Tensor) -> Tensor:
         """`state_dict()` of the model or a part of it: whole values on the CPU, in the model's own dtype."""

@@ -74,9 +74,7 @@ class Reducer:
         self._moved = moved
         self._reduce_dtype = reduce_dtype
         self._block_bytes = block_bytes
-        self._trainable = {
-            i: sum(p.requires_grad for p in chunks[i].parameters if p.numel() > 0) for i in self.order
-        }
+        self._trainable = {i: sum(p.requires_grad for p in chunks[i].parameters if p.numel() > 0) for i in self.order}
         # This backward
         self._collected: dict[int, _Collected] = {}
         self._arrivals: dict[int, int] = {}

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def check_layout(old: Plan, new: Plan) -> None:
     """Raises `PlanError` unless both plans have the same chunks and the same kind of parameter shards."""
     if old.layout_fingerprint() != new.layout_fingerprint():
-        raise PlanError("the new plan has another chunk layout: a running engine can only move between placements of its own chunks")
+        raise PlanError(
+            "the new plan has another chunk layout: a running engine can only move between placements of its own chunks"
+        )
     if old.is_storage_distributed != new.is_storage_distributed:
         raise PlanError("enable_distributed_storage cannot change while an engine runs: close it and build a new one")
 
