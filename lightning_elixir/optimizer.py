@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_elixir.core.device import Uploads
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optim.scaling import LossScaler, absolute_max, clip_coefficient, square_sums
-from lightning_elixir.core.device import Uploads
 from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace, elementwise_class, is_scalar_state
 from lightning_elixir.plan.segments import Segment, segments_of
 from lightning_elixir.runtime.agreement import Meeting
@@ -32,7 +32,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         module: The wrapped model.
         optimizer: An element-wise optimizer (`HybridAdam`, `CPUAdam`, `torch.optim.AdamW`, `Adam`, `SGD`, ...) over the
             parameters of the model; may have been built before the model was wrapped. It must not have stepped yet.
-        initial_scale: Loss scale to start with. Scaling is on for fp16 with an fp32 master, as in `torch.amp.GradScaler`.
+        initial_scale: Loss scale to start with. Scaling is on for fp16 with an fp32 master, as in
+            `torch.amp.GradScaler`.
         min_scale: The scale does not fall below.
         max_scale: The scale does not grow above.
         growth_factor: What a growing scale is multiplied by.
@@ -150,7 +151,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         with self._engine.backward():
             self.scale_loss(loss).backward(**kwargs)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters and drop the gradients. Collective.
 
         With loss scaling, a step whose gradients hold inf or nan changes nothing but the scale (`is_step_skipped`).
@@ -209,11 +210,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """The gradient as the optimizer wants it: unscaled, clipped and in its dtype; may be scratch memory."""
         if self._has_transforms() and grad.dtype.itemsize < 4:
             grad = self._scratch(grad, torch.float32).copy_(grad)  # factors apply before rounding
-        return (
-            self._transformed(grad).to(dtype)
-            if grad.dtype == dtype
-            else self._scratch(grad, dtype).copy_(self._transformed(grad))
-        )
+        transformed = self._transformed(grad)
+        if transformed.dtype == dtype:
+            return transformed
+        return self._scratch(transformed, dtype).copy_(transformed)
 
     def _scratch(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Reused memory on `like`'s device: fresh host memory costs more to touch than the arithmetic on it."""
@@ -224,7 +224,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         return held[: like.numel()]
 
     def _write_back_target(self, chunk: Chunk) -> Tensor | None:
-        """Where the updated master goes in the compute dtype: this rank's slice of shard or replica. None without a master."""
+        """Where the master goes in the compute dtype: this rank's slice of shard or replica. None without a master."""
         engine, shard = self._engine, self._engine.store[chunk.id]
         if shard.master is None:
             return None
@@ -283,8 +283,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._transforms.append(("clamp", float(clip_value)))
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Total norm of the gradients as they are now (unscaled, clipped if clipping was asked for), or, after a step, of those that
-        it found before clipping them. Collective. 0-dim fp32."""
+        """Total norm of the gradients as they are now (unscaled, clipped if clipping was asked for), or, after a step,
+        of those that it found before clipping them. Collective. 0-dim fp32."""
         engine = self._engine
         engine.meet(Meeting.GRADIENTS)
         engine.reducer.is_tracking_square_sums = True
@@ -314,7 +314,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         return math.sqrt(math.fsum(values)) if all(map(math.isfinite, values)) else float(parts.sum().sqrt())
 
     def _per_parameter(self, used: Mapping[int, set[int]], is_max: bool) -> Tensor:
-        """Square sums (or largest magnitudes) of this rank's part of each used parameter's gradient; fp64 on the CPU."""
+        """Square sums (or largest magnitudes) of this rank's part of each used parameter's gradient; fp64 on CPU."""
         pending: list[tuple[list[int], Tensor]] = []
         row = 0
         for chunk_id in sorted(used):
@@ -384,8 +384,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
             result["loss_scaler"] = self.scaler.state_dict()
         return result
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take over a state of `state_dict()` or of the same torch optimizer over the plain model; every rank passes the same.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of `state_dict()` or of the same torch optimizer over the plain model; the same on every rank.
 
         Raises:
             PlanError: If its groups or shapes are not those of this optimizer.
@@ -394,8 +394,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         saved_groups = state_dict["param_groups"]
         if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in self.param_groups]:
             raise PlanError(
-                f"the optimizer state has groups of {[len(g['params']) for g in saved_groups]} parameters, this optimizer has "
-                f"{[len(g['params']) for g in self.param_groups]}"
+                f"the optimizer state has groups of {[len(g['params']) for g in saved_groups]} parameters, "
+                f"this optimizer has {[len(g['params']) for g in self.param_groups]}"
             )
         saved: dict[int, Mapping[str, Any]] = {}
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
@@ -499,8 +499,9 @@ def check_parameters(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
                 unfrozen.append(home[0].spec.members[home[1]].fqn)
     if foreign:
         raise PlanError(
-            f"the optimizer holds {len(foreign)} parameters that are not the wrapped model's: {'; '.join(foreign[:5])}. Build it from the "
-            "parameters of the model that is wrapped (on ranks other than 0, after wrapping if the model was built in configure_model)"
+            f"the optimizer holds {len(foreign)} parameters that are not the wrapped model's: "
+            f"{'; '.join(foreign[:5])}. Build it from the parameters of the model that is wrapped (on ranks other than "
+            "0, after wrapping if the model was built in configure_model)"
         )
     if unfrozen:
         raise StateError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from lightning_elixir.plan.packing import PackedChunk, pack, regular_block_bytes
 from lightning_elixir.plan.placement import Budget, ModelDataBytes, PlacementRequest, format_bytes, place
 from lightning_elixir.plan.types import DTYPE_BYTES, ParamSpec, Plan
 from lightning_elixir.profiling.activations import StepFn, measure_non_model_bytes
-from lightning_elixir.profiling.parameters import dtype_name, module_accesses, param_specs
+from lightning_elixir.profiling.parameters import dtype_name, module_accesses, norm_parameters, param_specs
 
 __all__ = [
     "DEFAULT_PREFETCH_DEPTH",
@@ -23,6 +23,7 @@ __all__ = [
     "make_plan",
     "minimum_waste_search",
     "module_accesses",
+    "norm_parameters",
     "optimal_search",
     "param_specs",
     "simple_search",
@@ -50,6 +51,7 @@ def make_plan(
     prefetch_depth: int = DEFAULT_PREFETCH_DEPTH,
     gpu_margin_mem_ratio: float | None = None,
     compute_dtype: torch.dtype | None = None,
+    keep_fp32: Collection[str] = (),
     master_weights: bool = True,
     num_states: int = 2,
     grad_bytes: int | None = None,
@@ -76,6 +78,7 @@ def make_plan(
         prefetch_depth: How many chunks to fetch ahead.
         gpu_margin_mem_ratio: auto: share of the GPU memory beside the rCache that optimizer states may take.
         compute_dtype: Dtype of forward and backward; None: each parameter keeps its own.
+        keep_fp32: Names of parameters that are computed with in fp32 all the same.
         master_weights: Whether 16-bit parameters have an fp32 master.
         num_states: Optimizer states per element (Adam 2, SGD with momentum 1, without 0).
         grad_bytes: Bytes per element of the gradient shard; None: as the parameter.
@@ -92,7 +95,7 @@ def make_plan(
         PlanError: The model or an option cannot be used as given.
         CapacityError: A limit cannot hold what the policy needs.
     """
-    specs = param_specs(model, compute_dtype)
+    specs = param_specs(model, compute_dtype, keep_fp32)
     main_dtype = _main_dtype(specs, compute_dtype)
     if layout is not None:
         packed = _packed_layout(layout, specs, world_size)

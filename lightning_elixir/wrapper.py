@@ -45,7 +45,8 @@ class ElixirModule(nn.Module):
         device: Where to compute; None: the current CUDA device, or the CPU where there is none.
 
     Raises:
-        PlanError: If the plan is for another model, another number of ranks or another dtype, or fp16 is asked for on the CPU.
+        PlanError: If the plan is for another model, another number of ranks or another dtype, or fp16 is asked for on
+            the CPU.
     """
 
     def __init__(
@@ -117,7 +118,8 @@ class ElixirModule(nn.Module):
         """Parameters (tied ones under all their names) and persistent buffers, whole, on the CPU. Collective.
 
         Returns:
-            Name -> tensor, in the model's own dtypes (with fp32 masters: from them); `{}` on other ranks than 0 if `rank0_only`.
+            Name -> tensor, in the model's own dtypes (with fp32 masters: from them); `{}` on other ranks than 0 if
+            `rank0_only`.
         """
         engine = self.engine
         engine.meet(Meeting.STATE)
@@ -156,7 +158,8 @@ class ElixirModule(nn.Module):
         unexpected = [name for name in state if name not in targets]
         if strict and (missing or unexpected):
             raise PlanError(
-                f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]} ({len(missing)} and {len(unexpected)} names)"
+                f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]} "
+                f"({len(missing)} and {len(unexpected)} names)"
             )
         names = {id(p): m.fqn for c in engine.chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
         values: dict[str, Tensor] = {}
@@ -201,7 +204,8 @@ class ElixirModule(nn.Module):
             yield {name: members[name][0].parameters[members[name][1]] for name in wanted}
 
     def full_grads(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
-        """Whole gradients of all parameters that have one, fp32 on the CPU of every rank, divided by `loss_scale`. Collective."""
+        """Whole gradients of all parameters that have one, fp32 on the CPU of every rank, divided by `loss_scale`.
+        Collective."""
         self.engine.meet(Meeting.GRADIENTS)
         return whole_grads(self.engine, 1.0 / loss_scale)
 

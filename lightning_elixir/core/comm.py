@@ -1,16 +1,16 @@
 """Collectives between the ranks of one process group. The only file of the runtime that calls them.
 
 [Note: who waits for whom] Three groups over the same ranks. *data*: all-gathers of shards, issued only at points where
-all ranks have agreed on them. *reduce*: reduce-scatters of gradients, issued in the plan's order, never waited for by the
-host before the end of backward. *control*: small messages between hosts (gloo). A host may block on control and, on gloo,
-on data, and everyone is then at the same point; nobody ever blocks on a reduction while a peer may want data.
+all ranks have agreed on them. *reduce*: reduce-scatters of gradients, issued in the plan's order, never waited for by
+the host before the end of backward. *control*: small messages between hosts (gloo). A host may block on control and, on
+gloo, on data, and everyone is then at the same point; nobody ever blocks on a reduction while a peer may want data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,11 @@ class Comm(Protocol):
     rank: int
     world_size: int
 
+    def connect(self, nbytes: int) -> None:
+        """Make the connections that messages up to this size need."""
+
     def all_gather(self, flat: Tensor) -> None:
-        """In place: rank r's slice `flat[r * n : (r + 1) * n]` is sent to all. 1-D, numel a multiple of the world size."""
+        """In place: rank r's slice `flat[r * n : (r + 1) * n]` goes to all. 1-D, numel a multiple of the world size."""
 
     def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
         """`shard` receives this rank's slice of the mean of `flat` over the ranks."""
@@ -50,7 +53,7 @@ class Comm(Protocol):
     def all_reduce_sum(self, tensor: Tensor) -> None: ...
 
     def gather_host(self, shard: Tensor, on_all_ranks: bool) -> list[Tensor] | None:
-        """Host tensors of one size and dtype from all ranks, in rank order; None on other ranks than 0 unless asked for."""
+        """Host tensors of one size and dtype from all ranks, in rank order; None except on rank 0 unless asked for."""
 
     def exchange(self, message: Sequence[int]) -> list[list[int]]:
         """Every rank's small integers, in rank order."""
@@ -66,6 +69,9 @@ class SoloComm:
 
     rank = 0
     world_size = 1
+
+    def connect(self, nbytes: int) -> None:
+        return
 
     def all_gather(self, flat: Tensor) -> None:
         return
@@ -108,9 +114,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class _MeanOfSlices:
-    """Reduce-scatter as an exchange of slices and a local sum: the same bytes on the wire, but each element is summed in
-    rank order wherever it lies in the chunk (a ring starts at another rank for every slice), and 16-bit gradients are
-    summed in fp32. So the numbers do not depend on the chunk layout."""
+    """Reduce-scatter as an exchange of slices and a local sum: the same bytes on the wire, but each element is summed
+    in rank order wherever it lies in the chunk (a ring starts at another rank for every slice), and 16-bit gradients
+    are summed in fp32. So the numbers do not depend on the chunk layout."""
 
     def __init__(self, work: Work, received: Tensor, shard: Tensor) -> None:
         self._work = work
@@ -144,8 +150,19 @@ class GroupComm:
         ranks = dist.get_process_group_ranks(group)
         self._first = ranks[0]
         backend = dist.get_backend(group)
-        self._reduce = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
-        self._control = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+        self._reduce = _new_group(ranks, timeout, backend)
+        self._control = _new_group(ranks, timeout, "gloo")
+
+    def connect(self, nbytes: int) -> None:
+        # NCCL connects peers at the first message of a kind and size, and blocks the host until both are there: in
+        # backward one rank would wait there for a peer that waits for it at the end (seen with two GPUs).
+        if dist.get_backend(self._data) == "gloo":
+            return
+        sent = torch.zeros(-(-nbytes // self.world_size) * self.world_size, dtype=torch.uint8, device=self._device)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._reduce)
+        _all_gather(received, sent[: sent.numel() // self.world_size], group=self._data)
+        received[0].item()  # wait for both
 
     def all_gather(self, flat: Tensor) -> None:
         numel = flat.numel() // self.world_size
@@ -154,7 +171,7 @@ class GroupComm:
 
     def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
         received = torch.empty_like(flat)
-        work = dist.all_to_all_single(received, flat, group=self._reduce, async_op=True)
+        work = cast(Work, dist.all_to_all_single(received, flat, group=self._reduce, async_op=True))
         return _MeanOfSlices(work, received.view(self.world_size, -1), shard)
 
     def scatter_from_first(self, shard: Tensor, flat: Tensor | None) -> None:
@@ -176,7 +193,7 @@ class GroupComm:
 
     def gather_host(self, shard: Tensor, on_all_ranks: bool) -> list[Tensor] | None:
         pieces = [torch.empty_like(shard) for _ in range(self.world_size)] if self.rank == 0 or on_all_ranks else None
-        if on_all_ranks:
+        if on_all_ranks and pieces is not None:
             dist.all_gather(pieces, shard.contiguous(), group=self._control)
         else:
             dist.gather(shard.contiguous(), pieces, dst=self._first, group=self._control)
@@ -187,7 +204,8 @@ class GroupComm:
             return self._exchange(list(message))
         except RuntimeError as error:
             raise PeerLostError(
-                f"rank {self.rank} lost contact with its peers (one has failed, ended, or did not come in time): {error}"
+                f"rank {self.rank} lost contact with its peers (one has failed, ended, or did not come in time): "
+                f"{error}"
             ) from error
 
     def _exchange(self, message: list[int]) -> list[list[int]]:
@@ -216,8 +234,13 @@ class GroupComm:
                 dist.destroy_process_group(group)
 
 
+def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+    return cast(dist.ProcessGroup, group)  # torch annotates what ranks outside the group get as well
+
+
 def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
-    """The ranks of `group`; of the default group where that is None; a `SoloComm` without torch.distributed, or for one rank."""
+    """The ranks of `group`, None: the default group; a `SoloComm` without torch.distributed, or for one rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return SoloComm()
     group = group if group is not None else dist.group.WORLD

@@ -1,9 +1,9 @@
 """The compute device: storages, streams, host memory. The only file that names `torch.cuda`.
 
 [Note: stream rule] Chunk storage is allocated and freed on the compute stream. A lane (a side stream) first waits for
-all that the compute stream has been given so far, so it never touches storage before its allocation, or while an earlier
-user of the same memory still runs; and the compute stream waits for the lane's event before it uses or frees that
-storage. Therefore no `record_stream`. On a CPU device everything is synchronous and lanes do nothing.
+all that the compute stream has been given so far, so it never touches storage before its allocation, or while an
+earlier user of the same memory still runs; and the compute stream waits for the lane's event before it uses or frees
+that storage. Therefore no `record_stream`. On a CPU device everything is synchronous and lanes do nothing.
 """
 
 from __future__ import annotations
@@ -60,11 +60,8 @@ class Device(Protocol):
 
     def synchronize(self) -> None: ...
 
-    def allocated_bytes(self) -> int:
-        """Device bytes in use by tensors; 0 where nobody counts."""
-
     def take_peak_bytes(self) -> int:
-        """Highest `allocated_bytes` since the last call; 0 where nobody counts."""
+        """Most device bytes in use by tensors since the last call; 0 where nobody counts."""
 
 
 class _CpuEvent:
@@ -106,9 +103,6 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         return
-
-    def allocated_bytes(self) -> int:
-        return 0
 
     def take_peak_bytes(self) -> int:
         return 0
@@ -191,9 +185,6 @@ class CudaDevice:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
-    def allocated_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.torch_device)
-
     def take_peak_bytes(self) -> int:
         peak = torch.cuda.max_memory_allocated(self.torch_device)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -234,7 +225,7 @@ class Uploads:
         self._buffers: list[tuple[Tensor, Event]] = []
 
     def upload(self, source: Tensor, target: Tensor) -> None:
-        """`target` (on the device, 1-D) receives `source` (on the host, same numel) in its own dtype; on the compute stream."""
+        """`target` (device, 1-D) receives `source` (host, same numel) in its own dtype, on the compute stream."""
         buffer = self._take(target)
         buffer.copy_(source)
         target.copy_(buffer, non_blocking=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,8 @@ def elementwise_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Opti
             return known
     names = ", ".join(["HybridAdam", "CPUAdam", *(f"torch.optim.{c.__name__}" for c in _ELEMENTWISE)])
     raise PlanError(
-        f"{type(optimizer).__name__} cannot run over shards: only element-wise optimizers can ({names}); an optimizer that looks at a "
-        "whole parameter at once (LBFGS, Adafactor, Muon) or overrides step() is not one of them"
+        f"{type(optimizer).__name__} cannot run over shards: only element-wise optimizers can ({names}); an optimizer "
+        "that looks at a whole parameter at once (LBFGS, Adafactor, Muon) or overrides step() is not one of them"
     )
 
 
@@ -95,7 +95,8 @@ class SegmentOptimizer:
             }
             for g in self._group_indices
         ]
-        self._inner = cls(inner_groups) if inner_groups else None
+        make: Callable[..., torch.optim.Optimizer] = cls  # unlike their base, these have defaults for all settings
+        self._inner = make(inner_groups) if inner_groups else None
 
     def step(self, grad: Tensor, members: Iterable[int], groups: Sequence[Mapping[str, Any]]) -> None:
         """One update.
@@ -137,7 +138,8 @@ class SegmentOptimizer:
             factor: What gradients are multiplied by.
             members: Member indices that have a gradient.
             groups: The user's groups.
-            compute: 1-D, numel of `work`, same device: receives the updated values of the used segments in its own dtype.
+            compute: 1-D, numel of `work`, same device: receives the updated values of the used segments in its own
+                dtype.
         """
         if not isinstance(self._inner, HybridAdam):
             return
@@ -167,7 +169,8 @@ class SegmentOptimizer:
         """State of the segment at `places[position]`; empty before its first update."""
         if self._inner is None:
             return {}
-        return self._inner.state.get(self._tensors[position], {})
+        state: dict[str, Any] = self._inner.state.get(self._tensors[position], {})
+        return state
 
     def set_state(self, position: int, state: Mapping[str, Any]) -> None:
         """Replace the state of the segment at `places[position]`; tensors are used as they are."""

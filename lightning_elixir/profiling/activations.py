@@ -65,13 +65,13 @@ def _measure(model: nn.Module, inp: Mapping[str, Any], step_fn: StepFn, compute_
         for parameter in fake_model.parameters():
             tracker.ignore(parameter)
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop_grad)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(_drop_grad)
         with torch.random.fork_rng(devices=[]), tracker:
             step_fn(fake_model, fake_inp)
     return tracker.peak_bytes
 
 
-class _PeakTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _PeakTracker(TorchDispatchMode):
     """Counts the bytes of every storage from the operator that makes it until it dies."""
 
     def __init__(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -10,12 +12,15 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.types import DTYPE_BYTES, ParamSpec
 
 
-def param_specs(model: nn.Module, compute_dtype: torch.dtype | None = None) -> tuple[ParamSpec, ...]:
+def param_specs(
+    model: nn.Module, compute_dtype: torch.dtype | None = None, keep_fp32: Collection[str] = ()
+) -> tuple[ParamSpec, ...]:
     """The model's parameters in registration order, each once.
 
     Args:
         model: On any device, `meta` and fake tensors included.
         compute_dtype: Dtype that every parameter will have; None: each keeps its own.
+        keep_fp32: Names of parameters that are computed with in fp32 all the same.
 
     Returns:
         One spec a parameter; further names of a tied one are its `aliases`.
@@ -46,11 +51,12 @@ def param_specs(model: nn.Module, compute_dtype: torch.dtype | None = None) -> t
     _check_overlap([(fqns[0], p) for fqns, p in named])
     if compute_dtype is not None and dtype_name(compute_dtype) not in DTYPE_BYTES:
         raise PlanError(f"compute dtype {compute_dtype} is not supported; known are {', '.join(DTYPE_BYTES)}")
+    kept = frozenset(keep_fp32)
     return tuple(
         ParamSpec(
             fqn=fqns[0],
             shape=tuple(p.shape),
-            dtype=dtype_name(p.dtype if compute_dtype is None else compute_dtype),
+            dtype=dtype_name(torch.float32 if kept.intersection(fqns) else compute_dtype or p.dtype),
             requires_grad=p.requires_grad,
             aliases=tuple(fqns[1:]),
         )
@@ -72,6 +78,23 @@ def module_accesses(model: nn.Module) -> tuple[tuple[str, tuple[str, ...]], ...]
         if own:
             accesses.append((name, tuple(dict.fromkeys(fqn_of[id(p)] for p in own))))
     return tuple(accesses)
+
+
+def norm_parameters(model: nn.Module, *, has_autocast: bool) -> frozenset[str]:
+    """Names of the parameters that mixed precision computes with in fp32, as `torch.autocast` over an fp32 model does.
+
+    Norms with running statistics work in the dtype of those, which stay fp32. The other norms are computed in fp32
+    under autocast; where an autocast leaves them alone (on the CPU), 16-bit parameters would clash with fp32 inputs.
+    """
+    kinds: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase,)
+    if has_autocast:
+        kinds = (*kinds, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+    return frozenset(
+        f"{name}.{own}" if name else own
+        for name, module in model.named_modules()
+        if isinstance(module, kinds)
+        for own, _ in module.named_parameters(recurse=False)
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

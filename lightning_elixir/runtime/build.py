@@ -84,12 +84,12 @@ class Builder:
         where = self._comm.exchange_objects(meta if self._comm.rank == 0 else [])[0]
         if where:
             raise PlanError(
-                f"{len(where)} parameters have no values (device meta): {', '.join(where[:5])}. Build the model in configure_model "
-                "without torch.device('meta'), or load its weights before training"
+                f"{len(where)} parameters have no values (device meta): {', '.join(where[:5])}. Build the model in "
+                "configure_model without torch.device('meta'), or load its weights before training"
             )
 
     def _replace_meta_parameters(self) -> None:
-        """A meta parameter cannot be bound through `.data`: put one of the device in its place, everywhere it is used."""
+        """A meta parameter cannot be bound through `.data`: put one of the device in its place, wherever it is used."""
         replaced: dict[int, nn.Parameter] = {}
         for module in self._module.modules():
             for name, old in module._parameters.items():

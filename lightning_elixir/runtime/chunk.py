@@ -2,8 +2,8 @@
 
 [Note: storage identity] `flat` and its storage object live as long as the chunk. Each parameter is bound once, through
 `p.data = flat[a:b].view(shape)`, and never again; releasing resizes the storage to zero bytes, fetching resizes it back
-and refills it. Views that autograd saved and references that users hold therefore stay valid, and since `p` keeps its own
-version counter, the engine's writes through `flat` are invisible to autograd.
+and refills it. Views that autograd saved and references that users hold therefore stay valid, and since `p` keeps its
+own version counter, the engine's writes through `flat` are invisible to autograd.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LEGAL = {
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors (and Python handles) share this storage. The one adapter around torch's private count."""
-    count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
 
@@ -75,7 +75,7 @@ class Chunk:
         self._unaliased_count = 0
         # A tensor over a storage that is still empty: sizes are set by hand, bytes come with the first fetch.
         self._storage.resize_(spec.nbytes)
-        self.flat.set_(self._storage, 0, (spec.numel,), (1,))  # type: ignore[call-overload]
+        self.flat.set_(self._storage, 0, (spec.numel,), (1,))
         self._storage.resize_(0)
 
     @property
@@ -85,7 +85,8 @@ class Chunk:
     @property
     def storage_key(self) -> int:
         """Identity of the storage, the same for every tensor over it."""
-        return self._storage._cdata
+        key: int = self._storage._cdata
+        return key
 
     @property
     def device_bytes(self) -> int:
@@ -120,7 +121,7 @@ class Chunk:
         return flat[member.offset : member.offset + member.numel]
 
     def view_of(self, flat: Tensor, index: int) -> Tensor:
-        """Member `index`'s elements in a flat tensor of this chunk's layout, in the parameter's shape and memory order."""
+        """Member `index` in a flat tensor of this chunk's layout, in the parameter's shape and memory order."""
         member, stride = self.spec.members[index], self.strides[index]
         if stride is None:
             return self.slice_of(flat, index).view(member.shape)

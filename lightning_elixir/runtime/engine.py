@@ -112,6 +112,7 @@ class Engine:
         prefetch: bool = True,
     ) -> None:
         check_same_on_all_ranks(comm, plan)
+        comm.connect(max((c.nbytes for c in plan.chunks), default=0))
         self.module = module
         self.device = device
         self.comm = comm
@@ -120,7 +121,9 @@ class Engine:
         self.phase = Phase.IDLE
         self._reduce_dtype = reduce_dtype
         self._has_prefetch = prefetch
-        self._agreement = Agreement(comm, self._join)
+        self._agreement = Agreement(
+            comm, self._join, lambda: self.reducer.num_ready, lambda count: self.reducer.issue_until(count)
+        )
         store = ShardStore(device, comm.world_size, plan.is_storage_distributed)
         self.chunks = Builder(module, plan, device, comm, store, precision).build()
         self._home = {id(p): (c, i) for c in self.chunks for i, p in enumerate(c.parameters)}
@@ -163,8 +166,16 @@ class Engine:
         self.fetcher = Fetcher(self.device, self.comm, store, plan.is_storage_distributed, self.moved)
         trainable = [c.id for c in reversed(plan.chunks) if c.requires_grad]
         order = self.reducer.order if self._is_order_known else trainable
-        self.reducer = Reducer(
-            self.chunks, order, self.device, self.comm, store, self.moved, self._reduce_dtype, plan.block_bytes
+        self.reducer: Reducer = Reducer(
+            self.chunks,
+            order,
+            self.device,
+            self.comm,
+            store,
+            self.moved,
+            self._reduce_dtype,
+            plan.block_bytes,
+            self._agreement.announce_ready,
         )
 
     # Regions: the forward of the model, or of any part of it that the user calls
@@ -321,14 +332,13 @@ class Engine:
         self._close_backward()
         reducer = self.reducer
         waiting, late = reducer.waiting_ids(), reducer.late_ids()
-        issued = reducer.num_issued
         if self.comm.world_size > 1:
-            rows = self._agreement.meet(Meeting.BACKWARD_END, [issued, len(waiting), *waiting, *late])
-            issued = max(row[0] for row in rows)
-            waiting = [i for row in rows for i in row[2 : 2 + row[1]]]
-            late = [i for row in rows for i in row[2 + row[1] :]]
+            rows = self._agreement.meet(Meeting.BACKWARD_END, [len(waiting), *waiting, *late])
+            # What was waiting when this rank came here may have been reduced while it served the others.
+            waiting = [i for row in rows for i in row[1 : 1 + row[0]]]
+            late = [i for row in rows for i in row[1 + row[0] :]]
         order = reducer.finish_order()
-        reducer.flush(issued, waiting, late)
+        reducer.flush(waiting, late)
         if not self._is_order_known:
             self._is_order_known = True
             reducer.set_order(self.comm.exchange_objects(order)[0])
@@ -353,7 +363,7 @@ class Engine:
         if self.phase is Phase.IDLE:
             self.begin_backward()
             # Queued here, on the outermost graph: from inside reentrant checkpointing it would fire at the nested end.
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _need_in_backward(self, chunk: Chunk) -> None:
         if self.phase is Phase.CLOSED:
@@ -441,9 +451,10 @@ class Engine:
             self.fetcher.fetch(chunk)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
-                f"no device memory for {chunk.spec}: {chunk.spec.nbytes / 2**20:.1f} MiB beside {self.rcache.used_blocks} "
-                f"resident blocks of {self.plan.block_bytes / 2**20:.1f} MiB; lower gpu_memory_limit so that the plan leaves more "
-                "to activations, use a smaller batch or chunk_size, or activation checkpointing"
+                f"no device memory for {chunk.spec}: {chunk.spec.nbytes / 2**20:.1f} MiB beside "
+                f"{self.rcache.used_blocks} resident blocks of {self.plan.block_bytes / 2**20:.1f} MiB; lower "
+                "gpu_memory_limit so that the plan leaves more to activations, use a smaller batch or chunk_size, or "
+                "activation checkpointing"
             ) from error
 
     def _evict(self, ids: Iterable[int]) -> None:
@@ -461,8 +472,8 @@ class Engine:
     def _report_overflow(self, ids: Sequence[int], earlier: int) -> None:
         if earlier == 0:
             log.warning(
-                "the rCache needs %d blocks of %.1f MiB at once for %s, but the plan allows %d: growing; raise gpu_memory_limit or use a "
-                "smaller chunk_size if memory runs out",
+                "the rCache needs %d blocks of %.1f MiB at once for %s, but the plan allows %d: growing; raise "
+                "gpu_memory_limit or use a smaller chunk_size if memory runs out",
                 self.rcache.used_blocks,
                 self.plan.block_bytes / 2**20,
                 ", ".join(str(self.chunks[i].spec) for i in ids),
@@ -508,8 +519,8 @@ class Engine:
         self._touched.update(ids)
 
     def absorb_touched(self) -> None:
-        """Bring what users wrote between steps to shards and masters. An alias that they keep may be written again later, so
-        its chunk stays touched."""
+        """Bring what users wrote between steps to shards and masters. An alias that they keep may be written again
+        later, so its chunk stays touched."""
         self._unpin_raw()
         for chunk_id in list(self._touched):
             chunk = self.chunks[chunk_id]
@@ -539,7 +550,7 @@ class Engine:
     def end_step(self, updated: Iterable[int]) -> None:
         """The shards of `updated` hold new values: replicas made from the old ones go."""
         self._end_iteration()
-        ids = [i for i in updated]
+        ids = list(updated)
         for chunk_id in ids:
             chunk = self.chunks[chunk_id]
             if chunk.spec.is_persistent:
@@ -593,8 +604,8 @@ class Engine:
     # Sampling, statistics, end
 
     def _sample(self) -> None:
-        """Device bytes in use since the last access, beyond the engine's own. The step is left out: its temporaries are bounded,
-        and activations are gone by then."""
+        """Device bytes in use since the last access, beyond the engine's own. The step is left out: its temporaries are
+        bounded, and activations are gone by then."""
         held = self.device_bytes()
         # The peak may have been before the interval's last chunk came, or after its first one went.
         peak = self.device.take_peak_bytes() - min(held, self._sampled_bytes)
@@ -723,8 +734,8 @@ class Engine:
 
 
 def _ids_by_module(root: nn.Module, home: Mapping[int, tuple[Chunk, int]]) -> dict[int, tuple[int, ...]]:
-    """Chunks to hold during a module's forward: those of its own parameters, where no module below has any. Parameters of
-    other modules (containers, functional use) are caught when they are touched."""
+    """Chunks to hold during a module's forward: those of its own parameters, where no module below has any. Parameters
+    of other modules (containers, functional use) are caught when they are touched."""
     found: dict[int, tuple[int, ...]] = {}
     for module in root.modules():
         own = [p for p in module._parameters.values() if p is not None]

@@ -28,7 +28,7 @@ class EngineEvents(Protocol):
 
 
 class _ModuleHook:
-    """A hook that a deep copy of the module shares and that does nothing there: the engine knows its own modules only."""
+    """A hook that a module's deep copy shares and that does nothing there: the engine knows its own modules only."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -110,9 +110,9 @@ class SavedTensors:
     """Saved tensors that lie in managed storage are kept as (chunk, offset, size, stride), so that saving keeps no
     replica alive; unpacking makes the chunk resident again.
 
-    Autograd may keep a saved leaf by itself, not by another tensor over its storage, and so may a user's own hooks: nothing
-    would tell that its storage is still needed. So ours are on wherever a managed parameter may be saved; torch calls the innermost
-    pair only, so where that is the user's, ours pass on to it what is not managed.
+    Autograd may keep a saved leaf by itself, not by another tensor over its storage, and so may a user's own hooks:
+    nothing would tell that its storage is still needed. So ours are on wherever a managed parameter may be saved; torch
+    calls the innermost pair only, so where that is the user's, ours pass on to it what is not managed.
 
     Args:
         chunks: By storage key.
@@ -124,8 +124,8 @@ class SavedTensors:
         self._make_resident = make_resident
 
     def context(self) -> torch.autograd.graph.saved_tensors_hooks | None:
-        """Hooks to enter now; None where ours are innermost already, or activation checkpointing's are: those keep no tensor
-        in the forward, and in the recomputation another tensor over the storage, which shows as an alias."""
+        """Hooks to enter now; None where ours are innermost already, or activation checkpointing's are: those keep no
+        tensor in the forward, and in the recomputation another tensor over the storage, which shows as an alias."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if top is None:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -147,7 +147,7 @@ class SavedTensors:
             return None
         if chunk is None or tensor.dtype != chunk.dtype or tensor.is_conj() or tensor.is_neg():
             return None
-        return PackedTensor(chunk, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return PackedTensor(chunk, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpacked(self, packed: PackedTensor) -> Tensor:
         self._make_resident(packed.chunk)

@@ -2,8 +2,8 @@
 
 [Note: road and net] The road: module hooks bring the chunks of a module's own parameters before its forward. The net:
 whatever the road missed (functional use by a parent, tied weights, writes between steps) reaches a parameter of the
-intercepting class, whose chunk is fetched before the call goes on. While a chunk is in use by a forward or a recomputation
-its parameters are plain, and nothing is intercepted.
+intercepting class, whose chunk is fetched before the call goes on. While a chunk is in use by a forward or a
+recomputation its parameters are plain, and nothing is intercepted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _WRITE_CURE = (
-    "parameters may be written between steps, not between the forward and the backward that uses them: move the write to "
-    "after optimizer.step()"
+    "parameters may be written between steps, not between the forward and the backward that uses them: move the write "
+    "to after optimizer.step()"
 )
 
 
@@ -91,9 +91,9 @@ class Interception:
                     for index, parameter in enumerate(chunk.parameters):
                         if parameter.requires_grad:
                             raise StateError(
-                                f"{chunk.spec.members[index].fqn} was frozen when the model was set up and now requires a "
-                                "gradient: it has no place for gradient and optimizer states; unfreeze it before "
-                                "training starts"
+                                f"{chunk.spec.members[index].fqn} was frozen when the model was set up and now "
+                                "requires a gradient: it has no place for gradient and optimizer states; unfreeze it "
+                                "before training starts"
                             )
             return [p._version for chunk in self._chunks for p in chunk.parameters]
 
@@ -113,8 +113,9 @@ class Interception:
         if func in released.metadata_functions():
             if func in released.GRAD_GETTERS and released.is_called_by_grad_reader():
                 raise StateError(
-                    "the gradients of managed parameters are not in `.grad`: use strategy.grad_norm() or full_grads() (ElixirOptimizer."
-                    "grad_norm(), clip_grad_norm_() and clip_grad_value_() without Lightning), or the Trainer's gradient_clip_val"
+                    "the gradients of managed parameters are not in `.grad`: use strategy.grad_norm() or full_grads() "
+                    "(ElixirOptimizer.grad_norm(), clip_grad_norm_() and clip_grad_value_() without Lightning), or the "
+                    "Trainer's gradient_clip_val"
                 )
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -177,8 +178,8 @@ class Interception:
     def _set_grad(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if args[1] is not None:
             raise StateError(
-                f"the gradient of {self.name_of(args[0])} cannot be set: the engine keeps gradients in shards; change the loss, or use "
-                "gradient clipping"
+                f"the gradient of {self.name_of(args[0])} cannot be set: the engine keeps gradients in shards; change "
+                "the loss, or use gradient clipping"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args)
@@ -189,9 +190,10 @@ class Interception:
             return
         if value.shape != parameter.shape or value.dtype != parameter.dtype or value.device != parameter.device:
             raise StateError(
-                f"{self.name_of(parameter)} ({parameter.dtype}, {tuple(parameter.shape)}, {parameter.device}) is managed by lightning_elixir "
-                f"and cannot become {value.dtype}, {tuple(value.shape)}, {value.device}: choose the precision with `precision=`, leave "
-                "the device to the strategy, or deepcopy the model to get plain parameters"
+                f"{self.name_of(parameter)} ({parameter.dtype}, {tuple(parameter.shape)}, {parameter.device}) is "
+                f"managed by lightning_elixir and cannot become {value.dtype}, {tuple(value.shape)}, {value.device}: "
+                "choose the precision with `precision=`, leave the device to the strategy, or deepcopy the model to "
+                "get plain parameters"
             )
         if self._engine.is_computing:
             raise StateError(f"{self.name_of(parameter)} was written inside {self._engine.phase.value}: {_WRITE_CURE}")
@@ -203,8 +205,8 @@ class Interception:
     def absorb(self, chunk: Chunk) -> None:
         """Bring what was written to a resident replica to this rank's shard and master.
 
-        Where there is a master, only the elements whose compute-dtype value changed are taken: the others keep the bits that
-        the compute dtype does not have.
+        Where there is a master, only the elements whose compute-dtype value changed are taken: the others keep the bits
+        that the compute dtype does not have.
         """
         engine = self._engine
         shard = engine.store[chunk.id]

@@ -1,14 +1,14 @@
 """Gradients -> reduce-scatter -> gradient shards.
 
-A gradient that autograd has accumulated is copied into its chunk's block at once, so that `p.grad` is gone before the next
-operator runs. When all of a chunk's gradients are there and its turn has come (the same order on every rank), the block is
-reduced over the ranks into this rank's gradient shard and goes down to its tier.
+A gradient that autograd has accumulated is copied into its chunk's block at once, so that `p.grad` is gone before the
+next operator runs. When all of a chunk's gradients are there and its turn has come (the same order on every rank), the
+block is reduced over the ranks into this rank's gradient shard and goes down to its tier.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,6 +53,7 @@ class Reducer:
         chunks: All chunks; those that need no gradient are ignored.
         order: Chunk ids in the order in which they are reduced, the same on every rank.
         reduce_dtype: What gradients are cast to for the reduction; None: as they are.
+        announce: With several ranks, called when `num_ready` has grown; leads to `issue_until`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Reducer:
         moved: TransferBytes,
         reduce_dtype: torch.dtype | None,
         block_bytes: int,
+        announce: Callable[[], None],
     ) -> None:
         self._chunks = chunks
         self.order = tuple(order)
@@ -74,13 +76,15 @@ class Reducer:
         self._moved = moved
         self._reduce_dtype = reduce_dtype
         self._block_bytes = block_bytes
+        self._announce = announce
         self._trainable = {i: sum(p.requires_grad for p in chunks[i].parameters if p.numel() > 0) for i in self.order}
         # This backward
         self._collected: dict[int, _Collected] = {}
         self._arrivals: dict[int, int] = {}
+        self._num_ready = 0  # how much of `order` is complete on this rank
         self._num_issued = 0  # how much of `order` has been reduced in this backward
         self._reduced_now: set[int] = set()
-        self._finish_order: list[int] = []
+        self._finished: dict[int, None] = {}  # chunk ids, in the order of completion
         self._in_flight: deque[_InFlight] = deque()
         # Earlier backwards
         self._expected: dict[int, int] = {}  # arrivals per chunk in the last complete backward
@@ -109,18 +113,15 @@ class Reducer:
         self.used.add((chunk.id, index))
         count = self._arrivals[chunk.id] = self._arrivals.get(chunk.id, 0) + 1
         if chunk.id not in self._reduced_now and self._is_complete(chunk.id, count, collected):
-            self._finish_order.append(chunk.id)
-            self._issue_in_order()
-
-    def is_pending(self) -> bool:
-        return bool(self._collected)
+            self._finished[chunk.id] = None
+            self._advance(chunk.id)
 
     # End of backward. Between these calls, the engine agrees with the other ranks.
 
     @property
-    def num_issued(self) -> int:
-        """How many chunks, in `order`, this rank has reduced already."""
-        return self._num_issued
+    def num_ready(self) -> int:
+        """How many chunks, in `order`, this rank has reduced or could reduce."""
+        return self._num_ready
 
     def waiting_ids(self) -> list[int]:
         """Chunks with gradients that are not reduced yet for the first time in this backward."""
@@ -130,20 +131,23 @@ class Reducer:
         """Chunks that got further gradients after they had been reduced."""
         return [i for i in self._collected if i in self._reduced_now]
 
-    def flush(self, num_issued: int, waiting: Iterable[int], late: Iterable[int]) -> None:
+    def issue_until(self, count: int) -> None:
+        """Reduce the first `count` chunks of `order`, as far as this has not been done; agreed between the ranks."""
+        while self._num_issued < count:
+            self._reduce(self._chunks[self.order[self._num_issued]], is_late=False)
+            self._num_issued += 1
+
+    def flush(self, waiting: Iterable[int], late: Iterable[int]) -> None:
         """Reduce what the ranks have left, in the same order everywhere.
 
         Args:
-            num_issued: The largest `num_issued` of any rank.
             waiting: Union of all ranks' `waiting_ids`.
             late: Union of all ranks' `late_ids`.
         """
-        wanted = set(waiting)
-        late_ids = set(late)
+        wanted, late_ids = set(waiting), set(late)
         behind = {i: self._collected.pop(i) for i in self.late_ids()}
-        for position in range(self._num_issued, len(self.order)):
-            chunk_id = self.order[position]
-            if position < num_issued or chunk_id in wanted:
+        for chunk_id in self.order[self._num_issued :]:
+            if chunk_id in wanted:
                 self._reduce(self._chunks[chunk_id], is_late=False)
         self._collected.update(behind)
         for chunk_id in self.order:
@@ -168,8 +172,7 @@ class Reducer:
 
     def finish_order(self) -> tuple[int, ...]:
         """`order` rearranged as the chunks completed in the backward under way; incomplete ones last."""
-        rest = [i for i in self.order if i not in self._finish_order]
-        return (*self._finish_order, *rest)
+        return (*self._finished, *(i for i in self.order if i not in self._finished))
 
     def set_order(self, order: Sequence[int]) -> None:
         """Reduce in this order from the next backward on. The same call on every rank."""
@@ -190,7 +193,8 @@ class Reducer:
         self._arrivals = {}
         self._num_issued = 0
         self._reduced_now = set()
-        self._finish_order = []
+        self._finished = {}
+        self._num_ready = 0
 
     def _is_complete(self, chunk_id: int, count: int, collected: _Collected) -> bool:
         expected = self._expected.get(chunk_id)
@@ -198,16 +202,16 @@ class Reducer:
             return len(collected.arrived) >= self._trainable[chunk_id]
         return count >= expected
 
-    def _issue_in_order(self) -> None:
-        """Reduce the complete chunks whose turn it is. With one rank there are no turns."""
+    def _advance(self, chunk_id: int) -> None:
+        """A chunk is complete. One rank reduces it at once; several agree on what is complete everywhere, in order."""
         if self._comm.world_size == 1:
-            chunk_id = self._finish_order[-1]
             self._reduce(self._chunks[chunk_id], is_late=False)
             return
-        finished = set(self._finish_order)
-        while self._num_issued < len(self.order) and self.order[self._num_issued] in finished:
-            self._reduce(self._chunks[self.order[self._num_issued]], is_late=False)
-            self._num_issued += 1
+        before = self._num_ready
+        while self._num_ready < len(self.order) and self.order[self._num_ready] in self._finished:
+            self._num_ready += 1
+        if self._num_ready > before:
+            self._announce()
 
     def _reduce(self, chunk: Chunk, *, is_late: bool) -> None:
         if chunk.id in self._reduced_now and not is_late:
@@ -296,5 +300,5 @@ class Reducer:
         block = torch.empty(0, dtype=chunk.dtype, device=self._device.torch_device)
         storage = block.untyped_storage()
         self._device.allocate(storage, max(self._block_bytes, chunk.spec.nbytes))
-        block.set_(storage, 0, (chunk.spec.numel,), (1,))  # type: ignore[call-overload]
+        block.set_(storage, 0, (chunk.spec.numel,), (1,))
         return block

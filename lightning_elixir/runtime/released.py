@@ -77,9 +77,10 @@ def metadata_functions() -> frozenset[Any]:
     return frozenset(found)
 
 
-GRAD_GETTERS = frozenset((Tensor.grad.__get__, Tensor._grad.__get__))  # type: ignore[attr-defined]
-GRAD_SETTERS = frozenset((Tensor.grad.__set__, Tensor._grad.__set__))  # type: ignore[attr-defined]
-DATA_SETTER = Tensor.data.__set__  # type: ignore[attr-defined]
+_attributes: Any = Tensor  # annotated for instances; on the class they are descriptors
+GRAD_GETTERS = frozenset((_attributes.grad.__get__, _attributes._grad.__get__))
+GRAD_SETTERS = frozenset((_attributes.grad.__set__, _attributes._grad.__set__))
+DATA_SETTER = _attributes.data.__set__
 COPY = Tensor.copy_
 DETACH = Tensor.detach
 

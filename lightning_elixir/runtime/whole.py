@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def own_shard(engine: Engine, chunk: Chunk) -> Tensor:
-    """This rank's up-to-date values of a chunk, 1-D, `[chunk.numel / world_size]`: master, else compute shard. Not a copy."""
+    """This rank's current values of a chunk, 1-D, `[chunk.numel / world_size]`: master, else compute shard; no copy."""
     shard = engine.store[chunk.id]
     if shard.master is not None:
         return shard.master
@@ -33,8 +33,8 @@ def gather_whole(
     """Put shards together, chunk by chunk. Collective.
 
     Args:
-        pieces: Chunks, the same and in the same order on every rank, each with this rank's shard (any device and dtype, the
-            same dtype on every rank); None leaves the chunk out.
+        pieces: Chunks, the same and in the same order on every rank, each with this rank's shard (any device and dtype,
+            the same dtype on every rank); None leaves the chunk out.
         on_all_ranks: Return the result everywhere, not only on rank 0.
 
     Returns:
@@ -84,7 +84,7 @@ def whole_grads(engine: Engine, factor: float) -> dict[str, Tensor]:
 
 
 def write_whole(engine: Engine, values: Mapping[str, Tensor]) -> None:
-    """Overwrite parameters with whole values; every rank passes the same. Chunks with a replica are released or refilled.
+    """Overwrite parameters with whole values, the same on every rank. Chunks with a replica are released or refilled.
 
     Args:
         values: FQN -> tensor of the parameter's shape, any device and floating dtype.

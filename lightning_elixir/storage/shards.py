@@ -17,8 +17,8 @@ class Shard:
     """What this rank keeps of one chunk. Numel is `chunk.numel / world_size` unless said otherwise."""
 
     param: Tensor | None = None
-    """1-D, compute dtype, on the parameter tier. None where the replica itself is the shard (persistent chunks on the GPU
-    tier). The whole chunk where storage is not distributed."""
+    """1-D, compute dtype, on the parameter tier. None where the replica itself is the shard (persistent chunks on the
+    GPU tier). The whole chunk where storage is not distributed."""
     master: Tensor | None = None
     """1-D, master dtype, on the optimizer tier. None for frozen chunks, and where the compute shard is the optimizer's
     own copy."""

@@ -31,7 +31,12 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "cuda": {"placement_policy": "cuda", "chunk_size": 8 * 1024},
     "cpu": {"placement_policy": "cpu", "chunk_size": 8 * 1024},
     "cpu_no_prefetch": {"placement_policy": "cpu", "chunk_size": 8 * 1024, "prefetch": False},
-    "const": {"placement_policy": "const", "chunk_size": 8 * 1024, "offload_optim_frac": 0.5, "offload_param_frac": 0.3},
+    "const": {
+        "placement_policy": "const",
+        "chunk_size": 8 * 1024,
+        "offload_optim_frac": 0.5,
+        "offload_param_frac": 0.3,
+    },
 }
 
 
@@ -69,7 +74,11 @@ def test_precision(name: str, scheme: str) -> None:
 
 def test_overflow_skips_the_step() -> None:
     model = make("gpt2")
-    module = ElixirModule(model, make_plan(model, compute_dtype=torch.float16, placement_policy="cpu", chunk_size=8 * 1024), dtype=torch.float16)
+    module = ElixirModule(
+        model,
+        make_plan(model, compute_dtype=torch.float16, placement_policy="cpu", chunk_size=8 * 1024),
+        dtype=torch.float16,
+    )
     optimizer = ElixirOptimizer(module, torch.optim.AdamW(model.parameters(), lr=1e-2), initial_scale=2.0**24)
     before = module.full_state_dict()
     skipped = 0
@@ -158,7 +167,9 @@ def test_hybrid_adam_is_bitwise_the_same_wherever_it_runs() -> None:
     states = []
     for options in PLACEMENTS.values():
         model = make("gpt2")
-        module = ElixirModule(model, make_plan(model, compute_dtype=torch.bfloat16, **options), dtype=torch.bfloat16, autocast=True)
+        module = ElixirModule(
+            model, make_plan(model, compute_dtype=torch.bfloat16, **options), dtype=torch.bfloat16, autocast=True
+        )
         optimizer = ElixirOptimizer(module, HybridAdam(model.parameters(), lr=1e-2, weight_decay=0.1))
         for seed in range(4):
             optimizer.backward(ZOO["gpt2"].loss(module, seed))
@@ -174,7 +185,8 @@ def test_replan_keeps_everything() -> None:
     scheme = replace(SCHEMES["bf16"], steps=2)
     model = make("gpt2")
     plans = [
-        make_plan(model, compute_dtype=torch.bfloat16, **{**PLACEMENTS[key], "chunk_size": 8 * 1024}) for key in ("cpu", "cuda", "const", "cpu")
+        make_plan(model, compute_dtype=torch.bfloat16, **{**PLACEMENTS[key], "chunk_size": 8 * 1024})
+        for key in ("cpu", "cuda", "const", "cpu")
     ]
     module = ElixirModule(model, plans[0], dtype=torch.bfloat16)
     from lightning_elixir.optim.hybrid_adam import HybridAdam

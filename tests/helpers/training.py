@@ -124,11 +124,13 @@ def train_plain(name: str, scheme: Scheme) -> Run:
 
 
 def _clip_exactly(parameters: list[Any], max_norm: float) -> float:
-    """`clip_grad_norm_` with the norm in fp64, as the engine takes it: torch's fp32 norm differs in its last bits, which 16-bit
-    training blows up."""
+    """`clip_grad_norm_` with the norm in fp64, as the engine takes it: torch's fp32 norm differs in its last bits,
+    which 16-bit training blows up."""
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = sum(float(g.double().square().sum()) for g in grads) ** 0.5
-    assert norm == pytest.approx(float(nn.utils.get_total_norm(grads)), rel=1e-6 if grads[0].dtype.itemsize > 2 else 1e-2)
+    assert norm == pytest.approx(
+        float(nn.utils.get_total_norm(grads)), rel=1e-6 if grads[0].dtype.itemsize > 2 else 1e-2
+    )
     for grad in grads:
         grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
     return norm
@@ -148,7 +150,9 @@ def train_elixir(name: str, scheme: Scheme, **plan_options: Any) -> Run:
         device=torch.device(scheme.device),
     )
     optimizer = ElixirOptimizer(
-        module, new_optimizer([p for p in model.parameters() if p.requires_grad], scheme.eps), initial_scale=max(scheme.scale, 1.0)
+        module,
+        new_optimizer([p for p in model.parameters() if p.requires_grad], scheme.eps),
+        initial_scale=max(scheme.scale, 1.0),
     )
     run = Run(module=module, optimizer=optimizer)
     for step in range(scheme.steps):

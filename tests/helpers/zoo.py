@@ -45,7 +45,9 @@ def _regression(*shape: int) -> Callable[[Any, int], Tensor]:
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(24, 64), nn.GELU(), nn.Linear(64, 64, bias=False), nn.LayerNorm(64), nn.Linear(64, 8))
+    return nn.Sequential(
+        nn.Linear(24, 64), nn.GELU(), nn.Linear(64, 64, bias=False), nn.LayerNorm(64), nn.Linear(64, 8)
+    )
 
 
 class Checkpointed(nn.Module):
@@ -106,7 +108,11 @@ class Conv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 24, 3, groups=4), nn.BatchNorm2d(24)
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 24, 3, groups=4),
+            nn.BatchNorm2d(24),
         ).to(memory_format=torch.channels_last)
         self.head = nn.Parameter((torch.randn(6, 24) / 5).t())
 
@@ -198,7 +204,8 @@ def gpt2(layers: int = 3, checkpointing: bool | None = None) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=layers, n_embd=32, n_head=2, vocab_size=96, n_positions=32, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+        n_layer=layers, n_embd=32, n_head=2, vocab_size=96, n_positions=32,
+        attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
         bos_token_id=1, eos_token_id=2, loss_type="ForCausalLM",
     )  # fmt: skip
     model = _quiet(lambda: GPT2LMHeadModel(config))
@@ -213,8 +220,8 @@ def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=96,
-        max_position_embeddings=32, loss_type="ForCausalLM",
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, max_position_embeddings=32, loss_type="ForCausalLM",
     )  # fmt: skip
     return _quiet(lambda: LlamaForCausalLM(config)).train()
 
@@ -223,7 +230,8 @@ def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=96, dropout_rate=0.0, decoder_start_token_id=0, loss_type="ForMaskedLM"
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=96, dropout_rate=0.0,
+        decoder_start_token_id=0, loss_type="ForMaskedLM",
     )  # fmt: skip
     return _quiet(lambda: T5ForConditionalGeneration(config)).train()
 

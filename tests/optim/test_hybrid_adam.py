@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.errors import PlanError
-from lightning_elixir.optim import CPUAdam, HybridAdam
+from lightning_elixir.optim import CPUAdam, HybridAdam, hybrid_adam
 
 TORCH_CLASS: dict[bool, type[torch.optim.Adam]] = {True: torch.optim.AdamW, False: torch.optim.Adam}
 SHAPES: list[tuple[int, ...]] = [(1,), (130_000,), (17, 33), (3, 5, 7), (), (0,), (4, 0), (2049,)]
@@ -134,6 +134,22 @@ def test_layout_in_memory_does_not_matter(layout: str, grad_layout: str) -> None
     assert torch.equal(optimizers[1].state[other]["exp_avg"], optimizers[0].state[plain]["exp_avg"])
 
 
+@pytest.mark.parametrize("layout", ["transposed", "permuted", "channels_last", "offset"])
+def test_dense_layouts_are_updated_without_a_copy(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = nn.Parameter(LAYOUTS[layout](torch.randn(4, 3, 5, 2)))
+    p.grad = LAYOUTS[layout](torch.randn(4, 3, 5, 2))
+    addresses = []
+
+    def update(*tensors: Tensor, **settings: Any) -> None:
+        addresses.extend(x.data_ptr() for x in tensors)
+
+    optimizer = HybridAdam([p])
+    monkeypatch.setattr(hybrid_adam, "adam_update_", update)
+    optimizer.step()
+    state = optimizer.state[p]
+    assert addresses == [x.data_ptr() for x in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+
+
 def test_parameter_with_gaps_leaves_its_neighbours_alone() -> None:
     holder = torch.full((6, 2), 7.0)
     p = nn.Parameter(holder[:, 0])
@@ -240,9 +256,11 @@ def test_loaded_choice_of_implementation_is_dropped() -> None:
 
 def test_mode_is_the_optimizers_not_the_checkpoints() -> None:
     theirs, ours = make_parameters(), make_parameters()
-    optimizer = HybridAdam(ours, adamw_mode=True)
-    optimizer.load_state_dict(torch.optim.Adam(theirs).state_dict())
-    assert optimizer.hyper_parameters(optimizer.param_groups[0])["adamw_mode"]
+    first, second = ({"params": ours[:3]}, {"params": ours[3:], "decoupled_weight_decay": False})
+    optimizer = HybridAdam([first, second], adamw_mode=True)
+    optimizer.load_state_dict(torch.optim.Adam([{"params": theirs[:3]}, {"params": theirs[3:]}]).state_dict())
+    for other in (optimizer, copy.deepcopy(optimizer)):
+        assert [other.hyper_parameters(group)["adamw_mode"] for group in other.param_groups] == [True, False]
 
 
 def test_amsgrad_state_dict_is_refused_and_changes_nothing() -> None:
@@ -377,8 +395,7 @@ def test_torch_implementation_arguments_are_not_accepted(name: str) -> None:
     [
         ({"lr": -2.0}, "lr .* got -2.0"),
         ({"amsgrad": True}, "amsgrad"),
-        ({"decoupled_weight_decay": False}, "one setting for all groups"),
-        ({"adamw_mode": False}, "one setting for all groups"),
+        ({"adamw_mode": False}, "decoupled_weight_decay=True for AdamW"),
         ({"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]}, "number 0 of its group .*complex64"),
     ],
 )

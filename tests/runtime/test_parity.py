@@ -24,7 +24,6 @@ SCHEMES = {
     "fp32_accumulated_clipped": Scheme(micro_batches=3, clip_norm=0.05),
     "fp32_clipped_by_value": Scheme(clip_value=0.01),
 }
-OFFLOADED: dict[str, Any] = {"placement_policy": "cpu", "chunk_size": 8 * 1024}
 
 
 def assert_same(actual: Run, expected: Run, rtol: float = 0.0) -> None:

@@ -18,11 +18,15 @@ from tests.helpers.zoo import ZOO, make
 STEPS = 3
 
 
-def averaged_plain(name: str, world_size: int, micro_batches: int, expert_of_rank: bool = False) -> dict[str, torch.Tensor]:
+def averaged_plain(
+    name: str, world_size: int, micro_batches: int, expert_of_rank: bool = False
+) -> dict[str, torch.Tensor]:
     """Plain PyTorch over the batches of all ranks: gradients averaged over ranks, as DDP does."""
     models = [make(name) for _ in range(world_size)]
     loss_of = ZOO[name].loss
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2, foreach=False) for m in models]
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2, foreach=False) for m in models
+    ]
     for step in range(STEPS):
         for rank, model in enumerate(models):
             for micro in range(micro_batches):
@@ -78,7 +82,7 @@ def test_equals_averaged_gradients(name: str, options: str, world_size: int) -> 
     results = run_ranks(train_rank, world_size, name, 2, OPTIONS[options])
     state, stats = results[0]
     assert results[1][0] == {}
-    skipped = {"transformer.h.%d.attn.c_attn.bias" % i for i in range(3)}  # key biases have a true gradient of zero
+    skipped = {f"transformer.h.{i}.attn.c_attn.bias" for i in range(3)}  # key biases have a true gradient of zero
     for key, value in expected.items():
         if key not in skipped and value.is_floating_point():
             torch.testing.assert_close(state[key], value, rtol=2e-4, atol=2e-5, msg=lambda m, k=key: f"{k}: {m}")
@@ -148,7 +152,8 @@ def train_routed(options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict
 def test_experts_routed_differently_per_rank(options: str, world_size: int) -> None:
     torch.manual_seed(0)
     model = Routed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)  # decay: unused must not move
+    # With decay and momentum, so that what is unused would move if it were stepped.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     for step in range(6):
         for rank in range(world_size):
             (model(routed_batch(step, rank), route(step, rank), rank == 0).square().mean() / world_size).backward()
@@ -177,7 +182,9 @@ def test_different_models_are_refused_on_every_rank() -> None:
 def uneven_calls() -> str:
     model = make("mlp")
     module = ElixirModule(
-        model, make_plan(model, world_size=dist.get_world_size(), placement_policy="cpu", chunk_size=4096), device=torch.device("cpu")
+        model,
+        make_plan(model, world_size=dist.get_world_size(), placement_policy="cpu", chunk_size=4096),
+        device=torch.device("cpu"),
     )
     optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
     try:

@@ -1,0 +1,85 @@
+"""Train models far larger than the GPU's memory with PyTorch Lightning: `Trainer(strategy="elixir")`.
+
+Importing this package registers the strategies `elixir`, `elixir_auto`, `elixir_cpu`, `elixir_cuda` and `elixir_nvme`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_elixir.registration import register_strategies
+
+if TYPE_CHECKING:
+    from lightning_elixir.errors import CapacityError as CapacityError
+    from lightning_elixir.errors import DivergenceError as DivergenceError
+    from lightning_elixir.errors import ElixirError as ElixirError
+    from lightning_elixir.errors import PlanError as PlanError
+    from lightning_elixir.errors import StateError as StateError
+    from lightning_elixir.errors import StorageError as StorageError
+    from lightning_elixir.optim.hybrid_adam import CPUAdam as CPUAdam
+    from lightning_elixir.optim.hybrid_adam import HybridAdam as HybridAdam
+    from lightning_elixir.plan.types import Plan as Plan
+    from lightning_elixir.planning import minimum_waste_search as minimum_waste_search
+    from lightning_elixir.planning import optimal_search as optimal_search
+    from lightning_elixir.planning import simple_search as simple_search
+    from lightning_elixir.precision import ElixirPrecision as ElixirPrecision
+    from lightning_elixir.strategy import ElixirStrategy as ElixirStrategy
+    from lightning_elixir.wrapper import ElixirModule as ElixirModule
+    from lightning_elixir.wrapper import ElixirOptimizer as ElixirOptimizer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CPUAdam": "optim.hybrid_adam",
+    "CapacityError": "errors",
+    "DivergenceError": "errors",
+    "ElixirError": "errors",
+    "ElixirModule": "wrapper",
+    "ElixirOptimizer": "wrapper",
+    "ElixirPrecision": "precision",
+    "ElixirStrategy": "strategy",
+    "HybridAdam": "optim.hybrid_adam",
+    "Plan": "plan.types",
+    "PlanError": "errors",
+    "StateError": "errors",
+    "StorageError": "errors",
+    "minimum_waste_search": "planning",
+    "optimal_search": "planning",
+    "simple_search": "planning",
+}
+
+__all__ = [
+    "CPUAdam",
+    "CapacityError",
+    "DivergenceError",
+    "ElixirError",
+    "ElixirModule",
+    "ElixirOptimizer",
+    "ElixirPrecision",
+    "ElixirStrategy",
+    "HybridAdam",
+    "Plan",
+    "PlanError",
+    "StateError",
+    "StorageError",
+    "__version__",
+    "minimum_waste_search",
+    "optimal_search",
+    "simple_search",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_strategies()

@@ -1,0 +1,305 @@
+"""How a model comes into being on several ranks: rank 0 builds it for real, the others without memory.
+
+[Note: same seed, same start] Rank 0 runs the user's constructor as it is, so its parameters have the values, and the
+random generators the state, of plain construction. On the other ranks every parameter is moved to `meta` at the moment
+it is registered: shapes, ties, dtypes and attributes are those of rank 0, and drawing values costs neither memory nor
+random numbers. Afterwards a rank whose generators started in the same state as rank 0's takes over the state they ended
+in, and `ElixirModule` sends the values chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pickle
+import random
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from lightning_elixir.core.comm import Comm
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.types import ParamSpec
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+# Agreement between ranks
+
+
+def run_together(comm: Comm, action: Callable[[], T]) -> T:
+    """Run `action` on every rank; where it raises on one, every rank raises, so that nobody is left waiting.
+
+    Raises:
+        PlanError: Another rank failed; the message holds its error. This rank's own error is raised as it is.
+    """
+    try:
+        result, error = action(), None
+    except Exception as exception:  # whatever it is, the others must hear of it
+        result, error = None, exception
+    _raise_together(comm, error)
+    return result  # type: ignore[return-value]
+
+
+def _raise_together(comm: Comm, error: BaseException | None) -> None:
+    messages = comm.exchange_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise PlanError(f"rank {rank} failed: {message}")
+
+
+def check_same_model(comm: Comm, specs: Sequence[ParamSpec]) -> None:
+    """Compare the parameters of all ranks.
+
+    Raises:
+        PlanError: They differ; raised on every rank, with the first difference.
+    """
+    mine = [(s.fqn, s.shape, s.dtype, s.requires_grad, s.aliases) for s in specs]
+    digests = comm.exchange_objects(_digest(mine))
+    if len(set(digests)) == 1:
+        return
+    everyone = comm.exchange_objects(mine)
+    rank = next(r for r, theirs in enumerate(everyone) if theirs != everyone[0])
+    first, other = everyone[0], everyone[rank]
+    at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
+    raise PlanError(
+        f"the ranks have different models: parameter number {at} is {_describe(first, at)} on rank 0 and"
+        f" {_describe(other, at)} on rank {rank}. Build the same model on every rank"
+    )
+
+
+def _describe(specs: Sequence[tuple[Any, ...]], at: int) -> str:
+    if at >= len(specs):
+        return "missing"
+    fqn, shape, dtype, requires_grad, _ = specs[at]
+    return f"{fqn} {list(shape)} {dtype}{'' if requires_grad else ' (frozen)'}"
+
+
+# Random generators
+
+
+def capture_random_states(device: torch.device) -> dict[str, Any]:
+    """The states of the generators that constructors and dropout draw from, by kind."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Set the generators to what `capture_random_states` returned; kinds that are not in `states` stay as they are."""
+    if "python" in states:
+        random.setstate(states["python"])
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "numpy" in states and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if device.type != "cpu" and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(pickle.dumps(value)).hexdigest()
+
+
+def _digests(states: Mapping[str, Any]) -> dict[str, str]:
+    return {k: _digest(v.tolist() if isinstance(v, Tensor) else v) for k, v in states.items()}
+
+
+# Construction
+
+
+@contextmanager
+def built_by_first_rank(
+    comm: Comm, device: torch.device, model: nn.Module, build: Callable[[], object]
+) -> Iterator[None]:
+    """Layers made inside exist on rank 0 alone; elsewhere their parameters are on `meta`.
+
+    See [Note: same seed, same start]. Where construction looks at the values of parameters, it fails without them; such
+    a rank builds for real as well.
+
+    Args:
+        comm: All ranks, each of which must enter and leave.
+        device: The compute device, for its random generator.
+        model: The module that receives the layers.
+        build: What runs inside, for a second try.
+
+    Raises:
+        PlanError: Building failed on another rank. This rank's own error is raised as it is.
+    """
+    if comm.world_size == 1:
+        yield
+        return
+    before = capture_random_states(device)
+    error: BaseException | None = None
+    try:
+        if comm.rank == 0:
+            yield
+        else:
+            snapshot = _Snapshot(model)
+            try:
+                with parameters_on_meta():
+                    yield
+            except Exception as exception:
+                log.info(
+                    "rank %d builds the model for real, since building it without values failed: %s",
+                    comm.rank,
+                    exception,
+                )
+                snapshot.restore()
+                restore_random_states(before, device)
+                build()
+    except BaseException as exception:
+        error = exception
+    _raise_together(comm, error)
+    _allocate_meta_buffers(model)
+    _share_random_states(comm, device, before)
+
+
+def _share_random_states(comm: Comm, device: torch.device, before: Mapping[str, Any]) -> None:
+    mine = _digests(before)
+    after = capture_random_states(device) if comm.rank == 0 else None
+    started, ended = comm.exchange_objects((mine, after))[0]
+    if comm.rank != 0:
+        same = {kind for kind, digest in started.items() if mine.get(kind) == digest}
+        restore_random_states({kind: state for kind, state in ended.items() if kind in same}, device)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Every parameter that is registered inside is replaced by one on `meta`: same class, attributes and ties."""
+    moved: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or isinstance(parameter, nn.parameter.UninitializedParameter):
+            return None  # registered as it is
+        known = moved.get(id(parameter))
+        if known is not None and known[0]() is parameter:
+            return known[1]  # tied through a name outside of the modules
+        twin = _on_meta(parameter)
+        moved[id(parameter)] = (weakref.ref(parameter), twin)
+        return twin
+
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # torch's stub forgets the value
+    try:
+        with warnings.catch_warnings():
+            # A constructor that loads weights does so on rank 0; here it copies them to nowhere.
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+            yield
+    finally:
+        handle.remove()
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    twin = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    if type(parameter) is not nn.Parameter:
+        twin.__class__ = type(parameter)
+    twin.__dict__.update(parameter.__dict__)
+    return twin
+
+
+def _allocate_meta_buffers(model: nn.Module) -> None:
+    """Buffers computed from parameters are on `meta` as well: they get memory, and later their values from rank 0."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+
+
+@dataclass
+class _Snapshot:
+    """What a module had before a constructor ran over it."""
+
+    model: nn.Module
+    attributes: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.attributes = {
+            key: value.copy()
+            if key in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+            else value
+            for key, value in vars(self.model).items()
+        }
+
+    def restore(self) -> None:
+        vars(self.model).clear()
+        vars(self.model).update(self.attributes)
+
+
+# Parameters without an engine
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """The tree of a model's modules with `meta` parameters, ties kept.
+
+    For planning while an engine holds the parameters: looking at those would fetch them.
+    """
+    twins: dict[int, nn.Parameter] = {}
+    modules: dict[int, nn.Module] = {}
+    for module in model.modules():
+        twin = modules[id(module)] = object.__new__(type(module))
+        nn.Module.__init__(twin)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                parameter = twins.setdefault(id(parameter), parameter if parameter.is_meta else _on_meta(parameter))
+            twin._parameters[name] = parameter
+    for module in model.modules():
+        modules[id(module)]._modules = {
+            name: None if child is None else modules[id(child)] for name, child in module._modules.items()
+        }
+    return modules[id(model)]
+
+
+def meta_parameter_names(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.is_meta]
+
+
+def materialise(model: nn.Module) -> None:
+    """Give `meta` parameters and buffers memory, and the values that `reset_parameters` of their modules draws.
+
+    Raises:
+        PlanError: Modules hold parameters on `meta` and have no `reset_parameters`.
+    """
+    helpless: list[str] = []
+    for name, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in own):
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if not callable(reset):
+            helpless.append(f"{name or 'the model itself'} ({type(module).__name__})")
+            continue
+        module.to_empty(device="cpu", recurse=False)
+        reset()
+    if helpless:
+        raise PlanError(
+            f"{', '.join(helpless[:5])}: parameters are on the meta device and there is no reset_parameters() to give"
+            " them values. Build the layers for real (rank 0 alone holds them), or load a checkpoint (ckpt_path)"
+        )
+
+
+def replace_parameters(model: nn.Module, replacements: Mapping[int, nn.Parameter]) -> None:
+    """Put other parameters in their places, everywhere they are used.
+
+    Args:
+        model: Where to look.
+        replacements: By the `id` of the parameter to replace.
+    """
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) in replacements:
+                setattr(module, name, replacements[id(parameter)])

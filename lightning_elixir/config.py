@@ -1,0 +1,181 @@
+"""Every knob of a user in one frozen value object, checked once."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.types import Plan
+
+PolicyName = Literal["auto", "cpu", "cuda", "const", "static"]
+
+_FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac", "nvme_offload_fraction")
+_UNITS = {"": 1, "b": 1} | {
+    prefix + ending: base**power
+    for power, prefix in enumerate("kmgtp", start=1)
+    for ending, base in (("b", 1000), ("ib", 1024))
+}
+_SIZE = re.compile(r"\s*(?P<amount>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[a-z]*)\s*")
+_REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of a size such as `1048576`, `"40GiB"`, `"64 MiB"` or `"1.5GB"`.
+
+    Raises:
+        PlanError: Not a size, negative, or with an unknown unit.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise PlanError(f"a size must not be negative, got {size}")
+        return size
+    match = _SIZE.fullmatch(size.lower()) if isinstance(size, str) else None
+    if match is None or match["unit"] not in _UNITS:
+        raise PlanError(f'a size must be bytes as an int or a string like "64MiB", "40GiB" or "1.5GB", got {size!r}')
+    return int(float(match["amount"]) * _UNITS[match["unit"]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElixirConfig:
+    """The options of `ElixirStrategy`, which documents each of them.
+
+    Raises:
+        PlanError: An unknown policy, a fraction outside [0, 1], a size that is none, or options that contradict.
+    """
+
+    placement_policy: PolicyName = "auto"
+    shard_param_frac: float = 1.0
+    offload_optim_frac: float = 0.0
+    offload_param_frac: float = 0.0
+    chunk_size: int | str | None = None
+    chunk_search_range: int | str | None = None
+    chunk_search_n_grids: int = 128
+    min_chunk_size: int | str | None = None
+    enable_distributed_storage: bool = True
+    pin_memory: bool = True
+    prefetch: bool = True
+    force_outputs_fp32: bool = False
+    autocast: bool = True
+    gpu_margin_mem_ratio: float | None = None
+    gpu_memory_limit: int | str | None = None
+    cpu_memory_limit: int | str | None = None
+    nvme_offload_fraction: float = 0.0
+    nvme_offload_dir: str | None = None
+    plan: Plan | str | os.PathLike[str] | None = None
+    reduce_dtype: torch.dtype | str | None = None
+    use_fused_kernels: bool = False
+    init_step: bool = False
+    initial_scale: float = 2.0**16
+    min_scale: float = 0.0
+    max_scale: float = math.inf
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        self._check_policy()
+        for name in _FRACTIONS:
+            _check_fraction(name, getattr(self, name))
+        if self.gpu_margin_mem_ratio is not None:
+            _check_fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
+        for name in ("chunk_size", "min_chunk_size", "chunk_search_range", "gpu_memory_limit", "cpu_memory_limit"):
+            self._check_bytes(name)
+        if self.chunk_search_n_grids < 1:
+            raise PlanError(f"chunk_search_n_grids must be at least 1, got {self.chunk_search_n_grids}")
+        _parse_reduce_dtype(self.reduce_dtype)
+        self._check_loss_scale()
+        if self.nvme_offload_fraction > 0 or self.nvme_offload_dir is not None:
+            raise PlanError(
+                "NVMe offload (nvme_offload_fraction, nvme_offload_dir, strategy 'elixir_nvme') comes with a later"
+                " version of lightning_elixir; use placement_policy='cpu' or 'auto' for now"
+            )
+
+    def _check_policy(self) -> None:
+        known = get_args(PolicyName)
+        if self.placement_policy not in known:
+            raise PlanError(f"unknown placement_policy {self.placement_policy!r}: choose one of {', '.join(known)}")
+        if self.placement_policy in ("const", "static"):
+            return
+        defaults = ElixirConfig.__dataclass_fields__
+        for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac"):
+            if getattr(self, name) != defaults[name].default:
+                raise PlanError(
+                    f"{name} belongs to placement_policy 'const' (or 'static'), but the policy is"
+                    f" {self.placement_policy!r}"
+                )
+
+    def _check_bytes(self, name: str) -> None:
+        try:
+            nbytes = _as_bytes(getattr(self, name))
+        except PlanError as error:
+            raise PlanError(f"{name}: {error}") from None
+        if nbytes == 0 and name in ("chunk_size", "min_chunk_size"):
+            raise PlanError(f"{name} must be positive")
+
+    def _check_loss_scale(self) -> None:
+        if not (0 <= self.min_scale <= self.initial_scale <= self.max_scale and 0 < self.initial_scale < math.inf):
+            raise PlanError(
+                "loss scaling needs 0 <= min_scale <= initial_scale <= max_scale, and a positive finite initial_scale,"
+                f" got {self.min_scale}, {self.initial_scale}, {self.max_scale}"
+            )
+        if self.growth_factor <= 1 or not 0 < self.backoff_factor < 1:
+            raise PlanError(
+                "loss scaling needs growth_factor > 1 and 0 < backoff_factor < 1, got"
+                f" {self.growth_factor} and {self.backoff_factor}"
+            )
+        if self.growth_interval < 1 or self.hysteresis < 1:
+            raise PlanError(
+                "loss scaling needs growth_interval and hysteresis of at least 1, got"
+                f" {self.growth_interval} and {self.hysteresis}"
+            )
+
+    # The values above in the types that the rest of the package works with
+
+    @property
+    def chunk_bytes(self) -> int | None:
+        return _as_bytes(self.chunk_size)
+
+    @property
+    def min_chunk_bytes(self) -> int | None:
+        return _as_bytes(self.min_chunk_size)
+
+    @property
+    def chunk_search_range_bytes(self) -> int | None:
+        return _as_bytes(self.chunk_search_range)
+
+    @property
+    def gpu_limit_bytes(self) -> int | None:
+        return _as_bytes(self.gpu_memory_limit)
+
+    @property
+    def cpu_limit_bytes(self) -> int | None:
+        return _as_bytes(self.cpu_memory_limit)
+
+    @property
+    def reduction_dtype(self) -> torch.dtype | None:
+        return _parse_reduce_dtype(self.reduce_dtype)
+
+
+def _as_bytes(size: int | str | None) -> int | None:
+    return None if size is None else parse_bytes(size)
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise PlanError(f"{name} must be between 0 and 1, got {value!r}")
+
+
+def _parse_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    if value is None or value in _REDUCE_DTYPES.values():
+        return value if isinstance(value, torch.dtype) else None
+    name = str(value).removeprefix("torch.")
+    if name not in _REDUCE_DTYPES:
+        raise PlanError(f"reduce_dtype must be one of {', '.join(_REDUCE_DTYPES)}, got {value!r}")
+    return _REDUCE_DTYPES[name]

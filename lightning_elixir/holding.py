@@ -1,0 +1,100 @@
+"""What a LightningModule keeps of the engine that holds its parameters, from one run of a Trainer to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_elixir.building import replace_parameters
+from lightning_elixir.config import ElixirConfig
+from lightning_elixir.plan.placement import Budget
+from lightning_elixir.runtime.agreement import Meeting
+
+if TYPE_CHECKING:
+    from lightning_elixir.wrapper import ElixirModule
+
+# The one attribute that we set on a user's module. The engine must live as long as the module does, also when the
+# Trainer is gone, and must go with it: a table beside it, whose entries refer to the module, gives only one of these.
+_ATTRIBUTE = "_elixir_holding"
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """All that an engine is built from beside the model: where it is equal, an engine can be kept."""
+
+    config: ElixirConfig
+    precision: str
+    autocast: bool
+    device: torch.device
+    world_size: int
+
+
+class Holding:
+    """An engine, and the parameters that it was built over.
+
+    Args:
+        engine: Around the module that holds this.
+        options: What it was built from.
+        budget: What its plans may use.
+        skeleton: The model without values, to make further plans with.
+        is_warm: Whether the plan is final (policy "auto": made with the memory that a training step was seen to take).
+    """
+
+    def __init__(
+        self, engine: ElixirModule, options: BuildOptions, budget: Budget, skeleton: nn.Module, is_warm: bool
+    ) -> None:
+        self.engine = engine
+        self.options = options
+        self.budget = budget
+        self.skeleton = skeleton
+        self.is_warm = is_warm
+        self._names = tuple(name for name, _ in engine.module.named_parameters())
+        self._parameters = tuple(engine.module.parameters())
+        self._requires_grad = tuple(p.requires_grad for p in self._parameters)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # the copy of a module holds plain parameters, and no engine
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())
+
+    @staticmethod
+    def of(module: nn.Module | None) -> Holding | None:
+        """The live holding of `module`, if there is one."""
+        holding = vars(module).get(_ATTRIBUTE) if module is not None else None
+        return holding if isinstance(holding, Holding) and not holding.engine.is_closed else None
+
+    def attach(self) -> None:
+        object.__setattr__(self.engine.module, _ATTRIBUTE, self)
+
+    def has_same_parameters(self) -> bool:
+        """Whether the module's parameters are still those that the engine was built over."""
+        now = tuple(self.engine.module.parameters())
+        return len(now) == len(self._parameters) and all(a is b for a, b in zip(now, self._parameters, strict=True))
+
+    def changed_requires_grad(self) -> list[str]:
+        """Names of parameters that were frozen or unfrozen since."""
+        named = zip(self.engine.module.named_parameters(), self._requires_grad, strict=True)
+        return [name for (name, parameter), before in named if parameter.requires_grad != before]
+
+    def can_be_kept(self, options: BuildOptions) -> bool:
+        return options == self.options and self.has_same_parameters() and not self.changed_requires_grad()
+
+    def dissolve(self) -> None:
+        """Close the engine. Its parameters, where the module still has them, become whole, plain ones on rank 0 and
+        empty ones on `meta` elsewhere. Collective."""
+        inner = self.engine.engine
+        inner.meet(Meeting.STATE)
+        values = inner.whole_values(on_all_ranks=False)
+        plain: dict[int, nn.Parameter] = {}
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            value = values.get(name)
+            if value is None:
+                value = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            plain[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        self.engine.close()
+        vars(self.engine.module).pop(_ATTRIBUTE, None)
+        replace_parameters(self.engine.module, plain)

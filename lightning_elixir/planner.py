@@ -1,0 +1,213 @@
+"""From a strategy's options to plans that all ranks share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from lightning_elixir.building import check_same_model, run_together
+from lightning_elixir.config import ElixirConfig
+from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.device import current_device_memory_bytes
+from lightning_elixir.core.host import available_host_bytes
+from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.io import load_plan
+from lightning_elixir.plan.placement import Budget, format_bytes
+from lightning_elixir.plan.types import Plan
+from lightning_elixir.planning import make_plan, norm_parameters, param_specs
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _RankMemory:
+    """One rank's view of the memory that there is."""
+
+    node_rank: int
+    host_bytes: int
+    model_bytes: int
+    """Host memory of the model as the user built it, which its shards will take over."""
+    device_bytes: int | None
+
+
+class Planner:
+    """Makes plans on rank 0, from what all ranks have, and gives them to every rank.
+
+    Args:
+        config: The user's options.
+        comm: All ranks; every method must be called by all of them.
+        device: The compute device.
+        node_rank: Which host this is.
+        compute_dtype: Dtype of forward and backward; None: each parameter keeps its own.
+        master_weights: Whether 16-bit parameters have an fp32 master; norms then are computed with in fp32.
+        has_autocast: Whether steps run under `torch.autocast`.
+    """
+
+    def __init__(
+        self,
+        config: ElixirConfig,
+        comm: Comm,
+        device: torch.device,
+        node_rank: int,
+        compute_dtype: torch.dtype | None,
+        master_weights: bool,
+        has_autocast: bool,
+    ) -> None:
+        self._config = config
+        self._comm = comm
+        self._device = device
+        self._node_rank = node_rank
+        self._compute_dtype = compute_dtype
+        self._master_weights = master_weights
+        self._has_autocast = has_autocast
+
+    def check_model(self, model: nn.Module, *, is_training: bool) -> None:
+        """Look at the parameters of all ranks, before memory is taken.
+
+        Raises:
+            PlanError: Parameters that no plan can hold, none that trains, or other parameters than on rank 0.
+        """
+        specs = run_together(self._comm, lambda: param_specs(model, self._compute_dtype, self._keep_fp32(model)))
+        check_same_model(self._comm, specs)
+        if not is_training:
+            return
+        sparse = [name for name, m in model.named_modules() if getattr(m, "sparse", False) is True]
+        if sparse:
+            raise PlanError(
+                f"{', '.join(sparse[:5])}: gradients would be sparse, which chunks cannot hold; make the layers with"
+                " sparse=False"
+            )
+        if not any(s.requires_grad for s in specs):
+            raise PlanError(
+                f"{type(model).__name__} has no parameter to train: it has {len(specs)} parameters, all of them frozen"
+                if specs
+                else f"{type(model).__name__} has no parameters. Make layers in __init__ or configure_model"
+            )
+
+    def budget(self, model: nn.Module) -> Budget:
+        """What a rank may use: the same on all of them, and so as small as on the poorest.
+
+        Args:
+            model: As the user built it; its own host memory counts as free, since the shards will take it over.
+        """
+        own = {p.untyped_storage().data_ptr(): p for p in model.parameters() if p.device.type == "cpu"}
+        everyone: list[_RankMemory] = self._comm.exchange_objects(
+            _RankMemory(
+                self._node_rank,
+                available_host_bytes(),
+                sum(p.untyped_storage().nbytes() for p in own.values()),
+                current_device_memory_bytes(self._device),
+            )
+        )
+        limit = self._config.cpu_limit_bytes
+        per_rank = []
+        for node in {memory.node_rank for memory in everyone}:
+            ranks = [memory for memory in everyone if memory.node_rank == node]
+            host = min(m.host_bytes for m in ranks) + sum(m.model_bytes for m in ranks)
+            per_rank.append((host if limit is None else min(host, limit)) // len(ranks))
+        device = [m.device_bytes for m in everyone if m.device_bytes is not None]
+        if self._config.gpu_limit_bytes is not None:
+            device.append(self._config.gpu_limit_bytes)
+        return Budget(min(device, default=None), min(per_rank))
+
+    def first_plan(self, model: nn.Module, budget: Budget, *, is_training: bool) -> tuple[Plan, bool]:
+        """The plan to build with, and whether it is final.
+
+        Raises:
+            PlanError: An option or a given plan does not suit the model.
+            CapacityError: A limit cannot hold what the policy needs.
+        """
+        return self._share(lambda: self._decide(model, budget, is_training))
+
+    def warm_up_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
+        """A placement of `current`'s chunks that needs as little device memory as possible."""
+        return self._share(lambda: self._safe_plan(model, current, budget))
+
+    def final_plan(self, model: nn.Module, current: Plan, budget: Budget, non_model_bytes: int) -> Plan:
+        """Place `current`'s chunks anew, with the device memory that a training step was seen to take beside them."""
+        peak = max(self._comm.exchange_objects(non_model_bytes))
+        if peak:
+            # Activations are carved out of larger segments, and later batches are not exactly alike.
+            peak += peak // 10 + 2 * current.block_bytes
+        log.info("one step took %s beside the chunks: making the final plan", format_bytes(peak))
+        return self._share(lambda: self._final_plan(model, current, replace(budget, non_model_bytes=peak)))
+
+    def _decide(self, model: nn.Module, budget: Budget, is_training: bool) -> tuple[Plan, bool]:
+        given = self._config.plan
+        if given is not None:
+            return (given if isinstance(given, Plan) else load_plan(str(given))), True
+        plan = self._make(model, budget)
+        is_fixed = self._config.placement_policy == "cuda" or plan.is_all_resident
+        if self._config.placement_policy == "auto":
+            is_fixed = budget.gpu_bytes is None
+        if is_fixed or (self._device.type == "cpu" and self._config.placement_policy != "auto"):
+            return plan, True  # nothing is left to decide, or no activations share the memory
+        if is_training:
+            return self._safe_plan(model, plan, budget), False
+        return self._evaluation_plan(model, plan, budget), False
+
+    def _final_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
+        try:
+            return self._make(model, budget, layout=current)
+        except CapacityError as error:  # and yet the step has run
+            log.warning("going on with the plan of the first step, the smallest there is: %s", error)
+            return current
+
+    def _safe_plan(self, model: nn.Module, plan: Plan, budget: Budget) -> Plan:
+        """As little on the device as possible: nobody knows yet what the activations take."""
+        try:
+            largest = self._make(model, budget, layout=plan, policy="cpu")
+            smallest = self._make(model, replace(budget, gpu_bytes=None), layout=plan, policy="cpu")
+        except CapacityError as error:  # the host cannot hold everything
+            log.info("no room to start with everything on the host (%s)", error)
+            return plan
+        return replace(largest, rcache_blocks=min(largest.rcache_blocks, smallest.rcache_blocks))
+
+    def _evaluation_plan(self, model: nn.Module, plan: Plan, budget: Budget) -> Plan:
+        """Half of the device for activations, which are small without a backward."""
+        try:
+            half = replace(budget, non_model_bytes=(budget.gpu_bytes or 0) // 2)
+            return self._make(model, half, layout=plan)
+        except CapacityError:
+            return self._safe_plan(model, plan, budget)
+
+    def _make(self, model: nn.Module, budget: Budget, *, layout: Plan | None = None, policy: str | None = None) -> Plan:
+        config = self._config
+        return make_plan(
+            model,
+            placement_policy=policy or config.placement_policy,
+            shard_param_frac=config.shard_param_frac,
+            offload_optim_frac=config.offload_optim_frac,
+            offload_param_frac=config.offload_param_frac,
+            chunk_size=config.chunk_bytes,
+            chunk_search_range=config.chunk_search_range_bytes,
+            chunk_search_n_grids=config.chunk_search_n_grids,
+            min_chunk_size=config.min_chunk_bytes,
+            enable_distributed_storage=config.enable_distributed_storage,
+            prefetch=config.prefetch,
+            gpu_margin_mem_ratio=config.gpu_margin_mem_ratio,
+            compute_dtype=self._compute_dtype,
+            keep_fp32=self._keep_fp32(model),
+            master_weights=self._master_weights,
+            world_size=self._comm.world_size,
+            gpu_bytes=budget.gpu_bytes,
+            cpu_bytes=budget.cpu_bytes,
+            non_model_bytes=budget.non_model_bytes,
+            layout=layout,
+        )
+
+    def _keep_fp32(self, model: nn.Module) -> Collection[str]:
+        return norm_parameters(model, has_autocast=self._has_autocast) if self._master_weights else ()
+
+    def _share(self, decide: Callable[[], T]) -> T:
+        """Rank 0 decides, everyone gets it; an error there is an error everywhere."""
+        decision = run_together(self._comm, decide if self._comm.rank == 0 else lambda: None)
+        shared: T = self._comm.exchange_objects(decision)[0]
+        return shared

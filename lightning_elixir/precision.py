@@ -1,0 +1,228 @@
+"""The precision plugin: dtype of forward and backward, input casts, clipping and stepping through `ElixirOptimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_elixir._lightning import (
+    HalfPrecision,
+    LightningModule,
+    LightningOptimizer,
+    MixedPrecision,
+    Precision,
+)
+from lightning_elixir.errors import PlanError
+
+if TYPE_CHECKING:
+    from lightning_elixir.wrapper import ElixirOptimizer
+
+PrecisionName = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
+
+_NAMES: dict[str, PrecisionName] = {
+    "32-true": "32-true",
+    "32": "32-true",
+    "16-mixed": "16-mixed",
+    "16": "16-mixed",
+    "bf16-mixed": "bf16-mixed",
+    "bf16": "bf16-mixed",
+    "16-true": "16-true",
+    "bf16-true": "bf16-true",
+}
+
+
+class ElixirPrecision(Precision):
+    """Precision under `ElixirStrategy`, which puts it in the place of whatever `Trainer(precision=...)` made.
+
+    ============ ================= ============= ====================
+    precision    parameters        optimizer     loss scaling
+    ============ ================= ============= ====================
+    `32-true`    as the model has  the same      none
+    `16-mixed`   fp16              fp32 master   dynamic
+    `bf16-mixed` bf16              fp32 master   none
+    `16-true`    fp16              fp16          none
+    `bf16-true`  bf16              bf16          none
+    ============ ================= ============= ====================
+
+    In mixed precision buffers stay fp32, and so do the parameters of norms: of those with running statistics, and under
+    autocast of all.
+
+    Args:
+        precision: One of the above; `16`, `bf16` and `32` are short for `16-mixed`, `bf16-mixed` and `32-true`.
+        autocast: mixed: run steps under `torch.autocast`, so that norms, softmax and losses are computed in fp32.
+            False: no autocast; floating-point inputs of the steps are cast, and everything is computed in 16 bits.
+
+    Raises:
+        PlanError: Another precision.
+    """
+
+    precision: PrecisionName = "32-true"
+
+    def __init__(self, precision: str | int = "32-true", *, autocast: bool = True) -> None:
+        name = _NAMES.get(str(precision))
+        if name is None:
+            raise PlanError(
+                f"precision {precision!r} does not work with ElixirStrategy: choose one of"
+                f" {', '.join(dict.fromkeys(_NAMES.values()))}"
+            )
+        self.precision = name
+        self.autocast = autocast
+        self.device_type = "cpu"  # the strategy tells
+        self._optimizer: ElixirOptimizer | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Dtype of parameters in forward and backward; None: the model's own."""
+        if self.precision == "32-true":
+            return None
+        return torch.bfloat16 if self.precision.startswith("bf16") else torch.float16
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.precision.endswith("-mixed")
+
+    @property
+    def has_autocast(self) -> bool:
+        return self.is_mixed and self.autocast
+
+    @property
+    def _half_dtype(self) -> torch.dtype | None:
+        """The dtype that tensors are created in, where no fp32 copy exists."""
+        return None if self.is_mixed else self.compute_dtype
+
+    def check_device(self, device_type: str) -> None:
+        """Take note of the compute device.
+
+        Raises:
+            PlanError: fp16 on the CPU.
+        """
+        if device_type == "cpu" and self.compute_dtype is torch.float16:
+            raise PlanError(
+                f"precision {self.precision!r} needs a GPU: on the CPU use {self.precision.replace('16', 'bf16')!r}"
+            )
+        self.device_type = device_type
+
+    def attach_optimizer(self, optimizer: ElixirOptimizer | None) -> None:
+        """The optimizer whose loss scale this plugin saves and restores."""
+        self._optimizer = optimizer
+
+    # Contexts and casts
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module if self._half_dtype is None else module.to(dtype=self._half_dtype)
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._half_dtype is None else _default_dtype(self._half_dtype)
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[None]:
+        return self.tensor_init_context()
+
+    @override
+    def forward_context(self) -> AbstractContextManager[None]:
+        if self.has_autocast:
+            return torch.autocast(self.device_type, dtype=self.compute_dtype, cache_enabled=False)
+        return self.tensor_init_context()
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        if self.compute_dtype is None or self.has_autocast:
+            return data
+        return apply_to_collection(data, Tensor, _cast_floating, self.compute_dtype)
+
+    # Backward and step
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """The model's `backward` hook, on the scaled loss; gradients are reduced when it returns."""
+        elixir = _unwrap(optimizer)
+        with elixir.module.engine.backward():
+            model.backward(elixir.scale_loss(tensor), *args, **kwargs)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        # The closure runs here and not inside `step`: clipping needs the gradients of the whole closure.
+        result = closure()
+        self._after_closure(model, optimizer)
+        is_skipped = result is None and model.automatic_optimization and self.precision == "16-mixed"
+        if not is_skipped:  # as a GradScaler, which has nothing to unscale
+            _unwrap(optimizer).step(**kwargs)
+        return result
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        _unwrap(optimizer).clip_grad_norm_(clip_val)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        _unwrap(optimizer).clip_grad_value_(clip_val)
+
+    # Checkpoints
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # The optimizer saves its loss scale too; here it is for plain Lightning, under the name of its plugin.
+        if self._optimizer is not None and self._optimizer.scaler.enabled:
+            checkpoint[MixedPrecision.__qualname__] = self._optimizer.scaler.state_dict()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get(MixedPrecision.__qualname__)
+        if state and self._optimizer is not None:
+            self._optimizer.scaler.load_state_dict(state)
+
+
+def elixir_precision(plugin: Precision, *, autocast: bool) -> ElixirPrecision:
+    """The plugin to use where Lightning or the user came with `plugin`.
+
+    Raises:
+        PlanError: There is no counterpart.
+    """
+    if isinstance(plugin, ElixirPrecision):
+        return plugin
+    if type(plugin) in (Precision, MixedPrecision, HalfPrecision):
+        return ElixirPrecision(plugin.precision, autocast=autocast)
+    raise PlanError(
+        f"{type(plugin).__name__} (precision {plugin.precision!r}) does not work with ElixirStrategy: choose precision"
+        f" {', '.join(dict.fromkeys(_NAMES.values()))}"
+    )
+
+
+def _unwrap(optimizer: Any) -> ElixirOptimizer:
+    from lightning_elixir.wrapper import ElixirOptimizer  # the wrapper is heavy, and not needed to build a Trainer
+
+    # A LightningOptimizer passes for an instance of the class that it wraps.
+    inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    if not isinstance(inner, ElixirOptimizer):
+        raise PlanError(
+            f"{type(inner).__name__} is not the optimizer that ElixirStrategy set up; return one optimizer over the"
+            " model's parameters from configure_optimizers()"
+        )
+    return inner
+
+
+def _cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

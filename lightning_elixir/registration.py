@@ -1,0 +1,52 @@
+"""The names under which `Trainer(strategy=...)` finds us."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lightning_elixir._lightning import StrategyRegistry
+from lightning_elixir.errors import PlanError
+
+_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "elixir": ("chunks over GPU and host memory; what fits stays on the GPU", {}),
+    "elixir_auto": ("the same as elixir", {"placement_policy": "auto"}),
+    "elixir_cpu": ("parameters and optimizer states in host memory", {"placement_policy": "cpu"}),
+    "elixir_cuda": ("everything in GPU memory", {"placement_policy": "cuda"}),
+    "elixir_nvme": (
+        "optimizer states on NVMe (comes with a later version)",
+        {"placement_policy": "cpu", "nvme_offload_fraction": 1.0},
+    ),
+}
+
+
+def register_strategies() -> None:
+    """Make the names known; again, where that has been done before, changes nothing."""
+    for name, (description, options) in _NAMES.items():
+        StrategyRegistry.register(name, _make_strategy, description=description, override=True, **options)
+    _point_elsewhere()
+
+
+def _make_strategy(**options: Any) -> Any:
+    from lightning_elixir.strategy import (
+        ElixirStrategy,
+    )  # with the engine; a Trainer of another strategy needs none of it
+
+    return ElixirStrategy(**options)
+
+
+def _point_elsewhere() -> None:
+    """Where both distributions of Lightning are in use, tell users of the other one what to import."""
+    other = sys.modules.get("pytorch_lightning.strategies")
+    registry: Any = getattr(other, "StrategyRegistry", StrategyRegistry)
+    if registry is StrategyRegistry:
+        return
+    for name, (description, _) in _NAMES.items():
+        registry.register(name, _refuse, description=description, override=True)
+
+
+def _refuse() -> Any:
+    raise PlanError(
+        "this Trainer is pytorch_lightning's, and lightning is installed as well, whose classes lightning_elixir uses:"
+        " import Trainer and LightningModule from lightning.pytorch"
+    )

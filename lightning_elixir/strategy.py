@@ -1,0 +1,525 @@
+"""`ElixirStrategy`: Lightning's lifecycle turned into calls of the engine. No tensor arithmetic here."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_elixir._lightning import (
+    Accelerator,
+    BaseFinetuning,
+    CheckpointIO,
+    ClusterEnvironment,
+    CPUAccelerator,
+    LightningModule,
+    LightningOptimizer,
+    Precision,
+    Trainer,
+    TrainerFn,
+    is_overridden,
+)
+from lightning_elixir.building import (
+    built_by_first_rank,
+    materialise,
+    meta_parameter_names,
+    run_together,
+    skeleton_of,
+)
+from lightning_elixir.config import ElixirConfig, PolicyName
+from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.holding import BuildOptions, Holding
+from lightning_elixir.plan.types import Plan
+from lightning_elixir.planner import Planner
+from lightning_elixir.precision import ElixirPrecision, elixir_precision
+from lightning_elixir.processes import ProcessStrategy, StartMethod
+from lightning_elixir.runtime.engine import Stats
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+
+log = logging.getLogger(__name__)
+
+
+class ElixirStrategy(ProcessStrategy):
+    """Trains models far larger than the GPU's memory: parameters, gradients and optimizer states live in chunks, spread
+    over GPU and host memory and over the ranks, and come to the GPU when they are needed.
+
+    One optimizer, element-wise (`HybridAdam`, `CPUAdam`, `torch.optim.AdamW`, `Adam`, `SGD`). Layers may be made in
+    `configure_model`, `configure_sharded_model` or `__init__`; where there are several ranks, in `configure_model` only
+    rank 0 holds the whole model.
+    """
+
+    strategy_name = "elixir"
+
+    def __init__(
+        self,
+        placement_policy: PolicyName = "auto",
+        shard_param_frac: float = 1.0,
+        offload_optim_frac: float = 0.0,
+        offload_param_frac: float = 0.0,
+        chunk_size: int | str | None = None,
+        chunk_search_range: int | str | None = None,
+        chunk_search_n_grids: int = 128,
+        min_chunk_size: int | str | None = None,
+        enable_distributed_storage: bool = True,
+        pin_memory: bool = True,
+        prefetch: bool = True,
+        force_outputs_fp32: bool = False,
+        autocast: bool = True,
+        gpu_margin_mem_ratio: float | None = None,
+        gpu_memory_limit: int | str | None = None,
+        cpu_memory_limit: int | str | None = None,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        reduce_dtype: torch.dtype | str | None = None,
+        use_fused_kernels: bool = False,
+        init_step: bool = False,
+        initial_scale: float = 2.0**16,
+        min_scale: float = 0.0,
+        max_scale: float = math.inf,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: StartMethod = "popen",
+    ) -> None:
+        """All sizes are bytes as an int, or strings such as "64MiB" or "40GiB".
+
+        Args:
+            placement_policy: Where chunks live. "auto": on the GPU if everything fits, else what does not fit on the
+                host, decided with the memory that the first training step is seen to take. "cpu": parameters and
+                optimizer states on the host. "cuda": everything on the GPU. "const" or "static": by three fractions.
+            shard_param_frac: const: share of the parameters that is sharded and fetched when needed; the rest stays
+                whole on the GPU.
+            offload_optim_frac: const: share of the optimizer states on the host.
+            offload_param_frac: const: share of the parameters on the host.
+            chunk_size: Size of a chunk in the compute dtype. Default: the least waste is searched for.
+            chunk_search_range: How far above the smallest candidate to search. Default: up to three times of it.
+            chunk_search_n_grids: How many chunk sizes to try.
+            min_chunk_size: The smallest candidate. Default: 32 MiB, less for small models.
+            enable_distributed_storage: Each rank keeps its slice of every parameter. False: each rank keeps them whole,
+                and communicates only after an update.
+            pin_memory: Page-lock host memory, which makes transfers faster.
+            prefetch: Fetch chunks ahead of need.
+            force_outputs_fp32: Cast what the steps of the model return to fp32.
+            autocast: Mixed precision: run steps under `torch.autocast`. False: cast the inputs instead, and compute all
+                in 16 bits.
+            gpu_margin_mem_ratio: auto: share of the GPU memory left beside rCache and activations that optimizer states
+                may take. Default: all of it.
+            gpu_memory_limit: Plan as if each GPU had no more. On the CPU accelerator this limits the rCache.
+            cpu_memory_limit: Plan as if each host had no more.
+            nvme_offload_fraction: Share of the optimizer states on NVMe. Comes with a later version.
+            nvme_offload_dir: Folder for them. Comes with a later version.
+            plan: A `Plan`, or the path of one that was saved, to obey instead of searching.
+            reduce_dtype: "float32", "bfloat16" or "float16": dtype in which gradients are reduced. Default: their own.
+            use_fused_kernels: Swap in fused operators where they exist; no number changes beyond their rounding.
+            init_step: Allocate optimizer states and staging memory at setup instead of in the first step.
+            initial_scale: Loss scale at the start (fp16 mixed precision).
+            min_scale: Smallest loss scale.
+            max_scale: Largest loss scale.
+            growth_factor: By how much the loss scale grows.
+            backoff_factor: By how much the loss scale shrinks when gradients hold inf or nan.
+            growth_interval: After how many good steps in a row the loss scale grows.
+            hysteresis: How many bad steps it takes to shrink the loss scale.
+            accelerator: As in every strategy of Lightning.
+            parallel_devices: As in every strategy of Lightning.
+            cluster_environment: As in every strategy of Lightning.
+            checkpoint_io: As in every strategy of Lightning.
+            precision_plugin: Replaced by `ElixirPrecision` of the same precision.
+            process_group_backend: Default: NCCL on GPUs, gloo on CPUs.
+            timeout: How long a rank waits for the others.
+            start_method: How processes are started: "popen" runs the script once a device, the others use
+                multiprocessing.
+
+        Raises:
+            PlanError: An option that cannot be used as given.
+        """
+        given = locals()
+        self._config = ElixirConfig(**{option.name: given[option.name] for option in dataclasses.fields(ElixirConfig)})
+        self._has_stepped = False
+        self._elixir_optimizer: ElixirOptimizer | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+
+    # Processes
+
+    @override
+    def setup_environment(self) -> None:
+        self.precision_plugin.check_device(self.root_device.type)
+        super().setup_environment()
+
+    @property
+    @override
+    def precision_plugin(self) -> ElixirPrecision:
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, ElixirPrecision) else ElixirPrecision(autocast=self._config.autocast)
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is None:
+            self._precision_plugin = None
+            return
+        plugin = elixir_precision(precision_plugin, autocast=self._config.autocast)
+        if isinstance(self.accelerator, CPUAccelerator):
+            plugin.check_device("cpu")
+        self._precision_plugin = plugin
+
+    # Building
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # Always on the host: the model need not fit the device.
+        on_meta = torch.device("meta") if empty_init else nullcontext()
+        with on_meta, self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        module = self._module
+        build = module.configure_sharded_model if is_overridden("configure_sharded_model", module) else None
+        with built_by_first_rank(self._comm, self.root_device, module, build or module.configure_model):
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        module = self._module
+        is_training = trainer.state.fn == TrainerFn.FITTING
+        if self.accelerator is not None:
+            self.accelerator.setup(trainer)
+        if is_training:
+            self._check_callbacks(trainer)
+        is_synced = any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())
+        if is_training and self._layer_sync is not None and not is_synced:
+            self._layer_sync.apply(module)  # for good: another module would lose the engine's hooks
+        self.model = self._obtain_engine(module, is_training)
+        if is_training:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @override
+    def model_to_device(self) -> None:
+        return  # parameters and buffers are where the engine put them
+
+    def _obtain_engine(self, module: LightningModule, is_training: bool) -> ElixirModule:
+        """The engine of an earlier run, if it serves; else a new one."""
+        options = self._build_options()
+        holding = Holding.of(module)
+        if holding is not None and not holding.can_be_kept(options):
+            log.info("building %s anew: parameters or options have changed since the last run", type(module).__name__)
+            holding.dissolve()
+            holding = None
+        _move_metrics(module, self.root_device, is_fresh=holding is None)
+        if holding is None:
+            holding = self._build(module, options, is_training)
+        elif is_training and not holding.is_warm:
+            planner = self._planner()
+            holding.engine.replan(planner.warm_up_plan(holding.skeleton, holding.engine.plan, holding.budget))
+        if is_training and not holding.is_warm:
+            holding.engine.sample_activations(True)
+        self._has_stepped = False
+        return holding.engine
+
+    def _build(self, module: LightningModule, options: BuildOptions, is_training: bool) -> Holding:
+        plugin, config = self.precision_plugin, self._config
+        run_together(self._comm, lambda: materialise(module) if self.is_global_zero else None)
+        plugin.convert_module(module)
+        planner = self._planner()
+        planner.check_model(module, is_training=is_training)
+        budget = planner.budget(module)
+        plan, is_final = planner.first_plan(module, budget, is_training=is_training)
+        skeleton = skeleton_of(module)
+        engine = ElixirModule(
+            module,
+            plan,
+            prefetch=config.prefetch,
+            dtype=plugin.compute_dtype,
+            use_fused_kernels=config.use_fused_kernels,
+            master_weights=plugin.is_mixed,
+            autocast=plugin.has_autocast,
+            force_outputs_fp32=config.force_outputs_fp32,
+            reduce_dtype=config.reduction_dtype,
+            pin_memory=config.pin_memory,
+            device=self.root_device,
+        )
+        holding = Holding(engine, options, budget, skeleton, is_warm=is_final)
+        holding.attach()
+        return holding
+
+    def _build_options(self) -> BuildOptions:
+        plugin = self.precision_plugin
+        return BuildOptions(self._config, plugin.precision, plugin.has_autocast, self.root_device, self.world_size)
+
+    def _planner(self) -> Planner:
+        plugin = self.precision_plugin
+        return Planner(
+            self._config,
+            self._comm,
+            self.root_device,
+            self.node_rank,
+            plugin.compute_dtype,
+            plugin.is_mixed,
+            plugin.has_autocast,
+        )
+
+    @staticmethod
+    def _check_callbacks(trainer: Trainer) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BaseFinetuning):
+                raise PlanError(
+                    f"{type(callback).__name__} unfreezes parameters while training, which ElixirStrategy cannot do:"
+                    " chunks are laid out by what trains. Call fit() once with the backbone frozen, and again after"
+                    " unfreezing it"
+                )
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    @override
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        ProcessStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        for outer in self._lightning_optimizers:
+            # Lightning's wrapper inherits the class of what it wraps, and so would keep to itself what methods set.
+            for name in ("add_param_group", "clip_grad_norm_", "clip_grad_value_", "grad_norm", "zero_grad"):
+                if hasattr(outer.optimizer, name):
+                    setattr(outer, name, getattr(outer.optimizer, name))
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self.optimizers, self.lr_scheduler_configs = [], []  # states of an earlier fit go before new ones come
+        self._elixir_optimizer = None
+        self.precision_plugin.attach_optimizer(None)
+        super().setup_optimizers(trainer)
+        self.optimizers = [self._wrap(self.optimizers)]
+
+    def _wrap(self, optimizers: Sequence[Optimizer]) -> ElixirOptimizer:
+        if len(optimizers) != 1:
+            raise PlanError(
+                f"ElixirStrategy works with one optimizer, but configure_optimizers() returned {len(optimizers)}. Use"
+                " one with several parameter groups"
+            )
+        optimizer = optimizers[0]
+        if not optimizer.param_groups:
+            raise PlanError("configure_optimizers() returned none: return one optimizer over self.parameters()")
+        known = {id(p) for p in self._module.parameters()}
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        foreign = [p for p in given if id(p) not in known]
+        if foreign:
+            raise PlanError(
+                f"{len(foreign)} of the {len(given)} parameters of the optimizer ({type(optimizer).__name__}) are not"
+                f" the model's, such as one of shape {list(foreign[0].shape)}: create it in configure_optimizers(),"
+                " over self.parameters(), and return it"
+            )
+        config = self._config
+        self._elixir_optimizer = ElixirOptimizer(
+            self._engine,
+            optimizer,
+            initial_scale=config.initial_scale,
+            min_scale=config.min_scale,
+            max_scale=config.max_scale,
+            growth_factor=config.growth_factor,
+            backoff_factor=config.backoff_factor,
+            growth_interval=config.growth_interval,
+            hysteresis=config.hysteresis,
+            init_step=config.init_step,
+        )
+        self.precision_plugin.attach_optimizer(self._elixir_optimizer)
+        return self._elixir_optimizer
+
+    # Training
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        holding = self._holding
+        if batch_idx == 0:
+            changed = holding.changed_requires_grad()
+            if changed:
+                raise PlanError(
+                    f"requires_grad of {len(changed)} parameters has changed since setup ({', '.join(changed[:3])}):"
+                    " freeze and unfreeze between two calls of fit(), not while training"
+                )
+        if self._has_stepped and not holding.is_warm and not self._has_pending_gradients():
+            self._finish_warm_up(holding)
+
+    def _has_pending_gradients(self) -> bool:
+        """Whether manual optimization goes on with gradients of an earlier batch, on any rank."""
+        return any(self._comm.exchange_objects(bool(self._engine.engine.reducer.used)))
+
+    def _finish_warm_up(self, holding: Holding) -> None:
+        engine = holding.engine
+        engine.sample_activations(False)
+        plan = self._planner().final_plan(holding.skeleton, engine.plan, holding.budget, engine.peak_activation_bytes())
+        if plan.fingerprint() != engine.plan.fingerprint():
+            engine.replan(plan)
+        holding.is_warm = True
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        if module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        # Backward and step happen inside, so the step is no one forward of the engine: each module that it calls is.
+        with self.precision_plugin.train_step_context():
+            return module.training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        # Under manual optimization Lightning passes none.
+        return super().backward(closure_loss, self._elixir_optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._elixir_optimizer is not None:
+            # Its own `step` never runs; a scheduler built on it would take that for a mistake.
+            self._elixir_optimizer.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._has_stepped = True
+        return result
+
+    @override
+    def teardown(self) -> None:
+        self.model = self.lightning_module
+        super().teardown()
+
+    # Checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole CPU tensors under the model's own names on rank 0, `{}` elsewhere. Collective."""
+        holding = Holding.of(self.lightning_module)
+        if holding is None:
+            return super().lightning_module_state_dict()
+        return holding.engine.full_state_dict()
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module, state = self._module, checkpoint["state_dict"]
+        is_empty = Holding.of(module) is None and self.is_global_zero and bool(meta_parameter_names(module))
+        with warnings.catch_warnings():
+            # Before there is an engine, ranks that hold no values only check the names: the values come from rank 0.
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+            module.load_state_dict(state, strict=strict, assign=is_empty)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return inner.state_dict()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    # What users look at
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._engine.plan
+
+    def stats(self) -> Stats:
+        """Fetches, evictions, hits, prefetches and bytes moved since the last reset, and bytes held."""
+        return self._engine.stats()
+
+    def reset_stats(self) -> None:
+        self._engine.reset_stats()
+
+    def grad_norm(self) -> Tensor:
+        """Total norm of the gradients, unscaled: of the current ones, or after a step of those it used. Collective.
+
+        Returns:
+            0-dim, fp32.
+
+        Raises:
+            StateError: Outside of `fit`.
+        """
+        if self._elixir_optimizer is None:
+            raise StateError("there are no gradients: grad_norm() works during fit()")
+        return self._elixir_optimizer.grad_norm()
+
+    def full_grads(self) -> dict[str, Tensor]:
+        """Whole gradients by parameter name: fp32, on the CPU, unscaled. Collective."""
+        scale = 1.0 if self._elixir_optimizer is None else self._elixir_optimizer.loss_scale
+        return self._engine.full_grads(scale)
+
+    def full_parameters(self, names: Sequence[str] | None = None, modify: bool = False) -> AbstractContextManager[Any]:
+        """A context in which the named (or all) parameters are whole. Collective.
+
+        Args:
+            names: FQNs; None: all.
+            modify: Keep what is written.
+        """
+        return self._engine.full_parameters(names, modify=modify)
+
+    def close(self) -> None:
+        """Free everything that the engine holds. The model's parameters have no values afterwards."""
+        holding = Holding.of(self.lightning_module)
+        self.optimizers, self._elixir_optimizer = [], None
+        self.precision_plugin.attach_optimizer(None)
+        if holding is not None:
+            holding.engine.close()
+
+    # Access
+
+    @property
+    def _module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise StateError("ElixirStrategy has no model yet: call fit, validate, test or predict first")
+        return self.lightning_module
+
+    @property
+    def _holding(self) -> Holding:
+        holding = Holding.of(self._module)
+        if holding is None:
+            raise StateError("the engine does not exist yet, or was closed: call fit, validate, test or predict first")
+        return holding
+
+    @property
+    def _engine(self) -> ElixirModule:
+        return self._holding.engine
+
+
+def _move_metrics(module: nn.Module, device: torch.device, *, is_fresh: bool) -> None:
+    """States of torchmetrics are no buffers, so the engine leaves them where they are."""
+    from torchmetrics import Metric
+
+    for metric in module.modules():
+        if isinstance(metric, Metric) and (is_fresh or next(metric.parameters(), None) is None):
+            metric.to(device)
