@@ -13,6 +13,7 @@ _ADVICE = (
     "ignore:.*Trying to infer the `batch_size`",
     "ignore:.*`isinstance.treespec, LeafSpec.` is deprecated",
     "ignore:.*was called without a model",
+    "ignore:torch.distributed.nn.functional.all_gather is deprecated",
     "ignore:Using `DistributedSampler` with the dataloaders",
     "ignore:.*is supported for historical reasons",
 )

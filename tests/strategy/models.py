@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,7 +153,7 @@ class Run:
 
 
 def collect(trainer: Trainer, model: Net) -> Run:
-    state = {k: v.detach().clone() for k, v in trainer.strategy.lightning_module_state_dict().items()}
+    state = copy.deepcopy(trainer.strategy.lightning_module_state_dict())
     metrics = {k: v.clone() for k, v in trainer.callback_metrics.items()}
     return Run(state, list(model.losses), list(model.val_losses), metrics)
 
@@ -205,7 +206,7 @@ def assert_same_as_plain(
     compare: Callable[[Run, Run], None] = assert_same_run,
     **options: Any,
 ) -> tuple[Trainer, Net]:
-    """Train with ElixirStrategy under a limit that makes chunks come and go, and with plain Lightning; compare bit for bit."""
+    """Train with ElixirStrategy, by default under a limit that makes chunks come and go, and with plain Lightning."""
     _, _, expected = fit("auto", make_model, **options)
     strategy = ElixirStrategy(**elixir)
     trainer, model, actual = fit(strategy, make_model, **options)

@@ -76,7 +76,9 @@ class ForeignNet(Net):
 
 
 def test_optimizer_with_parameters_that_are_not_the_models() -> None:
-    with pytest.raises(PlanError, match=r"1 of the 27 parameters of the optimizer \(AdamW\) are not the model's.*\[3, 5\]"):
+    with pytest.raises(
+        PlanError, match=r"1 of the 27 parameters of the optimizer \(AdamW\) are not the model's.*\[3, 5\]"
+    ):
         fit(ElixirStrategy(**CHUNK), ForeignNet)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,9 +79,14 @@ class RecordingNet(UnseededLateNet):
 def _fit_rank(make_model: Callable[[], Net], options: dict[str, Any] | None, trainer_options: dict[str, Any]) -> Any:
     strategy: Any = "ddp" if options is None else ElixirStrategy(**options)
     trainer, model, run = fit(
-        strategy, make_model, devices=2, train=lambda: make_data(64), val=lambda: make_data(16, seed=2), **trainer_options
+        strategy,
+        make_model,
+        devices=2,
+        train=lambda: make_data(64),
+        val=lambda: make_data(16, seed=2),
+        **trainer_options,
     )
-    draws = (random.random(), torch.rand(1).item())  # noqa: S311 - compared, not kept secret
+    draws = (random.random(), torch.rand(1).item())
     return run.state, [x.item() for x in run.losses], draws, getattr(model, "was_meta", None)
 
 
@@ -176,7 +183,10 @@ class IntegerNet(Net):
 @pytest.mark.parametrize(
     ("make_model", "matches"),
     [
-        (DifferentNet, ["number 14 is layers.2.up.weight [64, 32] float32 on rank 0 and layers.2.up.weight [48, 32]"] * 2),
+        (
+            DifferentNet,
+            ["number 14 is layers.2.up.weight [64, 32] float32 on rank 0 and layers.2.up.weight [48, 32]"] * 2,
+        ),
         (LongerNet, ["number 26 is missing on rank 0 and extra.weight [3, 3] float32 on rank 1"] * 2),
         (IntegerNet, ["table (torch.int64", "rank 0 failed: PlanError: table (torch.int64"]),
     ],
@@ -248,3 +258,57 @@ def _gpt2_values() -> dict[str, Tensor]:
     trainer = make_trainer(ElixirStrategy(placement_policy="cpu", chunk_size="16KiB"), devices=2)
     trainer.test(GPTNet(), make_data(8, batch_size=2), verbose=False)
     return trainer.strategy.lightning_module_state_dict()
+
+
+# Memory
+
+
+class LargeNet(LateNet):
+    """64 MiB of parameters, none of them used."""
+
+    num_layers, layer_bytes = 16, 4 * 2**20
+
+    def _make(self) -> None:
+        if hasattr(self, "layers"):
+            return
+        before = _take_peak_bytes()
+        super()._make()
+        self.many = nn.ModuleList([nn.Linear(1024, 1024, bias=False) for _ in range(self.num_layers)])
+        self.build_bytes = _take_peak_bytes() - before
+
+
+def _take_peak_bytes() -> int:
+    """Highest resident memory of this process since the last call."""
+    status = Path("/proc/self/status").read_text()
+    peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak
+
+
+def _build_large() -> tuple[int, int]:
+    gc.collect()
+    trainer = make_trainer(ElixirStrategy(placement_policy="cpu", chunk_size="4MiB"), devices=2)
+    trainer.test(LateNet(), make_data(4, batch_size=2), verbose=False)  # what the first run of a process loads
+    gc.collect()
+    _take_peak_bytes()
+    start = _take_peak_bytes()
+    model = LargeNet()
+    trainer.test(model, make_data(4, batch_size=2), verbose=False)
+    return model.build_bytes, _take_peak_bytes() - start
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory is read from /proc")
+def test_memory_of_building(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 holds the model and turns it into shards chunk by chunk; rank 1 holds its shards and some chunks at
+    most."""
+    monkeypatch.setenv(
+        "MALLOC_MMAP_THRESHOLD_", str(2**17)
+    )  # freed memory goes back at once, and can be told from used
+    model_bytes, chunk_bytes = LargeNet.num_layers * LargeNet.layer_bytes, 4 * 2**20
+    (first_build, first_peak), (second_build, second_peak) = run_ranks(_build_large, 2, init_group=False, fresh=True)
+    assert model_bytes <= first_build < model_bytes + chunk_bytes
+    assert second_build < chunk_bytes
+    # The smallest rCache and two chunks ahead are 3 blocks; one chunk is put together, one on its way between ranks.
+    assert first_peak < model_bytes + 5 * chunk_bytes
+    assert second_peak < model_bytes / 2 + 5 * chunk_bytes

@@ -72,7 +72,7 @@ def test_stochastic_weight_averaging() -> None:
 
 
 def test_stochastic_weight_averaging_with_batch_norm_ends_with_the_average() -> None:
-    """Plain Lightning takes one more step, with the gradients of the last one, after it has put the average in place."""
+    """Plain Lightning takes one more step, with the gradients of the last one, after the average is in place."""
     _, _, expected = fit("auto", BatchNormNet, callbacks=_swa(), max_epochs=4)
     callbacks = _swa()
     _, _, actual = fit(ElixirStrategy(**TIGHT), BatchNormNet, callbacks=callbacks, max_epochs=4)
@@ -125,6 +125,27 @@ def test_learning_rate_finder() -> None:
         trainer.fit(model, make_data())
         assert finder is not None
         return finder.results, [loss.item() for loss in model.losses]
+
+    assert run(ElixirStrategy(**TIGHT)) == run("auto")
+
+
+def test_batch_size_finder() -> None:
+    class SizedNet(Net):
+        batch_size = 2
+
+        def train_dataloader(self) -> Any:
+            return make_data(64, batch_size=self.batch_size)
+
+        def val_dataloader(self) -> Any:
+            return make_data(8, seed=2)
+
+    def run(strategy: Any) -> Any:
+        pl.seed_everything(1, verbose=False)
+        model, trainer = SizedNet(), make_trainer(strategy)
+        size = pl.tuner.Tuner(trainer).scale_batch_size(model, max_trials=2, steps_per_trial=1)
+        model.losses.clear()
+        trainer.fit(model)
+        return size, [loss.item() for loss in model.losses]
 
     assert run(ElixirStrategy(**TIGHT)) == run("auto")
 

@@ -12,7 +12,17 @@ import torch
 
 from lightning_elixir._lightning import pl
 from lightning_elixir.strategy import ElixirStrategy
-from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, ShardedNet, assert_same_state, fit, make_data, make_trainer
+from tests.strategy.models import (
+    CHUNK,
+    TIGHT,
+    LateNet,
+    Net,
+    ShardedNet,
+    assert_same_state,
+    fit,
+    make_data,
+    make_trainer,
+)
 from tests.strategy.test_fit import FrozenNet, GroupsNet, ScheduledNet, TiedNet
 
 ELIXIR = {
@@ -174,6 +184,60 @@ class HookNet(LateNet):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         assert checkpoint["mine"] == 5
         checkpoint["state_dict"] = {k.removeprefix("old."): v for k, v in checkpoint["state_dict"].items()}
+
+
+class ExtraNet(Net):
+    """Keeps more than parameters and buffers: extra state, the state of a metric, a renaming hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics import SumMetric
+
+        self.metric = SumMetric()
+        self.metric.persistent(True)
+        self.extra = 0
+        self.register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(module: Any, state: Any, *args: Any) -> None:
+        for name in [name for name in state if name.startswith("old.")]:
+            state[name.removeprefix("old.")] = state.pop(name)
+
+    def get_extra_state(self) -> Any:
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state["extra"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.extra += 1
+        self.metric.update(1.0)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_extra_state_metrics_and_hooks(is_live: bool, precision: Any) -> None:
+    _, _, expected = fit("auto", ExtraNet)
+    trainer, model, actual = fit(ElixirStrategy(**TIGHT), ExtraNet, precision=precision)
+    assert list(actual.state) == list(expected.state)
+    assert actual.state["_extra_state"] == {"extra": 8}
+    assert actual.state["metric.sum_value"] == 8
+    state = {f"old.{k}": v for k, v in actual.state.items()}
+    strategy = trainer.strategy
+    if not is_live:
+        model = ExtraNet()
+        strategy = ElixirStrategy(**TIGHT)
+        strategy.connect(model)
+        strategy.cluster_environment = trainer.strategy.cluster_environment
+    else:
+        with strategy.full_parameters(modify=True) as parameters, torch.no_grad():
+            for parameter in parameters.values():
+                parameter.zero_()
+    strategy.load_model_state_dict({"state_dict": state})
+    assert model.extra == 8
+    after = strategy.lightning_module_state_dict()
+    assert all(torch.equal(after[k], v) for k, v in actual.state.items() if k != "_extra_state")
 
 
 def test_checkpoint_hooks_of_the_module(tmp_path: Path) -> None:

@@ -68,6 +68,20 @@ def test_around_fit(options: dict[str, Any]) -> None:
     assert run(ElixirStrategy(**options)) == run("auto")
 
 
+class ParameterlessNet(Net):
+    is_made_in_init = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize("options", [{}, {"placement_policy": "cpu", "gpu_memory_limit": "96KiB"}], ids=str)
+def test_model_without_parameters_predicts(options: dict[str, Any]) -> None:
+    expected = make_trainer("auto").predict(ParameterlessNet(), make_data(8))
+    actual = make_trainer(ElixirStrategy(**options)).predict(ParameterlessNet(), make_data(8))
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))  # type: ignore[arg-type]
+
+
 def test_model_can_be_called_after_fit() -> None:
     x = torch.randn(4, 32)
 

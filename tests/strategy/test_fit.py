@@ -1,4 +1,4 @@
-"""Whatever a Trainer does while fitting gives, under a limit that makes chunks come and go, the bits of plain Lightning."""
+"""Whatever a Trainer does in fit gives the bits of plain Lightning, under a limit that makes chunks come and go."""
 
 from __future__ import annotations
 
@@ -77,10 +77,11 @@ def test_accumulation_that_changes_between_epochs() -> None:
     ("algorithm", "value", "compare"), [("norm", 0.05, assert_close_run), ("value", 0.002, assert_same_run)]
 )
 def test_clipping(algorithm: str, value: float, compare: Any) -> None:
-    assert_same_as_plain(
-        compare=compare, gradient_clip_val=value, gradient_clip_algorithm=algorithm, max_epochs=2
+    assert_same_as_plain(compare=compare, gradient_clip_val=value, gradient_clip_algorithm=algorithm, max_epochs=2)
+    unclipped, clipped = (
+        fit("auto", max_epochs=2)[2],
+        fit("auto", max_epochs=2, gradient_clip_val=value, gradient_clip_algorithm=algorithm)[2],
     )
-    unclipped, clipped = fit("auto", max_epochs=2)[2], fit("auto", max_epochs=2, gradient_clip_val=value, gradient_clip_algorithm=algorithm)[2]
     assert unclipped.losses[-1] != clipped.losses[-1]
 
 
@@ -163,8 +164,12 @@ class OverridingNet(Net):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         optimizer.zero_grad(set_to_none=True)
 
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.03 * (1 + self.current_epoch), gradient_clip_algorithm="norm")
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(
+            optimizer, gradient_clip_val=0.03 * (1 + self.current_epoch), gradient_clip_algorithm="norm"
+        )
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step()
@@ -323,7 +328,10 @@ def test_two_fits_of_one_trainer_go_on_where_the_first_ended() -> None:
     assert all(torch.equal(state[k], expected[k]) for k in expected)
 
 
-@pytest.mark.parametrize("second", [{}, {"chunk_size": "24KiB", "gpu_memory_limit": "128KiB"}, {"placement_policy": "cuda", "gpu_memory_limit": None}])
+@pytest.mark.parametrize(
+    "second",
+    [{}, {"chunk_size": "24KiB", "gpu_memory_limit": "128KiB"}, {"placement_policy": "cuda", "gpu_memory_limit": None}],
+)
 def test_a_second_trainer_takes_the_model_over(second: dict[str, Any]) -> None:
     def run(first: Any, second: Any) -> Any:
         _, model, _ = fit(first)

@@ -125,35 +125,16 @@ def test_true_half_precision_equals_plain_lightning(make_model: Any) -> None:
     assert actual.state["layers.0.up.weight"].dtype is torch.bfloat16
 
 
-class StemNet(Net):
-    """Begins with a linear layer, so that what follows is in 16 bits: CPUs have no norm of mixed dtypes."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-
-    def _make(self) -> None:
-        super()._make()
-        self.stem = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(self.stem(x))
-
-
-class LateStemNet(StemNet):
-    is_made_in_init = False
-
-    def configure_model(self) -> None:
-        self._make()
-
-
 def _mixed_oracle(autocast: bool, num_epochs: int = 2) -> tuple[list[float], dict[str, Tensor]]:
-    """Plain PyTorch under the same scheme: the model cast, an fp32 master fed with its gradients."""
+    """Plain PyTorch under the same scheme: the model cast (norms only without autocast), and fp32 masters fed with its
+    gradients."""
     pl.seed_everything(11, verbose=False)
-    model = StemNet()
+    model = Net()
     masters = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.01, foreach=False)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
+    for name, parameter in model.named_parameters():
+        if not (autocast and "norm" in name):
+            parameter.data = parameter.data.bfloat16()
     losses = []
     for _ in range(num_epochs):
         for x, y in make_data():
@@ -172,23 +153,26 @@ def _mixed_oracle(autocast: bool, num_epochs: int = 2) -> tuple[list[float], dic
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-@pytest.mark.parametrize("model", [StemNet, LateStemNet])
+@pytest.mark.parametrize("model", [Net, LateNet])
 def test_mixed_precision_equals_plain_pytorch(autocast: bool, model: Any) -> None:
     losses, masters = _mixed_oracle(autocast)
-    strategy = ElixirStrategy(**(TIGHT | {"chunk_size": "8KiB", "gpu_memory_limit": "48KiB"}), autocast=autocast)
+    strategy = ElixirStrategy(**(TIGHT | {"chunk_size": "8KiB", "gpu_memory_limit": "64KiB"}), autocast=autocast)
     _, _, actual = fit(strategy, model, precision="bf16-mixed", max_epochs=2)
     assert [loss.item() for loss in actual.losses] == losses
     assert all(torch.equal(actual.state[name], master) for name, master in masters.items())
     assert strategy.stats().evictions > 0
 
 
-def test_buffers_stay_fp32_in_mixed_precision_only() -> None:
-    dtypes = {}
-    for precision in ("bf16-mixed", "bf16-true"):
-        _, model, run = fit(ElixirStrategy(**TIGHT), BatchNormNet, precision=precision)
-        dtypes[precision] = model.layers[1].norm.running_mean.dtype
-        assert run.state["layers.1.norm.running_mean"].dtype is dtypes[precision]
-    assert dtypes == {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
+@pytest.mark.parametrize(
+    ("precision", "autocast", "dtypes"),
+    [("bf16-mixed", True, (F, F, F)), ("bf16-mixed", False, (F, F, B)), ("bf16-true", True, (B, B, B))],
+)
+def test_buffers_and_norms(precision: Any, autocast: bool, dtypes: Any) -> None:
+    _, model, run = fit(ElixirStrategy(**TIGHT, autocast=autocast), BatchNormNet, precision=precision)
+    norm = model.layers[1].norm
+    assert (norm.running_mean.dtype, norm.weight.dtype, model.layers[0].norm.weight.dtype) == dtypes
+    assert run.state["layers.1.norm.running_mean"].dtype is dtypes[0]
+    assert norm.num_batches_tracked == 8
 
 
 class Reseed(pl.Callback):
@@ -202,7 +186,7 @@ def test_half_precision_resumes_bit_for_bit(tmp_path: Any, precision: Any) -> No
     def run(max_epochs: int, path: str | None = None) -> Any:
         return fit(
             ElixirStrategy(**TIGHT),
-            StemNet,
+            Net,
             precision=precision,
             max_epochs=max_epochs,
             callbacks=[Reseed()],

@@ -66,6 +66,35 @@ def test_accumulation_makes_the_first_step_longer() -> None:
     assert len({plan.fingerprint() for plan in plans[:3]}) == 1
 
 
+class PendingNet(Net):
+    """Manual optimization that steps in the middle of a batch and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        for step in range(2):
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            self.losses.append(loss.detach())
+            if step == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        if batch_idx > 3:
+            optimizer.zero_grad()
+
+
+def test_the_plan_waits_for_pending_gradients() -> None:
+    callback = Plans()
+    _, _, expected = fit("auto", PendingNet)
+    _, _, actual = fit(ElixirStrategy(gpu_memory_limit="8MiB", **CHUNK), PendingNet, callbacks=[callback])
+    assert actual.losses == expected.losses
+    assert len({plan.fingerprint() for plan in callback.plans[:5]}) == 1
+    assert callback.plans[-1].is_all_resident
+
+
 def test_a_final_plan_is_kept_for_the_next_fit() -> None:
     strategy = ElixirStrategy(gpu_memory_limit="8MiB", **CHUNK)
     trainer, model, _ = fit(strategy)
@@ -105,7 +134,9 @@ def test_stats_norm_gradients_and_parameters_can_be_looked_at() -> None:
             strategy = self.trainer.strategy
             assert isinstance(strategy, ElixirStrategy)
             grads = strategy.full_grads()
-            assert {name: grad.shape for name, grad in grads.items()} == {n: p.shape for n, p in self.named_parameters()}
+            assert {name: grad.shape for name, grad in grads.items()} == {
+                n: p.shape for n, p in self.named_parameters()
+            }
             total = torch.cat([grad.flatten().double() for grad in grads.values()]).norm()
             assert strategy.grad_norm().item() == pytest.approx(total.item(), rel=1e-6)
 
