@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""The project's two commands, for a machine that has nothing but Python >= 3.11.
+
+    python3 dev.py example [arguments of examples/train_gpt.py]
+    python3 dev.py test [arguments of pytest]
+
+Both make the environment `.venv` when it is missing, bring it up to date when `pyproject.toml` has changed, and
+use it otherwise. Where the running Python has everything already (a GPU machine without a network, an environment
+of your own), it is used as it is and nothing is installed.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "made-by-dev.json"
+
+# An open range would pull the CUDA libraries, gigabytes of them, onto a machine that has no GPU; this release has a
+# CPU build.
+TORCH_WITHOUT_GPU = "torch==2.13.0"
+TORCH_WITH_GPU = "torch>=2.11"
+
+# What the running Python must have to be used as it is: for each need, the distributions that serve it, and from which
+# version.
+RUN_NEEDS = (("torch", (2, 11)), ("lightning|pytorch-lightning", (2, 6)), ("psutil", (5, 9)))
+TEST_NEEDS = (*RUN_NEEDS, ("pytest", (8, 2)))
+LINTERS = ("ruff", "mypy", "codespell_lib")
+
+# A few seconds in all: what breaks most often is told first.
+QUICK_TESTS = ("tests/plan", "tests/core", "tests/test_architecture.py", "tests/test_lean_import.py")
+
+
+def main(arguments: list[str]) -> int:
+    if sys.version_info < (3, 11):  # noqa: UP036 - also started by hand, with whatever `python3` is
+        return fail(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}; run me with a newer one")
+    if arguments[:1] == ["example"]:
+        python = interpreter(extra="")
+        return run([python, str(ROOT / "examples" / "train_gpt.py"), *arguments[1:]])
+    if arguments[:1] == ["test"]:
+        return test(interpreter(extra="test"), arguments[1:])
+    print(__doc__)
+    return 0 if arguments in (["-h"], ["--help"], ["help"]) else 2
+
+
+def test(python: str, arguments: list[str]) -> int:
+    """Lint, then the quick tests, then all of them; with arguments: lint, then the tests they choose."""
+    os.chdir(ROOT)
+    unclean = lint(python)
+    if not arguments:
+        quick = [path for path in QUICK_TESTS if (ROOT / path).exists()]
+        code = run([python, "-m", "pytest", "-q", "-x", "-m", "not slow and not gpu", *quick])
+        if code:
+            return code
+    code = run([python, "-m", "pytest", *(arguments or ["--durations=15"])])
+    return code or (fail(f"lint: {', '.join(unclean)}") if unclean else 0)
+
+
+def lint(python: str) -> list[str]:
+    """Run the linters; returns those that complained."""
+    commands = {
+        "ruff check": ["ruff", "check", "."],
+        "ruff format": ["ruff", "format", "--check", "."],
+        "mypy": ["mypy"],
+        "codespell": ["codespell_lib"],
+    }
+    missing = [name for name in LINTERS if not has_module(python, name)]
+    unclean = []
+    for title, command in commands.items():
+        if command[0] in missing:
+            print(f"lint: {title} skipped, {command[0]} is not installed here", flush=True)
+            if os.environ.get("CI") == "true":
+                unclean.append(f"{title} (missing)")
+        elif run([python, "-m", *command]):
+            unclean.append(title)
+    return unclean
+
+
+# ---------------------------------------------------------------------------------------------------- environment
+
+
+def interpreter(extra: str) -> str:
+    """Path of a Python that has the package's requirements and those of `extra`."""
+    needs = TEST_NEEDS if extra == "test" else RUN_NEEDS
+    lacks_linters = extra == "test" and os.environ.get("CI") == "true" and not all(map(is_importable, LINTERS))
+    if all(is_served(names, least) for names, least in needs) and not lacks_linters:
+        return sys.executable
+    return venv_interpreter(extra)
+
+
+def is_served(names: str, least: tuple[int, ...]) -> bool:
+    """Whether one of the distributions `a|b` is installed here, at version `least` or newer."""
+    for name in names.split("|"):
+        try:
+            version = tuple(int(part) for part in re.findall(r"\d+", metadata.version(name))[:2])
+        except metadata.PackageNotFoundError:
+            continue
+        if version >= least:
+            return True
+    return False
+
+
+def is_importable(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def has_module(python: str, name: str) -> bool:
+    return subprocess.run([python, "-c", f"import {name}"], stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def venv_interpreter(extra: str) -> str:
+    """Python of `.venv`, made or brought up to date first where that is needed."""
+    python = VENV / ("Scripts" if os.name == "nt" else "bin") / "python"
+    torch = TORCH_WITH_GPU if has_gpu() else TORCH_WITHOUT_GPU
+    content = [(ROOT / "pyproject.toml").read_text(), torch, str(ROOT), sys.version]
+    wanted = hashlib.sha256("\n".join(content).encode()).hexdigest()
+    stamp = read_stamp()
+    extras = sorted({*stamp.get("extras", []), extra} - {""})
+    if stamp.get("installed") == wanted and extras == stamp["extras"] and python.exists():
+        return str(python)
+
+    # Only what this file made is ever cleared: half installed, or made by another Python.
+    is_ours = stamp.get("is_ours", not VENV.exists())
+    is_whole = python.exists() and stamp.get("installed") != "" and stamp.get("python", sys.version) == sys.version
+    print(f"installing into {VENV} (takes minutes the first time)", flush=True)
+    if is_ours and not is_whole:
+        make_venv()
+    write_stamp(is_ours=is_ours, python=sys.version, installed="", extras=extras)
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
+    if not sys.stdout.isatty():
+        pip.append("--quiet")
+    install([*pip, torch])
+    install([*pip, torch, "--editable", f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)])
+    write_stamp(is_ours=is_ours, python=sys.version, installed=wanted, extras=extras)
+    return str(python)
+
+
+def make_venv() -> None:
+    if not (is_importable("ensurepip") and is_importable("venv")):
+        sys.exit(
+            fail(
+                f"{sys.executable} cannot make an environment: its modules ensurepip and venv are missing. On Debian "
+                "and Ubuntu `apt install python3-venv` brings them; or run me with another Python, or with one that "
+                f"has {', '.join(names for names, _ in TEST_NEEDS)} installed"
+            )
+        )
+    shutil.rmtree(VENV, ignore_errors=True)
+    VENV.mkdir()
+    write_stamp(is_ours=True, python=sys.version, installed="", extras=[])  # first, so that an interruption is seen
+    install([sys.executable, "-m", "venv", str(VENV)])
+
+
+def install(command: list[str]) -> None:
+    if run(command):
+        sys.exit(fail(f"`{' '.join(command)}` failed (its message is above); run me again to try again"))
+
+
+def read_stamp() -> dict[str, Any]:
+    try:
+        stamp = json.loads(STAMP.read_text())
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
+
+
+def write_stamp(**content: object) -> None:
+    STAMP.write_text(json.dumps(content))
+
+
+def has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None or bool(glob.glob("/dev/nvidia[0-9]*"))
+
+
+# ------------------------------------------------------------------------------------------------------ processes
+
+
+def run(command: list[str]) -> int:
+    """Run a command with this folder's package on its path; returns its exit code."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    if not has_gpu():
+        # Threads that wait give their core away. Spinning, on a machine that has other things to do as well, was
+        # seen to turn steps of 0.15 s into steps of 3 s.
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    process = subprocess.Popen(command, env=environment)
+    while True:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            continue  # the command got it too and ends in its own way
+        return code if code >= 0 else 128 - code
+
+
+def fail(message: str) -> int:
+    print(f"dev.py: {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

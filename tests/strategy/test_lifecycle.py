@@ -1,0 +1,311 @@
+"""What a run leaves behind: nothing but the shards, and those until the model or `close()` goes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_elixir
+from lightning_elixir._lightning import StrategyRegistry, pl
+from lightning_elixir.errors import StateError
+from lightning_elixir.holding import Holding
+from lightning_elixir.strategy import ElixirStrategy
+from tests.strategy.models import CHUNK, TIGHT, Net, assert_same_run, fit, make_data, make_layers, make_trainer
+
+ROOT = Path(__file__).parents[2]
+NAMES = {"elixir", "elixir_auto", "elixir_cpu", "elixir_cuda", "elixir_nvme"}
+
+
+def test_names_are_registered() -> None:
+    assert set(StrategyRegistry) >= NAMES
+    lightning_elixir.register_strategies()  # again: no error
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), [("elixir", "auto"), ("elixir_auto", "auto"), ("elixir_cpu", "cpu"), ("elixir_cuda", "cuda")]
+)
+def test_registered_names_train(name: str, policy: str) -> None:
+    trainer, _, actual = fit(name)
+    assert isinstance(trainer.strategy, lightning_elixir.ElixirStrategy)
+    assert trainer.strategy.plan.policy == policy
+    assert_same_run(actual, fit("auto")[2])
+
+
+@pytest.mark.parametrize("name", lightning_elixir.__all__)
+def test_exported_names_exist(name: str) -> None:
+    assert name in dir(lightning_elixir)
+    assert getattr(lightning_elixir, name) is not None
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'elixir'"):
+        lightning_elixir.elixir  # noqa: B018 - the lookup raises
+
+
+class RaisingNet(Net):
+    """Raises at some point of the third step."""
+
+    moment = "forward"
+
+    def _raise(self, moment: str, batch_idx: int) -> None:
+        if self.moment == moment and batch_idx == 3 and len(self.losses) < 5:
+            raise ValueError(moment)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._batch_idx = batch_idx
+        loss = super().training_step(batch, batch_idx)
+        self._raise("forward", batch_idx)
+        return loss
+
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        if self.moment == "in backward" and self._batch_idx == 3 and len(self.losses) < 5:
+            loss.register_hook(self._fail)
+        super().backward(loss, *args, **kwargs)
+
+    def _fail(self, grad: Any) -> None:
+        raise ValueError("in backward")
+
+    def on_after_backward(self) -> None:
+        self._raise("after backward", self._batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self._raise("between", self._batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._raise("after step", batch_idx)
+
+
+MOMENTS = ["forward", "between", "in backward", "after backward", "after step"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_after_an_exception_the_model_can_be_saved_and_trained_on(moment: str) -> None:
+    def run(strategy: Any) -> Any:
+        pl.seed_everything(4, verbose=False)
+        model = RaisingNet()
+        model.moment = moment
+        trainer = make_trainer(strategy)
+        with pytest.raises(ValueError, match=moment):
+            trainer.fit(model, make_data())
+        states = [{k: v.clone() for k, v in trainer.strategy.lightning_module_state_dict().items()}]
+        torch.manual_seed(9)
+        again = make_trainer(strategy if strategy == "auto" else ElixirStrategy(**TIGHT))
+        again.fit(model, make_data())
+        states.append(again.strategy.lightning_module_state_dict())
+        return [x.item() for x in model.losses], states
+
+    losses, states = run(ElixirStrategy(**TIGHT))
+    expected_losses, expected = run("auto")
+    assert losses == expected_losses
+    for actual_state, expected_state in zip(states, expected, strict=True):
+        assert all(torch.equal(actual_state[k], v) for k, v in expected_state.items())
+
+
+def _engine_and_flats(strategy: ElixirStrategy) -> list[weakref.ref[Any]]:
+    engine = strategy._engine.engine
+    tensors = [chunk.flat for chunk in engine.chunks]
+    tensors += [shard for chunk in engine.chunks if (shard := engine.store[chunk.id].param) is not None]
+    return [weakref.ref(engine), *(weakref.ref(t) for t in tensors)]
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_memory_goes_with_trainer_and_model(has_failed: bool) -> None:
+    strategy, model = ElixirStrategy(**TIGHT), RaisingNet()
+    trainer = make_trainer(strategy)
+    if has_failed:
+        with pytest.raises(ValueError, match="forward"):
+            trainer.fit(model, make_data())
+    else:
+        model.moment = "never"
+        trainer.fit(model, make_data())
+    references = _engine_and_flats(strategy)
+    assert len(references) > 3
+    del strategy, trainer, model
+    gc.collect()
+    assert [r() for r in references] == [None] * len(references)
+
+
+def test_states_of_an_earlier_fit_go_when_the_next_begins() -> None:
+    strategy = ElixirStrategy(**TIGHT)
+    trainer, model, _ = fit(strategy, lambda: Net(optimizer="hybrid"))
+    first = weakref.ref(trainer.optimizers[0])
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, make_data())
+    gc.collect()
+    assert first() is None
+
+
+def test_the_model_keeps_its_values_when_the_trainer_is_gone() -> None:
+    trainer, model, run = fit(ElixirStrategy(**TIGHT))
+    model._trainer = None
+    del trainer
+    gc.collect()
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in run.state.items())
+    assert Holding.of(model) is not None
+
+
+def test_close_frees_everything() -> None:
+    strategy = ElixirStrategy(**TIGHT)
+    trainer, model, _ = fit(strategy)
+    references = _engine_and_flats(strategy)
+    strategy.close()
+    strategy.close()
+    assert sum(r().untyped_storage().nbytes() for r in references[1:] if r() is not None) == 0
+    with pytest.raises(StateError):
+        strategy.stats()
+    with pytest.raises(RuntimeError):
+        model(torch.zeros(1, 32))
+
+
+def test_two_engines_in_one_process() -> None:
+    first, second = ElixirStrategy(**TIGHT), ElixirStrategy(placement_policy="cuda", **CHUNK)
+    one = fit(first)[2]
+    two = fit(second, lambda: Net(seed=8))[2]
+    expected_one, expected_two = fit("auto")[2], fit("auto", lambda: Net(seed=8))[2]
+    assert_same_run(one, expected_one)
+    assert_same_run(two, expected_two)
+    assert all(torch.equal(first.lightning_module_state_dict()[k], v) for k, v in one.state.items())
+
+
+def test_trained_model_can_be_pickled_as_a_plain_one() -> None:
+    _, model, run = fit(ElixirStrategy(**TIGHT))
+    copied = pickle.loads(pickle.dumps(model))
+    assert Holding.of(copied) is None
+    assert all(torch.equal(copied.state_dict()[k], v) for k, v in run.state.items())
+    assert type(next(copied.parameters())) is torch.nn.Parameter
+
+
+def test_strategy_without_a_run_can_be_pickled() -> None:
+    strategy = pickle.loads(pickle.dumps(ElixirStrategy(**TIGHT)))
+    assert_same_run(fit(strategy)[2], fit("auto")[2])
+
+
+@pytest.mark.parametrize("change", ["layer", "all"])
+def test_layers_made_anew_between_two_fits(change: str) -> None:
+    def run(strategy: Any) -> Any:
+        trainer, model, _ = fit(strategy)
+        torch.manual_seed(21)
+        if change == "layer":
+            model.layers[4] = torch.nn.Linear(32, 4)
+        else:
+            model.layers = make_layers()
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, make_data())
+        return [x.item() for x in model.losses]
+
+    assert run(ElixirStrategy(**TIGHT)) == run("auto")
+
+
+CTRL_C = """
+    import os, sys, warnings
+    warnings.simplefilter("ignore")
+    import torch
+    torch.set_num_threads(1)
+    from tests.strategy.models import Net, TIGHT, make_data, make_trainer
+    from lightning_elixir.strategy import ElixirStrategy
+
+    class Slow(Net):
+        def training_step(self, batch, batch_idx):
+            print("step", os.getpid(), flush=True)
+            import time
+            time.sleep(0.2)
+            return super().training_step(batch, batch_idx)
+
+    make_trainer(ElixirStrategy(**TIGHT), devices={devices}, max_epochs=1000).fit(Slow(), make_data())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, devices: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(CTRL_C.format(devices=devices)))
+    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "RANK", "MASTER_PORT")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        seen: set[str] = set()
+        lines: list[str] = []
+        while len(seen) < devices:
+            line = process.stdout.readline()
+            lines.append(line)
+            assert line, f"ended before training: {''.join(lines[-30:])}"
+            if line.startswith("step"):
+                seen.add(line.split()[1])
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=60) != 0
+        deadline = time.monotonic() + 30
+        while any(Path(f"/proc/{p}").exists() for p in seen) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not any(Path(f"/proc/{p}").exists() for p in seen)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()  # type: ignore[union-attr]
+
+
+def test_other_distribution_of_lightning_points_here() -> None:
+    """A Trainer of `pytorch_lightning` beside `lightning` gets an error that says what to import."""
+    code = """
+        import warnings
+        warnings.simplefilter("ignore")
+        import pytorch_lightning
+        import lightning_elixir
+        try:
+            pytorch_lightning.Trainer(strategy="elixir", accelerator="cpu")
+        except lightning_elixir.PlanError as error:
+            print("lightning.pytorch" in str(error))
+    """
+    pytest.importorskip("lightning")
+    assert _python(code).endswith("True")
+
+
+def test_pytorch_lightning_alone_is_enough() -> None:
+    pytest.importorskip("pytorch_lightning")
+    code = """
+        import sys, warnings
+        warnings.simplefilter("ignore")
+        sys.modules["lightning"] = None
+        import torch
+        import lightning_elixir
+        from tests.strategy.models import *
+        trainer, model, run = fit(ElixirStrategy(**TIGHT))
+        is_same = run.losses == fit("auto")[2].losses
+        print(type(trainer).__module__.split(".")[0], is_same, "lightning.pytorch" in sys.modules)
+    """
+    assert _python(code).endswith("pytorch_lightning True False")
+
+
+def _python(code: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+def test_import_does_not_initialise_cuda() -> None:
+    code = "import torch, lightning_elixir; lightning_elixir.ElixirStrategy; print(torch.cuda.is_initialized())"
+    assert _python(code) == "False"
