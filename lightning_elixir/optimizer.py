@@ -90,6 +90,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._build_inner()
         self._engine.reducer.is_tracking_square_sums = self.scaler.enabled or max_norm > 0
         self._engine.on_replan(self._rebuild)
+        self._engine.on_held_bytes(self.state_bytes)
         if init_step:
             self._allocate_states()
 

@@ -1,15 +1,15 @@
 """How ranks keep their collectives in step.
 
 [Note: agreed collectives] No rank issues a collective on its own. A rank that misses a chunk tells the others what it
-wants, and every rank joins the all-gather of every chunk that any rank wants, keeping those it asked for. A rank whose
-next gradients are complete tells how far it is in the common order, and what all have ready is reduced. A rank that has
-come to the end of its forward, its backward, or to any other collective operation of the engine waits there and serves the
-others until all have arrived (at the end of backward it has all gradients it will have, so it is ready for any). So ranks
-may take different branches, route to different experts, or evict differently after such a divergence; nothing can hang
-and no two ranks can mix different chunks in one collective. On GPUs it also matters that nobody launches a collective whose
-peer may be waiting for this rank's host: a kernel that waits for a peer can block the host in its next memory allocation
-(seen with two GPUs and a model that branches). What may not differ is the sequence of meeting points: that is found out at
-once, on every rank, and is a `DivergenceError`.
+wants, and every rank joins the all-gather of every chunk that any rank wants, keeping those it asked for. A rank
+whose next gradients are complete tells how far it is in the common order, and what all have ready is reduced. A rank
+that has come to the end of its forward, its backward, or to any other collective operation of the engine waits there
+and serves the others until all have arrived (at the end of backward it has all gradients it will have, so it is ready
+for any). So ranks may take different branches, route to different experts, or evict differently after such a
+divergence; nothing can hang and no two ranks can mix different chunks in one collective. On GPUs it also matters that
+nobody launches a collective whose peer may be waiting for this rank's host: a kernel that waits for a peer can block
+the host in its next memory allocation (seen with two GPUs and a model that branches). What may not differ is the
+sequence of meeting points: that is found out at once, on every rank, and is a `DivergenceError`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lightning_elixir.errors import DivergenceError
 
 
 class Meeting(enum.IntEnum):
-    """Points that every rank passes in the same order. The first two are none: they ask for chunks, and tell how far the
-    gradients are."""
+    """Points that every rank passes in the same order. The first two are none: they tell how far the gradients are, and
+    ask for chunks."""
 
     READY = -1
     WANT = 0
@@ -99,8 +99,8 @@ class Agreement:
             if Meeting.WANT not in kinds and Meeting.READY not in kinds:
                 where = ", ".join(f"rank {rank}: {kind.name}" for rank, kind in enumerate(kinds))
                 raise DivergenceError(
-                    f"the ranks are at different points of the program ({where}): every rank must call forward, backward, "
-                    "step and the state dict functions equally often and in the same order"
+                    f"the ranks are at different points of the program ({where}): every rank must call forward, "
+                    "backward, step and the state dict functions equally often and in the same order"
                 )
             self._serve(rows, ())
 

@@ -148,6 +148,7 @@ class Engine:
         self._touched: set[int] = set()
         self._is_order_known = False
         self._replan_listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._holders: list[weakref.WeakMethod[Callable[[], dict[str, int]]]] = []
         self.is_sampling = False
         self.peak_non_model_bytes = 0
         self._sampled_bytes = 0
@@ -617,8 +618,19 @@ class Engine:
         held = self.held_bytes()
         return sum(n for key, n in held.items() if not key.startswith("cpu_"))
 
+    def on_held_bytes(self, holder: Callable[[], dict[str, int]]) -> None:
+        """Have `held_bytes` include what `holder`, a bound method, reports, for as long as its object lives."""
+        self._holders = [known for known in self._holders if known() is not None]
+        self._holders.append(weakref.WeakMethod(holder))
+
     def held_bytes(self) -> dict[str, int]:
+        """Bytes by tier and kind; `replica` and `grad_block` are on the compute device."""
         held = self.store.bytes_by_kind()
+        for reference in self._holders:
+            holder = reference()
+            if holder is not None:
+                for key, nbytes in holder().items():
+                    held[key] = held.get(key, 0) + nbytes
         held["replica"] = sum(c.device_bytes for c in self.chunks)
         held["grad_block"] = self.reducer.block_bytes_held()
         return held

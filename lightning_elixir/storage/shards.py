@@ -45,6 +45,7 @@ class ShardStore:
         self._world_size = world_size
         self._is_distributed = is_distributed
         self._shards: dict[int, Shard] = {}
+        self._specs: dict[int, ChunkSpec] = {}
 
     def __getitem__(self, chunk_id: int) -> Shard:
         return self._shards[chunk_id]
@@ -52,6 +53,7 @@ class ShardStore:
     def add(self, spec: ChunkSpec) -> Shard:
         shard = Shard()
         self._shards[spec.id] = shard
+        self._specs[spec.id] = spec
         return shard
 
     def param_numel(self, spec: ChunkSpec) -> int:
@@ -88,13 +90,17 @@ class ShardStore:
         """Bytes held, as `<tier>_<kind>`: tiers `gpu` and `cpu` by where the plan put them, kinds `param`, `master`,
         `grad`."""
         held: dict[str, int] = {}
-        gpu = self._device.torch_device
-        for shard in self._shards.values():
+        for chunk_id, shard in self._shards.items():
+            spec = self._specs[chunk_id]
             grad = shard.grad if shard.grad is not None else shard.grad_buffer
-            for kind, tensor in (("param", shard.param), ("master", shard.master), ("grad", grad)):
+            kinds = (
+                ("param", shard.param, spec.param_tier),
+                ("master", shard.master, spec.optim_tier),
+                ("grad", grad, spec.optim_tier),
+            )
+            for kind, tensor, tier in kinds:
                 if tensor is not None:
-                    tier = "gpu" if tensor.device == gpu and gpu.type != "cpu" else "cpu"
-                    key = f"{tier}_{kind}"
+                    key = f"{tier.value}_{kind}"
                     held[key] = held.get(key, 0) + tensor.nbytes
         return held
 
