@@ -253,7 +253,8 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     for module in model.modules():
         # Of its classes the one that planning may ask for, not the user's, which may need more than a bare module has.
         kind = next(base for base in type(module).__mro__ if base.__module__.startswith("torch.nn."))
-        twin = modules[id(module)] = object.__new__(kind)
+        twin: nn.Module = object.__new__(kind)
+        modules[id(module)] = twin
         nn.Module.__init__(twin)
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--size", default="350m")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--precisions", nargs="+", default=["16-mixed", "bf16-mixed"])
-    parser.add_argument("--policies", nargs="+", default=["cuda", "cpu", "auto"])
+    parser.add_argument("--policies", nargs="*", default=["cuda", "cpu", "auto"])
     parser.add_argument("--gpu-gib", type=float, default=0.0, help="imitate a card of this size; 0: the whole card")
     parser.add_argument("--no-plain", action="store_true")
     parser.add_argument("--timeout-s", type=float, default=500.0, help="for each run")

@@ -246,4 +246,11 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
     group = group if group is not None else dist.group.WORLD
     if group is None or dist.get_world_size(group) == 1:
         return SoloComm()
-    return GroupComm(group, device)
+    return GroupComm(group, device, _timeout_of(group, device))
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long the group's collectives wait for the slowest rank; None where torch does not tell."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None

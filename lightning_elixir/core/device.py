@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol
 
 import torch
@@ -206,6 +206,9 @@ class _PinnedMapping(mmap.mmap):
 
     def __del__(self) -> None:
         if self._address is not None:
+            with suppress(RuntimeError):  # CUDA may be gone already when the interpreter ends
+                # A transfer may still read these pages; without a wait it would send what comes to lie there next.
+                torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._address)
             self._address = None
 

@@ -587,6 +587,7 @@ class Engine:
         self._end_iteration()
         store = ShardStore(self.device, self.comm.world_size, plan.is_storage_distributed)
         move_chunks(self, plan, store)
+        self.device.synchronize()  # uploads still read the shards that go now
         self._adopt(plan, store)
         for listener in self._replan_listeners:
             notify = listener()

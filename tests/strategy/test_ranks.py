@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +283,14 @@ def _messages() -> Any:
 def test_messages_between_ranks() -> None:
     for rank, answers in enumerate(run_ranks(_messages, 2, init_group=False)):
         assert answers == ("from 0", 1.5, 3.0, [1.0, 2.0], True, {"num_replicas": 2, "rank": rank})
+
+
+def _timeouts() -> list[timedelta]:
+    strategy = ElixirStrategy(timeout=timedelta(seconds=77))
+    make_trainer(strategy, devices=2).validate(Net(), make_data(8), verbose=False)
+    groups = [strategy._comm, strategy._engine.engine.comm]
+    return [g._control._get_backend(torch.device("cpu")).options._timeout for g in groups]  # type: ignore[attr-defined]
+
+
+def test_timeout_holds_for_the_engines_messages_too() -> None:
+    assert run_ranks(_timeouts, 2, init_group=False) == [[timedelta(seconds=77)] * 2] * 2
