@@ -545,6 +545,7 @@ class Engine:
         if self.phase is not Phase.IDLE:
             raise StateError(f"{meeting.name.lower()} is not possible inside {self.phase.value}")
         self.absorb_touched()
+        self.reducer.wait_for_downloads()
         if self.comm.world_size > 1:
             self._agreement.meet(meeting)
 

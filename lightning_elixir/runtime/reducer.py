@@ -86,6 +86,7 @@ class Reducer:
         self._reduced_now: set[int] = set()
         self._finished: dict[int, None] = {}  # chunk ids, in the order of completion
         self._in_flight: deque[_InFlight] = deque()
+        self._downloads: list[Event] = []  # ends of copies to host memory that no one on the host has waited for
         # Earlier backwards
         self._expected: dict[int, int] = {}  # arrivals per chunk in the last complete backward
         # Since the last step
@@ -163,6 +164,12 @@ class Reducer:
         self._collected.clear()
         self.clear()
         self._begin()
+
+    def wait_for_downloads(self) -> None:
+        """Make the host wait until the gradient shards in its memory are there: streams wait for each other only."""
+        for event in self._downloads:
+            event.synchronize()
+        self._downloads.clear()
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -273,6 +280,7 @@ class Reducer:
             item.event = self._device.reduce_lane.record()
         if chunk.spec.optim_tier is not Tier.GPU:
             self._moved.d2h += result.nbytes
+            self._downloads.append(item.event)
 
     def _accumulate(self, chunk: Chunk, result: Tensor, is_late: bool) -> None:
         """Add to earlier gradients: in fp32 across backwards; within one backward as autograd would, in its dtype."""

@@ -242,6 +242,8 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, devices: int) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # Not to inherit an ignored SIGINT, as shells give it to what they start in the background.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert process.stdout is not None
