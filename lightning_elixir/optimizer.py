@@ -181,6 +181,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.scaler.update(self.is_step_skipped)
         engine.end_step([] if self.is_step_skipped else sorted(used))
         self._transforms = []
+        # The user's own `step` never runs; a learning-rate scheduler built on it would warn about that.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

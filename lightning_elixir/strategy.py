@@ -407,9 +407,6 @@ class ElixirStrategy(ProcessStrategy):
         **kwargs: Any,
     ) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._elixir_optimizer is not None:
-            # Its own `step` never runs; a scheduler built on it would take that for a mistake.
-            self._elixir_optimizer.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._has_stepped = True
         return result
 

@@ -152,9 +152,9 @@ class Engine:
         self.is_sampling = False
         self.peak_non_model_bytes = 0
         self._sampled_bytes = 0
+        self._watched = [m for m in module.modules() if any(True for _ in m.parameters())]
+        self._hooks = Hooks(self._watched, [c for c in self.chunks if c.spec.requires_grad], self)
         self._adopt(plan, store)
-        watched = [m for m in module.modules() if any(True for _ in m.parameters())]
-        self._hooks = Hooks(watched, [c for c in self.chunks if c.spec.requires_grad], self)
 
     def _adopt(self, plan: Plan, store: ShardStore) -> None:
         """Take up a plan whose chunks and shards are in place."""
@@ -167,6 +167,7 @@ class Engine:
         self.fetcher = Fetcher(self.device, self.comm, store, plan.is_storage_distributed, self.moved)
         trainable = [c.id for c in reversed(plan.chunks) if c.requires_grad]
         order = self.reducer.order if self._is_order_known else trainable
+        is_tracking = self._is_order_known and self.reducer.is_tracking_square_sums
         self.reducer: Reducer = Reducer(
             self.chunks,
             order,
@@ -178,6 +179,13 @@ class Engine:
             plan.block_bytes,
             self._agreement.announce_ready,
         )
+        self.reducer.is_tracking_square_sums = is_tracking
+        self._hooks.watch_forwards(self._watched if self._cost else self._entrances())
+
+    def _entrances(self) -> list[nn.Module]:
+        """Where everything is resident no layer needs a hook: only what users call by themselves, the model and the models it is
+        made of, so that its parameters are plain inside."""
+        return [m for m in (self.module, *self.module.children()) if any(True for _ in m.parameters())]
 
     # Regions: the forward of the model, or of any part of it that the user calls
 
@@ -245,6 +253,14 @@ class Engine:
         self._region_hooks = self._enter_saved_hooks()
         if torch.is_grad_enabled():
             self._versions = self.interception.versions()
+        self._open_resident()
+
+    def _open_resident(self) -> None:
+        """Where everything is resident, all parameters are plain in forward and backward, and nothing is intercepted."""
+        if not self._cost:
+            for chunk in self.chunks:
+                chunk.wait_ready()
+                self.interception.make_plain(chunk)
 
     def _end_region(self) -> None:
         self._close_region()
@@ -323,6 +339,7 @@ class Engine:
             self._begin_iteration("train")
         self._has_backward = True
         self.phase = Phase.BACKWARD
+        self._open_resident()
 
     def end_backward(self) -> None:
         """Call when the outermost backward has returned: reduces what is left. Collective."""

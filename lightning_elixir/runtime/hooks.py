@@ -51,22 +51,16 @@ class Hooks:
     """Handles of everything registered; `remove` takes all of it away.
 
     Args:
-        modules: Modules to watch: those with managed parameters below them.
+        modules: Modules with managed parameters below them: their state dicts are reported.
         chunks: Whose trainable parameters report their gradients.
         engine: Whom to tell.
     """
 
     def __init__(self, modules: Iterable[nn.Module], chunks: Iterable[Chunk], engine: EngineEvents) -> None:
+        self._engine = engine
         self._handles: list[RemovableHandle] = []
+        self._forward_handles: list[RemovableHandle] = []
         watched = {id(m) for m in modules}
-
-        def enter(module: nn.Module, inputs: Any) -> None:
-            if id(module) in watched:
-                engine.enter_module(module)
-
-        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-            if id(module) in watched:
-                engine.exit_module(module, output)
 
         def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             if id(module) in watched:
@@ -76,19 +70,38 @@ class Hooks:
             if id(module) in watched:
                 engine.exit_state_dict()
 
-        pre, post = _ModuleHook(enter), _ModuleHook(leave)
-        pre_state, post_state = _ModuleHook(before_state_dict), _ModuleHook(after_state_dict)
+        pre, post = _ModuleHook(before_state_dict), _ModuleHook(after_state_dict)
         for module in modules:
-            self._handles.append(module.register_forward_pre_hook(pre, prepend=True))
-            self._handles.append(module.register_forward_hook(post, always_call=True))
-            self._handles.append(module.register_state_dict_pre_hook(pre_state))
-            self._handles.append(module.register_state_dict_post_hook(post_state))
+            self._handles.append(module.register_state_dict_pre_hook(pre))
+            self._handles.append(module.register_state_dict_post_hook(post))
         for chunk in chunks:
             for index, parameter in enumerate(chunk.parameters):
                 if parameter.requires_grad:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(_grad_hook(engine, chunk, index)))
 
+    def watch_forwards(self, modules: Iterable[nn.Module]) -> None:
+        """Report the forwards of these modules, and of no others, from now on."""
+        for handle in self._forward_handles:
+            handle.remove()
+        self._forward_handles.clear()
+        watched = {id(m) for m in modules}
+        engine = self._engine
+
+        def enter(module: nn.Module, inputs: Any) -> None:
+            if id(module) in watched:
+                engine.enter_module(module)
+
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            if id(module) in watched:
+                engine.exit_module(module, output)
+
+        pre, post = _ModuleHook(enter), _ModuleHook(leave)
+        for module in modules:
+            self._forward_handles.append(module.register_forward_pre_hook(pre, prepend=True))
+            self._forward_handles.append(module.register_forward_hook(post, always_call=True))
+
     def remove(self) -> None:
+        self.watch_forwards(())
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

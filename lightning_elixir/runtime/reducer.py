@@ -44,6 +44,7 @@ class _InFlight:
     work: Work | None
     event: Event | None
     is_late: bool
+    earlier: Tensor | None = None  # what the result is added to: the lane reads it, the compute stream could reuse it
 
 
 class Reducer:
@@ -265,6 +266,7 @@ class Reducer:
         """Bring a reduced gradient to its tier and add it to what is there."""
         chunk, result = item.chunk, item.result[: self._store.optim_numel(item.chunk.spec)]
         shard = self._store[chunk.id]
+        item.earlier = shard.grad
         with self._device.reduce_lane.issue():
             if self.is_tracking_square_sums and shard.grad is None:
                 bounds = [(s.shard_offset, s.numel) for s in self._segments(chunk)]

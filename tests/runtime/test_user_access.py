@@ -458,3 +458,25 @@ def test_torch_optimizers_with_groups_schedules_and_resume(kind: str) -> None:
     other_optimizer.load_state_dict(expected)
     for seed in range(3, 5):
         assert step(other_module, other_optimizer, seed) == step(plain, plain_optimizer, seed)
+
+
+def test_layers_have_no_hooks_where_everything_is_resident() -> None:
+    def hooked(model: nn.Module) -> int:
+        return sum(bool(m._forward_hooks) + bool(m._forward_pre_hooks) for m in model.modules())
+
+    model, module, optimizer = wrapped(**RESIDENT)
+    resident = hooked(model)
+    assert resident <= 2 * (1 + len(list(model.children())))
+    assert not model.transformer.h[0].mlp.c_fc._forward_hooks
+    expected = [step(module, optimizer, seed) for seed in range(4)]
+    model, module, optimizer = wrapped(**TIGHT)
+    assert hooked(model) > 10 * resident
+    losses = [step(module, optimizer, seed) for seed in range(2)]
+    module.replan(make_plan(model, layout=module.plan, placement_policy="cuda"))
+    assert hooked(model) == resident
+    losses += [step(module, optimizer, seed) for seed in range(2, 4)]
+    assert losses == expected
+    with torch.no_grad():  # a part called by itself
+        model.transformer.h[1].mlp(torch.zeros(1, 32))
+    module.close()
+    assert hooked(model) == 0
