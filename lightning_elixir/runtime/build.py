@@ -92,7 +92,7 @@ class Builder:
         """A meta parameter cannot be bound through `.data`: put one of the device in its place, wherever it is used."""
         replaced: dict[int, nn.Parameter] = {}
         for module in self._module.modules():
-            for name, old in module._parameters.items():
+            for name, old in list(module._parameters.items()):
                 if old is None or not old.is_meta:
                     continue
                 new = replaced.get(id(old))
@@ -102,7 +102,7 @@ class Builder:
                     new.__class__ = type(old)
                     new.__dict__.update(old.__dict__)
                     self._meta_shapes[id(new)] = (tuple(old.shape), tuple(old.stride()))
-                module._parameters[name] = new
+                setattr(module, name, new)  # not `_parameters`: recurrent layers keep a list of their weights, too
         self._named = dict(self._module.named_parameters(remove_duplicate=False))
 
     def _move_buffers(self) -> None:

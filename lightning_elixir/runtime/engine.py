@@ -183,8 +183,8 @@ class Engine:
         self._hooks.watch_forwards(self._watched if self._cost else self._entrances())
 
     def _entrances(self) -> list[nn.Module]:
-        """Where everything is resident no layer needs a hook: only what users call by themselves, the model and the models it is
-        made of, so that its parameters are plain inside."""
+        """Where everything is resident no layer needs a hook: only what users call by themselves, the model and the
+        models it is made of, so that its parameters are plain inside."""
         return [m for m in (self.module, *self.module.children()) if any(True for _ in m.parameters())]
 
     # Regions: the forward of the model, or of any part of it that the user calls
@@ -256,7 +256,7 @@ class Engine:
         self._open_resident()
 
     def _open_resident(self) -> None:
-        """Where everything is resident, all parameters are plain in forward and backward, and nothing is intercepted."""
+        """Where everything is resident, parameters are plain in forward and backward, and nothing is intercepted."""
         if not self._cost:
             for chunk in self.chunks:
                 chunk.wait_ready()
@@ -563,6 +563,9 @@ class Engine:
             raise StateError(f"{meeting.name.lower()} is not possible inside {self.phase.value}")
         self.absorb_touched()
         self.reducer.wait_for_downloads()
+        for chunk in self.chunks:  # an upload that nobody needed may still read a host shard
+            if chunk.ready is not None:
+                chunk.ready.synchronize()
         if self.comm.world_size > 1:
             self._agreement.meet(meeting)
 

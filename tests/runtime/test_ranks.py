@@ -244,3 +244,42 @@ def test_clipping_and_resuming(options: str) -> None:
         assert norm == pytest.approx(expected, rel=1e-6)
         assert same
         assert has_group
+
+
+def train_on_meta_ranks() -> dict[str, torch.Tensor]:
+    """Ranks other than 0 have no values: recurrent layers keep their weights in a second list, tied ones in two."""
+    rank = dist.get_rank()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(8, 16, num_layers=2, batch_first=True)
+            self.up, self.down = nn.Linear(16, 8), nn.Linear(16, 8)
+            self.down.weight = self.up.weight
+            self.register_buffer("shift", torch.full((8,), float(rank)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y, _ = self.lstm(x)
+            return self.up(y) + self.down(y) + self.shift
+
+    torch.manual_seed(0)
+    model = Model()
+    if rank:
+        model = model.to("meta")
+        model.down.weight = model.up.weight
+    plan = make_plan(model, world_size=2, placement_policy="cpu", chunk_size=4096)
+    module = ElixirModule(model, plan, device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        optimizer.backward(module(torch.ones(2, 3, 8) * (step + rank)).square().mean())
+        optimizer.step()
+    state = module.full_state_dict()
+    module.close()
+    return state
+
+
+def test_ranks_without_values_get_those_of_rank_0() -> None:
+    state = run_ranks(train_on_meta_ranks, 2)[0]
+    assert torch.equal(state["down.weight"], state["up.weight"])
+    assert not state["shift"].any()
+    assert all(bool(torch.isfinite(v).all()) for v in state.values())
