@@ -10,10 +10,10 @@ from torch import nn
 
 from lightning_elixir.core.device import current_device_memory_bytes
 from lightning_elixir.core.host import available_host_bytes
-from lightning_elixir.errors import PlanError
+from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.packing import PackedChunk, pack, regular_block_bytes, search_chunk_numel
 from lightning_elixir.plan.placement import Budget, ModelDataBytes, PlacementRequest, format_bytes, place
-from lightning_elixir.plan.types import DTYPE_BYTES, ParamSpec, Plan
+from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, ParamSpec, Plan
 from lightning_elixir.profiling.activations import StepFn, measure_non_model_bytes
 from lightning_elixir.profiling.parameters import dtype_name, module_accesses, norm_parameters, param_specs
 
@@ -69,7 +69,8 @@ def make_plan(
         shard_param_frac: const: share of the parameter bytes that is not persistent.
         offload_optim_frac: const: share of the optimizer bytes on the host.
         offload_param_frac: const: share of the parameter bytes on the host.
-        chunk_size: Bytes of a chunk in the compute dtype; None: search for the least waste.
+        chunk_size: Bytes of a chunk in the compute dtype; None: search for the least waste, and smaller ones where
+            `gpu_bytes` cannot hold the blocks of the best.
         chunk_search_range: Bytes above the smallest candidate to search; None: to three times of it.
         chunk_search_n_grids: How many chunk sizes to try; None: 128.
         min_chunk_size: Bytes of the smallest candidate; None: 32 MiB, less for a small model.
@@ -97,15 +98,6 @@ def make_plan(
     """
     specs = param_specs(model, compute_dtype, keep_fp32)
     main_dtype = _main_dtype(specs, compute_dtype)
-    if layout is not None:
-        packed = _packed_layout(layout, specs, world_size)
-        block_bytes = layout.block_bytes
-    else:
-        chunk_numel = _chunk_numel(
-            specs, main_dtype, world_size, chunk_size, chunk_search_range, chunk_search_n_grids, min_chunk_size
-        )
-        packed = pack(specs, chunk_numel, world_size)
-        block_bytes = regular_block_bytes(packed, chunk_numel, world_size)
     request = PlacementRequest(
         policy=placement_policy,
         shard_param_frac=shard_param_frac,
@@ -120,15 +112,36 @@ def make_plan(
         dtype: ModelDataBytes.of(dtype, has_master=master_weights, num_states=num_states, grad_bytes=grad_bytes)
         for dtype in DTYPE_BYTES
     }
-    return place(
-        packed,
-        request,
-        Budget(gpu_bytes, cpu_bytes, non_model_bytes),
-        world_size,
-        block_bytes=block_bytes,
-        compute_dtype=main_dtype,
-        data_bytes=data_bytes,
+    budget = Budget(gpu_bytes, cpu_bytes, non_model_bytes)
+
+    def placed(packed: tuple[PackedChunk, ...], block_bytes: int) -> Plan:
+        return place(
+            packed,
+            request,
+            budget,
+            world_size,
+            block_bytes=block_bytes,
+            compute_dtype=main_dtype,
+            data_bytes=data_bytes,
+        )
+
+    if layout is not None:
+        return placed(_packed_layout(layout, specs, world_size), layout.block_bytes)
+    chunk_numel = _chunk_numel(
+        specs, main_dtype, world_size, chunk_size, chunk_search_range, chunk_search_n_grids, min_chunk_size
     )
+    is_free = chunk_size is None and chunk_search_range is None and min_chunk_size is None and gpu_bytes is not None
+    refusal: CapacityError | None = None
+    while True:
+        packed = pack(specs, chunk_numel, world_size)
+        try:
+            return placed(packed, regular_block_bytes(packed, chunk_numel, world_size))
+        except CapacityError as error:
+            # The smallest rCache is a few chunks: where the user left their size to us, smaller ones may fit.
+            refusal = refusal or error
+            chunk_numel //= 2
+            if not is_free or chunk_numel < ALIGN_NUMEL:
+                raise refusal from None
 
 
 def detect_budget(

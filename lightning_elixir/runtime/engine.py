@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device
 from lightning_elixir.errors import CapacityError, StateError
+from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.policy import CachePolicy
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import AccessTrace, Acquire, Drop, Plan
@@ -469,8 +470,8 @@ class Engine:
             self.fetcher.fetch(chunk)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
-                f"no device memory for {chunk.spec}: {chunk.spec.nbytes / 2**20:.1f} MiB beside "
-                f"{self.rcache.used_blocks} resident blocks of {self.plan.block_bytes / 2**20:.1f} MiB; lower "
+                f"no device memory for {chunk.spec}: {format_bytes(chunk.spec.nbytes)} beside "
+                f"{self.rcache.used_blocks} resident blocks of {format_bytes(self.plan.block_bytes)}; lower "
                 "gpu_memory_limit so that the plan leaves more to activations, use a smaller batch or chunk_size, or "
                 "activation checkpointing"
             ) from error
@@ -490,10 +491,10 @@ class Engine:
     def _report_overflow(self, ids: Sequence[int], earlier: int) -> None:
         if earlier == 0:
             log.warning(
-                "the rCache needs %d blocks of %.1f MiB at once for %s, but the plan allows %d: growing; raise "
+                "the rCache needs %d blocks of %s at once for %s, but the plan allows %d: growing; raise "
                 "gpu_memory_limit or use a smaller chunk_size if memory runs out",
                 self.rcache.used_blocks,
-                self.plan.block_bytes / 2**20,
+                format_bytes(self.plan.block_bytes),
                 ", ".join(str(self.chunks[i].spec) for i in ids),
                 self.rcache.budget_blocks,
             )

@@ -280,3 +280,15 @@ def test_verbose_logs_the_plan(machine: dict[str, int | None], caplog: pytest.Lo
         minimum_waste_search(encoder(), verbose=True)
     assert "plan (auto): " in caplog.text
     assert "gpu_state_bytes: " in caplog.text
+
+
+def test_smaller_chunks_are_tried_where_the_limit_is_tight() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
+    wide = make_plan(model, placement_policy="cpu")
+    tight = make_plan(model, placement_policy="cpu", gpu_bytes=2 * wide.block_bytes)
+    assert tight.block_bytes < wide.block_bytes
+    assert tight.notes["gpu_bytes"] <= 2 * wide.block_bytes
+    with pytest.raises(CapacityError):  # a size of the user's own is kept
+        make_plan(model, placement_policy="cpu", gpu_bytes=2 * wide.block_bytes, chunk_size=wide.block_bytes)
+    with pytest.raises(CapacityError, match="blocks of"):
+        make_plan(model, placement_policy="cpu", gpu_bytes=1000)
