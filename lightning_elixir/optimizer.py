@@ -31,7 +31,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
     Args:
         module: The wrapped model.
         optimizer: An element-wise optimizer (`HybridAdam`, `CPUAdam`, `torch.optim.AdamW`, `Adam`, `SGD`, ...) over the
-            parameters of the model; may have been built before the model was wrapped. It must not have stepped yet.
+            parameters of the model; may have been built, and have stepped, before the model was wrapped.
         initial_scale: Loss scale to start with. Scaling is on for fp16 with an fp32 master, as in
             `torch.amp.GradScaler`.
         min_scale: The scale does not fall below.
@@ -86,8 +86,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._uploads = Uploads(self._engine.device)
         self._shape: tuple[int, ...] = ()
         self._segments: dict[int, tuple[Segment, ...]] = {}
+        self._members: dict[int, set[int]] = {}  # chunk id -> members that this optimizer updates
         self._inner: dict[int, SegmentOptimizer] = {}
         self._build_inner()
+        self._take_over_state(optimizer)
         self._engine.reducer.is_tracking_square_sums = self.scaler.enabled or max_norm > 0
         self._engine.on_replan(self._rebuild)
         self._engine.on_held_bytes(self.state_bytes)
@@ -105,6 +107,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 continue
             segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
             self._segments[chunk.id] = segments
+            self._members[chunk.id] = {i for i, p in enumerate(chunk.parameters) if id(p) in group_of}
             places = [
                 SegmentPlace(s.member_index, group_of[id(chunk.parameters[s.member_index])], s.shard_offset, s.numel)
                 for s in segments
@@ -130,6 +133,26 @@ class ElixirOptimizer(torch.optim.Optimizer):
             members = {p.member_index for p in inner.places}
             inner.step(torch.zeros_like(inner.work), members, still)
             inner.reset_step_counts()
+
+    def _take_over_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer may have stepped before the model was wrapped."""
+        if optimizer.state:
+            saved = {
+                id(p): optimizer.state[p]
+                for group in self.param_groups
+                for p in group["params"]
+                if p in optimizer.state
+            }
+            for chunk in self._engine.chunks:
+                if chunk.id in self._inner:
+                    self._load_chunk(chunk, saved)
+            optimizer.state.clear()
+
+    def _used(self) -> dict[int, set[int]]:
+        """Members of this optimizer, by chunk id, that got a gradient on any rank. Collective."""
+        used = self._engine.globally_used()
+        own = {chunk_id: members & self._members[chunk_id] for chunk_id, members in used.items()}
+        return {chunk_id: members for chunk_id, members in own.items() if members}
 
     # Training
 
@@ -172,7 +195,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if tuple(len(g["params"]) for g in self.param_groups) != self._shape:
             check_parameters(engine, self)
             self._rebuild()
-        used = engine.globally_used()
+        used = self._used()
         if self.max_norm > 0:
             self._clip(self.max_norm, used)
         self.is_step_skipped = self.scaler.enabled and not self._is_finite(used)
@@ -279,7 +302,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.meet(Meeting.GRADIENTS)
         engine.reducer.is_tracking_square_sums = True
-        return torch.tensor(self._clip(max_norm, engine.globally_used(), norm_type), dtype=torch.float32)
+        return torch.tensor(self._clip(max_norm, self._used(), norm_type), dtype=torch.float32)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient to [-clip_value, clip_value] in the coming step."""
@@ -291,7 +314,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.meet(Meeting.GRADIENTS)
         engine.reducer.is_tracking_square_sums = True
-        used = engine.globally_used()
+        used = self._used()
         if not used and self._last_norm is not None:
             return torch.tensor(self._last_norm, dtype=torch.float32)
         self._last_norm = self._norm(used, norm_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -105,9 +106,26 @@ class ElixirModule(nn.Module):
         self.engine.watch_outputs(output)
         return output
 
-    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Whole values under the model's own names, on the CPU of every rank. Collective."""
-        return {prefix + name: value for name, value in self.full_state_dict(rank0_only=False).items()}
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, whatever `set_to_none` says: managed parameters keep none."""
+        self.engine.reducer.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A plain, whole copy of the wrapped model."""
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce__(self) -> Any:
+        raise StateError("an ElixirModule cannot be pickled: save full_state_dict(), or pickle copy.deepcopy(module)")
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Whole values under the model's own names, on the CPU of every rank. Collective. `keep_vars` is of no use."""
+        whole = {prefix + name: value for name, value in self.full_state_dict(rank0_only=False).items()}
+        if destination is None:
+            return whole
+        destination.update(whole)
+        return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole values; every rank passes the same. Collective. `assign` is not possible: storage stays bound."""
@@ -149,34 +167,27 @@ class ElixirModule(nn.Module):
         """
         engine = self.engine
         engine.meet(Meeting.STATE)
-        targets: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
-        for name, buffer in self.module.named_buffers(remove_duplicate=False):
-            owner = self.module.get_submodule(name.rpartition(".")[0])
-            if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
-                targets[name] = buffer
+        fqns = {id(p): m.fqn for c in engine.chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
+        targets = dict(self.module.named_parameters(remove_duplicate=False))
+        values: dict[str, Tensor] = {}
+        for name, target in targets.items():
+            if name in state:
+                if state[name].shape != target.shape:
+                    raise PlanError(
+                        f"state dict: {name} has shape {tuple(state[name].shape)}, the model has {tuple(target.shape)}"
+                    )
+                values[fqns[id(target)]] = state[name]
         missing = [name for name in targets if name not in state]
-        unexpected = [name for name in state if name not in targets]
+        # Everything else (buffers, extra state, states of metrics) the modules load by themselves.
+        rest = self.module.load_state_dict({k: v for k, v in state.items() if k not in targets}, strict=False)
+        missing += [name for name in rest.missing_keys if name not in targets]
+        unexpected = list(rest.unexpected_keys)
         if strict and (missing or unexpected):
             raise PlanError(
                 f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]} "
                 f"({len(missing)} and {len(unexpected)} names)"
             )
-        names = {id(p): m.fqn for c in engine.chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
-        values: dict[str, Tensor] = {}
-        for name, target in targets.items():
-            if name not in state:
-                continue
-            if state[name].shape != target.shape:
-                raise PlanError(
-                    f"state dict: {name} has shape {tuple(state[name].shape)}, the model has {tuple(target.shape)}"
-                )
-            if id(target) in names:
-                values[names[id(target)]] = state[name]
         write_whole(engine, values)
-        with torch.no_grad():
-            for name, target in targets.items():
-                if name in state and id(target) not in names:
-                    target.copy_(state[name])
         return missing, unexpected
 
     @contextmanager

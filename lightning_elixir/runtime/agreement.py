@@ -33,6 +33,7 @@ class Meeting(enum.IntEnum):
     STATE = 4
     REPLAN = 5
     GRADIENTS = 6
+    BUFFERS = 7
 
 
 class Agreement:

@@ -112,8 +112,11 @@ class Chunk:
         self._unaliased_count = storage_use_count(self._storage)
 
     def is_aliased(self) -> bool:
-        """Whether anything but the bound parameters and the engine shares the storage: views, saved tensors, users."""
-        return storage_use_count(self._storage) > self._unaliased_count
+        """Whether anything but the bound parameters and the engine shares the storage: views, saved tensors, users.
+
+        A storage that was once seen by numpy counts for good: torch refuses to resize it from then on.
+        """
+        return storage_use_count(self._storage) > self._unaliased_count or not self._storage.resizable()
 
     def slice_of(self, flat: Tensor, index: int) -> Tensor:
         """Member `index`'s elements in a flat tensor of this chunk's layout, 1-D, in memory order."""
@@ -149,6 +152,11 @@ class Chunk:
         self.wait_ready()
         self.to_state(ChunkState.RELEASED)
         if not self.is_aliased():
+            self._device.free(self._storage)
+
+    def close(self) -> None:
+        """Give the bytes back for good."""
+        if self._storage.resizable():
             self._device.free(self._storage)
 
     def to_state(self, state: ChunkState) -> None:

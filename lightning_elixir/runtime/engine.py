@@ -112,6 +112,7 @@ class Engine:
         reduce_dtype: torch.dtype | None = None,
         prefetch: bool = True,
     ) -> None:
+        _check_unmanaged(module)
         check_same_on_all_ranks(comm, plan)
         comm.connect(max((c.nbytes for c in plan.chunks), default=0))
         self.module = module
@@ -147,12 +148,15 @@ class Engine:
         self._policies: dict[str, CachePolicy] = {}
         self.traces: dict[str, AccessTrace] = {}
         self._touched: set[int] = set()
+        self._aliased_ids: list[int] = []  # on any rank, at the beginning of the step
         self._is_order_known = False
         self._replan_listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._holders: list[weakref.WeakMethod[Callable[[], dict[str, int]]]] = []
         self.is_sampling = False
         self.peak_non_model_bytes = 0
         self._sampled_bytes = 0
+        self._statistics = [m for m in module.modules() if getattr(m, "track_running_stats", False)]
+        self._has_own_statistics = False
         self._watched = [m for m in module.modules() if any(True for _ in m.parameters())]
         self._hooks = Hooks(self._watched, [c for c in self.chunks if c.spec.requires_grad], self)
         self._adopt(plan, store)
@@ -249,12 +253,23 @@ class Engine:
     def _begin_region(self) -> None:
         self.check_open()
         self.absorb_touched()
+        if self._has_own_statistics:
+            self._share_statistics()
+        self._has_own_statistics = self.comm.world_size > 1 and bool(self._statistics) and torch.is_grad_enabled()
         self._begin_iteration("train" if torch.is_grad_enabled() else "eval")
         self.phase = Phase.FORWARD
         self._region_hooks = self._enter_saved_hooks()
         if torch.is_grad_enabled():
             self._versions = self.interception.versions()
         self._open_resident()
+
+    def _share_statistics(self) -> None:
+        """Running statistics as DDP has them: those of rank 0, after a forward with gradients that changed them."""
+        self._agreement.meet(Meeting.BUFFERS)
+        for module in self._statistics:
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    self.comm.broadcast_from_first(buffer)
 
     def _open_resident(self) -> None:
         """Where everything is resident, parameters are plain in forward and backward, and nothing is intercepted."""
@@ -549,8 +564,11 @@ class Engine:
                 self._touched.discard(chunk_id)
 
     def begin_step(self) -> None:
-        """Call before anything collective that reads gradients, masters or shards."""
-        self.meet(Meeting.STEP)
+        """Call before the optimizer updates shards. Collective."""
+        self._prepare_meeting(Meeting.STEP)
+        mine = [i for i in self.rcache.resident_ids if self.chunks[i].is_aliased()]
+        rows = self._agreement.meet(Meeting.STEP, mine) if self.comm.world_size > 1 else [mine]
+        self._aliased_ids = sorted({i for row in rows for i in row})
 
     def meet(self, meeting: Meeting) -> None:
         """Come to a point between steps, together with all ranks.
@@ -559,6 +577,11 @@ class Engine:
             StateError: Inside forward or backward.
             DivergenceError: If the ranks are at different points.
         """
+        self._prepare_meeting(meeting)
+        if self.comm.world_size > 1:
+            self._agreement.meet(meeting)
+
+    def _prepare_meeting(self, meeting: Meeting) -> None:
         self.check_open()
         if self.phase is not Phase.IDLE:
             raise StateError(f"{meeting.name.lower()} is not possible inside {self.phase.value}")
@@ -567,8 +590,6 @@ class Engine:
         for chunk in self.chunks:  # an upload that nobody needed may still read a host shard
             if chunk.ready is not None:
                 chunk.ready.synchronize()
-        if self.comm.world_size > 1:
-            self._agreement.meet(meeting)
 
     def end_step(self, updated: Iterable[int]) -> None:
         """The shards of `updated` hold new values: replicas made from the old ones go."""
@@ -583,12 +604,25 @@ class Engine:
                 continue
             if not self.plan.is_storage_distributed and self.comm.world_size > 1:
                 self.store[chunk_id].is_param_outdated = True
-            if not self.rcache.release((chunk_id,)):
-                continue
-            chunk.release()
-            if chunk.device_bytes and not self.fetcher.is_collective(chunk):
-                self.fetcher.refresh(chunk)
+            if chunk_id in self._aliased_ids:
+                self._refresh(chunk)
+            elif self.rcache.release((chunk_id,)):
+                chunk.release()
         self.reducer.clear()
+
+    def _refresh(self, chunk: Chunk) -> None:
+        """Somebody, on some rank, keeps a tensor over this replica's storage: it shall see the new values, and what is
+        written through it shall not be lost. So the replica stays where it is aliased, and is filled again."""
+        is_kept = chunk.is_usable and chunk.is_aliased()
+        if is_kept:
+            chunk.release()  # keeps the bytes
+            self._fetch(chunk.id)
+            chunk.wait_ready()
+        else:
+            if self.rcache.release((chunk.id,)):
+                chunk.release()
+            if self.fetcher.is_collective(chunk):
+                self.fetcher.serve(chunk)
 
     def replan(self, plan: Plan) -> None:
         """Move to another placement of the same chunks. Collective; between steps, with no gradients pending.
@@ -690,13 +724,15 @@ class Engine:
         self.phase = Phase.CLOSED
         self.interception.guard_all()
         for chunk in self.chunks:
-            self.device.free(chunk.flat.untyped_storage())
+            chunk.close()
         self.store.close()
         self.reducer.clear()
         self.comm.close()
 
     def whole_values(self, on_all_ranks: bool = True) -> dict[str, Tensor]:
         """Whole parameters on the CPU, in the model's own dtypes, by FQN. Collective."""
+        if self.phase is Phase.IDLE:
+            self.absorb_touched()
         return whole_values(self, on_all_ranks=on_all_ranks)
 
     @property
@@ -766,6 +802,15 @@ class Engine:
     def check_open(self) -> None:
         if self.phase is Phase.CLOSED:
             raise StateError("this ElixirModule was closed: its parameters have no values any more")
+
+
+def _check_unmanaged(module: nn.Module) -> None:
+    managed = [name for name, p in module.named_parameters() if getattr(type(p), "is_managed_by_elixir", False)]
+    if managed:
+        raise StateError(
+            f"{', '.join(managed[:3])} belong to another ElixirModule already: use that one, or wrap "
+            "copy.deepcopy(model)"
+        )
 
 
 def _ids_by_module(root: nn.Module, home: Mapping[int, tuple[Chunk, int]]) -> dict[int, tuple[int, ...]]:

@@ -76,12 +76,6 @@ class Fetcher:
         self._moved.gathered += chunk.spec.nbytes
         chunk.to_state(ChunkState.RESIDENT)
 
-    def refresh(self, chunk: Chunk) -> None:
-        """Refill storage that users still alias with the updated values. Only where no peer is needed."""
-        param = self._source(chunk).param
-        if param is not None:
-            chunk.flat.copy_(param)
-
     def _source(self, chunk: Chunk) -> Shard:
         shard = self._store[chunk.id]
         if shard.param is None:

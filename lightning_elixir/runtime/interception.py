@@ -111,12 +111,8 @@ class Interception:
 
     def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in released.metadata_functions():
-            if func in released.GRAD_GETTERS and released.is_called_by_grad_reader():
-                raise StateError(
-                    "the gradients of managed parameters are not in `.grad`: use strategy.grad_norm() or full_grads() "
-                    "(ElixirOptimizer.grad_norm(), clip_grad_norm_() and clip_grad_value_() without Lightning), or the "
-                    "Trainer's gradient_clip_val"
-                )
+            if func in released.GRAD_GETTERS:
+                self._on_grad_access(args[0])
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in released.GRAD_SETTERS:
@@ -175,12 +171,30 @@ class Interception:
                 tensor.__class__ = kept
             engine.drop(ids)
 
+    def _on_grad_access(self, parameter: Tensor) -> None:
+        access = released.grad_access()
+        if access is released.GradAccess.ZERO_GRAD:
+            self._engine.reducer.drop_member(*self._at(parameter))
+        if access is released.GradAccess.MEASURE:
+            raise StateError(
+                "the gradients of managed parameters are not in `.grad`: use strategy.grad_norm() or full_grads() "
+                "(ElixirOptimizer.grad_norm(), clip_grad_norm_() and clip_grad_value_() without Lightning), or the "
+                "Trainer's gradient_clip_val"
+            )
+        if access is released.GradAccess.STEP and self._engine.reducer.used:
+            raise StateError(
+                f"{self.name_of(parameter)} is managed by lightning_elixir and has its gradient in a shard: a plain "
+                "optimizer's step() would skip it. Step the ElixirOptimizer (the strategy's optimizer), or take plain "
+                "parameters from copy.deepcopy(model)"
+            )
+
     def _set_grad(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if args[1] is not None:
             raise StateError(
                 f"the gradient of {self.name_of(args[0])} cannot be set: the engine keeps gradients in shards; change "
                 "the loss, or use gradient clipping"
             )
+        self._engine.reducer.drop_member(*self._at(args[0]))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args)
 

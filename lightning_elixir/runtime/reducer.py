@@ -99,7 +99,8 @@ class Reducer:
 
     def collect(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
         """Take over `parameter.grad` and reduce what is complete."""
-        grad = parameter.grad
+        with torch._C.DisableTorchFunctionSubclass():  # this is not the user touching `.grad`
+            grad, parameter.grad = parameter.grad, None
         if grad is None:
             return
         collected = self._collected.get(chunk.id)
@@ -111,7 +112,6 @@ class Reducer:
         else:
             target.copy_(grad)
             collected.arrived.add(index)
-        parameter.grad = None
         self.used.add((chunk.id, index))
         count = self._arrivals[chunk.id] = self._arrivals.get(chunk.id, 0) + 1
         if chunk.id not in self._reduced_now and self._is_complete(chunk.id, count, collected):
@@ -171,6 +171,19 @@ class Reducer:
         for event in self._downloads:
             event.synchronize()
         self._downloads.clear()
+
+    def drop_member(self, chunk: Chunk, index: int) -> None:
+        """Drop the gradient of one parameter, as `p.grad = None` does. The same call on every rank."""
+        if (chunk.id, index) not in self.used:
+            return
+        self.wait_for_downloads()
+        self.used.discard((chunk.id, index))
+        self.square_sums.pop(chunk.id, None)
+        grad = self._store[chunk.id].grad
+        if grad is not None:
+            for segment in self._segments(chunk):
+                if segment.member_index == index:
+                    grad[segment.shard_offset : segment.shard_offset + segment.numel].zero_()
 
     def clear(self) -> None:
         """Drop all gradients."""

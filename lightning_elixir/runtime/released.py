@@ -6,10 +6,11 @@ managed parameter, resident or not, carries this class, so that what the user wr
 
 from __future__ import annotations
 
+import enum
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from types import GetSetDescriptorType
+from types import FrameType, GetSetDescriptorType
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,8 @@ def make_intercepting_class(base: type[nn.Parameter], interceptor: Interceptor) 
     """A subclass of `base` whose every torch function goes to `interceptor`. One per engine and parameter class."""
 
     class ReleasedParameter(base):  # type: ignore[misc, valid-type]
+        is_managed_by_elixir = True
+
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return interceptor.intercept(func, args, kwargs or {})
@@ -89,21 +92,44 @@ RAW_POINTER_FUNCTIONS = frozenset((
     Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.numpy,
 ))  # fmt: skip
 
-# Code that would silently do nothing because a managed parameter's `.grad` is None.
-_GRAD_READERS = ("torch/nn/utils/clip_grad.py", "pytorch/utilities/grads.py")
+
+class GradAccess(enum.Enum):
+    """Who looks at a managed parameter's `.grad`, which is always None."""
+
+    OTHER = "other"
+    MEASURE = "measure"
+    """Functions that measure or clip gradients, and would silently do nothing."""
+    STEP = "step"
+    """A torch optimizer's step, which would silently skip the parameter."""
+    ZERO_GRAD = "zero_grad"
 
 
-def is_called_by_grad_reader() -> bool:
-    """Whether the `.grad` access now being intercepted comes from a function that measures or clips gradients."""
-    frame = sys._getframe(1)
-    for _ in range(6):
-        filename = frame.f_code.co_filename.replace("\\", "/")
-        if filename.endswith(_GRAD_READERS):
-            return True
-        if frame.f_back is None or not filename.endswith(("released.py", "engine.py", "interception.py")):
-            return False
+# Endings of the files, and the functions in them (None: any).
+_GRAD_CODE: tuple[tuple[str, str, tuple[str, ...] | None, GradAccess], ...] = (
+    ("torch/nn/utils/", "clip_grad.py", None, GradAccess.MEASURE),
+    ("pytorch/utilities/", "grads.py", None, GradAccess.MEASURE),
+    ("torch/nn/modules/", "module.py", ("zero_grad",), GradAccess.ZERO_GRAD),
+    ("torch/optim/", ".py", ("zero_grad",), GradAccess.ZERO_GRAD),
+    ("torch/optim/", ".py", ("step", "_init_group"), GradAccess.STEP),
+    ("lightning_elixir/optim/", "hybrid_adam.py", ("step",), GradAccess.STEP),
+)
+_OUR_FILES = ("runtime/released.py", "runtime/interception.py")
+
+
+def grad_access() -> GradAccess:
+    """What kind of code made the `.grad` access that is being intercepted."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.replace("\\", "/").endswith(_OUR_FILES):
         frame = frame.f_back
-    return False
+    for _ in range(2):  # a comprehension is a frame of its own before Python 3.12
+        if frame is None:
+            break
+        filename, function = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
+        for folder, ending, functions, access in _GRAD_CODE:
+            if folder in filename and filename.endswith(ending) and (functions is None or function in functions):
+                return access
+        frame = frame.f_back
+    return GradAccess.OTHER
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

@@ -1,0 +1,191 @@
+"""Ordinary torch calls on managed parameters: they do what they do in plain PyTorch, or say why not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.planning import make_plan
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.dist import run_ranks
+from tests.helpers.zoo import ZOO, make
+from tests.runtime.test_user_access import CPU, PLACEMENTS, TIGHT, step, wrapped
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("how", ["module", "model", "part", "inner optimizer", "attribute"])
+def test_zero_grad_drops_gradients(options: dict[str, Any], how: str) -> None:
+    plain, (model, module, optimizer) = make("gpt2"), wrapped(**options)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+
+    def clear(net: Any, own: Any) -> None:
+        if how == "module":
+            (module if net is model else net).zero_grad()
+        elif how == "model":
+            net.zero_grad()
+        elif how == "part":
+            net.transformer.h[1].zero_grad()
+        elif how == "inner optimizer":
+            own.zero_grad()
+        else:
+            for p in net.transformer.h[0].parameters():
+                p.grad = None
+
+    ZOO["gpt2"].loss(plain, 0).backward()
+    optimizer.backward(ZOO["gpt2"].loss(module, 0))
+    clear(plain, plain_optimizer)
+    clear(model, optimizer.optimizer)
+    ZOO["gpt2"].loss(plain, 1).backward()
+    optimizer.backward(ZOO["gpt2"].loss(module, 1))
+    grads = module.full_grads()
+    assert [name for name, p in plain.named_parameters() if not torch.equal(grads[name], p.grad)] == []
+    plain_optimizer.step()
+    optimizer.step()
+    state = module.full_state_dict()
+    assert [k for k, v in plain.state_dict().items() if not torch.equal(state[k], v)] == []
+
+
+def test_stepping_a_plain_optimizer_is_an_error() -> None:
+    model, module, optimizer = wrapped(**TIGHT)
+    optimizer.backward(ZOO["gpt2"].loss(module, 0))
+    with pytest.raises(StateError, match="Step the ElixirOptimizer"):
+        optimizer.optimizer.step()
+    with pytest.raises(StateError, match="Step the ElixirOptimizer"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    optimizer.step()
+
+
+def test_the_norm_is_that_of_the_optimizers_parameters() -> None:
+    plain = make("gpt2")
+    chosen = [p for name, p in plain.named_parameters() if "mlp" in name]
+    ZOO["gpt2"].loss(plain, 0).backward()
+    expected = nn.utils.clip_grad_norm_(chosen, 0.1)
+    plain_optimizer = torch.optim.SGD(chosen, lr=0.1)
+    plain_optimizer.step()
+    model = make("gpt2")
+    module = ElixirModule(model, make_plan(model, **TIGHT), device=CPU)
+    inner = torch.optim.SGD([p for name, p in model.named_parameters() if "mlp" in name], lr=0.1)
+    optimizer = ElixirOptimizer(module, inner)
+    optimizer.backward(ZOO["gpt2"].loss(module, 0))
+    torch.testing.assert_close(optimizer.clip_grad_norm_(0.1), expected, rtol=1e-6, atol=0)
+    optimizer.step()
+    torch.testing.assert_close(module.full_state_dict(), dict(plain.state_dict()), rtol=1e-6, atol=1e-7)
+
+
+def test_an_optimizer_that_has_stepped_keeps_its_state() -> None:
+    plain, model = make("gpt2"), make("gpt2")
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (plain, model)]
+    for net, own in zip((plain, model), optimizers, strict=True):
+        step(net, own, 0)
+    for p in model.parameters():
+        p.grad = None
+    module = ElixirModule(model, make_plan(model, **TIGHT), device=CPU)
+    optimizer = ElixirOptimizer(module, optimizers[1])
+    for seed in range(1, 4):
+        assert step(module, optimizer, seed) == step(plain, optimizers[0], seed)
+
+
+@PLACEMENTS
+def test_state_dict_of_the_model_after_a_write(options: dict[str, Any]) -> None:
+    model, module, _ = wrapped(**options)
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.weight.fill_(7.0)
+    assert bool((model.state_dict()["transformer.h.1.mlp.c_fc.weight"] == 7.0).all())
+    module.close()
+
+
+@PLACEMENTS
+def test_aliases_kept_over_steps(options: dict[str, Any]) -> None:
+    plain, (model, module, optimizer) = make("gpt2"), wrapped(**options)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+    kept = [
+        [net.transformer.h[0].mlp.c_fc.weight.data, net.transformer.h[2].ln_1.bias.detach()] for net in (plain, model)
+    ]
+    for seed in range(4):
+        assert step(module, optimizer, seed) == step(plain, plain_optimizer, seed)
+        assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+        for aliases in kept:
+            for alias in aliases:
+                alias.mul_(0.9)
+    state = module.full_state_dict()
+    assert [k for k, v in plain.state_dict().items() if not torch.equal(state[k], v)] == []
+
+
+@PLACEMENTS
+def test_numpy_views_do_no_harm(options: dict[str, Any]) -> None:
+    plain, (model, module, optimizer) = make("gpt2"), wrapped(**options)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+    for seed in range(3):
+        assert step(module, optimizer, seed) == step(plain, plain_optimizer, seed)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert a.detach().cpu().numpy().sum() == b.detach().cpu().numpy().sum()
+    module.close()
+
+
+def test_copies_are_plain_and_second_wrapping_is_refused() -> None:
+    model, module, _ = wrapped(**TIGHT)
+    copied = copy.deepcopy(module)
+    assert type(copied) is type(model)
+    assert all(type(p) is nn.Parameter for p in copied.parameters())
+    with pytest.raises(StateError, match="another ElixirModule"):
+        ElixirModule(model, make_plan(make("gpt2"), **TIGHT), device=CPU)
+
+
+class Extra(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.layer(x)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def test_extra_state_and_nested_modules() -> None:
+    torch.manual_seed(0)
+    model = Extra()
+    module = ElixirModule(model, make_plan(model, **TIGHT), device=CPU)
+    module(torch.zeros(1, 8))
+    state = module.state_dict()
+    model.seen = 9
+    module.load_state_dict(state)
+    assert model.seen == 1
+    outer = nn.ModuleDict({"body": module, "head": nn.Linear(8, 2)})
+    assert set(outer.state_dict()) == {"body." + k for k in state} | {"head.weight", "head.bias"}
+    with pytest.raises(PlanError, match="unexpected"):
+        module.load_state_dict({**state, "nonsense": torch.zeros(1)})
+
+
+def statistics_of_ranks() -> Tensor:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    module = ElixirModule(model, make_plan(model, world_size=2, **TIGHT), device=CPU)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        optimizer.backward(module(torch.randn(6, 4, generator=generator)).square().mean())
+        optimizer.step()
+    module.eval()
+    with torch.no_grad():
+        result: Tensor = module(torch.ones(2, 4))
+    module.close()
+    return result
+
+
+def test_running_statistics_are_those_of_rank_0_as_in_ddp() -> None:
+    first, second = run_ranks(statistics_of_ranks, 2)
+    assert torch.equal(first, second)
