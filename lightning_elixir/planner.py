@@ -204,7 +204,10 @@ class Planner:
         )
 
     def _keep_fp32(self, model: nn.Module) -> Collection[str]:
-        return norm_parameters(model, has_autocast=self._has_autocast) if self._master_weights else ()
+        if not self._master_weights:
+            return ()
+        # On a GPU autocast casts the operands of norms itself.
+        return norm_parameters(model, is_alone=self._has_autocast and self._device.type == "cpu")
 
     def _share(self, decide: Callable[[], T]) -> T:
         """Rank 0 decides, everyone gets it; an error there is an error everywhere."""

@@ -80,14 +80,19 @@ def module_accesses(model: nn.Module) -> tuple[tuple[str, tuple[str, ...]], ...]
     return tuple(accesses)
 
 
-def norm_parameters(model: nn.Module, *, has_autocast: bool) -> frozenset[str]:
-    """Names of the parameters that mixed precision computes with in fp32, as `torch.autocast` over an fp32 model does.
+def norm_parameters(model: nn.Module, *, is_alone: bool) -> frozenset[str]:
+    """Names of the parameters of norms that mixed precision computes with in fp32.
 
-    Norms with running statistics work in the dtype of those, which stay fp32. The other norms are computed in fp32
-    under autocast; where an autocast leaves them alone (on the CPU), 16-bit parameters would clash with fp32 inputs.
+    Norms with running statistics work in the dtype of those, which stay fp32. The parameters of other norms are cast as
+    all others are, unless nobody casts the operands of a norm.
+
+    Args:
+        model: Any model.
+        is_alone: An autocast is on that leaves norms alone (that of the CPU): 16-bit parameters would clash with fp32
+            inputs, which torch refuses.
     """
     kinds: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase,)
-    if has_autocast:
+    if is_alone:
         kinds = (*kinds, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
     return frozenset(
         f"{name}.{own}" if name else own
