@@ -72,6 +72,7 @@ class Builder:
         self._named = dict(module.named_parameters(remove_duplicate=False))
         self._meta_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by id of the replacement
         _check_names(plan, self._named)
+        _check_modules(module)
         self._check_meta()
 
     def build(self) -> list[Chunk]:
@@ -201,6 +202,19 @@ def kept_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, .
         expected *= size
     contiguous = torch.empty(shape, device="meta").stride()
     return None if tuple(contiguous) == stride else stride
+
+
+def _check_modules(module: nn.Module) -> None:
+    writing = [
+        name
+        for name, m in module.named_modules()
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None
+    ]
+    if writing:
+        raise PlanError(
+            f"{', '.join(writing[:5])}: max_norm rewrites the weight inside forward, where managed parameters may be "
+            "released at any time; make the layer without max_norm, and renormalise the weight after optimizer.step()"
+        )
 
 
 def _check_names(plan: Plan, named: Mapping[str, nn.Parameter]) -> None:

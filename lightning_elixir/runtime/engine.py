@@ -36,7 +36,7 @@ from lightning_elixir.storage.shards import ShardStore
 log = logging.getLogger(__name__)
 
 # Events that one recorded iteration may have; a program that never comes to a step would fill the memory.
-_MAX_EVENTS = 2_000_000
+_MAX_EVENTS = 200_000
 
 
 class Phase(enum.Enum):

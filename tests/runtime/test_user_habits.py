@@ -189,3 +189,9 @@ def statistics_of_ranks() -> Tensor:
 def test_running_statistics_are_those_of_rank_0_as_in_ddp() -> None:
     first, second = run_ranks(statistics_of_ranks, 2)
     assert torch.equal(first, second)
+
+
+def test_layers_that_write_their_weight_in_forward_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, max_norm=1.0), nn.Linear(4, 4))
+    with pytest.raises(PlanError, match="0: max_norm"):
+        ElixirModule(model, make_plan(model, **TIGHT), device=CPU)
