@@ -51,8 +51,8 @@ class ElixirPrecision(Precision):
     `bf16-true`  bf16              bf16          none
     ============ ================= ============= ====================
 
-    In mixed precision buffers stay fp32, and so do the parameters of norms with running statistics, and on the CPU under
-    autocast those of all norms.
+    In mixed precision buffers stay fp32, and so do the parameters of norms with running statistics, and on the CPU
+    under autocast those of all norms.
 
     Args:
         precision: One of the above; `16`, `bf16` and `32` are short for `16-mixed`, `bf16-mixed` and `32-true`.
