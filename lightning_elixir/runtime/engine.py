@@ -45,7 +45,6 @@ class Phase(enum.Enum):
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
-    STEP = "step"
     CLOSED = "closed"
 
 
