@@ -5,10 +5,10 @@ Importing this package registers the strategies `elixir`, `elixir_auto`, `elixir
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
-
-from lightning_elixir.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_elixir.errors import CapacityError as CapacityError
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from lightning_elixir.errors import StorageError as StorageError
     from lightning_elixir.optim.hybrid_adam import CPUAdam as CPUAdam
     from lightning_elixir.optim.hybrid_adam import HybridAdam as HybridAdam
+    from lightning_elixir.plan.hardware import HardwareSpec as HardwareSpec
     from lightning_elixir.plan.types import Plan as Plan
     from lightning_elixir.planning import minimum_waste_search as minimum_waste_search
     from lightning_elixir.planning import optimal_search as optimal_search
     from lightning_elixir.planning import simple_search as simple_search
+    from lightning_elixir.profiling.hardware import profile_hardware as profile_hardware
     from lightning_elixir.precision import ElixirPrecision as ElixirPrecision
+    from lightning_elixir.profiling.memory import cuda_memory_profiling as cuda_memory_profiling
+    from lightning_elixir.profiling.memory import profile_memory as profile_memory
     from lightning_elixir.strategy import ElixirStrategy as ElixirStrategy
     from lightning_elixir.wrapper import ElixirModule as ElixirModule
     from lightning_elixir.wrapper import ElixirOptimizer as ElixirOptimizer
@@ -39,13 +43,17 @@ _HOMES = {
     "ElixirOptimizer": "wrapper",
     "ElixirPrecision": "precision",
     "ElixirStrategy": "strategy",
+    "HardwareSpec": "plan.hardware",
     "HybridAdam": "optim.hybrid_adam",
     "Plan": "plan.types",
     "PlanError": "errors",
     "StateError": "errors",
     "StorageError": "errors",
+    "cuda_memory_profiling": "profiling.memory",
     "minimum_waste_search": "planning",
     "optimal_search": "planning",
+    "profile_hardware": "profiling.hardware",
+    "profile_memory": "profiling.memory",
     "simple_search": "planning",
 }
 
@@ -58,14 +66,18 @@ __all__ = [
     "ElixirOptimizer",
     "ElixirPrecision",
     "ElixirStrategy",
+    "HardwareSpec",
     "HybridAdam",
     "Plan",
     "PlanError",
     "StateError",
     "StorageError",
     "__version__",
+    "cuda_memory_profiling",
     "minimum_waste_search",
     "optimal_search",
+    "profile_hardware",
+    "profile_memory",
     "simple_search",
 ]
 
@@ -82,4 +94,15 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-register_strategies()
+def _is_own_command() -> bool:
+    """Whether this process runs `lightning-elixir`, whose help should not wait for torch: it registers by itself."""
+    name = PurePath(sys.argv[0]).name if sys.argv else ""
+    if name == "-m":  # the module is still being looked for
+        return dict(zip(sys.orig_argv, sys.orig_argv[1:], strict=False)).get("-m") == "lightning_elixir"
+    return name in ("lightning-elixir", "lightning-elixir.exe")
+
+
+if not _is_own_command():
+    from lightning_elixir.registration import register_strategies
+
+    register_strategies()

@@ -6,8 +6,9 @@ must subclass the classes of that one.
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
-    from lightning.pytorch.callbacks import BaseFinetuning
+    from lightning.pytorch.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
@@ -36,7 +37,7 @@ else:
     from lightning_fabric.utilities.seed import reset_seed
     from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.accelerators import Accelerator, CPUAccelerator
-    from pytorch_lightning.callbacks import BaseFinetuning
+    from pytorch_lightning.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, HalfPrecision, MixedPrecision, Precision
     from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
@@ -50,8 +51,10 @@ __all__ = [
     "Accelerator",
     "BaseFinetuning",
     "CPUAccelerator",
+    "Callback",
     "CheckpointIO",
     "ClusterEnvironment",
+    "GradientAccumulationScheduler",
     "HalfPrecision",
     "LightningModule",
     "LightningOptimizer",
@@ -66,6 +69,7 @@ __all__ = [
     "connect_processes",
     "default_backend",
     "is_overridden",
+    "load_lightning_cli",
     "pl",
     "reduce_tensor",
     "reset_seed",
@@ -76,3 +80,8 @@ __all__ = [
 def set_global_rank(rank: int) -> None:
     """Only the process of rank 0 prints what is for rank 0."""
     rank_zero_only.rank = utilities_rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+def load_lightning_cli() -> Any:
+    """The class `LightningCLI`, imported when it is asked for: it brings jsonargparse."""
+    return import_module(f"{pl.__name__}.cli").LightningCLI

@@ -5,15 +5,24 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.hardware import HardwareSpec, load_hardware
 from lightning_elixir.plan.types import Plan
 
 PolicyName = Literal["auto", "cpu", "cuda", "const", "static"]
+
+if TYPE_CHECKING:
+    PlanOption = Plan | str | os.PathLike[str] | None
+    HardwareOption = HardwareSpec | str | os.PathLike[str] | None
+else:
+    # What a configuration file can hold. If the command line knew of the classes, it would open the file that a path
+    # names, and hand over what it finds there as text.
+    PlanOption = HardwareOption = str | os.PathLike[str] | None
 
 _FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac", "nvme_offload_fraction")
 _UNITS = {"": 1, "b": 1} | {
@@ -67,7 +76,9 @@ class ElixirConfig:
     cpu_memory_limit: int | str | None = None
     nvme_offload_fraction: float = 0.0
     nvme_offload_dir: str | None = None
-    plan: Plan | str | os.PathLike[str] | None = None
+    plan: PlanOption = None
+    hardware: HardwareOption = None
+    report_dir: str | None = field(default=None, compare=False)  # an engine can be kept where only this differs
     reduce_dtype: torch.dtype | str | None = None
     use_fused_kernels: bool = False
     init_step: bool = False
@@ -90,6 +101,7 @@ class ElixirConfig:
         if self.chunk_search_n_grids < 1:
             raise PlanError(f"chunk_search_n_grids must be at least 1, got {self.chunk_search_n_grids}")
         _parse_reduce_dtype(self.reduce_dtype)
+        self._check_paths()
         self._check_loss_scale()
         if self.nvme_offload_fraction > 0 or self.nvme_offload_dir is not None:
             raise PlanError(
@@ -118,6 +130,15 @@ class ElixirConfig:
             raise PlanError(f"{name}: {error}") from None
         if nbytes == 0 and name in ("chunk_size", "min_chunk_size"):
             raise PlanError(f"{name} must be positive")
+
+    def _check_paths(self) -> None:
+        if not isinstance(self.hardware, (HardwareSpec, str, os.PathLike, type(None))):
+            raise PlanError(
+                "hardware must be a HardwareSpec or the path of one that save_hardware wrote, got"
+                f" {type(self.hardware).__name__}"
+            )
+        if self.report_dir is not None and (not isinstance(self.report_dir, (str, os.PathLike)) or not self.report_dir):
+            raise PlanError(f"report_dir must be the path of a folder, got {self.report_dir!r}")
 
     def _check_loss_scale(self) -> None:
         if not (0 <= self.min_scale <= self.initial_scale <= self.max_scale and 0 < self.initial_scale < math.inf):
@@ -157,6 +178,16 @@ class ElixirConfig:
     @property
     def cpu_limit_bytes(self) -> int | None:
         return _as_bytes(self.cpu_memory_limit)
+
+    def given_hardware(self) -> HardwareSpec | None:
+        """The figures to plan with that the user gave; None: to be measured.
+
+        Raises:
+            PlanError: The file cannot be read.
+        """
+        if self.hardware is None or isinstance(self.hardware, HardwareSpec):
+            return self.hardware
+        return load_hardware(os.fspath(self.hardware))
 
     @property
     def reduction_dtype(self) -> torch.dtype | None:

@@ -12,7 +12,16 @@ class PlanError(ElixirError, ValueError):
 
 
 class CapacityError(ElixirError):
-    """Memory (GPU, host or disk) cannot hold what the plan needs."""
+    """Memory (GPU, host or disk) cannot hold what the plan needs.
+
+    Args:
+        message: For people.
+        lacking_bytes: How much too little there is, where that is known.
+    """
+
+    def __init__(self, message: str, *, lacking_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.lacking_bytes = lacking_bytes
 
 
 class StateError(ElixirError):

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_elixir.building import replace_parameters
 from lightning_elixir.config import ElixirConfig
-from lightning_elixir.plan.placement import Budget
+from lightning_elixir.plan.memory import Budget
 from lightning_elixir.runtime.agreement import Meeting
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class Holding:
         self.budget = budget
         self.skeleton = skeleton
         self.is_warm = is_warm
+        self.is_refinable = False
+        """Whether times of a later step may still lead to another plan."""
+        self.has_memory_samples = False
+        """Whether the engine has seen what a step takes beside the chunks."""
         self._names = tuple(name for name, _ in engine.module.named_parameters())
         self._parameters = tuple(engine.module.parameters())
         self._requires_grad = tuple(p.requires_grad for p in self._parameters)

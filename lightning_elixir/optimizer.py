@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_elixir.core.device import Uploads
 from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.optim.execution import UpdateRunner, UpdateTimes
+from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.optim.scaling import LossScaler, absolute_max, clip_coefficient, square_sums
 from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace, elementwise_class, is_scalar_state
+from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.segments import Segment, segments_of
+from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.engine import Engine
@@ -44,7 +49,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         max_norm: Clip the total gradient norm to this in every step; 0: do not.
 
     Raises:
-        PlanError: If the optimizer is not element-wise, or holds parameters that are not the model's.
+        PlanError: If the optimizer is not element-wise, holds parameters that are not the model's, or cannot stream
+            updates as the plan says (`can_stream`).
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._cls = elementwise_class(optimizer)
         self._engine: Engine = module.engine
         check_parameters(self._engine, optimizer)
+        self._check_streaming(module.engine.plan)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self.optimizer = optimizer
@@ -83,7 +90,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._transforms: list[tuple[str, float]] = []
         self._last_norm: float | None = None
         self._scratches: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._uploads = Uploads(self._engine.device)
+        self._runner = UpdateRunner(self._engine.device)
+        self.last_step_times: UpdateTimes | None = None
+        """Of the last step's update; None before the first, and after one that was skipped."""
         self._shape: tuple[int, ...] = ()
         self._segments: dict[int, tuple[Segment, ...]] = {}
         self._members: dict[int, set[int]] = {}  # chunk id -> members that this optimizer updates
@@ -91,8 +100,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._build_inner()
         self._take_over_state(optimizer)
         self._engine.reducer.is_tracking_square_sums = self.scaler.enabled or max_norm > 0
-        self._engine.on_replan(self._rebuild)
+        self._engine.on_replan(self._rebuild, check=self._check_streaming)
         self._engine.on_held_bytes(self.state_bytes)
+        self._engine.on_held_bytes(self._runner.held_bytes)
         if init_step:
             self._allocate_states()
 
@@ -113,21 +123,45 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 for s in segments
                 if id(chunk.parameters[s.member_index]) in group_of
             ]
-            self._inner[chunk.id] = SegmentOptimizer(self._cls, engine.own_shard(chunk), places, self.param_groups)
+            empty = partial(engine.store.empty, tier=chunk.spec.optim_tier)
+            shard = engine.own_shard(chunk)
+            self._inner[chunk.id] = SegmentOptimizer(self._cls, shard, places, self.param_groups, empty)
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether the plan may stream updates to the device: only where the bits of the result do not depend on where
+        they run, that is `HybridAdam` and `CPUAdam`."""
+        return self._cls is HybridAdam
+
+    def _check_streaming(self, plan: Plan) -> None:
+        if self.can_stream:
+            return
+        streamed = [c for c in plan.chunks if c.requires_grad and c.is_update_streamed]
+        if streamed:
+            raise PlanError(
+                f"the plan streams the updates of {len(streamed)} chunks to the device, which {self._cls.__name__} "
+                "cannot: its results on CPU and GPU differ. Use HybridAdam, or make the plan with can_stream=False"
+            )
 
     def _rebuild(self) -> None:
         """After the shards have moved, or a parameter group was added: the same states over the new tensors."""
         earlier = self._inner
         self._inner = {}
         self._build_inner()
-        for chunk_id, inner in self._inner.items():
-            by_member = {p.member_index: i for i, p in enumerate(earlier[chunk_id].places)}
-            for position, place in enumerate(inner.places):
-                if place.member_index in by_member:
-                    inner.take_state(position, earlier[chunk_id].state_of(by_member[place.member_index]))
+        # One chunk's states at a time are there twice; what leaves the device makes room for what comes to it.
+        for chunk_id, inner in sorted(self._inner.items(), key=lambda item: item[1].work.device.type != "cpu"):
+            inner.take_states(earlier.pop(chunk_id))
 
     def _allocate_states(self) -> None:
-        """A first step over zero gradients with a zero learning rate, its step counts taken back."""
+        """Adam's states are known; those of others come from a first step over zero gradients with a zero learning
+        rate, its step counts taken back."""
+        if self.can_stream:
+            for inner in self._inner.values():
+                inner.start_states({p.member_index for p in inner.places})
+            if any(self._engine.chunks[i].spec.is_update_streamed for i in self._inner):
+                self._runner.reserve_stream()  # better said now than in the first step
+                self._runner.release_stream()
+            return
         still = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in self.param_groups]
         for inner in self._inner.values():
             members = {p.member_index for p in inner.places}
@@ -199,8 +233,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if self.max_norm > 0:
             self._clip(self.max_norm, used)
         self.is_step_skipped = self.scaler.enabled and not self._is_finite(used)
-        if not self.is_step_skipped:
-            self._update(used)
+        self.last_step_times = None if self.is_step_skipped else self._update(used)
         self.scaler.update(self.is_step_skipped)
         engine.end_step([] if self.is_step_skipped else sorted(used))
         self._transforms = []
@@ -214,23 +247,63 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._transforms = []
 
     @torch.no_grad()
-    def _update(self, used: Mapping[int, set[int]]) -> None:
-        engine = self._engine
-        for chunk_id in sorted(used):
-            chunk, shard, inner = engine.chunks[chunk_id], engine.store[chunk_id], self._inner[chunk_id]
-            if shard.grad is None:
+    def _update(self, used: Mapping[int, set[int]]) -> UpdateTimes:
+        chunks = [self._engine.chunks[i] for i in sorted(used) if self._engine.store[i].grad is not None]
+        if not self.can_stream:
+            return self._update_by_torch(chunks, used)
+        # What may fail for want of memory comes before the first step is counted.
+        for chunk in chunks:
+            self._inner[chunk.id].allocate_moments()
+        if any(chunk.spec.is_update_streamed for chunk in chunks):
+            self._runner.reserve_stream()
+        on_device: list[FlatUpdate] = []
+        streamed: list[FlatUpdate] = []
+        on_host: list[FlatUpdate] = []
+        for chunk in chunks:
+            spec = chunk.spec
+            site = on_device if spec.optim_tier is Tier.GPU else streamed if spec.is_update_streamed else on_host
+            site += self._adam_updates(chunk, used[chunk.id])
+        return self._runner.run(on_device, streamed, on_host)
+
+    def _adam_updates(self, chunk: Chunk, members: set[int]) -> list[FlatUpdate]:
+        shard = self._engine.store[chunk.id]
+        if shard.grad is None:
+            return []
+        is_product = all(kind == "factor" for kind, _ in self._transforms)
+        factors = [value for _, value in self._transforms]
+        return self._inner[chunk.id].adam_updates(
+            shard.grad,
+            members,
+            self.param_groups,
+            grad_factor=math.prod(factors, start=self._inverse_scale) if is_product else 1.0,
+            change_grad=None if is_product else self._change_grad,
+            compute=self._write_back_target(chunk),
+            is_compute_on_device=shard.param is None or chunk.spec.param_tier is Tier.GPU,
+        )
+
+    def _update_by_torch(self, chunks: Sequence[Chunk], used: Mapping[int, set[int]]) -> UpdateTimes:
+        """One of torch's own optimizers, each shard where it is."""
+        start_s = time.perf_counter()
+        adam_s = 0.0
+        numel = dict.fromkeys(Tier, 0)
+        for chunk in chunks:
+            inner, members, tier = self._inner[chunk.id], used[chunk.id], chunk.spec.optim_tier
+            grad, target = self._engine.store[chunk.id].grad, self._write_back_target(chunk)
+            if grad is None:
                 continue
-            target = self._write_back_target(chunk)
-            is_near = target is not None and target.device == inner.work.device
-            if inner.is_adam and all(kind == "factor" for kind, _ in self._transforms):
-                factor = math.prod([value for _, value in self._transforms], start=self._inverse_scale)
-                inner.step_adam(shard.grad, factor, used[chunk_id], self.param_groups, target if is_near else None)
-                is_written = is_near
-            else:
-                inner.step(self._optimizer_grad(shard.grad, inner.work.dtype), used[chunk_id], self.param_groups)
-                is_written = False
-            if target is not None and not is_written:
-                self._write_back(inner.work, target)
+            begin_s = time.perf_counter()
+            inner.step(self._optimizer_grad(grad, inner.work.dtype), members, self.param_groups)
+            adam_s += time.perf_counter() - begin_s if tier is Tier.CPU else 0.0
+            numel[tier] += sum(p.numel for p in inner.places if p.member_index in members)
+            if target is not None:
+                self._runner.write_back(inner.work, target)
+        return UpdateTimes(
+            update_s=time.perf_counter() - start_s,
+            adam_s=adam_s,
+            gpu_numel=numel[Tier.GPU],
+            streamed_numel=0,
+            cpu_numel=numel[Tier.CPU],
+        )
 
     def _optimizer_grad(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """The gradient as the optimizer wants it: unscaled, clipped and in its dtype; may be scratch memory."""
@@ -259,16 +332,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
             target = chunk.shard_of(target, engine.comm.rank, engine.comm.world_size)
         return target
 
-    def _write_back(self, master: Tensor, target: Tensor) -> None:
-        """Cast where the master is, so that only the compute dtype crosses the bus, from page-locked memory."""
-        if master.device == target.device or master.dtype == target.dtype:
-            target.copy_(master)
-            return
-        if master.device.type != "cpu":
-            target.copy_(master.to(target.dtype))
-            return
-        self._uploads.upload(master, target)
-
     # Gradients
 
     @property
@@ -282,13 +345,19 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Unscaled and clipped, of the same dtype; the input is not changed."""
         if not self._has_transforms():
             return grad
-        result = grad.mul(self.scaler.inverse_scale) if self.scaler.enabled else grad.clone()
+        result = grad.clone()
+        self._change_grad(result)
+        return result
+
+    def _change_grad(self, grad: Tensor) -> None:
+        """Unscale and clip in place."""
+        if self.scaler.enabled:
+            grad.mul_(self.scaler.inverse_scale)
         for kind, value in self._transforms:
             if kind == "factor":
-                result.mul_(value)
+                grad.mul_(value)
             else:
-                result.clamp_(-value, value)
-        return result
+                grad.clamp_(-value, value)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the total norm in the coming step, as `torch.nn.utils.clip_grad_norm_` does. Collective.
@@ -494,7 +563,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                     raise PlanError(f"{key} of {member.fqn} has shape {tuple(value.shape)}, expected {member.shape}")
                 flat = in_memory_order(chunk, place.member_index, value)
                 part = flat[segment.param_offset : segment.param_offset + segment.numel]
-                loaded[key] = part.to(device=inner.work.device, dtype=inner.work.dtype, copy=True)
+                loaded[key] = part
             inner.set_state(position, loaded)
 
     def state_bytes(self) -> dict[str, int]:

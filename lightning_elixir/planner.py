@@ -16,12 +16,19 @@ from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import current_device_memory_bytes
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.io import load_plan
-from lightning_elixir.plan.placement import Budget, format_bytes
+from lightning_elixir.plan.memory import Budget
+from lightning_elixir.plan.placement import format_bytes
+from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.timeline import Timeline
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.planning import make_plan, norm_parameters, param_specs
+from lightning_elixir.planning import make_plan, norm_parameters, param_specs, timeline_of
 
 log = logging.getLogger(__name__)
+
+LEAST_GAIN = 0.05
+"""Part of the step that a new placement must save to be worth moving to."""
 
 T = TypeVar("T")
 
@@ -48,6 +55,8 @@ class Planner:
         compute_dtype: Dtype of forward and backward; None: each parameter keeps its own.
         master_weights: Whether 16-bit parameters have an fp32 master; norms then are computed with in fp32.
         has_autocast: Whether steps run under `torch.autocast`.
+        hardware: Measured figures to predict times with; None: `HardwareSpec.nominal()`.
+        accumulates: Whether gradients of several backwards are added up before a step.
     """
 
     def __init__(
@@ -59,6 +68,8 @@ class Planner:
         compute_dtype: torch.dtype | None,
         master_weights: bool,
         has_autocast: bool,
+        hardware: HardwareSpec | None = None,
+        accumulates: bool = False,
     ) -> None:
         self._config = config
         self._comm = comm
@@ -67,6 +78,8 @@ class Planner:
         self._compute_dtype = compute_dtype
         self._master_weights = master_weights
         self._has_autocast = has_autocast
+        self._hardware = hardware
+        self._accumulates = accumulates
 
     def check_model(self, model: nn.Module, *, is_training: bool) -> None:
         """Look at the parameters of all ranks, before memory is taken.
@@ -130,14 +143,65 @@ class Planner:
         """A placement of `current`'s chunks that needs as little device memory as possible."""
         return self._share(lambda: self._safe_plan(model, current, budget))
 
-    def final_plan(self, model: nn.Module, current: Plan, budget: Budget, non_model_bytes: int) -> Plan:
-        """Place `current`'s chunks anew, with the device memory that a training step was seen to take beside them."""
-        peak = max(self._comm.exchange_objects(non_model_bytes))
-        if peak:
-            # Activations are carved out of larger segments, and later batches are not exactly alike.
-            peak += peak // 10 + 2 * current.block_bytes
-        log.info("one step took %s beside the chunks: making the final plan", format_bytes(peak))
-        return self._share(lambda: self._final_plan(model, current, replace(budget, non_model_bytes=peak)))
+    def final_plan(
+        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, *, can_stream: bool = False
+    ) -> Plan:
+        """Place `current`'s chunks anew, knowing what a training step does.
+
+        Args:
+            model: For the parameters and the order of its modules.
+            current: The plan in force.
+            budget: Limits of one rank.
+            profile: What this rank saw in a step, over `current`'s chunks.
+            can_stream: Whether the optimizer's updates may be streamed to the device.
+        """
+        shared = self._shared_profile(profile, current)
+        log.info("one step took up to %s beside the chunks: placing them", format_bytes(shared.peak_non_model_bytes))
+        return self._share(lambda: self._final_plan(model, current, budget, shared, can_stream))
+
+    def refined_plan(
+        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, *, can_stream: bool = False
+    ) -> Plan | None:
+        """A plan that is faster than `current` by more than `LEAST_GAIN` of the step, by what is known now; None if
+        there is none. Arguments as for `final_plan`."""
+        shared = self._shared_profile(profile, current)
+
+        def decide() -> Plan | None:
+            try:
+                better = self._make(model, budget, layout=current, profile=shared, can_stream=can_stream)
+                now_s = self.simulated(current, shared).times.total_s
+            except CapacityError:
+                return None
+            if better.forecast is None or better.forecast.times.total_s > now_s * (1 - LEAST_GAIN):
+                return None
+            return better
+
+        return self._share(decide)
+
+    def simulated(self, plan: Plan, profile: StepProfile) -> Timeline:
+        """The predicted step of a plan, with spans and memory. Not collective."""
+        return timeline_of(
+            plan,
+            profile,
+            self._hardware or HardwareSpec.nominal(),
+            master_weights=self._master_weights,
+            accumulates=self._accumulates,
+        )
+
+    def _shared_profile(self, profile: StepProfile, current: Plan) -> StepProfile:
+        """Rank 0's, with the most memory that any rank saw, and a margin."""
+        everyone: list[StepProfile] = self._comm.exchange_objects(profile)
+        first = everyone[0]
+        if all(len(p.intervals) == len(first.intervals) for p in everyone):
+            intervals = tuple(
+                replace(same[0], non_model_bytes=max(i.non_model_bytes for i in same))
+                for same in zip(*(p.intervals for p in everyone), strict=True)
+            )
+            first = replace(first, intervals=intervals)
+        else:  # ranks that branch: what one of them took at its peak, it may take at any time
+            peak = max(p.peak_non_model_bytes for p in everyone)
+            first = replace(first, intervals=tuple(replace(i, non_model_bytes=peak) for i in first.intervals))
+        return first.with_margin(current.block_bytes)
 
     def _decide(self, model: nn.Module, budget: Budget, is_training: bool) -> tuple[Plan, bool]:
         given = self._config.plan
@@ -153,9 +217,11 @@ class Planner:
             return self._safe_plan(model, plan, budget), False
         return self._evaluation_plan(model, plan, budget), False
 
-    def _final_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
+    def _final_plan(
+        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, can_stream: bool
+    ) -> Plan:
         try:
-            return self._make(model, budget, layout=current)
+            return self._make(model, budget, layout=current, profile=profile, can_stream=can_stream)
         except CapacityError as error:  # and yet the step has run
             log.warning("going on with the plan of the first step, the smallest there is: %s", error)
             return current
@@ -178,7 +244,16 @@ class Planner:
         except CapacityError:
             return self._safe_plan(model, plan, budget)
 
-    def _make(self, model: nn.Module, budget: Budget, *, layout: Plan | None = None, policy: str | None = None) -> Plan:
+    def _make(
+        self,
+        model: nn.Module,
+        budget: Budget,
+        *,
+        layout: Plan | None = None,
+        policy: str | None = None,
+        profile: StepProfile | None = None,
+        can_stream: bool = False,
+    ) -> Plan:
         config = self._config
         return make_plan(
             model,
@@ -200,6 +275,10 @@ class Planner:
             gpu_bytes=budget.gpu_bytes,
             cpu_bytes=budget.cpu_bytes,
             non_model_bytes=budget.non_model_bytes,
+            accumulates=self._accumulates,
+            can_stream=can_stream,
+            profile=profile,
+            hardware=self._hardware,
             layout=layout,
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,8 +12,14 @@ from torch import nn
 from lightning_elixir.core.device import current_device_memory_bytes
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
-from lightning_elixir.plan.packing import PackedChunk, pack, regular_block_bytes, search_chunk_numel
-from lightning_elixir.plan.placement import Budget, ModelDataBytes, PlacementRequest, format_bytes, place
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.memory import Budget, ModelDataBytes
+from lightning_elixir.plan.packing import PackedChunk, candidate_chunk_numels, pack, regular_block_bytes
+from lightning_elixir.plan.placement import Layout, PlacementRequest, check_request, place
+from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
+from lightning_elixir.plan.search import Candidate, Problem, search, structural_profile, with_forecast
+from lightning_elixir.plan.streaming import STREAM_BYTES
+from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, ParamSpec, Plan
 from lightning_elixir.profiling.activations import StepFn, measure_non_model_bytes
 from lightning_elixir.profiling.parameters import dtype_name, module_accesses, norm_parameters, param_specs
@@ -54,11 +61,15 @@ def make_plan(
     keep_fp32: Collection[str] = (),
     master_weights: bool = True,
     num_states: int = 2,
-    grad_bytes: int | None = None,
+    accumulates: bool = False,
+    can_stream: bool = False,
     world_size: int = 1,
     gpu_bytes: int | None = None,
     cpu_bytes: int | None = None,
+    nvme_bytes: int = 0,
     non_model_bytes: int = 0,
+    profile: MemoryProfile | StepProfile | None = None,
+    hardware: HardwareSpec | None = None,
     layout: Plan | None = None,
 ) -> Plan:
     """Plan where the model's chunks live. Measures nothing: equal arguments give equal plans.
@@ -69,33 +80,39 @@ def make_plan(
         shard_param_frac: const: share of the parameter bytes that is not persistent.
         offload_optim_frac: const: share of the optimizer bytes on the host.
         offload_param_frac: const: share of the parameter bytes on the host.
-        chunk_size: Bytes of a chunk in the compute dtype; None: search for the least waste, and smaller ones where
-            `gpu_bytes` cannot hold the blocks of the best.
+        chunk_size: Bytes of a chunk in the compute dtype; None: several sizes are simulated (auto), or the one with the
+            least waste is taken, and smaller ones where `gpu_bytes` cannot hold the blocks of the best.
         chunk_search_range: Bytes above the smallest candidate to search; None: to three times of it.
-        chunk_search_n_grids: How many chunk sizes to try; None: 128.
+        chunk_search_n_grids: How many chunk sizes to look at for their waste; None: 128.
         min_chunk_size: Bytes of the smallest candidate; None: 32 MiB, less for a small model.
         enable_distributed_storage: False: every rank keeps its parameter shards whole.
         prefetch: Whether to fetch ahead of need.
-        prefetch_depth: How many chunks to fetch ahead.
+        prefetch_depth: How many chunks to fetch ahead; "auto" finds its own.
         gpu_margin_mem_ratio: auto: share of the GPU memory beside the rCache that optimizer states may take.
         compute_dtype: Dtype of forward and backward; None: each parameter keeps its own.
         keep_fp32: Names of parameters that are computed with in fp32 all the same.
         master_weights: Whether 16-bit parameters have an fp32 master.
         num_states: Optimizer states per element (Adam 2, SGD with momentum 1, without 0).
-        grad_bytes: Bytes per element of the gradient shard; None: as the parameter.
+        accumulates: Gradients of several backwards are added up, in fp32.
+        can_stream: Whether the optimizer's updates may be streamed to the device (`HybridAdam`, `CPUAdam`).
         world_size: Ranks that share a chunk.
         gpu_bytes: Device memory of one rank; None: not known, treated as unlimited.
         cpu_bytes: Host memory of one rank; None: not known, treated as unlimited.
-        non_model_bytes: Device memory for activations, buffers and temporaries at their peak.
+        nvme_bytes: NVMe space of one rank that states may take.
+        non_model_bytes: Device memory for activations, buffers and temporaries at their peak, without a `profile`.
+        profile: What a step does: from `profile_memory`, or, with `layout`, measured over its chunks.
+        hardware: Measured figures to predict times with; None: `HardwareSpec.nominal()`.
         layout: A plan of the same model whose chunks are kept and only placed anew; the chunk options are not used.
 
     Returns:
-        The plan, with predicted bytes by kind in its `notes`.
+        The plan, with predicted bytes by kind in its `notes`, and from "auto" a `forecast`.
 
     Raises:
         PlanError: The model or an option cannot be used as given.
         CapacityError: A limit cannot hold what the policy needs.
     """
+    if isinstance(profile, StepProfile) and layout is None:
+        raise PlanError("a profile over chunks needs the layout that it was measured with")
     specs = param_specs(model, compute_dtype, keep_fp32)
     main_dtype = _main_dtype(specs, compute_dtype)
     request = PlacementRequest(
@@ -108,40 +125,101 @@ def make_plan(
         gpu_margin_mem_ratio=gpu_margin_mem_ratio,
         accesses=module_accesses(model),
     )
-    data_bytes = {
-        dtype: ModelDataBytes.of(dtype, has_master=master_weights, num_states=num_states, grad_bytes=grad_bytes)
-        for dtype in DTYPE_BYTES
-    }
-    budget = Budget(gpu_bytes, cpu_bytes, non_model_bytes)
-
-    def placed(packed: tuple[PackedChunk, ...], block_bytes: int) -> Plan:
-        return place(
-            packed,
-            request,
-            budget,
-            world_size,
-            block_bytes=block_bytes,
-            compute_dtype=main_dtype,
-            data_bytes=data_bytes,
-        )
-
-    if layout is not None:
-        return placed(_packed_layout(layout, specs, world_size), layout.block_bytes)
-    chunk_numel = _chunk_numel(
+    check_request(request, world_size)
+    sizes = _ChunkSizes(
         specs, main_dtype, world_size, chunk_size, chunk_search_range, chunk_search_n_grids, min_chunk_size
     )
-    is_free = chunk_size is None and chunk_search_range is None and min_chunk_size is None and gpu_bytes is not None
+    problem = Problem(
+        request=request,
+        budget=Budget(gpu_bytes, cpu_bytes, non_model_bytes, nvme_bytes),
+        world_size=world_size,
+        data_bytes=data_bytes_of(master_weights=master_weights, num_states=num_states, accumulates=accumulates),
+        hardware=hardware or HardwareSpec.nominal(gpu_bytes, cpu_bytes or 0),
+        can_stream=can_stream,
+        stream_bytes=STREAM_BYTES,
+        accumulates=accumulates,
+        is_time_guessed=profile is None,
+    )
+
+    def decide(layouts: Sequence[Layout]) -> Plan:
+        if placement_policy == "auto":
+            return search([Candidate(one, _profile_over(one, profile, problem)) for one in layouts], problem)
+        known = None if profile is None else _profile_over(layouts[0], profile, problem)
+        plan = place(
+            layouts[0], request, problem.budget, world_size, problem.data_bytes, profile=known, accumulates=accumulates
+        )
+        return plan if known is None else with_forecast(plan, known, problem)
+
+    if layout is not None:
+        kept = Layout(_packed_layout(layout, specs, world_size), layout.block_bytes, main_dtype)
+        return decide([kept])
+    numels = sizes.candidates() if placement_policy == "auto" and gpu_bytes is not None else sizes.candidates()[:1]
     refusal: CapacityError | None = None
     while True:
-        packed = pack(specs, chunk_numel, world_size)
         try:
-            return placed(packed, regular_block_bytes(packed, chunk_numel, world_size))
+            return decide([sizes.layout(numel) for numel in numels])
         except CapacityError as error:
             # The smallest rCache is a few chunks: where the user left their size to us, smaller ones may fit.
-            refusal = refusal or error
-            chunk_numel //= 2
-            if not is_free or chunk_numel < ALIGN_NUMEL:
+            if refusal is None or (error.lacking_bytes or 0) < (refusal.lacking_bytes or 0):
+                refusal = error
+            numels = (min(numels) // 2,)
+            if not sizes.is_free or gpu_bytes is None or numels[0] < ALIGN_NUMEL:
                 raise refusal from None
+
+
+def data_bytes_of(*, master_weights: bool, num_states: int = 2, accumulates: bool = False) -> dict[str, ModelDataBytes]:
+    """Bytes per element, by compute dtype.
+
+    Args:
+        master_weights: Whether 16-bit parameters have an fp32 master.
+        num_states: Optimizer states per element.
+        accumulates: Gradients of several backwards are added up, in fp32.
+    """
+    return {
+        dtype: ModelDataBytes.of(
+            dtype,
+            has_master=master_weights,
+            num_states=num_states,
+            grad_bytes=max(4, itemsize) if accumulates else None,
+        )
+        for dtype, itemsize in DTYPE_BYTES.items()
+    }
+
+
+def timeline_of(
+    plan: Plan,
+    profile: MemoryProfile | StepProfile,
+    hardware: HardwareSpec,
+    *,
+    master_weights: bool = True,
+    num_states: int = 2,
+    accumulates: bool = False,
+) -> Timeline:
+    """The simulated step of any plan, with its spans and its memory.
+
+    Args:
+        plan: Not necessarily one that was made with this profile.
+        profile: By parameter name, or measured over the chunks of this plan.
+        hardware: Figures to predict times with.
+        master_weights: Whether 16-bit parameters have an fp32 master.
+        num_states: Optimizer states per element.
+        accumulates: Gradients of several backwards are added up.
+    """
+    data_bytes = data_bytes_of(master_weights=master_weights, num_states=num_states, accumulates=accumulates)
+    packed = tuple(PackedChunk(c.dtype, c.requires_grad, c.numel, c.members) for c in plan.chunks)
+    over_chunks = profile if isinstance(profile, StepProfile) else step_profile(profile, packed, hardware)
+    scheme = scheme_of(plan, data_bytes, STREAM_BYTES)
+    return simulate_step(plan, over_chunks, hardware, scheme, accumulates=accumulates, is_detailed=True)
+
+
+def _profile_over(layout: Layout, profile: MemoryProfile | StepProfile | None, problem: Problem) -> StepProfile:
+    if isinstance(profile, StepProfile):
+        return profile
+    if profile is not None:
+        over_chunks = step_profile(profile, layout.packed, problem.hardware)
+        return over_chunks.with_margin(layout.block_bytes)
+    budget = problem.budget
+    return structural_profile(layout, problem.request.accesses, problem.hardware, budget.non_model_bytes)
 
 
 def detect_budget(
@@ -168,27 +246,40 @@ def detect_budget(
     )
 
 
-def _chunk_numel(
-    specs: tuple[ParamSpec, ...],
-    dtype: str,
-    world_size: int,
-    chunk_size: int | None,
-    search_range: int | None,
-    n_grids: int | None,
-    min_chunk_size: int | None,
-) -> int:
-    if chunk_size is not None:
-        if chunk_size < 1:
-            raise PlanError(f"chunk_size must be at least 1 byte, got {chunk_size}")
-        return max(1, chunk_size // DTYPE_BYTES[dtype])
-    return search_chunk_numel(
-        specs,
-        world_size,
-        compute_dtype=dtype,
-        search_range_bytes=search_range,
-        n_grids=DEFAULT_N_GRIDS if n_grids is None else n_grids,
-        min_chunk_bytes=min_chunk_size,
-    )
+@dataclass(frozen=True)
+class _ChunkSizes:
+    """What the user said about the size of chunks, in bytes of the compute dtype."""
+
+    specs: tuple[ParamSpec, ...]
+    dtype: str
+    world_size: int
+    chunk_size: int | None
+    search_range: int | None
+    n_grids: int | None
+    min_chunk_size: int | None
+
+    @property
+    def is_free(self) -> bool:
+        return self.chunk_size is None and self.search_range is None and self.min_chunk_size is None
+
+    def candidates(self) -> tuple[int, ...]:
+        """Elements of a chunk; the size with the least waste first."""
+        if self.chunk_size is not None:
+            if self.chunk_size < 1:
+                raise PlanError(f"chunk_size must be at least 1 byte, got {self.chunk_size}")
+            return (max(1, self.chunk_size // DTYPE_BYTES[self.dtype]),)
+        return candidate_chunk_numels(
+            self.specs,
+            self.world_size,
+            compute_dtype=self.dtype,
+            search_range_bytes=self.search_range,
+            n_grids=DEFAULT_N_GRIDS if self.n_grids is None else self.n_grids,
+            min_chunk_bytes=self.min_chunk_size,
+        )
+
+    def layout(self, chunk_numel: int) -> Layout:
+        packed = pack(self.specs, chunk_numel, self.world_size)
+        return Layout(packed, regular_block_bytes(packed, chunk_numel, self.world_size), self.dtype)
 
 
 def _main_dtype(specs: tuple[ParamSpec, ...], compute_dtype: torch.dtype | None) -> str:
@@ -304,7 +395,7 @@ def simple_search(
         non_model_bytes=budget.non_model_bytes,
     )
     if verbose:
-        log.info("%s", describe(plan))
+        log.info("%s", plan.explain())
     return plan
 
 
@@ -368,14 +459,3 @@ def optimal_search(
         chunk_search_n_grids=chunk_search_n_grids,
         min_chunk_size=min_chunk_size,
     )
-
-
-def describe(plan: Plan) -> str:
-    """The plan in a few lines, for the log."""
-    persistent = sum(c.is_persistent for c in plan.chunks)
-    lines = [
-        f"plan ({plan.policy}): {len(plan.chunks)} chunks of up to {format_bytes(plan.block_bytes)}, {persistent}"
-        f" persistent; rCache of {plan.rcache_blocks} blocks, prefetch {plan.prefetch_depth}; {plan.world_size} ranks"
-    ]
-    lines += [f"  {name}: {format_bytes(v)}" for name, v in plan.notes.items() if isinstance(v, int)]
-    return "\n".join(lines)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,13 +36,17 @@ from lightning_elixir.building import (
     run_together,
     skeleton_of,
 )
-from lightning_elixir.config import ElixirConfig, PolicyName
+from lightning_elixir.config import ElixirConfig, HardwareOption, PlanOption, PolicyName
 from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.fitting import FitRun, accumulates_gradients
 from lightning_elixir.holding import BuildOptions, Holding
+from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.planner import Planner
 from lightning_elixir.precision import ElixirPrecision, elixir_precision
 from lightning_elixir.processes import ProcessStrategy, StartMethod
+from lightning_elixir.profiling.hardware import profile_hardware
+from lightning_elixir.run_report import RunReport
 from lightning_elixir.runtime.engine import Stats
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
@@ -81,7 +84,9 @@ class ElixirStrategy(ProcessStrategy):
         cpu_memory_limit: int | str | None = None,
         nvme_offload_fraction: float = 0.0,
         nvme_offload_dir: str | None = None,
-        plan: Plan | str | os.PathLike[str] | None = None,
+        plan: PlanOption = None,
+        hardware: HardwareOption = None,
+        report_dir: str | None = None,
         reduce_dtype: torch.dtype | str | None = None,
         use_fused_kernels: bool = False,
         init_step: bool = False,
@@ -129,6 +134,11 @@ class ElixirStrategy(ProcessStrategy):
             nvme_offload_fraction: Share of the optimizer states on NVMe. Comes with a later version.
             nvme_offload_dir: Folder for them. Comes with a later version.
             plan: A `Plan`, or the path of one that was saved, to obey instead of searching.
+            hardware: Figures of the machine to plan with: a `HardwareSpec`, or the path of one that was saved. Default:
+                measured on GPUs, once for each machine; round figures on the CPU accelerator.
+            report_dir: Folder that receives `plan.json`, `report.json` and `report.html` at the end of `fit`, also
+                after an error: what the plan predicted, and what was measured. Made if missing; earlier files are
+                overwritten.
             reduce_dtype: "float32", "bfloat16" or "float16": dtype in which gradients are reduced. Default: their own.
             use_fused_kernels: Swap in fused operators where they exist; no number changes beyond their rounding.
             init_step: Allocate optimizer states and staging memory at setup instead of in the first step.
@@ -154,8 +164,10 @@ class ElixirStrategy(ProcessStrategy):
         """
         given = locals()
         self._config = ElixirConfig(**{option.name: given[option.name] for option in dataclasses.fields(ElixirConfig)})
-        self._has_stepped = False
         self._elixir_optimizer: ElixirOptimizer | None = None
+        self._hardware: HardwareSpec | None = None
+        self._accumulates = False
+        self._fit_run: FitRun | None = None
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -173,6 +185,15 @@ class ElixirStrategy(ProcessStrategy):
     def setup_environment(self) -> None:
         self.precision_plugin.check_device(self.root_device.type)
         super().setup_environment()
+        # Before the model takes memory
+        run_together(self._comm, self._check_files if self.is_global_zero else lambda: None)
+
+    def _check_files(self) -> None:
+        self._config.given_hardware()
+        module = self.lightning_module
+        is_training = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        if is_training and self._config.report_dir is not None:
+            RunReport(self._config.report_dir).prepare()
 
     @property
     @override
@@ -220,9 +241,22 @@ class ElixirStrategy(ProcessStrategy):
         is_synced = any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())
         if is_training and self._layer_sync is not None and not is_synced:
             self._layer_sync.apply(module)  # for good: another module would lose the engine's hooks
+        self._fit_run = None
+        self._hardware = self._obtain_hardware(is_training)
+        self._accumulates = is_training and accumulates_gradients(trainer, module)
         self.model = self._obtain_engine(module, is_training)
         if is_training:
             self.setup_optimizers(trainer)
+            self._fit_run = FitRun(
+                trainer,
+                module,
+                self._holding,
+                self._wrapped_optimizer,
+                self._planner(),
+                self._comm,
+                self._hardware,
+                self._config,
+            )
         self.setup_precision_plugin()
 
     @override
@@ -243,10 +277,21 @@ class ElixirStrategy(ProcessStrategy):
         elif is_training and not holding.is_warm:
             planner = self._planner()
             holding.engine.replan(planner.warm_up_plan(holding.skeleton, holding.engine.plan, holding.budget))
-        if is_training and not holding.is_warm:
-            holding.engine.sample_activations(True)
-        self._has_stepped = False
         return holding.engine
+
+    def _obtain_hardware(self, is_training: bool) -> HardwareSpec | None:
+        """The figures to plan with; None where no plan depends on them. Measured once. Collective."""
+        config, device = self._config, self.root_device
+        found = run_together(self._comm, config.given_hardware if self.is_global_zero else lambda: None)
+        given: HardwareSpec | None = self._comm.exchange_objects(found)[0]
+        is_searched = config.placement_policy == "auto" and config.plan is None
+        if given is not None or not is_training or not (is_searched or config.report_dir is not None):
+            return given or self._hardware
+        if self._hardware is not None:
+            return self._hardware
+        if device.type == "cpu":
+            return HardwareSpec.nominal(config.gpu_limit_bytes)
+        return profile_hardware(device=device, comm=self._comm, local_world_size=max(1, self.num_processes))
 
     def _build(self, module: LightningModule, options: BuildOptions, is_training: bool) -> Holding:
         plugin, config = self.precision_plugin, self._config
@@ -288,6 +333,8 @@ class ElixirStrategy(ProcessStrategy):
             plugin.compute_dtype,
             plugin.is_mixed,
             plugin.has_autocast,
+            self._hardware,
+            self._accumulates,
         )
 
     @staticmethod
@@ -369,34 +416,25 @@ class ElixirStrategy(ProcessStrategy):
                     f"requires_grad of {len(changed)} parameters has changed since setup ({', '.join(changed[:3])}):"
                     " freeze and unfreeze between two calls of fit(), not while training"
                 )
-        if self._has_stepped and not holding.is_warm and not self._has_pending_gradients():
-            self._finish_warm_up(holding)
-
-    def _has_pending_gradients(self) -> bool:
-        """Whether manual optimization goes on with gradients of an earlier batch, on any rank."""
-        return any(self._comm.exchange_objects(bool(self._engine.engine.reducer.used)))
-
-    def _finish_warm_up(self, holding: Holding) -> None:
-        engine = holding.engine
-        engine.sample_activations(False)
-        plan = self._planner().final_plan(holding.skeleton, engine.plan, holding.budget, engine.peak_activation_bytes())
-        if plan.fingerprint() != engine.plan.fingerprint():
-            engine.replan(plan)
-        holding.is_warm = True
+        if self._fit_run is not None:
+            self._fit_run.warm_up.before_batch()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
-        if module.automatic_optimization:
-            return super().training_step(*args, **kwargs)
+        if module.automatic_optimization and self._fit_run is not None:
+            return self._fit_run.training_step(super().training_step, args, kwargs)
         # Backward and step happen inside, so the step is no one forward of the engine: each module that it calls is.
         with self.precision_plugin.train_step_context():
             return module.training_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # Under manual optimization Lightning passes none.
-        return super().backward(closure_loss, self._elixir_optimizer, *args, **kwargs)
+        # Under manual optimization Lightning passes no optimizer.
+        run, elixir = super().backward, self._elixir_optimizer
+        if self._fit_run is None or not self._module.automatic_optimization:
+            return run(closure_loss, elixir, *args, **kwargs)
+        return self._fit_run.backward(closure_loss, lambda loss: run(loss, elixir, *args, **kwargs))
 
     @override
     def optimizer_step(
@@ -407,12 +445,26 @@ class ElixirStrategy(ProcessStrategy):
         **kwargs: Any,
     ) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._has_stepped = True
+        if self._fit_run is not None:
+            self._fit_run.warm_up.after_step()
         return result
+
+    @override
+    def on_train_end(self) -> None:
+        if self._fit_run is not None:
+            self._fit_run.write_report()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._fit_run is not None:
+            self._fit_run.write_report()
 
     @override
     def teardown(self) -> None:
         self.model = self.lightning_module
+        if self._fit_run is not None:
+            self._fit_run.close()
+        self._fit_run = None
         super().teardown()
 
     # Checkpoints
@@ -494,6 +546,12 @@ class ElixirStrategy(ProcessStrategy):
             holding.engine.close()
 
     # Access
+
+    @property
+    def _wrapped_optimizer(self) -> ElixirOptimizer:
+        if self._elixir_optimizer is None:
+            raise StateError("there is no optimizer: this works during fit()")
+        return self._elixir_optimizer
 
     @property
     def _module(self) -> LightningModule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from lightning_elixir.config import ElixirConfig, parse_bytes
 from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.hardware import HardwareSpec, save_hardware
 
 
 @pytest.mark.parametrize(
@@ -130,6 +132,32 @@ def test_nvme_says_that_it_comes_later(options: dict[str, Any]) -> None:
         ElixirConfig(**options)
     with pytest.raises(PlanError, match="nvme_offload_fraction must be between 0 and 1"):
         ElixirConfig(nvme_offload_fraction=2.0)
+
+
+@pytest.mark.parametrize("given", [3, b"there", True])
+def test_hardware_is_figures_or_a_path(given: Any) -> None:
+    with pytest.raises(PlanError, match="hardware must be a HardwareSpec or the path"):
+        ElixirConfig(hardware=given)
+
+
+def test_hardware_is_read_from_its_file(tmp_path: Path) -> None:
+    spec = HardwareSpec.nominal(7)
+    save_hardware(spec, tmp_path / "machine.json")
+    assert ElixirConfig(hardware=tmp_path / "machine.json").given_hardware() == spec
+    assert ElixirConfig(hardware=str(tmp_path / "machine.json")).given_hardware() == spec
+    assert ElixirConfig(hardware=spec).given_hardware() is spec
+    assert ElixirConfig().given_hardware() is None
+    with pytest.raises(PlanError, match="cannot read the hardware profile"):
+        ElixirConfig(hardware="none.json").given_hardware()
+
+
+def test_report_dir_is_a_path_and_makes_no_other_engine() -> None:
+    with pytest.raises(PlanError, match="report_dir must be the path of a folder, got ''"):
+        ElixirConfig(report_dir="")
+    with pytest.raises(PlanError, match="report_dir must be the path of a folder, got 3"):
+        ElixirConfig(report_dir=3)  # type: ignore[arg-type]
+    assert ElixirConfig(report_dir="a") == ElixirConfig(report_dir="b")
+    assert ElixirConfig(hardware="a") != ElixirConfig(hardware="b")
 
 
 def test_strategy_has_every_option_with_the_same_default() -> None:

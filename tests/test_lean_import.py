@@ -19,6 +19,7 @@ PUBLIC = {
     "ElixirOptimizer",
     "ElixirPrecision",
     "ElixirStrategy",
+    "HardwareSpec",
     "HybridAdam",
     "Plan",
     "PlanError",
@@ -27,6 +28,7 @@ PUBLIC = {
     "__version__",
     "minimum_waste_search",
     "optimal_search",
+    "profile_hardware",
     "simple_search",
 }
 

@@ -229,13 +229,17 @@ class GroupComm:
         return values
 
     def close(self) -> None:
-        for group in (self._reduce, self._control):
-            if dist.is_initialized():
+        # Groups of some of the ranks stay until the end of the process: see `_new_group`.
+        if dist.is_initialized() and dist.get_world_size() == self.world_size:
+            for group in (self._reduce, self._control):
                 dist.destroy_process_group(group)
 
 
 def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
-    group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+    # torch numbers groups that all ranks make. Those of some it names after the groups that there are: made again after
+    # it was destroyed, one would get its old name, and find the addresses of the old one in the store.
+    is_partial = len(ranks) < dist.get_world_size()
+    group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=is_partial)
     return cast(dist.ProcessGroup, group)  # torch annotates what ranks outside the group get as well
 
 

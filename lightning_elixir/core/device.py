@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import logging
 import mmap
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_elixir.core.host import cpu_model
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +34,26 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Make the host wait for this moment."""
 
+    def is_over(self) -> bool:
+        """Whether this moment has come; waits for nothing."""
+
+
+class Mark(Protocol):
+    """A moment of the compute stream, for measuring."""
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Makes the host wait until both have come."""
+
 
 class Lane(Protocol):
     """A queue of transfers beside the compute stream."""
 
     def issue(self) -> AbstractContextManager[None]:
         """Work inside runs on the lane, after all that the compute stream was given before."""
+
+    def resume(self) -> AbstractContextManager[None]:
+        """As `issue`, without waiting for the compute stream: for storage that was there at an earlier `issue`. Waiting
+        for an event inside holds up the lane, not the compute stream."""
 
     def record(self) -> Event: ...
 
@@ -48,6 +67,9 @@ class Device(Protocol):
     fetch_lane: Lane
     reduce_lane: Lane
 
+    def new_lane(self) -> Lane:
+        """One more lane, beside all others."""
+
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None: ...
 
     def free(self, storage: torch.UntypedStorage) -> None: ...
@@ -60,8 +82,27 @@ class Device(Protocol):
 
     def synchronize(self) -> None: ...
 
+    def mark(self) -> Mark:
+        """A mark on the compute stream, now."""
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether somebody counts the bytes in use."""
+
+    def allocated_bytes(self) -> int:
+        """Device bytes in use by tensors now; 0 where nobody counts."""
+
+    def peak_bytes(self) -> int:
+        """Most device bytes in use by tensors since the last `take_peak_bytes`; 0 where nobody counts."""
+
     def take_peak_bytes(self) -> int:
-        """Most device bytes in use by tensors since the last call; 0 where nobody counts."""
+        """As `peak_bytes`, and ask for a new start."""
+
+    def usable_bytes(self) -> int | None:
+        """Bytes of the device's memory that this process may use; None where nobody counts."""
+
+    def give_back(self) -> None:
+        """Let everybody use the memory that `free` has left over for the next `allocate`. Takes milliseconds."""
 
 
 class _CpuEvent:
@@ -71,9 +112,23 @@ class _CpuEvent:
     def synchronize(self) -> None:
         return
 
+    def is_over(self) -> bool:
+        return True
+
+
+class _CpuMark:
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        return self._at_s - earlier._at_s if isinstance(earlier, _CpuMark) else 0.0
+
 
 class _CpuLane:
     def issue(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def resume(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def record(self) -> Event:
@@ -88,6 +143,9 @@ class CpuDevice:
         self.is_synchronous = True
         self.fetch_lane: Lane = _CpuLane()
         self.reduce_lane: Lane = _CpuLane()
+
+    def new_lane(self) -> Lane:
+        return _CpuLane()
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         storage.resize_(nbytes)
@@ -104,8 +162,27 @@ class CpuDevice:
     def synchronize(self) -> None:
         return
 
+    def mark(self) -> Mark:
+        return _CpuMark()
+
+    @property
+    def is_counting(self) -> bool:
+        return False
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 0
+
     def take_peak_bytes(self) -> int:
         return 0
+
+    def usable_bytes(self) -> int | None:
+        return None
+
+    def give_back(self) -> None:
+        return
 
 
 class _CudaEvent:
@@ -119,6 +196,22 @@ class _CudaEvent:
     def synchronize(self) -> None:
         self._event.synchronize()
 
+    def is_over(self) -> bool:
+        is_over: bool = self._event.query()
+        return is_over
+
+
+class _CudaMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(stream)
+
+    def seconds_since(self, earlier: Mark) -> float:
+        if not isinstance(earlier, _CudaMark):
+            return 0.0
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
 
 class _CudaLane:
     def __init__(self, device: torch.device) -> None:
@@ -130,6 +223,11 @@ class _CudaLane:
         with torch.cuda.stream(self._stream):
             yield
 
+    @contextmanager
+    def resume(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            yield
+
     def record(self) -> Event:
         return _CudaEvent(self._stream)
 
@@ -138,7 +236,9 @@ class CudaDevice:
     """One CUDA (or ROCm) device.
 
     Replicas and gradient blocks come out of a private memory pool: all of one size, they are reused without
-    fragmenting, and without being fragmented by, what the activations need.
+    fragmenting, and without being fragmented by, what the activations need. What is free in such a pool stays there for
+    as long as the pool lives, whatever `empty_cache` is told; so to give it back the pool is dropped, and what is still
+    in use follows when it is freed and somebody needs it.
 
     Args:
         device: A CUDA device with an index.
@@ -152,6 +252,9 @@ class CudaDevice:
         self.reduce_lane: Lane = _CudaLane(device)
         self._pool = torch.cuda.MemPool()
         self._can_pin = pin_memory
+
+    def new_lane(self) -> Lane:
+        return _CudaLane(self.torch_device)
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         with torch.cuda.use_mem_pool(self._pool, self.torch_device):
@@ -185,10 +288,35 @@ class CudaDevice:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
+    def mark(self) -> Mark:
+        return _CudaMark(torch.cuda.current_stream(self.torch_device))
+
+    @property
+    def is_counting(self) -> bool:
+        return True
+
+    def allocated_bytes(self) -> int:
+        return self._bytes_in_use()["current"]
+
+    def peak_bytes(self) -> int:
+        return self._bytes_in_use()["peak"]
+
     def take_peak_bytes(self) -> int:
-        peak = torch.cuda.max_memory_allocated(self.torch_device)
+        peak = self.peak_bytes()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         return peak
+
+    def usable_bytes(self) -> int | None:
+        return current_device_memory_bytes(self.torch_device)
+
+    def give_back(self) -> None:
+        self._pool = torch.cuda.MemPool()
+
+    def _bytes_in_use(self) -> dict[str, int]:
+        # Not `memory_allocated`: it sorts all that there is to know, and takes six times as long.
+        stats = torch.cuda.memory.memory_stats_as_nested_dict(self.torch_device)
+        counts: dict[str, int] = stats["allocated_bytes"]["all"]
+        return counts
 
 
 class _PinnedMapping(mmap.mmap):
@@ -214,14 +342,14 @@ class _PinnedMapping(mmap.mmap):
 
 
 class Uploads:
-    """Casts host tensors into page-locked staging memory and sends them to the device, one being cast while the other
-    is under way.
+    """Page-locked staging memory for what goes to the device: one buffer is written while the other is under way.
 
     Args:
-        device: Where they go.
+        device: Where it goes.
     """
 
     _NUM_BUFFERS = 2
+    _PIECE_NUMEL = 16 * 1024 * 1024
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -229,20 +357,27 @@ class Uploads:
 
     def upload(self, source: Tensor, target: Tensor) -> None:
         """`target` (device, 1-D) receives `source` (host, same numel) in its own dtype, on the compute stream."""
-        buffer = self._take(target)
-        buffer.copy_(source)
-        target.copy_(buffer, non_blocking=True)
-        self._buffers[-1] = (self._buffers[-1][0], self._device.compute_event())
+        for start in range(0, source.numel(), self._PIECE_NUMEL):
+            part = source[start : start + self._PIECE_NUMEL]
+            self.take(part.numel(), target.dtype).copy_(part)
+            self.send(target[start : start + self._PIECE_NUMEL])
 
-    def _take(self, target: Tensor) -> Tensor:
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer to write to, 1-D; waits until an earlier one has been sent. `send` must follow."""
         held: Tensor | None = None
         if len(self._buffers) == self._NUM_BUFFERS:
             held, sent = self._buffers.pop(0)
             sent.synchronize()
-        if held is None or held.numel() < target.numel() or held.dtype != target.dtype:
-            held = self._device.host_empty(target.numel(), target.dtype)
+        if held is None or held.numel() < numel * dtype.itemsize:
+            held = self._device.host_empty(numel * dtype.itemsize, torch.uint8)
         self._buffers.append((held, self._device.compute_event()))
-        return held[: target.numel()]
+        return held[: numel * dtype.itemsize].view(dtype)
+
+    def send(self, target: Tensor) -> None:
+        """`target` (device, 1-D) receives what was written to the buffer taken last, on the compute stream."""
+        buffer, _ = self._buffers.pop()
+        target.copy_(buffer[: target.nbytes].view(target.dtype), non_blocking=True)
+        self._buffers.append((buffer, self._device.compute_event()))
 
 
 def make_device(device: torch.device | None = None, pin_memory: bool = True) -> Device:
@@ -273,3 +408,43 @@ def current_device_memory_bytes(device: torch.device | None = None) -> int | Non
     usable = free + torch.cuda.memory_reserved(device)
     fraction = torch.cuda.get_per_process_memory_fraction(device)
     return min(usable, int(fraction * total))
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a compute device is, for reports and for telling machines apart."""
+
+    name: str
+    num_devices: int
+    """Devices of its type that this process sees."""
+    total_bytes: int | None
+    """All of its memory; None for the CPU."""
+    driver: str
+    """Version; empty where nobody tells."""
+
+
+def device_facts(device: torch.device) -> DeviceFacts:
+    """Name, number, memory and driver of a device with an index, or of the CPU. Initialises CUDA for the former."""
+    if device.type != "cuda":
+        return DeviceFacts(cpu_model(), 1, None, "")
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts(properties.name, torch.cuda.device_count(), properties.total_memory, _driver_version())
+
+
+def _driver_version() -> str:
+    for name in ("nvidia", "amdgpu"):
+        with suppress(OSError):
+            return Path(f"/sys/module/{name}/version").read_text(encoding="ascii").strip()
+    return ""
+
+
+def current_device(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, what names no device goes to this one."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Give back what torch keeps of the device's memory without using it, and the workspaces of its libraries."""
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()

@@ -1,13 +1,38 @@
-"""How much host memory may still be taken."""
+"""What the host is, and how much of its memory may still be taken."""
 
 from __future__ import annotations
 
+import os
+import platform
 from pathlib import Path
 
 import psutil
 
 # Kernels write "no limit" as "max" (v2) or as a number near 2**63 (v1).
 _NO_LIMIT_BYTES = 2**60
+
+
+def cpu_model(root: Path = Path("/")) -> str:
+    """What the processor is called.
+
+    Args:
+        root: Where `/proc` is looked for.
+    """
+    try:
+        for line in (root / "proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:

@@ -20,9 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_elixir.plan.types import ALIGN_NUMEL
+
 _CPU_PIECE_NUMEL_PER_THREAD = 65536
 """Measured best on 16 threads; the parameter, two moments and two scratch buffers of this size stay in a core's cache,
 and torch gives every thread the same part of a piece in all operations."""
+
+SCRATCH_ROWS = 5
+"""Most scratch elements that one element of a parameter needs: two, and one for each 16-bit operand."""
 
 _DEVICE_PIECE_NUMEL = 4 * 1024 * 1024
 """Bounds the scratch memory on other devices to 16 MiB a buffer; larger pieces were no faster on an H200."""
@@ -63,6 +68,7 @@ def adam_update_(
     maximize: bool = False,
     grad_factor: float = 1.0,
     compute_param: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> None:
     """Update a flat parameter and its moments in place.
 
@@ -97,6 +103,8 @@ def adam_update_(
         maximize: Climb instead of descend.
         grad_factor: Multiplies the gradient first (loss unscaling and clipping in one).
         compute_param: Receives the updated parameter, rounded to its own dtype, `[numel]`, while it is still in cache.
+        scratch: Memory to work in, uint8, 1-D, same device, aligned for the compute dtype; at least `SCRATCH_ROWS` rows
+            of `ALIGN_NUMEL` elements of it. With more, one pass covers more. None: allocated here.
 
     Raises:
         ValueError: Tensors that are not flat, not floating, or do not fit each other.
@@ -120,15 +128,19 @@ def adam_update_(
         eps=eps * correction2_root,
         minus_step_size=-lr * correction2_root / correction1,
     )
-    piece = piece_numel(param.device)
     is_wide = [x.dtype == compute_dtype for x in operands]
-    shape = (2 + is_wide.count(False), min(numel, piece))
-    scratch = torch.empty(shape, dtype=compute_dtype, device=param.device).unbind()
+    num_rows = 2 + is_wide.count(False)
+    if scratch is None:
+        piece = piece_numel(param.device)
+        rows = torch.empty(num_rows, min(numel, piece), dtype=compute_dtype, device=param.device).unbind()
+    else:
+        piece = scratch.nbytes // compute_dtype.itemsize // num_rows // ALIGN_NUMEL * ALIGN_NUMEL
+        rows = scratch.view(compute_dtype)[: num_rows * piece].view(num_rows, piece).unbind()
     with torch.no_grad():
         for start in range(0, numel, piece):
             length = min(piece, numel - start)
             stored = [_part(x, start, length) for x in operands]
-            first, second, *widened = [_part(buffer, 0, length) for buffer in scratch]
+            first, second, *widened = [_part(buffer, 0, length) for buffer in rows]
             p, m, v = (x if is_kept else widened.pop().copy_(x) for x, is_kept in zip(stored, is_wide, strict=True))
             _update_piece(p, m, v, _part(grad, start, length), first, second, scalars)
             for narrow, updated, is_kept in zip(stored, (p, m, v), is_wide, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.errors import PlanError
-from lightning_elixir.optim.adam import adam_update_
 from lightning_elixir.optim.hybrid_adam import HybridAdam
+from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
+from lightning_elixir.plan.types import ALIGN_NUMEL
 
 # Their update of one element looks at that element alone, so they may run over any slice of a parameter.
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -30,6 +32,8 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 
 # State entries that are one number for the whole parameter, whatever its shape.
 _SCALAR_STATES = {"step", "eta", "mu", "mu_product", "ax_step"}
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def elementwise_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
@@ -70,11 +74,15 @@ class SegmentPlace:
 class SegmentOptimizer:
     """Updates one chunk's shard in place.
 
+    Adam's two moments lie in one flat tensor each, segment after segment, so that a shard is moved and updated in long
+    pieces; the states that it shows are views of them. Other optimizers make theirs themselves.
+
     Args:
         cls: From `elementwise_class`.
         work: 1-D tensor to update: the master, or the compute shard where there is none.
-        places: The segments that have a parameter group.
+        places: The segments that have a parameter group, in order.
         groups: The user's parameter groups, for settings.
+        empty: Makes 1-D tensors (numel, dtype) where the moments shall live.
     """
 
     def __init__(
@@ -83,9 +91,15 @@ class SegmentOptimizer:
         work: Tensor,
         places: Sequence[SegmentPlace],
         groups: Sequence[Mapping[str, Any]],
+        empty: Callable[[int, torch.dtype], Tensor],
     ) -> None:
         self.places = tuple(places)
         self.work = work
+        self._empty = empty
+        self._moments: tuple[Tensor, ...] = ()  # Adam: `_MOMENTS`, once there are any
+        # Where each segment's moments begin: as far apart as in the shard where segments follow each other there.
+        sizes = [-(-p.numel // ALIGN_NUMEL) * ALIGN_NUMEL for p in places]
+        self._starts = [0, *itertools.accumulate(sizes)]
         self._tensors = [work[p.shard_offset : p.shard_offset + p.numel].detach() for p in places]
         self._group_indices = sorted({p.group_index for p in places})
         inner_groups = [
@@ -120,50 +134,88 @@ class SegmentOptimizer:
 
     @property
     def is_adam(self) -> bool:
-        """Whether `step_adam` may be used."""
+        """Whether updates are described by `adam_updates` rather than carried out by `step`."""
         return isinstance(self._inner, HybridAdam)
 
-    def step_adam(
+    def allocate_moments(self) -> None:
+        """Make Adam's moments, uninitialised, if there are none yet; nothing for other optimizers."""
+        if self.is_adam and not self._moments:
+            self._moments = tuple(self._empty(self._starts[-1], self.work.dtype) for _ in _MOMENTS)
+
+    def start_states(self, members: Collection[int]) -> None:
+        """Adam: zero moments and a step count of zero for the segments of `members` that have none yet."""
+        self.allocate_moments()
+        for position, place in enumerate(self.places):
+            if self._inner is not None and place.member_index in members and not self.state_of(position):
+                moments = {key: view.zero_() for key, view in self._moments_at(position).items()}
+                self._inner.state[self._tensors[position]] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+
+    def adam_updates(
         self,
         grad: Tensor,
-        factor: float,
         members: Collection[int],
         groups: Sequence[Mapping[str, Any]],
-        compute: Tensor | None,
-    ) -> None:
-        """One update by `HybridAdam`, in one pass: gradients of any dtype, unscaled and clipped on the way.
+        *,
+        grad_factor: float = 1.0,
+        change_grad: Callable[[Tensor], None] | None = None,
+        compute: Tensor | None = None,
+        is_compute_on_device: bool = False,
+    ) -> list[FlatUpdate]:
+        """Count one more step of Adam and describe it, one update for each run of used segments.
 
         Args:
             grad: 1-D, numel of `work`, same device; read only.
-            factor: What gradients are multiplied by.
-            members: Member indices that have a gradient.
-            groups: The user's groups.
-            compute: 1-D, numel of `work`, same device: receives the updated values of the used segments in its own
-                dtype.
+            members: Member indices that have a gradient; the other segments stay untouched.
+            groups: The user's groups, whose settings are read now.
+            grad_factor: See `FlatUpdate`, as are the rest.
+            change_grad: Likewise.
+            compute: 1-D, numel of `work`, any device.
+            is_compute_on_device: Likewise.
         """
-        if not isinstance(self._inner, HybridAdam):
-            return
+        if not self.is_adam:
+            return []
+        self.start_states(members)
         hyper = {g: HybridAdam.hyper_parameters(groups[g]) for g in self._group_indices}
-        for tensor, place in zip(self._tensors, self.places, strict=True):
-            if place.member_index not in members:
-                continue
-            part = slice(place.shard_offset, place.shard_offset + place.numel)
-            state = self._inner.state[tensor]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(tensor)
-                state["exp_avg_sq"] = torch.zeros_like(tensor)
-            state["step"] += 1
-            adam_update_(
-                tensor,
-                grad[part],
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                step=int(state["step"].item()),
-                grad_factor=factor,
-                compute_param=None if compute is None else compute[part],
-                **hyper[place.group_index],
+        updates = []
+        for run in self._runs(members):
+            first, last = self.places[run[0]], self.places[run[-1]]
+            span = slice(first.shard_offset, last.shard_offset + last.numel)
+            parts = []
+            for position in run:
+                place, state = self.places[position], self.state_of(position)
+                state["step"] += 1
+                start = place.shard_offset - first.shard_offset
+                parts.append(UpdatePart(start, place.numel, int(state["step"].item()), hyper[place.group_index]))
+            exp_avg, exp_avg_sq = (
+                m[self._starts[run[0]] : self._starts[run[0]] + span.stop - span.start] for m in self._moments
             )
+            updates.append(
+                FlatUpdate(
+                    self.work[span],
+                    grad[span],
+                    exp_avg,
+                    exp_avg_sq,
+                    tuple(parts),
+                    grad_factor,
+                    change_grad,
+                    None if compute is None else compute[span],
+                    is_compute_on_device,
+                )
+            )
+        return updates
+
+    def _runs(self, members: Collection[int]) -> list[list[int]]:
+        """Positions of used segments, those together that have nothing but padding between them."""
+        runs: list[list[int]] = []
+        end = -ALIGN_NUMEL
+        for position, place in enumerate(self.places):
+            if place.member_index in members:
+                if place.shard_offset - end < ALIGN_NUMEL:
+                    runs[-1].append(position)
+                else:
+                    runs.append([position])
+                end = place.shard_offset + place.numel
+        return runs
 
     def state_of(self, position: int) -> dict[str, Any]:
         """State of the segment at `places[position]`; empty before its first update."""
@@ -173,15 +225,56 @@ class SegmentOptimizer:
         return state
 
     def set_state(self, position: int, state: Mapping[str, Any]) -> None:
-        """Replace the state of the segment at `places[position]`; tensors are used as they are."""
-        if self._inner is not None:
-            self._inner.state[self._tensors[position]] = dict(state)
+        """Replace the state of the segment at `places[position]` by a copy, where the shard is.
 
-    def take_state(self, position: int, state: Mapping[str, Any]) -> None:
-        """Take over the state of the same segment of an optimizer on another device."""
-        if state:
-            device = self.work.device
-            self.set_state(position, {k: v if is_scalar_state(k, v) else v.to(device) for k, v in state.items()})
+        Args:
+            state: One value or 1-D tensor, `[numel]`, any device and dtype, by name; element-wise ones get the dtype of
+                the shard.
+
+        Raises:
+            PlanError: Adam, and a state without its step count and moments.
+        """
+        if self._inner is None:
+            return
+        taken = {k: self._copied(k, v) for k, v in state.items() if not (self.is_adam and k in _MOMENTS)}
+        if self.is_adam and state:
+            missing = [key for key in ("step", *_MOMENTS) if key not in state]
+            if missing:
+                raise PlanError(
+                    f"a state to load into Adam holds {sorted(state)}, but not {missing}: it was saved by another "
+                    "optimizer"
+                )
+            taken["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
+            self.allocate_moments()
+            for key, view in self._moments_at(position).items():
+                is_there = state[key].device == view.device and state[key].data_ptr() == view.data_ptr()
+                taken[key] = view if is_there else view.copy_(state[key])
+        self._inner.state[self._tensors[position]] = taken
+
+    def take_states(self, earlier: SegmentOptimizer) -> None:
+        """Take over the states of the optimizer that the same shard had before, on whatever device and with whatever
+        segments in groups. `earlier` is of no use afterwards."""
+        if self.is_adam and earlier._moments and earlier._moments[0].device == self.work.device:
+            extents = [(p.member_index, p.shard_offset, p.numel) for p in self.places]
+            if extents == [(p.member_index, p.shard_offset, p.numel) for p in earlier.places]:
+                self._moments = earlier._moments
+        by_member = {p.member_index: i for i, p in enumerate(earlier.places)}
+        for position, place in enumerate(self.places):
+            if place.member_index in by_member:
+                state = earlier.state_of(by_member[place.member_index])
+                if state:
+                    self.set_state(position, state)
+
+    def _copied(self, key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or is_scalar_state(key, value):
+            return value.clone() if isinstance(value, Tensor) else value
+        return value.to(device=self.work.device, dtype=self.work.dtype, copy=True)
+
+    def _moments_at(self, position: int) -> dict[str, Tensor]:
+        start = self._starts[position]
+        return {
+            key: m[start : start + self.places[position].numel] for key, m in zip(_MOMENTS, self._moments, strict=True)
+        }
 
     def reset_step_counts(self) -> None:
         """Take back the step counts of a step that only allocated."""
@@ -194,8 +287,13 @@ class SegmentOptimizer:
         """Bytes of all element-wise state tensors."""
         if self._inner is None:
             return 0
-        states = self._inner.state.values()
-        return sum(v.nbytes for s in states for k, v in s.items() if not is_scalar_state(k, v) and v is not None)
+        own = sum(m.nbytes for m in self._moments)
+        return own + sum(
+            v.nbytes
+            for state in self._inner.state.values()
+            for k, v in state.items()
+            if isinstance(v, Tensor) and not is_scalar_state(k, v) and not (self.is_adam and k in _MOMENTS)
+        )
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 
 from lightning_elixir.errors import PlanError
-from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, SCHEMA, ChunkSpec, Member, Plan, Tier
+from lightning_elixir.plan.types import (
+    ALIGN_NUMEL,
+    DTYPE_BYTES,
+    SCHEMA,
+    Alternative,
+    ChunkSpec,
+    Forecast,
+    Member,
+    Plan,
+    StepTimes,
+    Tier,
+)
 
 _PLAN_KEYS = (
     "schema",
@@ -19,9 +32,20 @@ _PLAN_KEYS = (
     "prefetch_depth",
     "is_storage_distributed",
     "notes",
+    "forecast",
     "chunks",
 )
-_CHUNK_KEYS = ("id", "dtype", "requires_grad", "numel", "param_tier", "optim_tier", "is_persistent", "members")
+_CHUNK_KEYS = (
+    "id",
+    "dtype",
+    "requires_grad",
+    "numel",
+    "param_tier",
+    "optim_tier",
+    "is_persistent",
+    "is_update_streamed",
+    "members",
+)
 _MEMBER_KEYS = ("fqn", "shape", "offset")
 
 
@@ -37,6 +61,7 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
         "prefetch_depth": plan.prefetch_depth,
         "is_storage_distributed": plan.is_storage_distributed,
         "notes": dict(plan.notes),
+        "forecast": None if plan.forecast is None else _forecast_to_dict(plan.forecast),
         "chunks": [
             {
                 "id": c.id,
@@ -46,6 +71,7 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
                 "param_tier": c.param_tier.value,
                 "optim_tier": c.optim_tier.value,
                 "is_persistent": c.is_persistent,
+                "is_update_streamed": c.is_update_streamed,
                 "members": [{"fqn": m.fqn, "shape": list(m.shape), "offset": m.offset} for m in c.members],
             }
             for c in plan.chunks
@@ -74,6 +100,7 @@ def plan_from_dict(content: object) -> Plan:
         prefetch_depth=fields.integer("prefetch_depth", least=0),
         is_storage_distributed=fields.boolean("is_storage_distributed"),
         notes=_notes(fields.get("notes")),
+        forecast=_forecast(fields.get("forecast")),
         chunks=tuple(_chunk(item, i) for i, item in enumerate(fields.items("chunks"))),
     )
     _check_layout(plan)
@@ -124,6 +151,18 @@ class _Fields:
             raise PlanError(f"{self._where}: {key} must be an integer of at least {least}, got {value!r}")
         return value
 
+    def optional_integer(self, key: str) -> int | None:
+        return None if self.get(key) is None else self.integer(key, least=0)
+
+    def number(self, key: str) -> float:
+        value = self.get(key)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise PlanError(f"{self._where}: {key} must be a number, got {value!r}")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.get(key) is None else self.number(key)
+
     def boolean(self, key: str) -> bool:
         value = self.get(key)
         if not isinstance(value, bool):
@@ -163,6 +202,38 @@ def _notes(content: object) -> dict[str, float | int | str]:
     return notes
 
 
+def _forecast_to_dict(forecast: Forecast) -> dict[str, object]:
+    content = asdict(forecast)
+    content["alternatives"] = [asdict(a) for a in forecast.alternatives]
+    return content
+
+
+def _forecast(content: object) -> Forecast | None:
+    if content is None:
+        return None
+    fields = _Fields(content, "forecast")
+    fields.check_keys(f.name for f in dataclass_fields(Forecast))
+    times = _Fields(fields.get("times"), "forecast, times")
+    times.check_keys(f.name for f in dataclass_fields(StepTimes))
+    alternatives = []
+    for i, item in enumerate(fields.items("alternatives")):
+        entry = _Fields(item, f"forecast, alternative {i}")
+        entry.check_keys(f.name for f in dataclass_fields(Alternative))
+        alternatives.append(
+            Alternative(entry.text("description"), entry.optional_number("total_s"), entry.text("reason"))
+        )
+    return Forecast(
+        times=StepTimes(**{f.name: times.number(f.name) for f in dataclass_fields(StepTimes)}),
+        peak_gpu_bytes=fields.integer("peak_gpu_bytes", least=0),
+        gpu_limit_bytes=fields.optional_integer("gpu_limit_bytes"),
+        host_bytes=fields.integer("host_bytes", least=0),
+        host_limit_bytes=fields.optional_integer("host_limit_bytes"),
+        binding=fields.text("binding"),
+        hardware=fields.text("hardware"),
+        alternatives=tuple(alternatives),
+    )
+
+
 def _chunk(content: object, index: int) -> ChunkSpec:
     fields = _Fields(content, f"chunk {index}")
     fields.check_keys(_CHUNK_KEYS)
@@ -175,6 +246,7 @@ def _chunk(content: object, index: int) -> ChunkSpec:
         param_tier=fields.tier("param_tier"),
         optim_tier=fields.tier("optim_tier"),
         is_persistent=fields.boolean("is_persistent"),
+        is_update_streamed=fields.boolean("is_update_streamed"),
     )
 
 
@@ -198,6 +270,8 @@ def _check_layout(plan: Plan) -> None:
     for index, chunk in enumerate(plan.chunks):
         if chunk.id != index:
             raise PlanError(f"chunk {index} has id {chunk.id}: ids must count up from 0")
+        if chunk.is_update_streamed and chunk.optim_tier is Tier.GPU:
+            raise PlanError(f"chunk {index} has its states on the GPU: there is nothing to stream")
         if chunk.numel % multiple:
             raise PlanError(f"chunk {index} has {chunk.numel} elements, not a multiple of {multiple}")
         if not chunk.is_persistent:

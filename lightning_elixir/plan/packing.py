@@ -18,6 +18,8 @@ _TINY_CHUNK_BYTES = 64 * 2**10
 # `_AIMED_CHUNKS * MIN_CHUNK_BYTES` gets smaller chunks, and no candidate makes fewer than `_FEWEST_CHUNKS` of it.
 _AIMED_CHUNKS = 8
 _FEWEST_CHUNKS = 4
+_MOST_CANDIDATES = 6
+_PER_OCTAVE = 6
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,54 @@ def search_chunk_numel(
     }
     kinds = _aligned_ends(specs)
     return min(sorted(candidates), key=lambda capacity: _blocks_bytes(kinds, capacity, world_size))
+
+
+def candidate_chunk_numels(
+    specs: Sequence[ParamSpec],
+    world_size: int,
+    *,
+    compute_dtype: str = "float32",
+    search_range_bytes: int | None = None,
+    n_grids: int = 128,
+    min_chunk_bytes: int | None = None,
+) -> tuple[int, ...]:
+    """Chunk sizes worth simulating: the one with the least waste first, then the least wasteful of each octave of the
+    range. Where the range is not given, sizes below the largest parameter are among them (it takes several blocks).
+
+    Args and errors as for `search_chunk_numel`.
+    """
+    first = search_chunk_numel(
+        specs,
+        world_size,
+        compute_dtype=compute_dtype,
+        search_range_bytes=search_range_bytes,
+        n_grids=n_grids,
+        min_chunk_bytes=min_chunk_bytes,
+    )
+    itemsize = DTYPE_BYTES[compute_dtype]
+    if search_range_bytes is None and min_chunk_bytes is None:
+        low = min(MIN_CHUNK_BYTES // itemsize, max(1, first // 4))
+        high = 2 * first
+    else:
+        low = max(1, (min_chunk_bytes or MIN_CHUNK_BYTES) // itemsize)
+        high = low + (2 * low if search_range_bytes is None else search_range_bytes // itemsize)
+    sizes = [first]
+    while low <= high and len(sizes) <= _MOST_CANDIDATES:
+        octave = {
+            chunk_capacity(low + (min(low, high - low)) * i // _PER_OCTAVE, world_size) for i in range(_PER_OCTAVE)
+        }
+        best = min(sorted(octave), key=lambda numel: _packed_bytes(specs, numel, world_size))
+        if best not in sizes:
+            sizes.append(best)
+        low *= 2
+    return tuple(sizes)
+
+
+def _packed_bytes(specs: Sequence[ParamSpec], chunk_numel: int, world_size: int) -> int:
+    """Bytes of the blocks that hold everything, for any chunk size."""
+    packed = pack(specs, chunk_numel, world_size)
+    block_bytes = regular_block_bytes(packed, chunk_numel, world_size)
+    return sum(round_up(c.nbytes, block_bytes) for c in packed)
 
 
 class _Open:

@@ -2,62 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.memory import Budget, MemoryUse, ModelDataBytes, Scheme, memory_use
 from lightning_elixir.plan.packing import PackedChunk, padding_bytes, waste_bytes
-from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Plan, Tier
+from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.timeline import beside_rcache_bytes, moments
+from lightning_elixir.plan.types import AccessTrace, Acquire, ChunkSpec, Plan, Tier
 
 POLICIES = ("auto", "cpu", "cuda", "const", "static")
 
-GRAD_BLOCKS = 2
-"""Blocks for gradients on the compute device: one fills up while another is being reduced."""
+
+@dataclass(frozen=True)
+class Layout:
+    """The model cut into chunks of one size, without places."""
+
+    packed: tuple[PackedChunk, ...]
+    """Positions are ids."""
+    block_bytes: int
+    """Bytes of one rCache block."""
+    compute_dtype: str
 
 
 @dataclass(frozen=True)
-class ModelDataBytes:
-    """Bytes per element of everything that a trainable parameter drags along."""
+class Site:
+    """Where one chunk is."""
 
-    compute: int
-    """The parameter in the compute dtype."""
-    grad: int
-    """The gradient shard."""
-    master: int
-    """The optimizer's own copy of the parameter; 0 if it works on the compute shard."""
-    states: int
-    """Optimizer states, all together."""
-
-    @property
-    def optim(self) -> int:
-        """What follows the optimizer tier: master, states and the gradient shard."""
-        return self.grad + self.master + self.states
-
-    @classmethod
-    def of(cls, dtype: str, *, has_master: bool, num_states: int = 2, grad_bytes: int | None = None) -> ModelDataBytes:
-        """The usual figures: 16-bit with an fp32 master 2, 2, 4, 8; fp32 4, 4, 0, 8; 16-bit without master 2, 2, 0, 4.
-
-        Args:
-            dtype: Compute dtype, key of `DTYPE_BYTES`.
-            has_master: Whether 16-bit parameters have an fp32 master.
-            num_states: Optimizer states per element (Adam 2, SGD with momentum 1).
-            grad_bytes: Bytes per element of the gradient shard; None: as the parameter.
-        """
-        compute = DTYPE_BYTES[dtype]
-        master = 4 if has_master and compute == 2 else 0
-        return cls(compute, compute if grad_bytes is None else grad_bytes, master, num_states * (master or compute))
+    param_tier: Tier
+    optim_tier: Tier
+    is_persistent: bool
+    is_update_streamed: bool = False
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What one rank may use. None: not known, treated as unlimited."""
-
-    gpu_bytes: int | None = None
-    """Memory of the compute device."""
-    cpu_bytes: int | None = None
-    """This rank's part of the host's memory."""
-    non_model_bytes: int = 0
-    """Device memory that activations, buffers and temporaries take at their peak."""
+RESIDENT = Site(Tier.GPU, Tier.GPU, True)
+OFFLOADED = Site(Tier.CPU, Tier.CPU, False)
 
 
 @dataclass(frozen=True)
@@ -82,53 +63,26 @@ class PlacementRequest:
     """(module name, FQNs of the parameters that it owns directly), for the smallest rCache."""
 
 
-@dataclass(frozen=True)
-class MemoryUse:
-    """Predicted bytes of one rank, by kind."""
-
-    gpu_param_bytes: int
-    """Persistent replicas and parameter shards on the GPU."""
-    gpu_state_bytes: int
-    """Master and optimizer states on the GPU."""
-    gpu_grad_bytes: int
-    """Gradient shards on the GPU, and the blocks that gradients are gathered in."""
-    rcache_bytes: int
-    host_param_bytes: int
-    host_state_bytes: int
-    host_grad_bytes: int
-    non_model_bytes: int
-
-    @property
-    def gpu_bytes(self) -> int:
-        return (
-            self.gpu_param_bytes + self.gpu_state_bytes + self.gpu_grad_bytes + self.rcache_bytes + self.non_model_bytes
-        )
-
-    @property
-    def host_bytes(self) -> int:
-        return self.host_param_bytes + self.host_state_bytes + self.host_grad_bytes
-
-
 def place(
-    packed: Sequence[PackedChunk],
+    layout: Layout,
     request: PlacementRequest,
     budget: Budget,
     world_size: int,
-    *,
-    block_bytes: int,
-    compute_dtype: str,
     data_bytes: Mapping[str, ModelDataBytes],
+    *,
+    profile: StepProfile | None = None,
+    accumulates: bool = False,
 ) -> Plan:
-    """Give every chunk its tiers and size the rCache, within the budget.
+    """Place chunks by a fixed policy, within the budget; for "auto", see `plan/search.py`.
 
     Args:
-        packed: The chunks; their positions become their ids.
+        layout: The chunks.
         request: Policy and options.
         budget: Limits of one rank.
         world_size: Ranks that share a chunk.
-        block_bytes: Bytes of one rCache block.
-        compute_dtype: Written into the plan.
-        data_bytes: Bytes per element, for every dtype of `packed`.
+        data_bytes: Bytes per element, for every dtype of the chunks.
+        profile: What a step takes beside the chunks, when; None: `budget.non_model_bytes` all the time.
+        accumulates: Gradients of several backwards are added up, so they are there in forward as well.
 
     Returns:
         The plan; `notes` holds the predicted bytes of one rank by kind (`MemoryUse`).
@@ -137,43 +91,20 @@ def place(
         PlanError: An unknown policy, or a fraction outside [0, 1].
         CapacityError: A limit cannot hold what the policy needs.
     """
-    _check(request, world_size)
-    return _Placer(packed, request, budget, world_size, block_bytes, compute_dtype, data_bytes).plan()
+    check_request(request, world_size)
+    placer = Placer(layout, request, budget, world_size, data_bytes, profile=profile, accumulates=accumulates)
+    policy = {"static": "const"}.get(request.policy, request.policy)
+    if policy == "cuda":
+        return placer.plan([RESIDENT] * len(layout.packed), policy)
+    if policy == "cpu":
+        return placer.plan([OFFLOADED] * len(layout.packed), policy)
+    if policy == "const":
+        return placer.plan(_const_sites(placer), policy)
+    raise PlanError(f"policy {request.policy!r} is searched for, not placed")
 
 
-def smallest_rcache(
-    packed: Sequence[PackedChunk], accesses: Sequence[tuple[str, tuple[str, ...]]], block_bytes: int, managed: set[int]
-) -> tuple[int, str]:
-    """Blocks that one module's forward needs at once, and that module's name.
-
-    A module that owns parameters keeps them in use while its children run, so theirs are needed together.
-
-    Args:
-        packed: The chunks.
-        accesses: (module name, FQNs that it owns directly).
-        block_bytes: Bytes of one block.
-        managed: Ids of the chunks that are not persistent.
-    """
-    chunk_of = {m.fqn: i for i, c in enumerate(packed) for m in c.members}
-    own = {name: {chunk_of[fqn] for fqn in fqns if fqn in chunk_of} & managed for name, fqns in accesses}
-    most, module = 0, ""
-    for name, ids in own.items():
-        needed = set(ids)
-        parts = name.split(".") if name else []
-        for depth in range(len(parts)):
-            needed |= own.get(".".join(parts[:depth]), set())
-        blocks = sum(_blocks(packed[i], block_bytes) for i in needed)
-        if blocks > most:
-            most, module = blocks, name
-    # Whatever the modules say (a parameter that none of them is known to own): each chunk must fit by itself.
-    for i in sorted(managed):
-        blocks = _blocks(packed[i], block_bytes)
-        if blocks > most:
-            most, module = blocks, packed[i].members[0].fqn
-    return most, module
-
-
-def _check(request: PlacementRequest, world_size: int) -> None:
+def check_request(request: PlacementRequest, world_size: int) -> None:
+    """Raises `PlanError` for an unknown policy or an option out of its range."""
     if request.policy not in POLICIES:
         raise PlanError(f"unknown placement policy {request.policy!r}; known are {', '.join(map(repr, POLICIES))}")
     for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac", "gpu_margin_mem_ratio"):
@@ -184,223 +115,187 @@ def _check(request: PlacementRequest, world_size: int) -> None:
         raise PlanError(f"prefetch_depth ({request.prefetch_depth}) or world_size ({world_size}) is too small")
 
 
-def _blocks(chunk: PackedChunk, block_bytes: int) -> int:
-    return max(1, -(-chunk.nbytes // block_bytes))
+def _const_sites(placer: Placer) -> list[Site]:
+    request, packed = placer.request, placer.layout.packed
+    param_bytes = [c.nbytes for c in packed]
+    optim_bytes = [c.numel * placer.scheme.data_bytes[c.dtype].optim if c.requires_grad else 0 for c in packed]
+    sharded = _highest(param_bytes, request.shard_param_frac)
+    offloaded = _highest(param_bytes, request.offload_param_frac)
+    optim_offloaded = _highest(optim_bytes, request.offload_optim_frac)
+    sites = []
+    for i in range(len(packed)):
+        param_tier = Tier.CPU if i in offloaded else Tier.GPU
+        optim_tier = Tier.CPU if i in optim_offloaded else Tier.GPU
+        is_persistent = param_tier is Tier.GPU and (i not in sharded or placer.scheme.is_shard_whole)
+        sites.append(Site(param_tier, optim_tier, is_persistent))
+    return sites
 
 
-@dataclass(frozen=True)
-class _Site:
-    """Where one chunk is."""
+class Needs:
+    """How many blocks one module's forward needs at once.
 
-    param_tier: Tier
-    optim_tier: Tier
-    is_persistent: bool
+    A module that owns parameters keeps them in use while its children run, so theirs are needed together. Where a trace
+    is known, it tells what is in use at once.
 
-
-_RESIDENT = _Site(Tier.GPU, Tier.GPU, True)
-_OFFLOADED = _Site(Tier.CPU, Tier.CPU, False)
-
-
-class _Placer:
-    """One placement: the inputs, and the bytes that follow from a choice of sites."""
+    Args:
+        packed: The chunks.
+        accesses: (module name, FQNs that it owns directly).
+        block_bytes: Bytes of one block.
+        trace: What a step touches, if that is known.
+    """
 
     def __init__(
         self,
         packed: Sequence[PackedChunk],
+        accesses: Sequence[tuple[str, tuple[str, ...]]],
+        block_bytes: int,
+        trace: AccessTrace | None = None,
+    ) -> None:
+        chunk_of = {m.fqn: i for i, c in enumerate(packed) for m in c.members}
+        own = {name: {chunk_of[fqn] for fqn in fqns if fqn in chunk_of} for name, fqns in accesses}
+        self._blocks = [max(1, -(-c.nbytes // block_bytes)) for c in packed]
+        self._sets: dict[frozenset[int], str] = {}
+        for name, ids in own.items():
+            needed = set(ids)
+            parts = name.split(".") if name else []
+            for depth in range(len(parts)):
+                needed |= own.get(".".join(parts[:depth]), set())
+            self._sets.setdefault(frozenset(needed), name)
+        # Whatever the modules say (a parameter that none of them is known to own): each chunk must fit by itself.
+        for i, chunk in enumerate(packed):
+            self._sets.setdefault(frozenset((i,)), chunk.members[0].fqn)
+        for ids in _in_use(trace) if trace is not None else ():
+            self._sets.setdefault(ids, " and ".join(packed[i].members[0].fqn for i in sorted(ids)[:3]))
+
+    def smallest(self, managed: Collection[int]) -> tuple[int, str]:
+        """Least blocks that run the model, and the module that needs them.
+
+        Args:
+            managed: Ids of the chunks that are not persistent.
+        """
+        most, module = 0, ""
+        for ids, name in self._sets.items():
+            blocks = sum(self._blocks[i] for i in ids if i in managed)
+            if blocks > most:
+                most, module = blocks, name
+        return most, module
+
+    def all_blocks(self, managed: Collection[int]) -> int:
+        """Blocks that hold every managed chunk."""
+        return sum(self._blocks[i] for i in managed)
+
+
+class Placer:
+    """From sites to plans of one layout, within limits. Arguments as for `place`.
+
+    Args:
+        stream_bytes: Device memory of the buffers of streamed updates.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
         request: PlacementRequest,
         budget: Budget,
         world_size: int,
-        block_bytes: int,
-        compute_dtype: str,
         data_bytes: Mapping[str, ModelDataBytes],
+        *,
+        profile: StepProfile | None = None,
+        accumulates: bool = False,
+        stream_bytes: int = 0,
     ) -> None:
-        self.packed = tuple(packed)
-        self.request = request
-        self.budget = budget
-        self.world_size = world_size
-        self.block_bytes = block_bytes
-        self.compute_dtype = compute_dtype
-        self.data_bytes = data_bytes
-        # Then a shard on the GPU is the whole replica, and dropping the one would keep the other.
-        self.is_shard_whole = world_size == 1 or not request.distributed_storage
-        grads = sorted((max(block_bytes, c.nbytes) for c in self.packed if c.requires_grad), reverse=True)
-        self.grad_block_bytes = sum(grads[:GRAD_BLOCKS])
+        self.layout, self.request, self.budget = layout, request, budget
+        self.profile, self.accumulates = profile, accumulates
+        self._moments = () if profile is None else moments(profile)
+        self.scheme = Scheme(world_size, request.distributed_storage, layout.block_bytes, data_bytes, stream_bytes)
+        trace = None if profile is None else profile.trace
+        self.needs = Needs(layout.packed, request.accesses, layout.block_bytes, trace)
 
-    def plan(self) -> Plan:
-        policy = {"static": "const"}.get(self.request.policy, self.request.policy)
-        choose: dict[str, Callable[[], Plan]] = {
-            "cuda": self._cuda,
-            "cpu": self._cpu,
-            "const": self._const,
-            "auto": self._auto,
-        }
-        return replace(choose[policy](), policy=policy)
-
-    # Policies
-
-    def _cuda(self) -> Plan:
-        return self._finish([_RESIDENT] * len(self.packed), blocks=0)
-
-    def _cpu(self) -> Plan:
-        return self._fill_rcache([_OFFLOADED] * len(self.packed))
-
-    def _const(self) -> Plan:
-        request = self.request
-        param_bytes = [c.nbytes for c in self.packed]
-        optim_bytes = [c.numel * self._data(c).optim if c.requires_grad else 0 for c in self.packed]
-        sharded = _highest(param_bytes, request.shard_param_frac)
-        offloaded = _highest(param_bytes, request.offload_param_frac)
-        optim_offloaded = _highest(optim_bytes, request.offload_optim_frac)
-        sites = []
-        for i in range(len(self.packed)):
-            param_tier = Tier.CPU if i in offloaded else Tier.GPU
-            optim_tier = Tier.CPU if i in optim_offloaded else Tier.GPU
-            is_persistent = param_tier is Tier.GPU and (i not in sharded or self.is_shard_whole)
-            sites.append(_Site(param_tier, optim_tier, is_persistent))
-        return self._fill_rcache(sites)
-
-    def _auto(self) -> Plan:
-        n = len(self.packed)
-        resident = [_RESIDENT] * n
-        if self._fits(resident, 0):
-            return self._finish(resident, 0)
-        states_offloaded = [_Site(Tier.GPU, Tier.CPU, True)] * n
-        if self._fits(states_offloaded, 0):
-            return self._finish(self._promote(states_offloaded, 0, _RESIDENT), 0)
-        sites = [_OFFLOADED] * n
-        smallest, _ = self._smallest(sites)
-        blocks = min(self._all_blocks(sites), smallest + self.request.prefetch_depth)
-        while blocks > smallest and not self._fits(sites, blocks):
-            blocks -= 1
-        # Where the shard is the replica, states on the GPU without it would send every update to the host and back.
-        promoted = self._promote(sites, blocks, _Site(Tier.GPU, Tier.GPU, self.is_shard_whole))
-        return self._fill_rcache(promoted)
-
-    # Parts of policies
-
-    def _promote(self, sites: list[_Site], blocks: int, better: _Site) -> list[_Site]:
-        """Move trainable chunks to `better`, lowest ids first (they are updated last in backward, with least time
-        left to hide a transfer), as far as the memory given to states goes."""
-        if self.budget.gpu_bytes is None:
-            return sites
-        left = self.budget.gpu_bytes - self.use(sites, blocks).gpu_bytes
-        ratio = 1.0 if self.request.gpu_margin_mem_ratio is None else self.request.gpu_margin_mem_ratio
-        left = int(left * ratio)
-        promoted = list(sites)
-        for i, chunk in enumerate(self.packed):
-            if not chunk.requires_grad:
-                continue
-            cost = self._chunk_gpu_bytes(chunk, better) - self._chunk_gpu_bytes(chunk, sites[i])
-            if cost > left:
-                break
-            left -= cost
-            promoted[i] = better
-        return promoted
-
-    def _fill_rcache(self, sites: list[_Site]) -> Plan:
-        """As many blocks as the budget allows; with no limit known, enough to run and to prefetch."""
-        smallest, _ = self._smallest(sites)
-        everything = self._all_blocks(sites)
-        if self.budget.gpu_bytes is None:
-            return self._finish(sites, min(everything, smallest + self.request.prefetch_depth))
-        left = self.budget.gpu_bytes - self.use(sites, 0).gpu_bytes
-        return self._finish(sites, min(everything, max(smallest, left // self.block_bytes)))
-
-    def _finish(self, sites: list[_Site], blocks: int) -> Plan:
-        use = self.use(sites, blocks)
-        self._check_gpu(use, sites, blocks)
-        self._check_host(use, sites)
-        chunks = tuple(
-            ChunkSpec(i, c.dtype, c.requires_grad, c.numel, c.members, s.param_tier, s.optim_tier, s.is_persistent)
-            for i, (c, s) in enumerate(zip(self.packed, sites, strict=True))
+    def chunks(self, sites: Sequence[Site]) -> tuple[ChunkSpec, ...]:
+        return tuple(
+            ChunkSpec(
+                i,
+                c.dtype,
+                c.requires_grad,
+                c.numel,
+                c.members,
+                s.param_tier,
+                s.optim_tier,
+                s.is_persistent,
+                s.is_update_streamed,
+            )
+            for i, (c, s) in enumerate(zip(self.layout.packed, sites, strict=True))
         )
+
+    def beside_rcache(self, chunks: Sequence[ChunkSpec]) -> int:
+        """Device bytes at the highest moment of a step, without the rCache."""
+        if self.profile is None:
+            return memory_use(chunks, 0, self.scheme, self.budget.non_model_bytes).gpu_bytes
+        return beside_rcache_bytes(chunks, self._moments, self.scheme, accumulates=self.accumulates)
+
+    def smallest(self, chunks: Sequence[ChunkSpec]) -> int:
+        return self.needs.smallest(_managed(chunks))[0]
+
+    def blocks(self, chunks: Sequence[ChunkSpec]) -> int:
+        """As many blocks as the budget allows; with no limit known, enough to run and to prefetch. At least the
+        smallest number that runs, whether or not that fits."""
+        managed = _managed(chunks)
+        smallest, everything = self.needs.smallest(managed)[0], self.needs.all_blocks(managed)
+        if self.budget.gpu_bytes is None:
+            return min(everything, smallest + self.request.prefetch_depth)
+        left = self.budget.gpu_bytes - self.beside_rcache(chunks)
+        return min(everything, max(smallest, left // self.layout.block_bytes))
+
+    def gpu_bytes(self, chunks: Sequence[ChunkSpec], blocks: int) -> int:
+        """Highest moment of a step on the device."""
+        return self.beside_rcache(chunks) + blocks * self.layout.block_bytes
+
+    def plan(self, sites: Sequence[Site], policy: str, *, prefetch_depth: int | None = None) -> Plan:
+        """The plan with these sites and the largest rCache that fits.
+
+        Raises:
+            CapacityError: A limit cannot hold it.
+        """
+        chunks = self.chunks(sites)
+        blocks = self.blocks(chunks)
+        use = memory_use(chunks, blocks, self.scheme, self._non_model_bytes())
+        gpu_bytes = self.gpu_bytes(chunks, blocks)
+        self._check_gpu(use, gpu_bytes, chunks, blocks)
+        self._check_host(use, chunks)
         return Plan(
-            world_size=self.world_size,
-            compute_dtype=self.compute_dtype,
-            block_bytes=self.block_bytes,
+            world_size=self.scheme.world_size,
+            compute_dtype=self.layout.compute_dtype,
+            block_bytes=self.layout.block_bytes,
             rcache_blocks=blocks,
-            prefetch_depth=self.request.prefetch_depth,
+            prefetch_depth=self.request.prefetch_depth if prefetch_depth is None else prefetch_depth,
             chunks=chunks,
             is_storage_distributed=self.request.distributed_storage,
+            policy=policy,
             notes={
                 "gpu_param_bytes": use.gpu_param_bytes,
                 "gpu_state_bytes": use.gpu_state_bytes,
                 "gpu_grad_bytes": use.gpu_grad_bytes,
                 "rcache_bytes": use.rcache_bytes,
-                "gpu_bytes": use.gpu_bytes,
+                "gpu_bytes": gpu_bytes,
                 "host_param_bytes": use.host_param_bytes,
                 "host_state_bytes": use.host_state_bytes,
                 "host_grad_bytes": use.host_grad_bytes,
                 "host_bytes": use.host_bytes,
+                "nvme_bytes": use.nvme_bytes,
                 "non_model_bytes": use.non_model_bytes,
-                "padding_bytes": padding_bytes(self.packed),
-                "waste_bytes": waste_bytes(self.packed, self.block_bytes),
+                "padding_bytes": padding_bytes(self.layout.packed),
+                "waste_bytes": waste_bytes(self.layout.packed, self.layout.block_bytes),
             },
         )
 
-    # Bytes
-
-    def use(self, sites: list[_Site], blocks: int) -> MemoryUse:
-        """Predicted bytes of one rank."""
-        gpu_param = gpu_state = gpu_grad = host_param = host_state = host_grad = 0
-        for chunk, site in zip(self.packed, sites, strict=True):
-            gpu_param += self._gpu_param_bytes(chunk, site)
-            if site.param_tier is not Tier.GPU:
-                host_param += self._param_shard_bytes(chunk)
-            if not chunk.requires_grad:
-                continue
-            data = self._data(chunk)
-            numel = chunk.numel // self.world_size
-            if site.optim_tier is Tier.GPU:
-                gpu_state += numel * (data.master + data.states)
-                gpu_grad += numel * data.grad
-            else:
-                host_state += numel * (data.master + data.states)
-                host_grad += numel * data.grad
-        return MemoryUse(
-            gpu_param_bytes=gpu_param,
-            gpu_state_bytes=gpu_state,
-            gpu_grad_bytes=gpu_grad + self.grad_block_bytes,
-            rcache_bytes=blocks * self.block_bytes,
-            host_param_bytes=host_param,
-            host_state_bytes=host_state,
-            host_grad_bytes=host_grad,
-            non_model_bytes=self.budget.non_model_bytes,
-        )
-
-    def _data(self, chunk: PackedChunk) -> ModelDataBytes:
-        return self.data_bytes[chunk.dtype]
-
-    def _param_shard_bytes(self, chunk: PackedChunk) -> int:
-        return chunk.nbytes if self.is_shard_whole else chunk.nbytes // self.world_size
-
-    def _gpu_param_bytes(self, chunk: PackedChunk, site: _Site) -> int:
-        if site.is_persistent:
-            return chunk.nbytes  # on the GPU tier the shard is a slice of it
-        return self._param_shard_bytes(chunk) if site.param_tier is Tier.GPU else 0
-
-    def _chunk_gpu_bytes(self, chunk: PackedChunk, site: _Site) -> int:
-        """What the chunk takes on the GPU whether or not it is in the rCache."""
-        optim = 0
-        if chunk.requires_grad and site.optim_tier is Tier.GPU:
-            optim = chunk.numel // self.world_size * self._data(chunk).optim
-        return self._gpu_param_bytes(chunk, site) + optim
-
-    def _all_blocks(self, sites: list[_Site]) -> int:
-        return sum(_blocks(c, self.block_bytes) for c, s in zip(self.packed, sites, strict=True) if not s.is_persistent)
-
-    def _smallest(self, sites: list[_Site]) -> tuple[int, str]:
-        managed = {i for i, s in enumerate(sites) if not s.is_persistent}
-        return smallest_rcache(self.packed, self.request.accesses, self.block_bytes, managed)
-
     # Limits
 
-    def _fits(self, sites: list[_Site], blocks: int) -> bool:
-        return self.budget.gpu_bytes is None or self.use(sites, blocks).gpu_bytes <= self.budget.gpu_bytes
+    def _non_model_bytes(self) -> int:
+        return self.budget.non_model_bytes if self.profile is None else self.profile.peak_non_model_bytes
 
-    def _check_gpu(self, use: MemoryUse, sites: list[_Site], blocks: int) -> None:
+    def _check_gpu(self, use: MemoryUse, gpu_bytes: int, chunks: Sequence[ChunkSpec], blocks: int) -> None:
         limit = self.budget.gpu_bytes
-        if limit is None or use.gpu_bytes <= limit:
+        if limit is None or gpu_bytes <= limit:
             return
         parts = [
             f"parameters that stay on it {format_bytes(use.gpu_param_bytes)}",
@@ -409,28 +304,29 @@ class _Placer:
             f"activations and other data {format_bytes(use.non_model_bytes)}",
         ]
         if blocks:
-            _, module = self._smallest(sites)
+            module = self.needs.smallest(_managed(chunks))[1]
             parts.insert(
                 0,
-                f"the smallest rCache, {blocks} block{'s' * (blocks > 1)} of {format_bytes(self.block_bytes)} for"
-                f" {module or 'the model'}, {format_bytes(use.rcache_bytes)}",
+                f"the smallest rCache, {blocks} block{'s' * (blocks > 1)} of {format_bytes(self.layout.block_bytes)}"
+                f" for {module or 'the model'}, {format_bytes(use.rcache_bytes)}",
             )
             cure = "Raise gpu_memory_limit, lower chunk_size, or keep less on the GPU"
         else:
             cure = 'Use placement_policy="auto" or "cpu", or more ranks'
         raise CapacityError(
-            f"GPU memory: the plan needs {format_bytes(use.gpu_bytes)} on each rank ({'; '.join(parts)}), but there are"
-            f" {format_bytes(limit)}: {format_bytes(use.gpu_bytes - limit)} too few. {cure}."
+            f"GPU memory: the plan needs {format_bytes(gpu_bytes)} on each rank ({'; '.join(parts)}), but there are"
+            f" {format_bytes(limit)}: {format_bytes(gpu_bytes - limit)} too few. {cure}.",
+            lacking_bytes=gpu_bytes - limit,
         )
 
-    def _check_host(self, use: MemoryUse, sites: list[_Site]) -> None:
+    def _check_host(self, use: MemoryUse, chunks: Sequence[ChunkSpec]) -> None:
         limit = self.budget.cpu_bytes
         if limit is None or use.host_bytes <= limit:
             return
         offloaded = sum(
             c.numel
-            for c, s in zip(self.packed, sites, strict=True)
-            if s.param_tier is not Tier.GPU or (c.requires_grad and s.optim_tier is not Tier.GPU)
+            for c in chunks
+            if c.param_tier is not Tier.GPU or (c.requires_grad and c.optim_tier is not Tier.GPU)
         )
         fitting = offloaded * max(0, limit) // use.host_bytes
         raise CapacityError(
@@ -438,18 +334,43 @@ class _Placer:
             f" {format_bytes(use.host_param_bytes)}; optimizer states {format_bytes(use.host_state_bytes)}; gradients"
             f" {format_bytes(use.host_grad_bytes)}), but there are {format_bytes(limit)}. What would fit is about"
             f" {fitting:,} of the {offloaded:,} offloaded parameters: keep more on the GPU, spread the model over"
-            " more hosts, or make it smaller."
+            " more hosts, or make it smaller.",
+            lacking_bytes=use.host_bytes - limit,
         )
 
 
-def format_bytes(value: int) -> str:
-    """1536 -> "1.5 KiB"."""
+def _in_use(trace: AccessTrace) -> set[frozenset[int]]:
+    """The sets of chunks that are in use at once at some access."""
+    pins: dict[int, int] = {}
+    found: set[frozenset[int]] = set()
+    for event in trace.events:
+        if isinstance(event, Acquire):
+            found.add(frozenset((*pins, *event.ids, *event.held)))
+            if event.is_pinned:
+                for chunk_id in event.ids:
+                    pins[chunk_id] = pins.get(chunk_id, 0) + 1
+            continue
+        for chunk_id in event.ids:
+            pins[chunk_id] = pins.get(chunk_id, 0) - 1
+            if pins[chunk_id] <= 0:
+                del pins[chunk_id]
+    return found
+
+
+def _managed(chunks: Sequence[ChunkSpec]) -> set[int]:
+    return {c.id for c in chunks if not c.is_persistent}
+
+
+def format_bytes(value: int, *, is_rounded_up: bool = False) -> str:
+    """1536 -> "1.5 KiB"; rounded up where it is said what would be enough."""
     amount = float(value)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(amount) < 1024:
-            return f"{value} B" if unit == "B" else f"{amount:.1f} {unit}"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(amount) < 1024 or unit == "TiB":
+            break
         amount /= 1024
-    return f"{amount:.1f} TiB"
+    if unit == "B":
+        return f"{value} B"
+    return f"{math.ceil(amount * 10) / 10 if is_rounded_up else amount:.1f} {unit}"
 
 
 def _highest(sizes: Sequence[int], fraction: float) -> set[int]:

@@ -6,7 +6,7 @@ The runtime and the simulator drive this same class, so predicted and real count
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, KeysView, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.policy import CachePolicy
@@ -41,12 +41,26 @@ class CacheCounters:
     """Accesses that the recorded trace did not foresee."""
 
 
+@dataclass
+class _Count:
+    """`CacheCounters` under way."""
+
+    accesses: int = 0
+    hits: int = 0
+    fetches: int = 0
+    prefetches: int = 0
+    evictions: int = 0
+    overflows: int = 0
+    misses_of_trace: int = 0
+
+
 class RCache:
     """Bookkeeping of resident replicas.
 
     Args:
         cost_blocks: Blocks that each managed (non-persistent) chunk takes when resident.
-        budget_blocks: Blocks available. Grows only where an access cannot be served otherwise.
+        budget_blocks: Blocks available; may be changed at any time. More are used only where an access cannot be served
+            otherwise.
         prefetch_depth: How many chunks ahead `prefetch_candidates` looks; 0 for none.
     """
 
@@ -62,9 +76,14 @@ class RCache:
         self._position = 0
         self._suspected: int | None = None  # where the trace goes on if the last, unexpected access was a leap
         self.peak_blocks = 0
-        self.counters = CacheCounters()
+        self._count = _Count()
 
     # Queries
+
+    @property
+    def counters(self) -> CacheCounters:
+        """Counts since the last reset."""
+        return CacheCounters(**vars(self._count))
 
     @property
     def resident(self) -> frozenset[int]:
@@ -78,6 +97,11 @@ class RCache:
     @property
     def used_blocks(self) -> int:
         return self._used_blocks
+
+    @property
+    def position(self) -> int:
+        """How many accesses of the trace have been met, or passed over."""
+        return self._position
 
     def is_pinned(self, chunk_id: int) -> bool:
         return self._pins.get(chunk_id, 0) > 0
@@ -110,9 +134,9 @@ class RCache:
         protected = {*needed, *held}
         room = sum(self._cost[i] for i in missing)
         evict = self._make_room(room, protected)
-        counters = self.counters
+        count = self._count
         if self._used_blocks + room > self.budget_blocks:
-            counters = replace(counters, overflows=counters.overflows + 1)
+            count.overflows += 1
         for chunk_id in missing:
             self._add(chunk_id)
         self._clock += 1
@@ -120,13 +144,10 @@ class RCache:
             self._resident[chunk_id] = self._clock
             if pin:
                 self._pins[chunk_id] = self._pins.get(chunk_id, 0) + 1
-        self.counters = replace(
-            counters,
-            accesses=counters.accesses + 1,
-            hits=counters.hits + len(needed) - len(missing),
-            fetches=counters.fetches + len(missing),
-            evictions=counters.evictions + len(evict),
-        )
+        count.accesses += 1
+        count.hits += len(needed) - len(missing)
+        count.fetches += len(missing)
+        count.evictions += len(evict)
         return Decision(evict, missing)
 
     def drop(self, ids: Iterable[int]) -> None:
@@ -161,13 +182,15 @@ class RCache:
         if not absent:
             return ()
         free = self.budget_blocks - self._used_blocks
-        victims = sorted(
-            ((policy.next_use(i, self._position), i) for i in self._resident if self._is_evictable(i, held)),
-            reverse=True,
-        )
+        victims: list[tuple[int, int]] | None = None
         found: list[int] = []
         for at, chunk_id in absent:
             free -= self._cost[chunk_id]
+            if free < 0 and victims is None:
+                victims = sorted(
+                    ((policy.next_use(i, self._position), i) for i in self._resident if self._is_evictable(i, held)),
+                    reverse=True,
+                )
             while free < 0 and victims and victims[0][0] > at:
                 free += self._cost[victims.pop(0)[1]]
             if free < 0:
@@ -190,11 +213,8 @@ class RCache:
             self._add(chunk_id)
             self._resident[chunk_id] = self._clock
             fetch.append(chunk_id)
-        self.counters = replace(
-            self.counters,
-            prefetches=self.counters.prefetches + len(fetch),
-            evictions=self.counters.evictions + len(evict),
-        )
+        self._count.prefetches += len(fetch)
+        self._count.evictions += len(evict)
         return Decision(tuple(evict), tuple(fetch))
 
     def release(self, ids: Iterable[int]) -> tuple[int, ...]:
@@ -207,12 +227,18 @@ class RCache:
             self._remove(chunk_id)
         return gone
 
+    def shrink(self, held: Collection[int] = ()) -> tuple[int, ...]:
+        """Give up what is above the budget, as far as it can go, the furthest next use first; returns it."""
+        evict = self._make_room(0, held)
+        self._count.evictions += len(evict)
+        return evict
+
     def unpin_all(self) -> None:
         """Forget all pins (after an exception in the middle of an iteration)."""
         self._pins.clear()
 
     def reset_counters(self) -> None:
-        self.counters = CacheCounters()
+        self._count = _Count()
         self.peak_blocks = self._used_blocks
 
     # Internals
@@ -234,7 +260,7 @@ class RCache:
                 self._position = found + 1
                 self._suspected = None
                 return
-        self.counters = replace(self.counters, misses_of_trace=self.counters.misses_of_trace + 1)
+        self._count.misses_of_trace += 1
         found = policy.find(ids, self._position, _RESYNC_WINDOW)
         self._suspected = None if found is None else found + 1
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-SCHEMA = 1
+SCHEMA = 2
 
 # Every parameter starts on a multiple of this many elements inside its chunk, and every shard is a multiple
 # of it, so that the fixed blocks over which the gradient norm is summed never cross a shard's border: the norm is
@@ -74,8 +74,11 @@ class ChunkSpec:
     """Where master, optimizer states and the gradient shard live (ignored for frozen chunks)."""
     is_persistent: bool
     """Never evicted: the replica stays on the compute device."""
+    is_update_streamed: bool = False
+    """States that live beside the device go up to it for their update and come back, instead of being updated by the
+    host; only with an `optim_tier` other than GPU."""
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the whole replica in the compute dtype."""
         return self.numel * DTYPE_BYTES[self.dtype]
@@ -84,6 +87,54 @@ class ChunkSpec:
         names = [m.fqn for m in self.members]
         shown = ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
         return f"chunk {self.id} [{shown}]"
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Predicted seconds of one step. The parts overlap, so their sum is more than `total_s`."""
+
+    total_s: float
+    compute_s: float
+    """Forward and backward, had they everything at hand."""
+    h2d_s: float
+    """The bus to the device is busy."""
+    d2h_s: float
+    """The bus from the device is busy."""
+    collective_s: float
+    adam_s: float
+    """Updates, wherever they run."""
+    waiting_s: float
+    """Forward and backward stand still because a chunk is not there, or a gradient block is not free."""
+    step_s: float
+    """From the end of backward to the end of the update."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A placement that was looked at and lost."""
+
+    description: str
+    total_s: float | None
+    """Predicted seconds of one step; None if it does not fit."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the search expects of a plan, and why it chose it."""
+
+    times: StepTimes
+    peak_gpu_bytes: int
+    """Highest moment of the simulated step, with everything that is on the device."""
+    gpu_limit_bytes: int | None
+    host_bytes: int
+    host_limit_bytes: int | None
+    binding: str
+    """The limit that keeps the plan from being faster."""
+    hardware: str
+    """Whose figures the times come from."""
+    alternatives: tuple[Alternative, ...] = ()
+    """The best of those that lost, the fastest first."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +155,9 @@ class Plan:
     policy: str = "cpu"
     """Which placement policy made the plan."""
     notes: dict[str, float | int | str] = field(default_factory=dict, compare=False)
-    """Predictions and reasons, for people; never read by the runtime and outside the fingerprint."""
+    """Predicted bytes by kind, for people; never read by the runtime and outside the fingerprint."""
+    forecast: Forecast | None = field(default=None, compare=False)
+    """What the search expects; never read by the runtime and outside the fingerprint."""
     schema: int = SCHEMA
 
     def blocks_of(self, chunk_id: int) -> int:
@@ -115,12 +168,19 @@ class Plan:
     def is_all_resident(self) -> bool:
         return all(c.is_persistent for c in self.chunks)
 
+    def explain(self) -> str:
+        """The plan in words: placement, predicted memory and step time, the limit that binds, and what lost."""
+        from lightning_elixir.plan.explain import explain  # which imports this module
+
+        return explain(self)
+
     def fingerprint(self) -> str:
-        """SHA-256 over the canonical JSON of everything but the notes."""
+        """SHA-256 over the canonical JSON of everything but notes and forecast."""
         from lightning_elixir.plan.io import plan_to_dict  # io imports this module
 
         content = plan_to_dict(self)
         content.pop("notes")
+        content.pop("forecast")
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def layout_fingerprint(self) -> str:

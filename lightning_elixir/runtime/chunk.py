@@ -136,10 +136,10 @@ class Chunk:
         return flat[rank * numel : (rank + 1) * numel]
 
     def allocate(self) -> None:
-        """Give the storage its bytes (on the compute stream)."""
-        self.to_state(ChunkState.FETCHING)
+        """Give the storage its bytes (on the compute stream). Without memory for them the chunk stays released."""
         if self._storage.nbytes() == 0:
             self._device.allocate(self._storage, self.storage_bytes)
+        self.to_state(ChunkState.FETCHING)
 
     def wait_ready(self) -> None:
         """Make the compute stream wait until the values are there."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import enum
-import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,28 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.core.device import Device
-from lightning_elixir.errors import CapacityError, StateError
-from lightning_elixir.plan.placement import format_bytes
-from lightning_elixir.plan.policy import CachePolicy
+from lightning_elixir.core.device import Device, release_cached_memory
+from lightning_elixir.errors import StateError
+from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.rcache import RCache
-from lightning_elixir.plan.types import AccessTrace, Acquire, Drop, Plan
+from lightning_elixir.plan.types import AccessTrace, Plan
 from lightning_elixir.runtime.agreement import Agreement, Meeting
 from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all_ranks
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.fetcher import Fetcher, TransferBytes
 from lightning_elixir.runtime.hooks import Hooks, SavedTensors
 from lightning_elixir.runtime.interception import Interception
+from lightning_elixir.runtime.iterations import Iterations
 from lightning_elixir.runtime.reducer import Reducer
 from lightning_elixir.runtime.released import tensors_in
 from lightning_elixir.runtime.replan import check_layout, move_chunks
+from lightning_elixir.runtime.residency import Residency
+from lightning_elixir.runtime.sampling import StepSeconds
 from lightning_elixir.runtime.whole import own_shard, whole_values
 from lightning_elixir.storage.shards import ShardStore
-
-log = logging.getLogger(__name__)
-
-# Events that one recorded iteration may have; a program that never comes to a step would fill the memory.
-_MAX_EVENTS = 200_000
 
 
 class Phase(enum.Enum):
@@ -80,6 +76,10 @@ class Stats:
     reduced_bytes: int
     held_bytes: dict[str, int]
     """By tier and kind, such as `gpu_replica` or `cpu_master`."""
+    compute_s: float | None = None
+    """Device time of the operators of the last timed forward and backward; None before there was one."""
+    exposed_wait_s: float | None = None
+    """Time in the same iteration in which nothing ran because a chunk or a gradient block was not there."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -120,10 +120,14 @@ class Engine:
         self.precision = precision
         self.moved = TransferBytes()
         self.phase = Phase.IDLE
+        self._why_closed = "this ElixirModule was closed: its parameters have no values any more"
         self._reduce_dtype = reduce_dtype
         self._has_prefetch = prefetch
         self._agreement = Agreement(
-            comm, self._join, lambda: self.reducer.num_ready, lambda count: self.reducer.issue_until(count)
+            comm,
+            lambda ids, mine: self.residency.join(ids, mine),
+            lambda: self.reducer.num_ready,
+            lambda count: self.reducer.issue_until(count),
         )
         store = ShardStore(device, comm.world_size, plan.is_storage_distributed)
         self.chunks = Builder(module, plan, device, comm, store, precision).build()
@@ -132,28 +136,20 @@ class Engine:
         self._saved = SavedTensors({c.storage_key: c for c in self.chunks}, self._need_in_backward)
         self._pinned_ids = _ids_by_module(module, self._home)
         # Region and iteration
+        self._is_bare_backward = False  # begun by autograd, which does not tell of errors
         self._frames: list[_Frame] = []
         self._is_implicit = False  # the region was opened by a module hook, not by its owner
         self._error_at_entry: BaseException | None = None
         self._region_hooks: SavedHooks | None = None
         self._raw_pins: list[int] = []
         self._versions: list[int] = []
-        self._kind: str | None = None  # of the open iteration: "train" or "eval"
-        self._has_backward = False
-        self._is_recording = False
-        self._recorded: list[Acquire | Drop] = []
-        self._outdated_kinds: set[str] = set()
-        self._misses_at_start = 0
-        self._policies: dict[str, CachePolicy] = {}
-        self.traces: dict[str, AccessTrace] = {}
+        self.iterations = Iterations(device, self.chunks, self.device_bytes)
         self._touched: set[int] = set()
         self._aliased_ids: list[int] = []  # on any rank, at the beginning of the step
         self._is_order_known = False
         self._replan_listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._plan_checks: list[weakref.WeakMethod[Callable[[Plan], None]]] = []
         self._holders: list[weakref.WeakMethod[Callable[[], dict[str, int]]]] = []
-        self.is_sampling = False
-        self.peak_non_model_bytes = 0
-        self._sampled_bytes = 0
         self._statistics = [m for m in module.modules() if getattr(m, "track_running_stats", False)]
         self._has_own_statistics = False
         self._watched = [m for m in module.modules() if any(True for _ in m.parameters())]
@@ -169,6 +165,16 @@ class Engine:
         depth = plan.prefetch_depth if self._has_prefetch else 0
         self.rcache = RCache(self._cost, plan.rcache_blocks, depth)
         self.fetcher = Fetcher(self.device, self.comm, store, plan.is_storage_distributed, self.moved)
+        self.residency = Residency(
+            plan,
+            self.chunks,
+            self.rcache,
+            self.fetcher,
+            self.interception,
+            self._agreement if self._needs_agreement else None,
+            self._touched,
+            self.iterations.relieve,
+        )
         trainable = [c.id for c in reversed(plan.chunks) if c.requires_grad]
         order = self.reducer.order if self._is_order_known else trainable
         is_tracking = self._is_order_known and self.reducer.is_tracking_square_sums
@@ -182,8 +188,11 @@ class Engine:
             self._reduce_dtype,
             plan.block_bytes,
             self._agreement.announce_ready,
+            self.iterations.sampler.waiting,
         )
         self.reducer.is_tracking_square_sums = is_tracking
+        grad_itemsize = None if self._reduce_dtype is None else self._reduce_dtype.itemsize
+        self.iterations.adopt(plan, self.rcache, self.residency, self.reducer, store, grad_itemsize)
         self._hooks.watch_forwards(self._watched if self._cost else self._entrances())
 
     def _entrances(self) -> list[nn.Module]:
@@ -255,7 +264,7 @@ class Engine:
         if self._has_own_statistics:
             self._share_statistics()
         self._has_own_statistics = self.comm.world_size > 1 and bool(self._statistics) and torch.is_grad_enabled()
-        self._begin_iteration("train" if torch.is_grad_enabled() else "eval")
+        self.iterations.begin(is_training=torch.is_grad_enabled())
         self.phase = Phase.FORWARD
         self._region_hooks = self._enter_saved_hooks()
         if torch.is_grad_enabled():
@@ -273,26 +282,26 @@ class Engine:
     def _open_resident(self) -> None:
         """Where everything is resident, parameters are plain in forward and backward, and nothing is intercepted."""
         if not self._cost:
-            for chunk in self.chunks:
-                chunk.wait_ready()
-                self.interception.make_plain(chunk)
+            with self.iterations.sampler.waiting():
+                for chunk in self.chunks:
+                    chunk.wait_ready()
+                    self.interception.make_plain(chunk)
 
     def _end_region(self) -> None:
         self._close_region()
         if torch.is_grad_enabled():  # else the versions are those of an earlier region
             self.interception.check_unwritten(self._versions, "forward")
         if self._needs_agreement:
-            self._agreement.meet(Meeting.FORWARD_END)
-        if self._kind == "eval":
-            self._end_iteration()
+            with self.iterations.sampler.waiting():
+                self._agreement.meet(Meeting.FORWARD_END)
+        self.iterations.end_forward()
 
     def _abort_region(self) -> None:
         self._clear_frames()
         self._is_implicit = False
         self.rcache.unpin_all()
         self._close_region()
-        self._kind = None
-        self._recorded = []
+        self.iterations.abandon()
 
     def _close_region(self) -> None:
         hooks, self._region_hooks = self._region_hooks, None
@@ -350,9 +359,8 @@ class Engine:
         if self.phase is not Phase.IDLE:
             raise StateError(f"backward cannot start in phase {self.phase.value}")
         self.interception.check_unwritten(self._versions, "forward and backward")
-        if self._kind is None:
-            self._begin_iteration("train")
-        self._has_backward = True
+        self.iterations.begin_backward()
+        self._is_bare_backward = False
         self.phase = Phase.BACKWARD
         self._open_resident()
 
@@ -360,11 +368,10 @@ class Engine:
         """Call when the outermost backward has returned: reduces what is left. Collective."""
         if self.phase is not Phase.BACKWARD:
             return
-        if self.is_sampling:
-            self._sample()
-        self._close_backward()
         reducer = self.reducer
         waiting, late = reducer.waiting_ids(), reducer.late_ids()
+        self.iterations.end_backward(waiting)
+        self._close_backward()
         if self.comm.world_size > 1:
             rows = self._agreement.meet(Meeting.BACKWARD_END, [len(waiting), *waiting, *late])
             # What was waiting when this rank came here may have been reduced while it served the others.
@@ -378,12 +385,12 @@ class Engine:
         self.interception.check_unwritten(self._versions, "forward and backward")
 
     def abort_backward(self) -> None:
-        """Call when backward raised: the gradients collected since the last step are dropped."""
+        """Call when backward raised: its gradients are dropped. Those of earlier backwards stay if none of its have
+        been added to them yet; otherwise they are lost, and `step` raises until `zero_grad` has dropped the rest."""
         self._clear_frames()
         self._close_backward()
         self.reducer.abandon()
-        self._kind = None
-        self._recorded = []
+        self.iterations.abandon()
 
     def _close_backward(self) -> None:
         self.rcache.unpin_all()
@@ -395,6 +402,7 @@ class Engine:
         """A bare `loss.backward()` has reached an output of the model."""
         if self.phase is Phase.IDLE:
             self.begin_backward()
+            self._is_bare_backward = True
             # Queued here, on the outermost graph: from inside reentrant checkpointing it would fire at the nested end.
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
@@ -406,21 +414,25 @@ class Engine:
     def collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
         if self.phase is Phase.IDLE:  # a graph that does not pass through a watched output
             self._on_outermost_backward(parameter)
-        self.reducer.collect(chunk, index, parameter)
+        sampler = self.iterations.sampler
+        if not sampler.is_on:
+            self.reducer.collect(chunk, index, parameter)
+            return
+        sampler.before_collect()
+        if self.reducer.collect(chunk, index, parameter):
+            sampler.grads_complete((chunk.id,))
+        sampler.after_collect()
 
     # Access
 
     def acquire(self, ids: Sequence[int], *, pin: bool) -> None:
         """Make chunks resident and their parameters plain; with `pin`, until `drop`."""
         is_computing = self.is_computing
-        if self.is_sampling and is_computing:
-            self._sample()
         if self._cost:
-            is_recorded = is_computing and self._is_recording
-            held = self._held() if is_recorded else None
-            if is_recorded:
-                self._recorded.append(Acquire(tuple(ids), pin, tuple(held or ())))
-            self._cached_acquire(ids, pin, held, is_computing)
+            if is_computing:
+                self.iterations.acquire(ids, pin)
+            else:
+                self.residency.acquire(ids, pin, None, False)
         for chunk_id in ids:
             chunk = self.chunks[chunk_id]
             chunk.wait_ready()
@@ -430,8 +442,8 @@ class Engine:
     def drop(self, ids: Sequence[int]) -> None:
         """Undo one pinned `acquire`."""
         if self._cost:
-            if self._is_recording and self.is_computing:
-                self._recorded.append(Drop(tuple(ids)))
+            if self.is_computing:
+                self.iterations.drop(ids)
             self.rcache.drop(ids)
 
     def pin_for_pointer(self, ids: Iterable[int]) -> None:
@@ -440,79 +452,6 @@ class Engine:
         self.acquire(pinned, pin=True)
         self._raw_pins.extend(pinned)
 
-    def _cached_acquire(self, ids: Sequence[int], pin: bool, held: Collection[int] | None, is_traced: bool) -> None:
-        rcache = self.rcache
-        is_missing = any(i in self._cost and i not in rcache.resident_ids for i in ids)
-        if held is None:
-            is_over = rcache.used_blocks > rcache.budget_blocks
-            held = self._held() if is_missing or is_over else ()
-        overflows = rcache.counters.overflows
-        decision = rcache.acquire(ids, pin=pin, held=held, is_traced=is_traced)
-        self._evict(decision.evict)
-        if rcache.counters.overflows > overflows:
-            self._report_overflow(ids, overflows)
-        alone = [i for i in decision.fetch if not self.fetcher.is_collective(self.chunks[i])]
-        together = [i for i in decision.fetch if self.fetcher.is_collective(self.chunks[i])]
-        for chunk_id in alone:
-            self._fetch(chunk_id)
-        if together:
-            candidates = rcache.prefetch_candidates({*held, *ids}) if is_traced else ()
-            agreed = self._agreement.want(together, candidates)
-            if agreed:
-                self._prefetch(agreed, {*held, *ids})
-        elif not self._needs_agreement and is_traced:
-            candidates = rcache.prefetch_candidates(())
-            if candidates:
-                self._prefetch(candidates, {*self._held(), *ids})
-
-    def _prefetch(self, ids: Sequence[int], held: Collection[int]) -> None:
-        decision = self.rcache.prefetch(ids, held)
-        self._evict(decision.evict)
-        self._join(ids, decision.fetch)
-
-    def _join(self, ids: Sequence[int], mine: Collection[int]) -> None:
-        """Gather `ids`, in this order, keeping those in `mine`."""
-        for chunk_id in ids:
-            if chunk_id in mine:
-                self._fetch(chunk_id)
-            elif self.comm.world_size > 1:
-                self.fetcher.serve(self.chunks[chunk_id])
-
-    def _fetch(self, chunk_id: int) -> None:
-        chunk = self.chunks[chunk_id]
-        try:
-            self.fetcher.fetch(chunk)
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                f"no device memory for {chunk.spec}: {format_bytes(chunk.spec.nbytes)} beside "
-                f"{self.rcache.used_blocks} resident blocks of {format_bytes(self.plan.block_bytes)}; lower "
-                "gpu_memory_limit so that the plan leaves more to activations, use a smaller batch or chunk_size, or "
-                "activation checkpointing"
-            ) from error
-
-    def _evict(self, ids: Iterable[int]) -> None:
-        for chunk_id in ids:
-            chunk = self.chunks[chunk_id]
-            if chunk_id in self._touched:
-                self.interception.absorb(chunk)
-                self._touched.discard(chunk_id)
-            self.interception.guard(chunk)
-            chunk.release()
-
-    def _held(self) -> list[int]:
-        return [i for i in self.rcache.resident_ids if self.chunks[i].is_aliased()]
-
-    def _report_overflow(self, ids: Sequence[int], earlier: int) -> None:
-        if earlier == 0:
-            log.warning(
-                "the rCache needs %d blocks of %s at once for %s, but the plan allows %d: growing; raise "
-                "gpu_memory_limit or use a smaller chunk_size if memory runs out",
-                self.rcache.used_blocks,
-                format_bytes(self.plan.block_bytes),
-                ", ".join(str(self.chunks[i].spec) for i in ids),
-                self.rcache.budget_blocks,
-            )
-
     # Iterations: what one trace describes
 
     @property
@@ -520,30 +459,60 @@ class Engine:
         """Whether a forward or a backward runs."""
         return self.phase in (Phase.FORWARD, Phase.BACKWARD)
 
-    def _begin_iteration(self, kind: str) -> None:
-        if self._kind is not None and (self._has_backward or self._kind != "train"):
-            self._end_iteration()
-        if self._kind is None:
-            self._kind = kind
-            self._has_backward = False
-            self._recorded = []
-            self._is_recording = kind not in self._policies or kind in self._outdated_kinds
-            self._misses_at_start = self.rcache.counters.misses_of_trace
-            self.rcache.begin(self._policies.get(kind))
+    @property
+    def traces(self) -> dict[str, AccessTrace]:
+        """What the last recorded iteration of a kind touched."""
+        return self.iterations.traces.by_kind
 
-    def _end_iteration(self) -> None:
-        kind, self._kind = self._kind, None
-        if kind is None or not self._cost:
-            return
-        if self._is_recording and len(self._recorded) < _MAX_EVENTS:
-            self.traces[kind] = AccessTrace(tuple(self._recorded))
-            self._policies[kind] = CachePolicy(self.traces[kind])
-            self._outdated_kinds.discard(kind)
-        elif self.rcache.counters.misses_of_trace > self._misses_at_start:
-            self._outdated_kinds.add(kind)  # the next one is recorded from its start
-        self._recorded = []
-        self._is_recording = False
-        self.rcache.begin(None)
+    # When memory runs out
+
+    @property
+    def has_lost_gradients(self) -> bool:
+        """Whether a backward that failed has taken the gradients of earlier ones with it; until `zero_grad`."""
+        return self.reducer.has_lost_gradients
+
+    def set_memory_limit(self, limit_bytes: int | None) -> None:
+        """Device memory that everything together may take: the rCache gives way when activations grow towards it.
+
+        Args:
+            limit_bytes: None: the rCache keeps what the plan gives it. At first it is what the device had when the
+                engine was built.
+        """
+        self.iterations.growth.limit_bytes = limit_bytes
+
+    def make_room(self) -> bool:
+        """Call after an out-of-memory error in a forward or a backward, outside of both, before running the batch
+        again: evicts every replica that can go, has the rCache keep as few as the model runs with for some time, and
+        gives all cached memory back. What the failed run computed must be gone: the error's traceback holds it.
+
+        Returns:
+            Whether there is more room than before. If not, `wanted_non_model_bytes` says what a new plan should leave.
+
+        Raises:
+            StateError: Inside forward or backward.
+        """
+        if self._is_bare_backward and self.phase is Phase.BACKWARD and torch._C._current_graph_task_id() == -1:
+            self.abort_backward()  # nobody was there to tell
+        self.check_open()
+        if self.phase is not Phase.IDLE:
+            raise StateError(f"make_room is not possible inside {self.phase.value}: call it when the error is caught")
+        self.absorb_touched()
+        is_lower = self.iterations.growth.shortage()
+        num_blocks = self.rcache.used_blocks
+        self.residency.release([i for i in self.rcache.resident_ids if not self.chunks[i].is_aliased()])
+        self._give_back_all()
+        return is_lower or self.rcache.used_blocks < num_blocks
+
+    @property
+    def wanted_non_model_bytes(self) -> int:
+        """What a step takes beside the chunks, where that did not fit even beside the smallest rCache: the plan should
+        be made anew with it, between steps. 0: there was no such step under this plan."""
+        return self.iterations.growth.wanted_non_model_bytes
+
+    @property
+    def peak_non_model_bytes_seen(self) -> int:
+        """The most that a step has taken beside the chunks so far, as far as that is known without sampling it."""
+        return self.iterations.growth.peak_non_model_bytes_seen
 
     # Between steps
 
@@ -565,6 +534,11 @@ class Engine:
     def begin_step(self) -> None:
         """Call before the optimizer updates shards. Collective."""
         self._prepare_meeting(Meeting.STEP)
+        if self.has_lost_gradients:
+            raise StateError(
+                "a backward has failed when the gradients of earlier ones had been mixed with its own, and all of them "
+                "were dropped: call zero_grad() and begin again with the first micro-batch"
+            )
         mine = [i for i in self.rcache.resident_ids if self.chunks[i].is_aliased()]
         rows = self._agreement.meet(Meeting.STEP, mine) if self.comm.world_size > 1 else [mine]
         self._aliased_ids = sorted({i for row in rows for i in row})
@@ -592,7 +566,7 @@ class Engine:
 
     def end_step(self, updated: Iterable[int]) -> None:
         """The shards of `updated` hold new values: replicas made from the old ones go."""
-        self._end_iteration()
+        self.iterations.end()
         ids = list(updated)
         for chunk_id in ids:
             chunk = self.chunks[chunk_id]
@@ -605,8 +579,8 @@ class Engine:
                 self.store[chunk_id].is_param_outdated = True
             if chunk_id in self._aliased_ids:
                 self._refresh(chunk)
-            elif self.rcache.release((chunk_id,)):
-                chunk.release()
+            else:
+                self.residency.release((chunk_id,))
         self.reducer.clear()
 
     def _refresh(self, chunk: Chunk) -> None:
@@ -615,11 +589,10 @@ class Engine:
         is_kept = chunk.is_usable and chunk.is_aliased()
         if is_kept:
             chunk.release()  # keeps the bytes
-            self._fetch(chunk.id)
+            self.residency.fetch(chunk.id)
             chunk.wait_ready()
         else:
-            if self.rcache.release((chunk.id,)):
-                chunk.release()
+            self.residency.release((chunk.id,))
             if self.fetcher.is_collective(chunk):
                 self.fetcher.serve(chunk)
 
@@ -633,41 +606,53 @@ class Engine:
         self.meet(Meeting.REPLAN)
         check_layout(self.plan, plan)
         check_same_on_all_ranks(self.comm, plan)
+        for reference in self._plan_checks:
+            check = reference()
+            if check is not None:
+                check(plan)
         if self.reducer.used:
             raise StateError(
                 "the placement cannot change while gradients wait for a step: call step() or zero_grad() first"
             )
-        for chunk_id in self.rcache.release(list(self.rcache.resident_ids)):
-            self.chunks[chunk_id].release()
-        self._end_iteration()
-        store = ShardStore(self.device, self.comm.world_size, plan.is_storage_distributed)
-        move_chunks(self, plan, store)
-        self.device.synchronize()  # uploads still read the shards that go now
-        self._adopt(plan, store)
-        for listener in self._replan_listeners:
-            notify = listener()
-            if notify is not None:
-                notify()
+        self.residency.release(list(self.rcache.resident_ids))
+        self.iterations.end()
+        self._give_back_all()  # what lasts shall not come to lie in the gaps that activations have left
+        try:
+            store = ShardStore(self.device, self.comm.world_size, plan.is_storage_distributed)
+            move_chunks(self, plan, store)
+            self.device.synchronize()  # uploads still read the shards that go now
+            self._adopt(plan, store)
+            for listener in self._replan_listeners:
+                notify = listener()
+                if notify is not None:
+                    notify()
+        except BaseException as error:
+            self.phase = Phase.CLOSED
+            self._why_closed = (
+                f"this ElixirModule failed half way to another placement ({type(error).__name__}), so its parameters"
+                " and optimizer states are not whole any more: start again from a checkpoint, with a lower"
+                " gpu_memory_limit if memory ran out"
+            )
+            raise
+        self._give_back_all()
 
-    def on_replan(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, a bound method, after the shards have moved, for as long as its object lives."""
+    def _give_back_all(self) -> None:
+        self.device.give_back()
+        release_cached_memory(self.device.torch_device)
+
+    def on_replan(self, listener: Callable[[], None], check: Callable[[Plan], None]) -> None:
+        """Call `listener` after the shards have moved, and before that `check`, which raises if it cannot go along with
+        the new plan. Bound methods, for as long as their object lives."""
         self._replan_listeners = [known for known in self._replan_listeners if known() is not None]
+        self._plan_checks = [known for known in self._plan_checks if known() is not None]
         self._replan_listeners.append(weakref.WeakMethod(listener))
+        self._plan_checks.append(weakref.WeakMethod(check))
 
     def own_shard(self, chunk: Chunk) -> Tensor:
         """This rank's up-to-date values of a chunk, 1-D: what an optimizer updates. Not a copy."""
         return own_shard(self, chunk)
 
     # Sampling, statistics, end
-
-    def _sample(self) -> None:
-        """Device bytes in use since the last access, beyond the engine's own. The step is left out: its temporaries are
-        bounded, and activations are gone by then."""
-        held = self.device_bytes()
-        # The peak may have been before the interval's last chunk came, or after its first one went.
-        peak = self.device.take_peak_bytes() - min(held, self._sampled_bytes)
-        self._sampled_bytes = held
-        self.peak_non_model_bytes = max(self.peak_non_model_bytes, peak)
 
     def device_bytes(self) -> int:
         """Device memory that replicas, gradient blocks and shards take now."""
@@ -692,7 +677,7 @@ class Engine:
         return held
 
     def stats(self) -> Stats:
-        counters, moved = self.rcache.counters, self.moved
+        counters, moved, seconds = self.rcache.counters, self.moved, self.last_seconds
         return Stats(
             fetches=counters.fetches,
             prefetches=counters.prefetches,
@@ -706,11 +691,13 @@ class Engine:
             gathered_bytes=moved.gathered,
             reduced_bytes=moved.reduced,
             held_bytes=self.held_bytes(),
+            compute_s=None if seconds is None else seconds.compute_s,
+            exposed_wait_s=None if seconds is None else seconds.exposed_wait_s,
         )
 
     def reset_stats(self) -> None:
         self.rcache.reset_counters()
-        self._misses_at_start = 0
+        self.iterations.traces.forget_misses()
         self.moved.h2d = self.moved.d2h = self.moved.gathered = self.moved.reduced = 0
 
     def close(self) -> None:
@@ -739,12 +726,28 @@ class Engine:
         return self.phase is Phase.CLOSED
 
     def sample_activations(self, is_on: bool) -> None:
-        """Watch the device's memory at every access of forward and backward."""
-        self.is_sampling = is_on
-        if is_on:
-            self.device.take_peak_bytes()
-            self.peak_non_model_bytes = 0
-            self._sampled_bytes = self.device_bytes()
+        """Watch the device's memory at every access of forward and backward (slow: for a warm-up step)."""
+        self.iterations.watch(memory=is_on)
+
+    def sample_times(self, is_on: bool) -> None:
+        """Measure compute and waiting at every access of training iterations. Costs some 20 us for each."""
+        self.iterations.watch(times=is_on)
+
+    @property
+    def peak_non_model_bytes(self) -> int:
+        """Device bytes beyond the engine's own at the peak since memory began to be watched."""
+        return self.iterations.sampler.peak_non_model_bytes
+
+    @property
+    def last_seconds(self) -> StepSeconds | None:
+        """Of the last forward and backward that was timed. Waits for its end."""
+        return self.iterations.sampler.seconds()
+
+    def step_profile(self) -> StepProfile | None:
+        """The last sampled training iteration, up to the step or the next forward; None before there was one. Times or
+        bytes that it has not got itself are those of an earlier one of the same accesses, or 0. Where everything is
+        resident there are no accesses, and it is one interval. Waits for its end."""
+        return self.iterations.sampler.profile()
 
     @contextmanager
     def resident(self, ids: Sequence[int], *, modify: bool) -> Iterator[None]:
@@ -800,7 +803,7 @@ class Engine:
 
     def check_open(self) -> None:
         if self.phase is Phase.CLOSED:
-            raise StateError("this ElixirModule was closed: its parameters have no values any more")
+            raise StateError(self._why_closed)
 
 
 def _check_unmanaged(module: nn.Module) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from lightning_elixir.core.comm import Comm, Work
 from lightning_elixir.core.device import Device, Event
 from lightning_elixir.optim.scaling import square_sums
-from lightning_elixir.plan.placement import GRAD_BLOCKS
+from lightning_elixir.plan.memory import GRAD_BLOCKS
 from lightning_elixir.plan.segments import Segment, segments_of
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.chunk import Chunk
@@ -55,6 +56,7 @@ class Reducer:
         order: Chunk ids in the order in which they are reduced, the same on every rank.
         reduce_dtype: What gradients are cast to for the reduction; None: as they are.
         announce: With several ranks, called when `num_ready` has grown; leads to `issue_until`.
+        waiting: Entered wherever backward may have to wait for a block or for other ranks.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Reducer:
         reduce_dtype: torch.dtype | None,
         block_bytes: int,
         announce: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._chunks = chunks
         self.order = tuple(order)
@@ -78,6 +81,7 @@ class Reducer:
         self._reduce_dtype = reduce_dtype
         self._block_bytes = block_bytes
         self._announce = announce
+        self._waiting = waiting
         self._trainable = {i: sum(p.requires_grad for p in chunks[i].parameters if p.numel() > 0) for i in self.order}
         # This backward
         self._collected: dict[int, _Collected] = {}
@@ -92,17 +96,19 @@ class Reducer:
         self._expected: dict[int, int] = {}  # arrivals per chunk in the last complete backward
         # Since the last step
         self.used: set[tuple[int, int]] = set()  # (chunk id, member index) that got a gradient on this rank
+        self._used_now: set[tuple[int, int]] = set()  # of these, in this backward for the first time
+        self.has_lost_gradients = False  # a backward failed when earlier gradients had been mixed with its own
         self.is_tracking_square_sums = False
         self.square_sums: dict[int, Tensor] = {}  # chunk id -> fp64, one per segment, of the whole gradient shard
 
     # During backward
 
-    def collect(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
-        """Take over `parameter.grad` and reduce what is complete."""
+    def collect(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> bool:
+        """Take over `parameter.grad` and reduce what is complete. Returns whether the chunk has become complete."""
         with torch._C.DisableTorchFunctionSubclass():  # this is not the user touching `.grad`
             grad, parameter.grad = parameter.grad, None
         if grad is None:
-            return
+            return False
         collected = self._collected.get(chunk.id)
         if collected is None:
             collected = self._collected[chunk.id] = _Collected(self._new_block(chunk))
@@ -112,11 +118,17 @@ class Reducer:
         else:
             target.copy_(grad)
             collected.arrived.add(index)
-        self.used.add((chunk.id, index))
+        if (chunk.id, index) not in self.used:
+            self.used.add((chunk.id, index))
+            self._used_now.add((chunk.id, index))
         count = self._arrivals[chunk.id] = self._arrivals.get(chunk.id, 0) + 1
-        if chunk.id not in self._reduced_now and self._is_complete(chunk.id, count, collected):
-            self._finished[chunk.id] = None
+        if chunk.id in self._reduced_now or not self._is_complete(chunk.id, count, collected):
+            return False
+        is_first = chunk.id not in self._finished
+        self._finished[chunk.id] = None
+        with self._waiting():
             self._advance(chunk.id)
+        return is_first
 
     # End of backward. Between these calls, the engine agrees with the other ranks.
 
@@ -160,10 +172,14 @@ class Reducer:
         self._begin()
 
     def abandon(self) -> None:
-        """Forget this backward (it raised). Gradients reduced in it so far are dropped with all others."""
+        """Forget this backward (it raised). Earlier gradients stay, unless some of it has been added to them."""
         self._retire(0)
         self._collected.clear()
-        self.clear()
+        self.used -= self._used_now
+        if self._reduced_now:
+            is_lost = bool(self.used) or self.has_lost_gradients
+            self.clear()
+            self.has_lost_gradients = is_lost
         self._begin()
 
     def wait_for_downloads(self) -> None:
@@ -190,6 +206,7 @@ class Reducer:
         self._store.clear_grads()
         self.used.clear()
         self.square_sums.clear()
+        self.has_lost_gradients = False
 
     def finish_order(self) -> tuple[int, ...]:
         """`order` rearranged as the chunks completed in the backward under way; incomplete ones last."""
@@ -216,6 +233,7 @@ class Reducer:
         self._reduced_now = set()
         self._finished = {}
         self._num_ready = 0
+        self._used_now = set()
 
     def _is_complete(self, chunk_id: int, count: int, collected: _Collected) -> bool:
         expected = self._expected.get(chunk_id)
@@ -251,7 +269,7 @@ class Reducer:
         if item.work is None:
             self._land(item)
         self._in_flight.append(item)
-        if not self._device.is_synchronous:
+        if not self._device.is_synchronous or item.work is None:
             self._retire(_MAX_IN_FLIGHT)
 
     def _start_reduction(self, chunk: Chunk, block: Tensor, is_late: bool) -> _InFlight:
@@ -320,6 +338,9 @@ class Reducer:
         return segments_of(chunk.spec, self._comm.rank, self._comm.world_size)
 
     def _new_block(self, chunk: Chunk) -> Tensor:
+        if self._comm.world_size == 1 and chunk.spec.optim_tier is Tier.GPU:
+            # It becomes the gradient shard, and stays while activations go: it comes from the memory that they leave.
+            return torch.empty(chunk.spec.numel, dtype=chunk.dtype, device=self._device.torch_device)
         block = torch.empty(0, dtype=chunk.dtype, device=self._device.torch_device)
         storage = block.untyped_storage()
         self._device.allocate(storage, max(self._block_bytes, chunk.spec.nbytes))

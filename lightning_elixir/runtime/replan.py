@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_elixir.errors import PlanError
-from lightning_elixir.plan.types import ChunkSpec, Plan
+from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.build import storage_bytes
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.whole import own_shard
@@ -28,10 +28,20 @@ def check_layout(old: Plan, new: Plan) -> None:
 
 
 def move_chunks(engine: Engine, plan: Plan, store: ShardStore) -> None:
-    """Move every chunk of `engine` to where `plan` wants it, into `store`. Collective; no replica may be in use."""
-    for chunk in engine.chunks:
+    """Move every chunk of `engine` to where `plan` wants it, into `store`. Collective; no replica may be in use.
+
+    The old shards go one by one, those that leave the device first, so that it need not hold both placements.
+    """
+    for chunk in sorted(engine.chunks, key=lambda c: _on_device(plan.chunks[c.id]) - _on_device(c.spec)):
         with torch.no_grad():
             _move(engine, chunk, plan.chunks[chunk.id], plan, store)
+        old = engine.store[chunk.id]
+        old.param = old.master = None
+
+
+def _on_device(spec: ChunkSpec) -> int:
+    """How much of a chunk a placement keeps on the device, as far as the order of moves needs it."""
+    return 3 * (spec.optim_tier is Tier.GPU) + spec.is_persistent + (spec.param_tier is Tier.GPU)
 
 
 def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, store: ShardStore) -> None:

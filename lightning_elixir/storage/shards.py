@@ -86,6 +86,12 @@ class ShardStore:
         for shard in self._shards.values():
             shard.grad = None
 
+    def grad_bytes_on_device(self) -> int:
+        """What gradient shards take on the GPU tier."""
+        return sum(
+            s.grad.nbytes for i, s in self._shards.items() if s.grad is not None and self._specs[i].optim_tier is Tier.GPU
+        )
+
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes held, as `<tier>_<kind>`: tiers `gpu` and `cpu` by where the plan put them, kinds `param`, `master`,
         `grad`."""

@@ -13,7 +13,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.io import load_plan, plan_from_dict, plan_to_dict, save_plan
 from lightning_elixir.plan.types import Plan, Tier
 from tests.plan.models import random_specs
-from tests.plan.test_placement import place_specs
+from tests.plan.problems import place_specs
 from tests.plan.traces import make_chunk, make_plan_of
 
 

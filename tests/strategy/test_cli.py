@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from lightning_elixir._lightning import pl
+from lightning_elixir.plan.hardware import HardwareSpec, save_hardware
+from lightning_elixir.plan.io import save_plan
 from lightning_elixir.strategy import ElixirStrategy
-from tests.strategy.models import Net, make_data
+from tests.strategy.models import CHUNK, Net, fit, make_data
 
 pytest.importorskip("jsonargparse")
 
@@ -79,6 +81,23 @@ def test_fit_from_yaml(tmp_path: Path, kind: str) -> None:
         assert strategy.stats().evictions > 0
 
 
+def test_files_that_are_named_are_read_by_the_strategy(tmp_path: Path) -> None:
+    """And not opened by the command line, which would hand over what is in them."""
+    fit(first := ElixirStrategy(placement_policy="const", offload_param_frac=0.5, **CHUNK))
+    save_plan(first.plan, tmp_path / "plan.json")
+    save_hardware(HardwareSpec.nominal(), tmp_path / "machine.json")
+    config = tmp_path / "options.yaml"
+    config.write_text(
+        f"trainer:{TRAINER}  strategy:\n    class_path: lightning_elixir.ElixirStrategy\n    init_args:\n"
+        f"      plan: plan.json\n      hardware: {tmp_path}/machine.json\n      report_dir: report\n"
+    )
+    strategy = _cli(["fit", f"--config={config}"]).trainer.strategy
+    assert strategy._config.plan == "plan.json"
+    assert strategy.plan.fingerprint() == first.plan.fingerprint()
+    assert strategy._config.hardware == f"{tmp_path}/machine.json"
+    assert (tmp_path / "report" / "report.html").is_file()
+
+
 def test_bad_option_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "options.yaml"
     config.write_text(
@@ -97,3 +116,6 @@ def test_options_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--trainer.strategy.placement_policy" in shown
     assert "Where chunks live" in " ".join(shown.split())
     assert "--trainer.strategy.gpu_memory_limit" in shown
+    assert "--trainer.strategy.report_dir REPORT_DIR" in shown
+    assert "--trainer.strategy.hardware HARDWARE" in shown
+    assert "Figures of the machine to plan with" in " ".join(shown.split())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +15,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_elixir._lightning import pl
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
-from tests.strategy.models import CHUNK, Net, fit, make_data, make_trainer
+from tests.strategy.models import CHUNK, WIDTH, Block, Net, fit, make_data, make_trainer
 from tests.strategy.test_fit import BatchNormNet, ManualNet, ScheduledNet
 
 pytestmark = pytest.mark.gpu
@@ -183,6 +187,79 @@ def test_evaluation_resume_and_a_second_fit(tmp_path: Path) -> None:
     again = make_trainer(ElixirStrategy(**CHUNK), **CUDA)
     restored = again.test(CalmNet(), make_data(8, seed=2), ckpt_path=str(tmp_path / "one.ckpt"), verbose=False)
     assert restored == after
+
+
+class WideNet(Net):
+    """67 million parameters: with gradients and states about a GiB; with dropout."""
+
+    def _make(self) -> None:
+        if not hasattr(self, "layers"):
+            torch.manual_seed(7)
+            self.layers = nn.Sequential(nn.Linear(WIDTH, 2048), *[Block(2048) for _ in range(4)], nn.Linear(2048, 4))
+
+
+def _uneven_data() -> Any:
+    """Batches of 64 samples, and two of 3000, whose activations take most of a GiB."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [64] * 5 + [3000] + [64] * 3 + [3000, 64]
+    batches = [
+        (torch.randn(n, WIDTH, generator=generator), torch.randint(0, 4, (n,), generator=generator)) for n in sizes
+    ]
+    return DataLoader(batches, batch_size=None)
+
+
+@pytest.fixture
+def _small_gpu() -> Iterator[None]:
+    """As if the GPU had 1.75 GiB."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(1.75 * 2**30 / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_batch_that_is_too_large_is_run_again(request: pytest.FixtureRequest, caplog: Any) -> None:
+    def make() -> WideNet:
+        return WideNet("hybrid")
+
+    expected = fit(ElixirStrategy(placement_policy="cuda"), make, train=_uneven_data, **CUDA)[2]
+    request.getfixturevalue("_small_gpu")
+    strategy = ElixirStrategy()
+    with caplog.at_level(logging.WARNING, "lightning_elixir"):
+        _, _, run = fit(strategy, make, train=_uneven_data, **CUDA)
+    assert "ran out of memory" in caplog.text or "more than the plan leaves" in caplog.text
+    # One more loss for each batch whose forward came to its end before memory ran out.
+    losses = [x.item() for x in run.losses]
+    assert [x for i, x in enumerate(losses) if i == 0 or x != losses[i - 1]] == [x.item() for x in expected.losses]
+    assert all(torch.equal(run.state[k], v) for k, v in expected.state.items())
+
+
+def test_metrics_and_report(tmp_path: Path) -> None:
+    strategy = ElixirStrategy(gpu_memory_limit="700KiB", **CHUNK, report_dir=str(tmp_path / "r"))
+    _fit(strategy, logger=pl.loggers.CSVLogger(tmp_path), log_every_n_steps=2, max_epochs=2)
+    with next(tmp_path.rglob("metrics.csv")).open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("elixir/gpu_bytes")]
+    assert [int(row["step"]) for row in rows] == [1, 3, 5, 7, 9, 11, 13, 15]
+    assert all(float(row["elixir/compute_s"]) > 0 for row in rows)
+    assert all(float(row["elixir/peak_gpu_bytes"]) >= float(row["elixir/gpu_bytes"]) for row in rows)
+    report = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert report["hardware"]["versions"]["torch"] == torch.__version__
+    assert report["measured"]["peak_gpu_bytes"] > 0
+    assert report["predicted"]["times"]["compute_s"] > 0
+    assert report["measured"]["times"]["compute_s"] > 0
+
+
+def test_steps_that_are_not_logged_wait_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With everything resident, a step without loggers and one that is not logged give the host the same to do."""
+    counts = []
+    for options in ({}, {"logger": pl.loggers.CSVLogger(tmp_path), "log_every_n_steps": 1000}):
+        waits: list[str] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "synchronize", lambda *args, to=waits: to.append("device"))
+            patch.setattr(torch.cuda.Event, "synchronize", lambda self, to=waits: to.append("event"))
+            fit(ElixirStrategy(placement_policy="cuda", **CHUNK), CalmNet, **(CUDA | options))
+        counts.append(waits)
+    assert counts[0] == counts[1]
 
 
 def _rank(precision: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +11,13 @@ import torch
 
 from lightning_elixir._lightning import Trainer, pl
 from lightning_elixir.plan.io import load_plan, save_plan
+from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.types import Plan, Tier
+from lightning_elixir.planner import Planner
+from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.warm_up import WarmUp
+from tests.helpers.dist import run_ranks
 from tests.strategy.models import CHUNK, Net, assert_same_as_plain, fit, make_data, make_trainer
 
 
@@ -151,3 +158,176 @@ def test_stats_norm_gradients_and_parameters_can_be_looked_at() -> None:
     with strategy.full_parameters(modify=True) as parameters, torch.no_grad():
         parameters["layers.4.bias"].fill_(3.0)
     assert strategy.lightning_module_state_dict()["layers.4.bias"].eq(3.0).all()
+
+
+# The refinement
+
+
+class Asked:
+    """Stands in for `Planner.refined_plan`: answers with a plan of its own, and remembers the questions."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, has_better: bool) -> None:
+        self.asked: list[tuple[int, StepProfile]] = []
+        self.steps = 0
+        self._has_better = has_better
+        original = WarmUp.after_step
+
+        def after_step(warm_up: WarmUp) -> None:
+            self.steps += 1
+            original(warm_up)
+
+        monkeypatch.setattr(WarmUp, "after_step", after_step)
+        monkeypatch.setattr(Planner, "refined_plan", self._refined_plan)
+
+    def _refined_plan(
+        self, model: Any, current: Plan, budget: Any, profile: StepProfile, **options: Any
+    ) -> Plan | None:
+        self.asked.append((self.steps, profile))
+        return replace(current, prefetch_depth=current.prefetch_depth + 1) if self._has_better else None
+
+
+@pytest.mark.parametrize("has_better", [True, False])
+def test_times_of_the_third_step_may_change_the_plan(monkeypatch: pytest.MonkeyPatch, has_better: bool) -> None:
+    asked = Asked(monkeypatch, has_better=has_better)
+    plans = _plans(gpu_memory_limit="96KiB")
+    ((steps, profile),) = asked.asked
+    assert steps == 3
+    assert profile.compute_s > 0
+    assert len(list(profile.trace.acquires())) > 10
+    # Strategy hooks come after those of callbacks: the fourth batch still shows the earlier plan.
+    assert len({plan.fingerprint() for plan in plans[1:4]} | {plans[3].fingerprint()}) == 2
+    assert (plans[4].fingerprint() != plans[3].fingerprint()) == has_better
+    assert {plan.fingerprint() for plan in plans[4:]} == {plans[4].fingerprint()}
+
+
+def test_steps_with_several_batches_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch, has_better=True)
+    plans = _plans(gpu_memory_limit="96KiB", accumulate=2)
+    assert [steps for steps, _ in asked.asked] == [3]
+    changes = [i for i in range(1, len(plans)) if plans[i].fingerprint() != plans[i - 1].fingerprint()]
+    assert changes == [3, 7]  # seen one batch late
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gpu_memory_limit": "8MiB"},
+        {"placement_policy": "cpu", "gpu_memory_limit": "96KiB"},
+        {"placement_policy": "const", "offload_optim_frac": 1.0},
+        {},
+    ],
+    ids=str,
+)
+def test_where_nothing_can_be_gained_nobody_asks(monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
+    asked = Asked(monkeypatch, has_better=True)
+    fit(ElixirStrategy(**CHUNK, **options))
+    assert asked.asked == []
+
+
+def test_a_short_fit_leaves_the_refinement_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch, has_better=True)
+    first, second = (ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK) for _ in range(2))
+    _, model, _ = fit(first, train=lambda: make_data(8))
+    assert asked.asked == []
+    final = first.plan
+    make_trainer(second).fit(model, make_data(16))
+    assert len(asked.asked) == 1
+    assert second.plan.fingerprint() != final.fingerprint()
+
+
+def test_whether_gradients_add_up_is_told_to_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    original = Planner.__init__
+
+    def init(self: Planner, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        told.append(self._accumulates)
+
+    monkeypatch.setattr(Planner, "__init__", init)
+    scheduler = pl.callbacks.GradientAccumulationScheduler(scheduling={0: 1, 3: 4})
+    for make, options, expected in (
+        (Net, {}, False),
+        (Net, {"accumulate_grad_batches": 2}, True),
+        (Net, {"callbacks": [scheduler]}, True),
+        (PendingNet, {}, True),
+    ):
+        told.clear()
+        fit(ElixirStrategy(**CHUNK), make, train=lambda: make_data(4), **options)
+        assert set(told) == {expected}
+
+
+def test_the_plan_is_told_in_the_log(caplog: Any) -> None:
+    with caplog.at_level(logging.INFO, "lightning_elixir"):
+        fit(ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK))
+    (told,) = [r.getMessage() for r in caplog.records if "the plan from now on" in r.getMessage()]
+    assert "plan (auto), 1 rank" in told
+    assert "limited by" in told
+
+
+# Several ranks
+
+
+def _rank(has_better: bool) -> Any:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        asked = Asked(monkeypatch, has_better=has_better)
+        callback = Plans()
+        strategy = ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK)
+        run = fit(strategy, devices=2, train=lambda: make_data(64), callbacks=[callback])[2]
+        return [x.item() for x in run.losses], [plan.fingerprint() for plan in callback.plans], len(asked.asked)
+
+
+@pytest.mark.parametrize("has_better", [True, False])
+def test_two_ranks_move_together(has_better: bool) -> None:
+    first, second = run_ranks(_rank, 2, has_better, init_group=False)
+    assert first[1:] == second[1:]
+    assert first[2] == 1
+    assert len(set(first[1])) == 2 + has_better
+    expected = run_ranks(_ddp, 2, init_group=False)
+    assert [first[0], second[0]] == expected
+
+
+def _ddp() -> list[float]:
+    return [x.item() for x in fit("ddp", devices=2, train=lambda: make_data(64))[2].losses]
+
+
+# Growth
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_steps_that_outgrow_the_plan_are_watched_again(world_size: int) -> None:
+    results = run_ranks(_growing, world_size, world_size, init_group=False)
+    for losses, fingerprints, least in results:
+        assert losses == results[0][0] or world_size > 1
+        assert fingerprints == results[0][1]
+        assert least == 5000
+        # The smallest plan, the final one, the smallest again, and another final one.
+        order = [f for i, f in enumerate(fingerprints) if i == 0 or f != fingerprints[i - 1]]
+        assert len(order) == 4
+        assert order[2] == order[0]
+
+
+def _growing(world_size: int) -> Any:
+    """From the sixth step on, rank 0 sees steps that take 5000 bytes."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        steps: list[int] = []
+        original = WarmUp.after_step
+
+        def after_step(warm_up: WarmUp) -> None:
+            steps.append(len(steps))
+            original(warm_up)
+
+        def wanted(engine: Engine) -> int:
+            return 5000 if len(steps) >= 6 and engine.comm.rank == 0 else 0
+
+        monkeypatch.setattr(WarmUp, "after_step", after_step)
+        monkeypatch.setattr(Engine, "wanted_non_model_bytes", property(wanted))
+        monkeypatch.setattr(Planner, "refined_plan", lambda *args, **options: None)
+        callback = Plans()
+        strategy = ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK)
+        trainer = make_trainer(strategy, devices=world_size, callbacks=[callback])
+        pl.seed_everything(11, verbose=False)
+        model = Net()
+        least: list[int] = []
+        model.on_train_end = lambda: least.append(strategy._fit_run.warm_up._least_bytes)  # type: ignore[method-assign,union-attr]
+        trainer.fit(model, make_data(world_size * 4 * 30))
+        return [x.item() for x in model.losses], [plan.fingerprint() for plan in callback.plans], least[0]

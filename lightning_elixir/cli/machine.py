@@ -1,0 +1,127 @@
+"""The machine that a plan is made for: measured or assumed figures, within the sizes that were given."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+
+from lightning_elixir.config import parse_bytes
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, load_hardware
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank has."""
+
+    hardware: HardwareSpec
+    gpu_bytes: int
+    cpu_bytes: int
+    """This rank's part of the host's memory."""
+    nvme_bytes: int
+    """This rank's part of the disk."""
+    remarks: tuple[str, ...]
+    """Figures that were assumed, for people."""
+
+
+def machine_of(options: argparse.Namespace, dtype: str) -> Machine:
+    """The machine that the options describe.
+
+    Args:
+        options: Of the command `plan`.
+        dtype: The dtype that `--gpu-tflops` speaks of.
+
+    Raises:
+        PlanError: No such figures, or a size is missing or none.
+    """
+    spec = named_hardware(options.hardware) if options.hardware else HardwareSpec.nominal()
+    spec, remarks = _for_ranks(_with_figures(spec, options, dtype), options.gpus, options)
+    gpu_bytes = _size(options.gpu_memory, "--gpu-memory") or spec.gpu_bytes
+    host_bytes = _size(options.cpu_memory, "--cpu-memory") or spec.host_bytes
+    if not gpu_bytes or not host_bytes:
+        missing = [f"--{kind}-memory" for kind, size in (("gpu", gpu_bytes), ("cpu", host_bytes)) if not size]
+        raise PlanError(
+            f"how much memory is there? Give {' and '.join(missing)} (such as 24GiB), or --hardware with a machine"
+            " that was measured"
+        )
+    nvme_bytes = _size(options.nvme_memory, "--nvme-memory") or 0
+    if nvme_bytes and spec.nvme_read_bytes_per_s is None:
+        raise PlanError("how fast is the disk? Give --nvme-read-gb-s and --nvme-write-gb-s, or measured figures")
+    spec = replace(spec, gpu_bytes=gpu_bytes, host_bytes=host_bytes, nvme_bytes=nvme_bytes or None)
+    if options.hardware is None:
+        remarks = ("speeds are round figures of no machine in particular: see --hardware", *remarks)
+    return Machine(spec, gpu_bytes, host_bytes // options.gpus, nvme_bytes // options.gpus, remarks)
+
+
+def named_hardware(name: str) -> HardwareSpec:
+    """A machine by the name of a packaged profile, or by the path of one.
+
+    Raises:
+        PlanError: Neither exists, or the file is no profile.
+    """
+    folder = files("lightning_elixir.plan") / "machines"
+    known = sorted(item.name.removesuffix(".json") for item in folder.iterdir() if item.name.endswith(".json"))
+    if name in known:
+        return HardwareSpec.from_dict(json.loads((folder / f"{name}.json").read_text(encoding="utf-8")))
+    if not Path(name).exists():
+        raise PlanError(
+            f"no machine {name!r}: it is neither a file nor one of {', '.join(known)}."
+            " `lightning-elixir bench-hardware --out FILE.json` writes a file"
+        )
+    return load_hardware(name)
+
+
+def _with_figures(spec: HardwareSpec, options: argparse.Namespace, dtype: str) -> HardwareSpec:
+    changed: dict[str, object] = {}
+    for option, name in (("h2d_gb_s", "h2d"), ("d2h_gb_s", "d2h")):
+        rate = getattr(options, option)
+        if rate is not None:
+            changed[name] = BandwidthCurve.constant(rate * 1e9)
+    if options.collective_gb_s is not None:
+        curve = BandwidthCurve.constant(options.collective_gb_s * 1e9)
+        changed |= {"all_gather": curve, "reduce_scatter": curve}
+    for option, name in (
+        ("gpu_adam", "gpu_adam_numel_per_s"),
+        ("cpu_adam", "cpu_adam_numel_per_s"),
+        ("streamed_adam", "streamed_adam_numel_per_s"),
+        ("nvme_read_gb_s", "nvme_read_bytes_per_s"),
+        ("nvme_write_gb_s", "nvme_write_bytes_per_s"),
+    ):
+        rate = getattr(options, option)
+        if rate is not None:
+            changed[name] = rate * 1e9
+    if options.gpu_tflops is not None:
+        changed["matmul_flops_per_s"] = {**spec.matmul_flops_per_s, dtype: options.gpu_tflops * 1e12}
+    if not changed:
+        return spec
+    return replace(spec, **changed, name=f"{spec.name}; {len(changed)} of the figures given by hand")  # type: ignore[arg-type]
+
+
+def _for_ranks(spec: HardwareSpec, num_ranks: int, options: argparse.Namespace) -> tuple[HardwareSpec, tuple[str, ...]]:
+    """The figures of one rank where another number of ranks was measured."""
+    if spec.world_size == num_ranks:
+        return spec, ()
+    remarks = []
+    changed: dict[str, object] = {"world_size": num_ranks}
+    if options.cpu_adam is None:  # the ranks share the host's cores
+        changed["cpu_adam_numel_per_s"] = spec.cpu_adam_numel_per_s * spec.world_size / num_ranks
+        remarks.append(f"Adam on the host: the figure of {_ranks(spec.world_size)}, shared by {_ranks(num_ranks)}")
+    if num_ranks > 1 and spec.all_gather is None:
+        nominal = HardwareSpec.nominal()
+        changed |= {"all_gather": nominal.all_gather, "reduce_scatter": nominal.reduce_scatter}
+        remarks.append("collectives: round figures, since one rank was measured; see --collective-gb-s")
+    return replace(spec, **changed), tuple(remarks)  # type: ignore[arg-type]
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _size(text: str | None, option: str) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text if not text.isdigit() else int(text))
+    except PlanError as error:
+        raise PlanError(f"{option}: {error}") from None

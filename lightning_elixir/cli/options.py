@@ -1,0 +1,147 @@
+"""What the command takes. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+
+TRAINING_COMMANDS = ("fit", "validate", "test", "predict")
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+
+_PLAN_EXAMPLES = """\
+examples:
+  lightning-elixir plan --model llama-2-7b --batch-size 4 --seq-len 2048 --checkpointing \\
+      --hardware h200 --gpu-memory 24GiB --cpu-memory 256GiB
+  lightning-elixir plan --model gpt2 --set n_layer=48 n_embd=1600 n_head=25 --gpu-memory 16GiB --cpu-memory 64GiB
+  lightning-elixir plan --module train.py:MyModule --init width=4096 --batch train.py:example_batch \\
+      --hardware my_machine.json --gpus 4 --html plan.html
+
+exit codes: 0 it fits, 1 it does not, 2 something cannot be used as given
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-elixir",
+        description="Train models larger than the GPU's memory with PyTorch Lightning.",
+        epilog="`lightning-elixir COMMAND --help` tells more.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    plan = commands.add_parser(
+        "plan",
+        help="will a model fit on a machine, with which placement, and how fast: without a GPU",
+        description="Whether a model can be trained on a machine, with which placement, and how fast. Needs neither the"
+        " machine nor memory for the model: one training step is run on tensors without values.",
+        epilog=_PLAN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_model(plan)
+    _add_machine(plan)
+    _add_training(plan)
+    _add_output(plan)
+    _add_bench(
+        commands.add_parser(
+            "bench-hardware",
+            help="measure what this machine can do",
+            description="Measure transfers, Adam, matrix products and collectives of this machine with this package's"
+            " own code. The figures are kept, and used by the strategy. Under torchrun all ranks measure together.",
+        )
+    )
+    for command, what in (
+        ("fit", "train"),
+        ("validate", "validate"),
+        ("test", "test"),
+        ("predict", "predict with"),
+    ):
+        # Never parsed here: everything after the word is LightningCLI's.
+        commands.add_parser(command, add_help=False, help=f"{what} a LightningModule, by Lightning's own command line")
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the model (one of the first two)")
+    group.add_argument(
+        "--model",
+        metavar="NAME|FILE.json",
+        help="a well-known shape (gpt2, gpt2-xl, opt-1.3b, opt-30b, opt-175b, llama-2-7b, llama-2-13b, llama-2-70b,"
+        " mixtral-8x7b), another model type of transformers, or the file of a transformers config. Nothing is"
+        " downloaded",
+    )
+    group.add_argument(
+        "--module",
+        metavar="MODULE:CLASS",
+        help="a LightningModule or torch module of your own: package.module:Class or path/to/file.py:Class",
+    )
+    group.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="change entries of the model's config")
+    group.add_argument("--init", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of the module's class")
+    group.add_argument(
+        "--batch",
+        metavar="MODULE:FUNCTION",
+        help="with --module: a function without arguments that returns one batch; default: the module's"
+        " example_input_array",
+    )
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the machine", "sizes are bytes, or strings such as 24GiB")
+    group.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU that may be used")
+    group.add_argument("--cpu-memory", metavar="SIZE", help="host memory for all GPUs together")
+    group.add_argument("--nvme-memory", metavar="SIZE", help="NVMe space for optimizer states; default: none")
+    group.add_argument("--gpus", type=_positive, default=1, metavar="N", help="GPUs, all of one host; default: 1")
+    group.add_argument(
+        "--hardware",
+        metavar="NAME|FILE.json",
+        help="measured figures: h200, or what `bench-hardware --out` wrote; default: round figures of no machine in"
+        " particular",
+    )
+    rates = parser.add_argument_group("single figures of the machine, over those of --hardware")
+    for option, what in (
+        ("--h2d-gb-s", "host to device, in GB/s"),
+        ("--d2h-gb-s", "device to host, in GB/s"),
+        ("--collective-gb-s", "all-gather and reduce-scatter, in GB/s of whole chunk"),
+        ("--gpu-tflops", "matrix products in the precision's dtype, in Tflop/s"),
+        ("--gpu-adam", "Adam on the GPU, in Gparam/s"),
+        ("--cpu-adam", "Adam of one rank on the host, in Gparam/s"),
+        ("--streamed-adam", "Adam on the GPU over states that stream through, in Gparam/s"),
+        ("--nvme-read-gb-s", "reading from NVMe, in GB/s"),
+        ("--nvme-write-gb-s", "writing to NVMe, in GB/s"),
+    ):
+        rates.add_argument(option, type=_positive_rate, metavar="X", help=what)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the training")
+    group.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="samples of one GPU; default: 8")
+    group.add_argument("--seq-len", type=_positive, metavar="N", help="tokens of a sample; default: 1024, or all the"
+        " model knows")  # fmt: skip
+    group.add_argument("--precision", choices=PRECISIONS, default="bf16-mixed", help="default: bf16-mixed")
+    group.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    group.add_argument("--accumulate", type=_positive, default=1, metavar="N", help="micro-batches of a step")
+    group.add_argument("--policy", choices=("auto", "cpu", "cuda"), default="auto", help="where chunks may live")
+    group.add_argument("--chunk-size", metavar="SIZE", help="bytes of a chunk; default: searched")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--save-plan", metavar="FILE.json", help="for ElixirStrategy(plan=...)")
+    group.add_argument("--html", metavar="FILE.html", help="the report, with pictures of memory, chunks and time")
+    group.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--refresh", action="store_true", help="measure even if figures were kept")
+    parser.add_argument("--nvme-dir", metavar="FOLDER", help="measure this folder's disk as well")
+    parser.add_argument("--out", metavar="FILE.json", help="write the figures, for `plan --hardware`")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _positive_rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
+    return value

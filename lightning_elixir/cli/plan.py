@@ -1,0 +1,205 @@
+"""`lightning-elixir plan`: will it fit, with which placement, and how fast."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from lightning_elixir.cli.machine import Machine, machine_of
+from lightning_elixir.cli.subject import Subject, module_subject
+from lightning_elixir.cli.tables import print_plan
+from lightning_elixir.cli.transformers_subject import transformers_subject
+from lightning_elixir.config import parse_bytes
+from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.io import plan_to_dict, save_plan
+from lightning_elixir.plan.profile import MemoryProfile
+from lightning_elixir.plan.timeline import Timeline
+from lightning_elixir.plan.types import Plan
+from lightning_elixir.planning import make_plan, norm_parameters, timeline_of
+from lightning_elixir.precision import ElixirPrecision
+from lightning_elixir.profiling.memory import profile_memory
+from lightning_elixir.profiling.parameters import dtype_name, param_specs
+from lightning_elixir.report import ReportData, render_report
+from lightning_elixir.report.markup import format_count
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan that fits, and what a step of it is worth."""
+
+    subject: Subject
+    machine: Machine
+    profile: MemoryProfile
+    plan: Plan
+    timeline: Timeline
+    num_params: int
+    num_accumulated: int
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of one step: so many times forward and backward, and one update."""
+        times = self.timeline.times
+        return self.num_accumulated * (times.total_s - times.step_s) + times.step_s
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Of one step over all ranks."""
+        return None if self.subject.num_tokens is None else self.subject.num_tokens * self._num_batches
+
+    @property
+    def num_samples(self) -> int | None:
+        return None if self.subject.num_samples is None else self.subject.num_samples * self._num_batches
+
+    @property
+    def _num_batches(self) -> int:
+        return self.num_accumulated * self.plan.world_size
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """The command.
+
+    Returns:
+        The exit code: 0 it fits, 1 it does not.
+
+    Raises:
+        PlanError: The model, the machine or an option cannot be used as given.
+    """
+    if (options.model is None) == (options.module is None):
+        raise PlanError("which model? Give --model or --module, one of them (`lightning-elixir plan --help`)")
+    try:
+        found = find(options)
+    except CapacityError as error:
+        if options.json:
+            sys.stdout.write(json.dumps({"fits": False, "reason": str(error)}) + "\n")
+        else:
+            Console(stderr=True, soft_wrap=True, highlight=False).print(
+                f"[bold red]It does not fit.[/] {escape(str(error))}"
+            )
+        return 1
+    if options.save_plan:
+        _written(options.save_plan, lambda path: save_plan(found.plan, path))
+    if options.html:
+        page = render_report(_report_data(found, options))
+        _written(options.html, lambda path: path.write_text(page, encoding="utf-8"))
+    if options.json:
+        sys.stdout.write(json.dumps(_content(found), indent=1) + "\n")
+    else:
+        print_plan(found, options)
+    return 0
+
+
+def find(options: argparse.Namespace) -> Found:
+    """Profile one step and search for the placement.
+
+    Raises:
+        PlanError: The model, the machine or an option cannot be used as given.
+        CapacityError: Nothing fits.
+    """
+    precision = ElixirPrecision(options.precision)
+    dtype = precision.compute_dtype
+    machine = machine_of(options, dtype_name(dtype or torch.float32))
+    with _telling(options, "looking at the model"):
+        subject = module_subject(options) if options.module else transformers_subject(options)
+    with _telling(options, "running a training step without values"):
+        profile = profile_memory(subject.model, subject.inp, subject.step_fn, dtype, autocast=precision.has_autocast)
+    with _telling(options, "looking for the fastest placement"):
+        plan = make_plan(
+            subject.model,
+            placement_policy=options.policy,
+            chunk_size=None if options.chunk_size is None else parse_bytes(options.chunk_size),
+            compute_dtype=dtype,
+            keep_fp32=norm_parameters(subject.model, is_alone=False) if precision.is_mixed else (),
+            master_weights=precision.is_mixed,
+            accumulates=options.accumulate > 1,
+            can_stream=True,
+            world_size=options.gpus,
+            gpu_bytes=machine.gpu_bytes,
+            cpu_bytes=machine.cpu_bytes,
+            nvme_bytes=machine.nvme_bytes,
+            profile=profile,
+            hardware=machine.hardware,
+        )
+        timeline = timeline_of(
+            plan,
+            profile,
+            machine.hardware,
+            master_weights=precision.is_mixed,
+            accumulates=options.accumulate > 1,
+        )
+    num_params = sum(spec.numel for spec in param_specs(subject.model))
+    return Found(subject, machine, profile, plan, timeline, num_params, options.accumulate)
+
+
+@contextmanager
+def _telling(options: argparse.Namespace, what: str) -> Iterator[None]:
+    """Say what takes its time, where somebody watches."""
+    console = Console(stderr=True)
+    if options.json or not console.is_terminal:
+        yield
+        return
+    with console.status(f"{what} ..."):
+        yield
+
+
+def _report_data(found: Found, options: argparse.Namespace) -> ReportData:
+    micro = f"{found.subject.num_samples} samples on each GPU" if found.subject.num_samples else "as given"
+    facts = [
+        ("parameters", format_count(found.num_params)),
+        ("precision", options.precision),
+        ("batch", micro + (f", {found.num_accumulated} times a step" if found.num_accumulated > 1 else "")),
+    ]
+    if found.subject.num_tokens and found.subject.num_samples:
+        facts.append(("tokens of a sample", f"{found.subject.num_tokens // found.subject.num_samples:,}"))
+    if options.checkpointing:
+        facts.append(("activation checkpointing", "on"))
+    return ReportData(
+        title=f"{found.subject.name} on {options.gpus} GPU{'s' * (options.gpus > 1)}",
+        plan=found.plan,
+        hardware=found.machine.hardware,
+        timeline=found.timeline,
+        num_tokens=found.num_tokens,
+        num_samples=found.num_samples,
+        facts=tuple(facts),
+        remarks=found.machine.remarks,
+    )
+
+
+def _content(found: Found) -> dict[str, object]:
+    """Everything, for `--json`."""
+    profile, step_s = found.profile, found.step_s
+    return {
+        "fits": True,
+        "model": found.subject.name,
+        "num_params": found.num_params,
+        "step_s": step_s,
+        "tokens_per_s": found.num_tokens / step_s if found.num_tokens and step_s else None,
+        "samples_per_s": found.num_samples / step_s if found.num_samples and step_s else None,
+        "profile": {
+            "param_bytes": profile.param_bytes,
+            "buffer_bytes": profile.buffer_bytes,
+            "grad_bytes": profile.grad_bytes,
+            "activation_bytes": profile.activation_bytes,
+            "peak_bytes": profile.peak_bytes,
+            "peak_module": profile.peak_module,
+            "flops": profile.flops,
+        },
+        "hardware": found.machine.hardware.to_dict(),
+        "remarks": list(found.machine.remarks),
+        "plan": plan_to_dict(found.plan),
+    }
+
+
+def _written(path: str, write: object) -> None:
+    try:
+        write(Path(path))  # type: ignore[operator]
+    except OSError as error:
+        raise PlanError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,160 @@
+"""What the command prints."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lightning_elixir.plan.hardware import HardwareSpec, hardware_table
+from lightning_elixir.plan.placement import format_bytes
+from lightning_elixir.plan.types import Plan, Tier
+from lightning_elixir.report.markup import format_amount, format_count, format_seconds
+from lightning_elixir.report.tables import GPU_KINDS, HOST_KINDS
+
+if TYPE_CHECKING:
+    from lightning_elixir.cli.plan import Found
+
+NUM_ALTERNATIVES = 3
+"""Runners-up that a terminal shows; the report has all."""
+
+
+def print_plan(found: Found, options: argparse.Namespace) -> None:
+    """The plan as tables on standard output."""
+    console = Console(highlight=False)
+    console.print()
+    console.print(_summary(found, options))
+    console.print(_memory(found))
+    console.print(_times(found))
+    forecast = found.plan.forecast
+    if forecast is not None:
+        console.print(f"\n[bold]The limit:[/] {escape(forecast.binding)}")
+        if forecast.alternatives:
+            console.print(_alternatives(found.plan))
+    for remark in found.machine.remarks:
+        console.print(f"[dim]assumed: {escape(remark)}[/]")
+    for what, path in (("plan", options.save_plan), ("report", options.html)):
+        if path:
+            console.print(f"{what} written to {escape(path)}")
+
+
+def print_hardware(spec: HardwareSpec) -> None:
+    """Measured figures as a table on standard output."""
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, value in hardware_table(spec):
+        table.add_row(escape(what), escape(value))
+    Console(highlight=False).print(table)
+
+
+def _summary(found: Found, options: argparse.Namespace) -> Table:
+    plan, step_s = found.plan, found.step_s
+    table = Table(title=f"[bold green]It fits:[/] {escape(found.subject.name)}", title_justify="left", box=None)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    table.show_header = False
+    table.add_row("parameters", f"{format_count(found.num_params)}, {options.precision}")
+    table.add_row("placement", describe_chunks(plan))
+    table.add_row("one step", format_seconds(step_s))
+    for unit, count in (("tokens", found.num_tokens), ("samples", found.num_samples)):
+        if count and step_s:
+            table.add_row(f"{unit} a second", f"{format_amount(count / step_s)} ({count:,} a step)")
+    table.add_row("activations", f"at most {format_bytes(found.profile.activation_bytes)} of each GPU")
+    return table
+
+
+def describe_chunks(plan: Plan) -> str:
+    """Where the chunks of a plan live, in one sentence."""
+    chunks = plan.chunks
+    trained = [c for c in chunks if c.requires_grad]
+    if plan.is_all_resident and all(c.optim_tier is Tier.GPU for c in trained):
+        return f"everything on the GPU ({len(chunks)} chunk{'s' * (len(chunks) > 1)})"
+    parts = [
+        f"{len(chunks)} chunks: parameters of"
+        f" {sum(c.is_persistent for c in chunks)} and states of"
+        f" {sum(c.optim_tier is Tier.GPU for c in trained)} stay on the GPU"
+    ]
+    streamed = sum(c.is_update_streamed for c in trained)
+    if streamed:
+        parts.append(f"states of {streamed} stream through it for their update")
+    on_nvme = sum(c.optim_tier is Tier.NVME for c in trained)
+    if on_nvme:
+        parts.append(f"states of {on_nvme} are on NVMe")
+    if not plan.is_all_resident:
+        size = format_bytes(plan.block_bytes)
+        parts.append(f"an rCache of {plan.rcache_blocks} blocks of {size}, {plan.prefetch_depth} chunks fetched ahead")
+    return "; ".join(parts)
+
+
+def _memory(found: Found) -> Table:
+    plan, forecast = found.plan, found.plan.forecast
+    table = _table("Bytes of each rank", "", "GPU", "host")
+    host = {text.partition(" and their")[0]: key for key, text, _ in HOST_KINDS}
+    for key, text, _ in GPU_KINDS:
+        on_gpu, on_host = int(plan.notes.get(key, 0)), host.get(text.partition(" and their")[0])
+        host_bytes = int(plan.notes.get(on_host, 0)) if on_host else 0
+        table.add_row(text, _bytes(on_gpu), _bytes(host_bytes))
+    table.add_section()
+    together = [sum(int(plan.notes.get(key, 0)) for key, *_ in kinds) for kinds in (GPU_KINDS, HOST_KINDS)]
+    table.add_row("together", *map(_bytes, together))
+    if forecast is not None:
+        table.add_row("highest moment", _bytes(forecast.peak_gpu_bytes), _bytes(forecast.host_bytes))
+    table.add_row("limit", _bytes(found.machine.gpu_bytes), _bytes(found.machine.cpu_bytes))
+    on_nvme = int(plan.notes.get("nvme_bytes", 0))
+    if on_nvme:
+        table.caption = f"and {format_bytes(on_nvme)} on NVMe"
+    return table
+
+
+def _times(found: Found) -> Table:
+    times, num = found.timeline.times, found.num_accumulated
+    table = _table("One step", "", "time", "share")
+    parts = (
+        ("forward and backward", num * times.compute_s),
+        ("waiting for chunks or gradient blocks", num * times.waiting_s),
+        ("update, after backward", times.step_s),
+    )
+    for what, seconds in parts:
+        table.add_row(what, format_seconds(seconds), f"{seconds / found.step_s:.0%}" if found.step_s else "")
+    table.add_section()
+    table.add_row("together", format_seconds(found.step_s), "")
+    beside = (
+        ("bus to the GPU", num * times.h2d_s),
+        ("bus from the GPU", num * times.d2h_s),
+        ("between ranks", num * times.collective_s),
+        ("Adam, wherever it runs", times.adam_s),
+    )
+    table.add_section()
+    for what, seconds in beside:
+        if seconds:
+            table.add_row(f"[dim]busy: {what}[/]", f"[dim]{format_seconds(seconds)}[/]", "")
+    return table
+
+
+def _alternatives(plan: Plan) -> Table:
+    forecast = plan.forecast
+    table = _table("What else was looked at", "placement", "one step", "why not")
+    table.columns[1].no_wrap = True
+    table.columns[2].justify = "left"
+    table.show_lines = True
+    others = forecast.alternatives if forecast else ()
+    fitting = [other for other in others if other.total_s is not None][:NUM_ALTERNATIVES]
+    for other in [*fitting, *(other for other in others if other.total_s is None)]:
+        seconds = "does not fit" if other.total_s is None else format_seconds(other.total_s)
+        table.add_row(escape(other.description), seconds, escape(other.reason))
+    return table
+
+
+def _table(title: str, *heads: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="left" if i == 0 else "right", overflow="fold")
+    return table
+
+
+def _bytes(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else "-"

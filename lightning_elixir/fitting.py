@@ -1,0 +1,151 @@
+"""What `ElixirStrategy` keeps for the time of one fit: the warm-up, steps that can be repeated, metrics, the report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_elixir._lightning import GradientAccumulationScheduler, LightningModule, Trainer
+from lightning_elixir.callbacks import StepMonitor
+from lightning_elixir.config import ElixirConfig
+from lightning_elixir.core.comm import Comm
+from lightning_elixir.holding import Holding
+from lightning_elixir.optimizer import ElixirOptimizer
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.timeline import Timeline
+from lightning_elixir.planner import Planner
+from lightning_elixir.report import ReportData
+from lightning_elixir.retry import RepeatableStep
+from lightning_elixir.run_report import RunReport
+from lightning_elixir.warm_up import WarmUp
+
+log = logging.getLogger(__name__)
+
+
+def accumulates_gradients(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether gradients of several backwards may be added up before a step."""
+    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    most = max([trainer.accumulate_grad_batches, *(n for s in schedulers for n in s.scheduling.values())])
+    return most > 1 or not module.automatic_optimization
+
+
+class FitRun:
+    """One fit.
+
+    Args:
+        trainer: Gets a callback that measures, where there are loggers or a report.
+        module: The model.
+        holding: Its engine.
+        optimizer: The one that was set up for this fit.
+        planner: Makes the plans of the warm-up.
+        comm: The ranks.
+        hardware: The figures that plans are made with.
+        config: The user's options.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        holding: Holding,
+        optimizer: ElixirOptimizer,
+        planner: Planner,
+        comm: Comm,
+        hardware: HardwareSpec | None,
+        config: ElixirConfig,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._holding = holding
+        self._planner = planner
+        self._hardware = hardware
+        self._report = None if config.report_dir is None else RunReport(config.report_dir)
+        engine = holding.engine.engine
+        engine.set_memory_limit(holding.budget.gpu_bytes)
+        self.warm_up = WarmUp(
+            holding,
+            planner,
+            comm,
+            can_stream=optimizer.can_stream,
+            is_searched=config.placement_policy == "auto" and config.plan is None,
+            is_profile_wanted=config.report_dir is not None,
+        )
+        self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.start_over)
+        self._monitor: StepMonitor | None = None
+        self._optimizer_name = type(optimizer.optimizer).__name__
+        if trainer.loggers or self._report is not None:
+            self._monitor = StepMonitor(
+                engine,
+                self.warm_up.time_steps,
+                lambda: optimizer.last_step_times,
+                is_reporting=self._report is not None,
+            )
+            trainer.callbacks.insert(0, self._monitor)  # type: ignore[attr-defined]
+
+    # Steps
+
+    def training_step(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `forward`, a second time if memory runs out."""
+        return self._step.forward(lambda: forward(*args, **kwargs), (*args, *kwargs.values()))
+
+    def backward(self, loss: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run `backward`; if memory runs out, the training step and then it a second time."""
+        return self._step.backward(loss, backward, self._loss_of)
+
+    def _loss_of(self, output: Any) -> Tensor | None:
+        """The loss that Lightning makes from what a training step returns."""
+        make = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls.from_training_step_output
+        return make(output, self._trainer.accumulate_grad_batches).closure_loss
+
+    # The end
+
+    def close(self) -> None:
+        """Take back what the Trainer was given: it would keep the optimizer's states until the next fit."""
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        if self._monitor in callbacks:
+            callbacks.remove(self._monitor)
+
+    def write_report(self) -> None:
+        """Write the report, if one is wanted. What goes wrong is logged, since the training itself is over."""
+        monitor, report, trainer = self._monitor, self._report, self._trainer
+        if monitor is None or report is None or not trainer.is_global_zero or self._holding.engine.is_closed:
+            return
+        try:
+            measured, held_bytes = monitor.measured()
+            data = ReportData(
+                title=type(self._module).__name__,
+                plan=self._holding.engine.plan,
+                hardware=self._hardware,
+                timeline=self._timeline(),
+                measured=measured,
+                num_samples=self._num_samples(),
+                facts=self._facts(),
+            )
+            report.write(data, held_bytes)
+        except Exception as error:  # whatever it is, it must not hide how the training ended
+            log.warning("could not write the report to %s: %s: %s", report.folder, type(error).__name__, error)
+
+    def _timeline(self) -> Timeline | None:
+        profile = self.warm_up.profile
+        return None if profile is None else self._planner.simulated(self._holding.engine.plan, profile)
+
+    def _num_samples(self) -> int | None:
+        """Of one step over all ranks, where the data loader tells."""
+        batch_size = getattr(self._trainer.train_dataloader, "batch_size", None)
+        if not isinstance(batch_size, int):
+            return None
+        return batch_size * self._trainer.accumulate_grad_batches * self._trainer.world_size
+
+    def _facts(self) -> tuple[tuple[str, str], ...]:
+        trainer = self._trainer
+        facts = {
+            "precision": trainer.precision,
+            "optimizer": self._optimizer_name,
+            "steps": trainer.global_step,
+            "micro-batches in a step": trainer.accumulate_grad_batches,
+            "samples in a step": self._num_samples() or "unknown",
+        }
+        return tuple((name, str(value)) for name, value in facts.items())

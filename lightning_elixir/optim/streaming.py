@@ -1,0 +1,247 @@
+"""Adam for states in host memory, carried out by the compute device.
+
+[Note: streamed updates] Parameters, states and gradients go up in pieces, are updated on the device by the same written
+sequence of operations as on the host (so bitwise to the same values), and come back. Three lanes work beside each
+other and beside the compute stream: one piece goes up, one is updated, one comes down. All memory on the device is
+taken before the first piece and given back after the last; a slot is filled again when its piece has come back. The
+host only issues, at most `_MAX_QUEUED` pieces ahead, and is free for updates of its own in between.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_elixir.core.device import Device, Event
+from lightning_elixir.errors import CapacityError
+from lightning_elixir.optim.updates import FlatUpdate
+from lightning_elixir.plan.placement import format_bytes
+from lightning_elixir.plan.streaming import NUM_SLOTS, SCRATCH_BYTES, SLOT_BYTES
+from lightning_elixir.plan.types import ALIGN_NUMEL
+
+log = logging.getLogger(__name__)
+
+# Pieces that the lanes were given and have not finished: enough to keep them busy while the host updates a piece of its
+# own, and few enough that the queues of the driver, some thousand entries long, never make the host wait.
+_MAX_QUEUED = 16
+
+# Below this, transfers are too short to be worth it.
+_LEAST_SLOT_BYTES = 4 * 1024**2
+
+
+class StateStream:
+    """Carries out `FlatUpdate`s of host tensors on the compute device.
+
+        stream = StateStream(make_device())
+        update = FlatUpdate(master, grad, exp_avg, exp_avg_sq, (UpdatePart(0, numel, 1, hyper),), compute=param)
+        stream.run([update])  # the host tensors hold the result when this returns
+
+    Host tensors should come from `Device.host_empty`: from pageable memory it works too, a good deal slower. `compute`
+    may be on either side. On a CPU device, the slots are host memory and everything is a synchronous copy.
+
+    Args:
+        device: The compute device.
+        slot_bytes: Device memory of each of `NUM_SLOTS` pieces.
+        scratch_bytes: Device memory for the arithmetic.
+    """
+
+    def __init__(self, device: Device, slot_bytes: int = SLOT_BYTES, scratch_bytes: int = SCRATCH_BYTES) -> None:
+        self._device = device
+        self._slot_bytes = slot_bytes
+        self._scratch_bytes = scratch_bytes
+        self._slots: list[Tensor] = []  # uint8; there while updates run
+        self._scratch: Tensor | None = None  # likewise
+        self._up_lane, self._update_lane, self._down_lane = (device.new_lane() for _ in range(3))
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that a run takes."""
+        return NUM_SLOTS * self._slot_bytes + self._scratch_bytes
+
+    def held_bytes(self) -> dict[str, int]:
+        """Device memory held now, under the engine's kind `update_slot`."""
+        return {} if self._scratch is None else {"update_slot": self.device_bytes}
+
+    def reserve(self) -> None:
+        """Take the device memory for the next run, less of it where there is not so much; a run does so by itself.
+
+        Raises:
+            CapacityError: If not even small slots fit.
+        """
+        while self._scratch is None:
+            try:
+                self._slots = [self._allocate(self._slot_bytes) for _ in range(NUM_SLOTS)]
+                self._scratch = self._allocate(self._scratch_bytes)
+            except torch.OutOfMemoryError as error:
+                self._slots = []
+                if self._slot_bytes // 2 < _LEAST_SLOT_BYTES:
+                    raise CapacityError(
+                        f"no device memory for streamed updates: they need at least {format_bytes(self.device_bytes)} "
+                        "beside all that stays on the device; lower gpu_memory_limit so that the plan leaves more "
+                        "free, or use a plan without streamed updates"
+                    ) from error
+                self._slot_bytes //= 2
+                self._scratch_bytes //= 2
+                log.warning(
+                    "little device memory for streamed updates: going on with %s", format_bytes(self.device_bytes)
+                )
+
+    def release(self) -> None:
+        """Give the device memory back; a run does so by itself."""
+        self._slots, self._scratch = [], None
+
+    def run(self, updates: Iterable[FlatUpdate]) -> None:
+        """Carry out all updates; the host tensors hold the result when this returns."""
+        with self.running(updates):
+            pass
+
+    @contextmanager
+    def running(self, updates: Iterable[FlatUpdate]) -> Iterator[Callable[[], None]]:
+        """Carry out all updates while the host does other things inside; waits for them at the end.
+
+        Yields:
+            A function to call every few milliseconds: gives the lanes more to do, and waits for nothing.
+
+        Raises:
+            CapacityError: If the device has no memory for it; no update has begun then.
+        """
+        pieces = (piece for update in updates for piece in update.pieces(self._piece_numel(update)))
+        first = next(pieces, None)
+        if first is None:
+            try:
+                yield _do_nothing
+            finally:
+                self.release()
+            return
+        self.reserve()
+        queue = _Queue(first, pieces, self._issue)
+        try:
+            for lane in (self._up_lane, self._update_lane, self._down_lane):
+                with lane.issue():  # whoever had this memory before, or reads the targets, is done
+                    pass
+            queue.advance()
+            yield queue.advance
+            queue.finish()
+        except BaseException:
+            self._device.synchronize()  # the lanes may still use the memory that goes now
+            raise
+        finally:
+            self.release()
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
+
+    def _piece_numel(self, update: FlatUpdate) -> int:
+        nbytes = 3 * update.param.dtype.itemsize + update.grad.dtype.itemsize
+        if update.compute is not None and not update.is_compute_on_device:
+            nbytes += update.compute.dtype.itemsize
+        if update.change_grad is not None:
+            nbytes += update.changed_grad_dtype.itemsize
+        return self._slot_bytes // nbytes
+
+    def _issue(self, piece: FlatUpdate, number: int, is_free: Event | None) -> Event:
+        """Queue one piece on the lanes.
+
+        Args:
+            piece: On the host.
+            number: Counts the pieces; decides the slot.
+            is_free: When the slot's last piece has come back.
+
+        Returns:
+            When this one has.
+        """
+        slot = _Slot(self._slots[number % NUM_SLOTS])
+        with self._up_lane.resume():
+            if is_free is not None:
+                is_free.wait()
+            above = replace(
+                piece,
+                param=slot.filled(piece.param),
+                grad=slot.filled(piece.grad),
+                exp_avg=slot.filled(piece.exp_avg),
+                exp_avg_sq=slot.filled(piece.exp_avg_sq),
+                compute=None,  # cast below, padding included
+            )
+            is_up = self._up_lane.record()
+        compute = piece.compute
+        with self._update_lane.resume():
+            is_up.wait()
+            changed = None if piece.change_grad is None else slot.take(piece.numel, piece.changed_grad_dtype)
+            above.run(changed_grad=changed, scratch=self._scratch)
+            if compute is not None:
+                near = compute if piece.is_compute_on_device else slot.take(compute.numel(), compute.dtype)
+                near.copy_(above.param)
+            is_updated = self._update_lane.record()
+        with self._down_lane.resume():
+            is_updated.wait()
+            for target, source in (
+                (piece.param, above.param),
+                (piece.exp_avg, above.exp_avg),
+                (piece.exp_avg_sq, above.exp_avg_sq),
+            ):
+                target.copy_(source, non_blocking=True)
+            if compute is not None and not piece.is_compute_on_device:
+                compute.copy_(near, non_blocking=True)
+            return self._down_lane.record()
+
+
+class _Slot:
+    """Cuts one piece's device tensors out of its slot."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._used_bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        start = self._used_bytes
+        self._used_bytes += -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL * dtype.itemsize
+        return self._memory[start : start + numel * dtype.itemsize].view(dtype)
+
+    def filled(self, source: Tensor) -> Tensor:
+        return self.take(source.numel(), source.dtype).copy_(source, non_blocking=True)
+
+
+class _Queue:
+    """Pieces that are still to go, and those under way."""
+
+    def __init__(
+        self,
+        first: FlatUpdate,
+        others: Iterator[FlatUpdate],
+        issue: Callable[[FlatUpdate, int, Event | None], Event],
+    ) -> None:
+        self._next: FlatUpdate | None = first
+        self._others = others
+        self._issue = issue
+        self._num_issued = 0
+        self._ends: deque[Event] = deque()  # of pieces that may be under way
+        self._last_ends: deque[Event] = deque(maxlen=NUM_SLOTS)
+
+    def advance(self) -> None:
+        """Issue what there is room for."""
+        while self._ends and self._ends[0].is_over():
+            self._ends.popleft()
+        while self._next is not None and len(self._ends) < _MAX_QUEUED:
+            is_free = self._last_ends[0] if len(self._last_ends) == NUM_SLOTS else None
+            end = self._issue(self._next, self._num_issued, is_free)
+            self._ends.append(end)
+            self._last_ends.append(end)
+            self._num_issued += 1
+            self._next = next(self._others, None)
+
+    def finish(self) -> None:
+        """Issue the rest as room comes, and make the host wait until all has come back."""
+        self.advance()
+        while self._ends:
+            self._ends.popleft().synchronize()
+            self.advance()
+
+
+def _do_nothing() -> None:
+    return

@@ -1,0 +1,121 @@
+"""An Adam update that is described first and carried out later, in pieces, wherever its tensors are then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_elixir.optim.adam import adam_update_
+from lightning_elixir.optim.hybrid_adam import AdamHyper
+from lightning_elixir.plan.types import ALIGN_NUMEL
+
+
+@dataclass(frozen=True)
+class UpdatePart:
+    """Elements with the same settings."""
+
+    start: int
+    """First element within the update's tensors."""
+    numel: int
+    step: int
+    """Count of updates including this one, from 1."""
+    hyper: AdamHyper
+
+
+@dataclass(frozen=True)
+class FlatUpdate:
+    """One Adam update over flat tensors: all 1-D, contiguous, of one numel, and but for `compute` on one device.
+
+    Elements outside the parts are padding of fewer than `ALIGN_NUMEL` elements between them.
+    """
+
+    param: Tensor
+    """The master, or the compute shard where there is none."""
+    grad: Tensor
+    """Any floating dtype; read only."""
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    parts: tuple[UpdatePart, ...]
+    """Ascending, not overlapping."""
+    grad_factor: float = 1.0
+    """Multiplies the gradient (loss unscaling and clipping by norm)."""
+    change_grad: Callable[[Tensor], None] | None = None
+    """Changes a copy of the gradient, at least fp32, in place and element by element, before the update."""
+    compute: Tensor | None = None
+    """Receives the new values in its own dtype; None where `param` is what forward reads."""
+    is_compute_on_device: bool = False
+    """Whether `compute` is on the compute device rather than in host memory."""
+
+    @property
+    def numel(self) -> int:
+        return self.param.numel()
+
+    @property
+    def used_numel(self) -> int:
+        """Without padding."""
+        return sum(part.numel for part in self.parts)
+
+    @property
+    def changed_grad_dtype(self) -> torch.dtype:
+        """What `change_grad` works on."""
+        return torch.promote_types(torch.float32, self.grad.dtype)
+
+    def pieces(self, max_numel: int) -> Iterator[FlatUpdate]:
+        """The same update cut into pieces; the bits of the result do not depend on where.
+
+        Args:
+            max_numel: Most elements of one piece; rounded down to a multiple of `ALIGN_NUMEL`, and at least that.
+        """
+        size = max(ALIGN_NUMEL, max_numel // ALIGN_NUMEL * ALIGN_NUMEL)
+        if self.numel <= size:
+            yield self
+            return
+        for start in range(0, self.numel, size):
+            stop = min(start + size, self.numel)
+            yield replace(
+                self,
+                param=self.param[start:stop],
+                grad=self.grad[start:stop],
+                exp_avg=self.exp_avg[start:stop],
+                exp_avg_sq=self.exp_avg_sq[start:stop],
+                parts=tuple(_clipped(self.parts, start, stop)),
+                compute=None if self.compute is None else self.compute[start:stop],
+            )
+
+    def run(self, *, changed_grad: Tensor | None = None, scratch: Tensor | None = None) -> None:
+        """Carry the update out where the tensors are; `compute` must be on the same device.
+
+        Args:
+            changed_grad: Memory for `change_grad`, 1-D, `changed_grad_dtype`, `[numel]`. None: allocated here.
+            scratch: See `adam_update_`.
+        """
+        grad = self.grad
+        if self.change_grad is not None:
+            if changed_grad is None:
+                changed_grad = torch.empty_like(grad, dtype=self.changed_grad_dtype)
+            grad = changed_grad.copy_(grad)
+            self.change_grad(grad)
+        for part in self.parts:
+            span = slice(part.start, part.start + part.numel)
+            adam_update_(
+                self.param[span],
+                grad[span],
+                self.exp_avg[span],
+                self.exp_avg_sq[span],
+                step=part.step,
+                grad_factor=self.grad_factor,
+                compute_param=None if self.compute is None else self.compute[span],
+                scratch=scratch,
+                **part.hyper,
+            )
+
+
+def _clipped(parts: tuple[UpdatePart, ...], start: int, stop: int) -> Iterator[UpdatePart]:
+    """What lies between `start` and `stop`, counted from `start`."""
+    for part in parts:
+        first, last = max(part.start, start), min(part.start + part.numel, stop)
+        if first < last:
+            yield replace(part, start=first - start, numel=last - first)

@@ -1,0 +1,84 @@
+"""Bytes and measured figures -> seconds of what a plan does to one chunk. No constants of its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.memory import Scheme
+from lightning_elixir.plan.types import ChunkSpec, Tier
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that one chunk costs one rank, while all ranks do the same."""
+
+    hardware: HardwareSpec
+    scheme: Scheme
+
+    def upload_s(self, chunk: ChunkSpec, *, is_outdated: bool = False) -> float:
+        """The host's part of a fetch: this rank's slice where the rest is gathered, else the whole chunk."""
+        if chunk.param_tier is Tier.GPU:
+            return 0.0
+        is_slice = self.is_gathered(is_outdated)
+        return self.hardware.h2d.seconds(chunk.nbytes // self.scheme.world_size if is_slice else chunk.nbytes)
+
+    def gather_s(self, chunk: ChunkSpec, *, is_outdated: bool = False) -> float:
+        """The ranks' part of a fetch."""
+        if not self.is_gathered(is_outdated) or self.hardware.all_gather is None:
+            return 0.0
+        return self.hardware.all_gather.seconds(chunk.nbytes)
+
+    def refresh_s(self, chunk: ChunkSpec, *, is_outdated: bool) -> float:
+        """Whole shards on the host take the gathered values, so that later fetches need no peers."""
+        if self.scheme.is_storage_distributed or chunk.param_tier is Tier.GPU or not self.is_gathered(is_outdated):
+            return 0.0
+        return self.hardware.d2h.seconds(chunk.nbytes)
+
+    def is_gathered(self, is_outdated: bool) -> bool:
+        return self.scheme.world_size > 1 and (self.scheme.is_storage_distributed or is_outdated)
+
+    def reduce_s(self, chunk: ChunkSpec) -> float:
+        """Reduction of a chunk's gradients over the ranks."""
+        if self.scheme.world_size == 1 or self.hardware.reduce_scatter is None:
+            return 0.0
+        return self.hardware.reduce_scatter.seconds(chunk.nbytes)
+
+    def download_s(self, chunk: ChunkSpec) -> float:
+        """Reduced gradients on their way to the host."""
+        if chunk.optim_tier is Tier.GPU:
+            return 0.0
+        return self.hardware.d2h.seconds(chunk.nbytes // self.scheme.world_size)
+
+    def update_s(self, chunk: ChunkSpec) -> float:
+        """Adam over this rank's shard, where the plan has it run; on NVMe, the slowest of reading, writing and it."""
+        hardware = self.hardware
+        numel = chunk.numel // self.scheme.world_size
+        if chunk.optim_tier is Tier.GPU:
+            return numel / hardware.gpu_adam_numel_per_s
+        if chunk.is_update_streamed:
+            return numel / hardware.streamed_adam_numel_per_s
+        update_s = numel / hardware.cpu_adam_numel_per_s
+        if chunk.optim_tier is Tier.NVME:
+            update_s = max(update_s, self.nvme_s(chunk))
+        return update_s
+
+    def nvme_s(self, chunk: ChunkSpec) -> float:
+        """Reading and writing master and states, one after the other; infinite where no NVMe was measured."""
+        hardware, nbytes = self.hardware, self.scheme.state_bytes(chunk)
+        if not hardware.nvme_read_bytes_per_s or not hardware.nvme_write_bytes_per_s:
+            return math.inf
+        return nbytes / hardware.nvme_read_bytes_per_s + nbytes / hardware.nvme_write_bytes_per_s
+
+    def write_back_s(self, chunk: ChunkSpec) -> float:
+        """New values of an update on the host, on their way to a parameter shard or replica on the device."""
+        if chunk.optim_tier is Tier.GPU or chunk.is_update_streamed or chunk.param_tier is not Tier.GPU:
+            return 0.0
+        return self.hardware.h2d.seconds(chunk.nbytes // self.scheme.world_size)
+
+    def spread_s(self, chunk: ChunkSpec) -> float:
+        """All slices of an updated chunk that every rank keeps whole on the device."""
+        if self.scheme.world_size == 1 or not chunk.is_persistent or self.hardware.all_gather is None:
+            return 0.0
+        return self.hardware.all_gather.seconds(chunk.nbytes)

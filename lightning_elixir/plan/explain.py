@@ -1,0 +1,66 @@
+"""A plan in words."""
+
+from __future__ import annotations
+
+from lightning_elixir.plan.placement import format_bytes
+from lightning_elixir.plan.search import describe_placement
+from lightning_elixir.plan.types import Plan, StepTimes
+
+_PARTS = (
+    ("compute_s", "computing in forward and backward"),
+    ("waiting_s", "waiting for chunks and gradient blocks, not hidden"),
+    ("step_s", "the update, after backward"),
+    ("adam_s", "Adam, wherever it runs"),
+    ("h2d_s", "the bus to the device is busy"),
+    ("d2h_s", "the bus from the device is busy"),
+    ("collective_s", "collectives"),
+)
+
+
+def explain(plan: Plan) -> str:
+    """The placement, what it is predicted to take and cost, what limits it, and what lost against it."""
+    lines = [
+        f"plan ({plan.policy}), {plan.world_size} rank{'s' * (plan.world_size > 1)}, {plan.compute_dtype}:"
+        f" {len(plan.chunks)} chunks of up to {format_bytes(plan.block_bytes)}",
+        f"  {describe_placement(plan.chunks, plan.rcache_blocks, plan.prefetch_depth)}",
+    ]
+    forecast = plan.forecast
+    if forecast is None:
+        lines += [f"  {name}: {format_bytes(v)}" for name, v in plan.notes.items() if isinstance(v, int) and v]
+        return "\n".join(lines)
+    lines.append(f"  limited by {forecast.binding}")
+    lines.append(f"  GPU, at the highest moment: {_of(forecast.peak_gpu_bytes, forecast.gpu_limit_bytes)}")
+    kinds = {
+        "parameters": "gpu_param_bytes",
+        "states": "gpu_state_bytes",
+        "gradients": "gpu_grad_bytes",
+        "rCache": "rcache_bytes",
+        "activations and other data": "non_model_bytes",
+    }
+    lines.append(f"    {_kinds(plan, kinds)}")
+    lines.append(f"  host: {_of(forecast.host_bytes, forecast.host_limit_bytes)}")
+    kinds = {"parameters": "host_param_bytes", "states": "host_state_bytes", "gradients": "host_grad_bytes"}
+    lines.append(f"    {_kinds(plan, kinds)}")
+    lines.append(f"  predicted step: {forecast.times.total_s:.3g} s, with the figures of {forecast.hardware}")
+    lines += [f"    {seconds:.3g} s {text}" for text, seconds in step_parts(forecast.times)]
+    if forecast.alternatives:
+        lines.append("  looked at as well:")
+        for other in forecast.alternatives:
+            time = "does not fit" if other.total_s is None else f"{other.total_s:.3g} s"
+            lines.append(f"    {time}: {other.description} ({other.reason})")
+    return "\n".join(lines)
+
+
+def step_parts(times: StepTimes) -> list[tuple[str, float]]:
+    """(what, seconds) of a step; the first three add up to the whole, the others overlap with them."""
+    parts = [(text, float(getattr(times, name))) for name, text in _PARTS]
+    return parts[:3] + [(text, seconds) for text, seconds in parts[3:] if seconds > 0]
+
+
+def _of(nbytes: int, limit: int | None) -> str:
+    return format_bytes(nbytes) if limit is None else f"{format_bytes(nbytes)} of {format_bytes(limit)}"
+
+
+def _kinds(plan: Plan, kinds: dict[str, str]) -> str:
+    amounts = ((name, plan.notes.get(key, 0)) for name, key in kinds.items())
+    return ", ".join(f"{name} {format_bytes(int(amount))}" for name, amount in amounts if amount) or "nothing"

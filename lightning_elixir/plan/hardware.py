@@ -1,0 +1,233 @@
+"""What a machine can do, as measured figures: pure data, standard library only."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_elixir.errors import PlanError
+
+HARDWARE_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class BandwidthCurve:
+    """Time of a transfer over its size, from measured points."""
+
+    points: tuple[tuple[int, float], ...]
+    """(bytes, seconds for that many), sizes and times ascending."""
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not self.points or sizes != sorted(set(sizes)) or any(s < 1 or t <= 0 for s, t in self.points):
+            raise PlanError(f"a curve needs ascending sizes and positive times, got {self.points}")
+
+    @classmethod
+    def constant(cls, bytes_per_s: float, latency_s: float = 0.0) -> BandwidthCurve:
+        """One bandwidth for every size, after a fixed delay."""
+        sizes = (1, 2**20, 2**30)
+        return cls(tuple((size, latency_s + size / bytes_per_s) for size in sizes))
+
+    def seconds(self, nbytes: int) -> float:
+        """Seconds for `nbytes`: linear between measured points, at the last bandwidth above them; below the smallest
+        as long as that one."""
+        if nbytes <= 0:
+            return 0.0
+        index = bisect_left(self.points, (nbytes, -math.inf))
+        if index == 0:
+            return self.points[0][1]
+        if index == len(self.points):
+            size, seconds = self.points[-1]
+            if len(self.points) == 1:
+                return seconds * nbytes / size
+            before_size, before = self.points[-2]
+            slope = max((seconds - before) / (size - before_size), 0.0) or seconds / size
+            return seconds + slope * (nbytes - size)
+        (low, low_s), (high, high_s) = self.points[index - 1], self.points[index]
+        return low_s + (high_s - low_s) * (nbytes - low) / (high - low)
+
+    def bytes_per_s(self, nbytes: int) -> float:
+        return nbytes / self.seconds(nbytes)
+
+
+@dataclass(frozen=True)
+class HardwareSpec:
+    """What one rank may count on while all ranks of its host do the same.
+
+    Rates are those of this package's own code on that machine, not of its data sheet.
+    """
+
+    name: str
+    """For people: the devices, and where the figures come from."""
+    gpu_bytes: int | None
+    """Memory of one device that this process may use: less than all of it where the driver or others hold some. None:
+    the CPU computes."""
+    host_bytes: int
+    """Host memory that all ranks of the host may use together."""
+    h2d: BandwidthCurve
+    """Page-locked host memory to device, alone."""
+    d2h: BandwidthCurve
+    """Device to page-locked host memory, alone."""
+    duplex_slowdown: float
+    """How much longer a transfer takes while the other direction is busy as well; at least 1."""
+    cpu_adam_numel_per_s: float
+    """Parameters a second: Adam on the host over fp32 master and states with 16-bit gradients."""
+    gpu_adam_numel_per_s: float
+    """The same on the device."""
+    streamed_adam_numel_per_s: float
+    """The same with states in host memory that go up to the device, are updated there, and come back."""
+    joint_adam_numel_per_s: float = math.inf
+    """What the host and the stream reach together, at the same time: host memory serves both."""
+    matmul_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    """By compute dtype, for large matrices."""
+    device_bytes_per_s: float = math.inf
+    """Device memory, read and write together, in element-wise operators."""
+    launch_s: float = 0.0
+    """Least time of one operator, on the host or on the device."""
+    all_gather: BandwidthCurve | None = None
+    """Time over the bytes of the whole chunk, for `world_size` ranks."""
+    reduce_scatter: BandwidthCurve | None = None
+    """The same for a chunk of gradients."""
+    world_size: int = 1
+    """Ranks that took part."""
+    nvme_read_bytes_per_s: float | None = None
+    nvme_write_bytes_per_s: float | None = None
+    nvme_bytes: int | None = None
+    """Free space of the folder that was measured."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of what was measured: torch, this package, driver."""
+    gpu_total_bytes: int | None = None
+    """All memory of one device."""
+
+    @property
+    def nvme_adam_numel_per_s(self) -> float | None:
+        """Parameters a second of Adam with fp32 master and states on NVMe: 12 bytes each are read and 12 written, one
+        after the other, and the host updates no faster than it does in memory. None where no disk was measured."""
+        if not self.nvme_read_bytes_per_s or not self.nvme_write_bytes_per_s:
+            return None
+        moved = 1 / (12 / self.nvme_read_bytes_per_s + 12 / self.nvme_write_bytes_per_s)
+        return min(moved, self.cpu_adam_numel_per_s)
+
+    @classmethod
+    def nominal(cls, gpu_bytes: int | None = None, host_bytes: int = 0) -> HardwareSpec:
+        """Round figures of no machine in particular, for tests and for the CPU as compute device, where the order of
+        placements is all that matters: a bus of 25 GB/s, 100 Tflop/s, Adam at 1 (host), 20 (device) Gparam/s."""
+        return cls(
+            name="nominal figures, not measured",
+            gpu_bytes=gpu_bytes,
+            host_bytes=host_bytes,
+            h2d=BandwidthCurve.constant(25e9, 20e-6),
+            d2h=BandwidthCurve.constant(25e9, 20e-6),
+            duplex_slowdown=1.1,
+            cpu_adam_numel_per_s=1e9,
+            gpu_adam_numel_per_s=20e9,
+            streamed_adam_numel_per_s=1.5e9,
+            joint_adam_numel_per_s=2e9,
+            matmul_flops_per_s={"float32": 50e12, "float16": 100e12, "bfloat16": 100e12},
+            device_bytes_per_s=1e12,
+            launch_s=5e-6,
+            all_gather=BandwidthCurve.constant(50e9, 50e-6),
+            reduce_scatter=BandwidthCurve.constant(50e9, 50e-6),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema": HARDWARE_SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, content: Any) -> HardwareSpec:
+        """What `to_dict` gave.
+
+        Raises:
+            PlanError: Another schema, or missing, unknown or misshapen entries.
+        """
+        if not isinstance(content, Mapping) or content.get("schema") != HARDWARE_SCHEMA:
+            raise PlanError(
+                f"not a hardware profile of schema {HARDWARE_SCHEMA}: run `lightning-elixir bench-hardware`"
+            )
+        values = {k: v for k, v in content.items() if k != "schema"}
+        unknown = sorted(set(values) - {f.name for f in fields(cls)})
+        if unknown:
+            raise PlanError(f"the hardware profile has unknown entries: {', '.join(unknown)}")
+        try:
+            for key in ("h2d", "d2h", "all_gather", "reduce_scatter"):
+                curve = values.get(key)
+                if curve is not None:
+                    values[key] = BandwidthCurve(tuple((int(size), float(time)) for size, time in curve["points"]))
+            return cls(**values)
+        except (TypeError, KeyError, ValueError) as error:
+            raise PlanError(f"the hardware profile cannot be read: {error}") from error
+
+
+def save_hardware(spec: HardwareSpec, path: str | Path) -> None:
+    Path(path).write_text(json.dumps(spec.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+
+def load_hardware(path: str | Path) -> HardwareSpec:
+    """Read what `save_hardware` wrote.
+
+    Raises:
+        PlanError: The file is missing or is not a hardware profile; the message names it.
+    """
+    try:
+        return HardwareSpec.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise PlanError(f"cannot read the hardware profile {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise PlanError(f"{path}: {error}") from error
+
+
+def hardware_table(spec: HardwareSpec) -> list[tuple[str, str]]:
+    """The figures for people: (what, value with unit), in the order of printing. What was not measured is left out."""
+    rows = [("machine", spec.name), ("ranks", str(spec.world_size))]
+    if spec.gpu_bytes is not None:
+        total = "" if spec.gpu_total_bytes is None else f" of {_gib(spec.gpu_total_bytes)}"
+        rows.append(("device memory", f"{_gib(spec.gpu_bytes)}{total}"))
+    rows += [
+        ("host memory", _gib(spec.host_bytes)),
+        ("host to device", _curve_text(spec.h2d)),
+        ("device to host", _curve_text(spec.d2h)),
+        ("both directions at once", f"{spec.duplex_slowdown:.2f} times as long"),
+    ]
+    if spec.all_gather is not None:
+        rows.append(("all-gather of a chunk", _curve_text(spec.all_gather)))
+    if spec.reduce_scatter is not None:
+        rows.append(("reduce-scatter of a chunk", _curve_text(spec.reduce_scatter)))
+    rows += [
+        ("Adam on the host", _adam_text(spec.cpu_adam_numel_per_s)),
+        ("Adam on the device", _adam_text(spec.gpu_adam_numel_per_s)),
+        ("Adam streamed to the device", _adam_text(spec.streamed_adam_numel_per_s)),
+    ]
+    if math.isfinite(spec.joint_adam_numel_per_s):
+        rows.append(("Adam, host and streamed at once", _adam_text(spec.joint_adam_numel_per_s)))
+    rows += [(f"matmul {name}", f"{rate / 1e12:.3g} TFLOP/s") for name, rate in spec.matmul_flops_per_s.items()]
+    if math.isfinite(spec.device_bytes_per_s):
+        rows.append(("element-wise operators", f"{spec.device_bytes_per_s / 1e9:.3g} GB/s read and written"))
+    rows.append(("least time of an operator", f"{spec.launch_s * 1e6:.3g} us"))
+    if spec.nvme_read_bytes_per_s and spec.nvme_write_bytes_per_s:
+        rows.append(("NVMe read", f"{spec.nvme_read_bytes_per_s / 1e9:.3g} GB/s"))
+        rows.append(("NVMe write", f"{spec.nvme_write_bytes_per_s / 1e9:.3g} GB/s"))
+        rows.append(("Adam through NVMe", _adam_text(spec.nvme_adam_numel_per_s or 0.0)))
+    if spec.nvme_bytes is not None:
+        rows.append(("NVMe free space", _gib(spec.nvme_bytes)))
+    return rows + [(f"version of {name}", version) for name, version in spec.versions.items()]
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"
+
+
+def _curve_text(curve: BandwidthCurve) -> str:
+    """Bandwidth by size: "11 GB/s at 1 MiB, 31 at 4, 46 at 16"."""
+    points = [point for point in curve.points if point[0] >= 2**16] or curve.points
+    parts = [(f"{size / seconds / 1e9:.3g}", f"{size / 2**20:g}") for size, seconds in points]
+    (rate, size), *others = parts
+    return ", ".join([f"{rate} GB/s at {size} MiB", *(f"{rate} at {size}" for rate, size in others)])
+
+
+def _adam_text(numel_per_s: float) -> str:
+    return f"{numel_per_s / 1e9:.3g} Gparam/s"

@@ -1,0 +1,170 @@
+"""Bytes of a placement, by kind, of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Tier
+
+GRAD_BLOCKS = 2
+"""Blocks for gradients on the compute device: one fills up while another is being reduced."""
+
+
+@dataclass(frozen=True)
+class ModelDataBytes:
+    """Bytes per element of everything that a trainable parameter drags along."""
+
+    compute: int
+    """The parameter in the compute dtype."""
+    grad: int
+    """The gradient shard."""
+    master: int
+    """The optimizer's own copy of the parameter; 0 if it works on the compute shard."""
+    states: int
+    """Optimizer states, all together."""
+
+    @property
+    def optim(self) -> int:
+        """What follows the optimizer tier: master, states and the gradient shard."""
+        return self.grad + self.master + self.states
+
+    @classmethod
+    def of(cls, dtype: str, *, has_master: bool, num_states: int = 2, grad_bytes: int | None = None) -> ModelDataBytes:
+        """The usual figures: 16-bit with an fp32 master 2, 2, 4, 8; fp32 4, 4, 0, 8; 16-bit without master 2, 2, 0, 4.
+
+        Args:
+            dtype: Compute dtype, key of `DTYPE_BYTES`.
+            has_master: Whether 16-bit parameters have an fp32 master.
+            num_states: Optimizer states per element (Adam 2, SGD with momentum 1).
+            grad_bytes: Bytes per element of the gradient shard; None: as the parameter.
+        """
+        compute = DTYPE_BYTES[dtype]
+        master = 4 if has_master and compute == 2 else 0
+        return cls(compute, compute if grad_bytes is None else grad_bytes, master, num_states * (master or compute))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one rank may use. None: not known, treated as unlimited."""
+
+    gpu_bytes: int | None = None
+    """Memory of the compute device."""
+    cpu_bytes: int | None = None
+    """This rank's part of the host's memory."""
+    non_model_bytes: int = 0
+    """Device memory that activations, buffers and temporaries take at their peak."""
+    nvme_bytes: int = 0
+    """This rank's part of the NVMe space that optimizer states may take."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What training does to every chunk, whatever the placement."""
+
+    world_size: int
+    is_storage_distributed: bool
+    block_bytes: int
+    data_bytes: Mapping[str, ModelDataBytes]
+    """For every dtype of the chunks."""
+    stream_bytes: int = 0
+    """Device memory of the buffers through which streamed updates run, where there are any: after backward."""
+
+    @property
+    def is_shard_whole(self) -> bool:
+        """Then a shard on the GPU is the whole replica, and dropping the one would keep the other."""
+        return self.world_size == 1 or not self.is_storage_distributed
+
+    def param_shard_bytes(self, chunk: ChunkSpec) -> int:
+        return chunk.nbytes if self.is_shard_whole else chunk.nbytes // self.world_size
+
+    def grad_shard_bytes(self, chunk: ChunkSpec) -> int:
+        return chunk.numel // self.world_size * self.data_bytes[chunk.dtype].grad if chunk.requires_grad else 0
+
+    def state_bytes(self, chunk: ChunkSpec) -> int:
+        """Master and optimizer states of one rank."""
+        data = self.data_bytes[chunk.dtype]
+        return chunk.numel // self.world_size * (data.master + data.states) if chunk.requires_grad else 0
+
+    def grad_block_bytes(self, chunks: Sequence[ChunkSpec]) -> int:
+        """The blocks that gradients are gathered in."""
+        blocks = sorted((max(self.block_bytes, c.nbytes) for c in chunks if c.requires_grad), reverse=True)
+        return sum(blocks[:GRAD_BLOCKS])
+
+    def pinned_gpu_bytes(self, chunk: ChunkSpec) -> int:
+        """What the chunk takes on the GPU all the time, its gradient left out."""
+        if chunk.is_persistent:
+            params = chunk.nbytes  # on the GPU tier the shard is a slice of it
+        else:
+            params = self.param_shard_bytes(chunk) if chunk.param_tier is Tier.GPU else 0
+        return params + (self.state_bytes(chunk) if chunk.optim_tier is Tier.GPU else 0)
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Predicted bytes of one rank, by kind."""
+
+    gpu_param_bytes: int
+    """Persistent replicas and parameter shards on the GPU."""
+    gpu_state_bytes: int
+    """Master and optimizer states on the GPU."""
+    gpu_grad_bytes: int
+    """Gradient shards on the GPU, and the blocks that gradients are gathered in."""
+    rcache_bytes: int
+    host_param_bytes: int
+    host_state_bytes: int
+    host_grad_bytes: int
+    non_model_bytes: int
+    nvme_bytes: int = 0
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Everything on the device, as if all its peaks came together."""
+        return (
+            self.gpu_param_bytes + self.gpu_state_bytes + self.gpu_grad_bytes + self.rcache_bytes + self.non_model_bytes
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        return self.host_param_bytes + self.host_state_bytes + self.host_grad_bytes
+
+
+def memory_use(chunks: Sequence[ChunkSpec], rcache_blocks: int, scheme: Scheme, non_model_bytes: int = 0) -> MemoryUse:
+    """Predicted bytes of one rank.
+
+    Args:
+        chunks: With their tiers.
+        rcache_blocks: As in the plan.
+        scheme: Bytes per element and ranks.
+        non_model_bytes: Passed on.
+    """
+    gpu_param = gpu_state = gpu_grad = host_param = host_state = host_grad = nvme = 0
+    for chunk in chunks:
+        if chunk.is_persistent:
+            gpu_param += chunk.nbytes
+        elif chunk.param_tier is Tier.GPU:
+            gpu_param += scheme.param_shard_bytes(chunk)
+        if chunk.param_tier is not Tier.GPU:
+            host_param += scheme.param_shard_bytes(chunk)
+        if not chunk.requires_grad:
+            continue
+        if chunk.optim_tier is Tier.GPU:
+            gpu_state += scheme.state_bytes(chunk)
+            gpu_grad += scheme.grad_shard_bytes(chunk)
+            continue
+        host_grad += scheme.grad_shard_bytes(chunk)
+        if chunk.optim_tier is Tier.NVME:
+            nvme += scheme.state_bytes(chunk)
+        else:
+            host_state += scheme.state_bytes(chunk)
+    return MemoryUse(
+        gpu_param_bytes=gpu_param,
+        gpu_state_bytes=gpu_state,
+        gpu_grad_bytes=gpu_grad + scheme.grad_block_bytes(chunks),
+        rcache_bytes=rcache_blocks * scheme.block_bytes,
+        host_param_bytes=host_param,
+        host_state_bytes=host_state,
+        host_grad_bytes=host_grad,
+        non_model_bytes=non_model_bytes,
+        nvme_bytes=nvme,
+    )

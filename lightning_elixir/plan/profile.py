@@ -1,0 +1,178 @@
+"""What one training step does, as the planner sees it: which parameters when, beside how much other memory.
+
+Two levels. A `MemoryProfile` speaks of parameters by name and needs no chunks: it comes from a run on fake tensors. A
+`StepProfile` speaks of chunk ids and seconds: it comes from a `MemoryProfile` and a chunk layout, or from a real step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.packing import PackedChunk
+from lightning_elixir.plan.types import AccessTrace, Acquire, Drop
+
+_LATER_BATCHES = 0.05
+_GAPS = 0.2
+_MOST_GAPS_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class ProfileInterval:
+    """From one access of parameters to the next."""
+
+    fqns: tuple[str, ...]
+    """Parameters needed from here on; empty for what happens before the first access."""
+    is_pinned: bool
+    """Needed until a later interval lists them as dropped (a module's forward); otherwise at this moment only."""
+    dropped: tuple[tuple[str, ...], ...]
+    """Pinned accesses, each by its `fqns`, that ended in the interval before this one, in that order."""
+    module: str
+    """Name of the module whose forward or backward runs; for people."""
+    is_backward: bool
+    """Backward, with what it recomputes."""
+    activation_bytes: int
+    """Peak of activations, buffers, inputs and temporaries. A parameter's gradient counts here until it is complete."""
+    grad_bytes: int
+    """Complete gradients at the end of the interval, where they stay, as plain PyTorch keeps them."""
+    total_bytes: int
+    """Peak of everything together: parameters, buffers, gradients, activations, workspaces."""
+    flops: int
+    """Floating-point operations of matrix products, convolutions and attention; a multiplication and an addition are
+    two."""
+    moved_bytes: int
+    """Read and written by operators that count no `flops`."""
+    num_ops: int
+    """Operators that compute something (views do not)."""
+    grads: tuple[str, ...]
+    """Parameters whose gradient became complete in the interval."""
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """One training step without an optimizer, as plain PyTorch would run it on one device."""
+
+    dtype: str
+    """Dtype of the parameters, that of most elements if they differ."""
+    param_bytes: int
+    buffer_bytes: int
+    grad_bytes: int
+    """All gradients together."""
+    input_bytes: int
+    activation_bytes: int
+    """Peak of everything that is neither parameter nor gradient (buffers and inputs included)."""
+    peak_bytes: int
+    """Peak of everything together: what `torch.cuda.max_memory_allocated` would report."""
+    peak_module: str
+    """Where that is."""
+    flops: int
+    timeline: tuple[ProfileInterval, ...]
+
+
+@dataclass(frozen=True)
+class StepInterval:
+    """From one acquire of a trace to the next."""
+
+    compute_s: float
+    """Device time of the operators in it; waiting for chunks is not part of it."""
+    non_model_bytes: int
+    """Peak of device memory beside chunks, shards and gradient blocks."""
+    grads: tuple[int, ...] = ()
+    """Chunks whose gradients became complete in it."""
+    is_backward: bool | None = None
+    """Backward, with what it recomputes; None: not known. For people."""
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """One forward and backward over chunks."""
+
+    trace: AccessTrace
+    intervals: tuple[StepInterval, ...]
+    """[0] before the first `Acquire` of the trace, [i] after the i-th one."""
+
+    @property
+    def peak_non_model_bytes(self) -> int:
+        return max((i.non_model_bytes for i in self.intervals), default=0)
+
+    @property
+    def compute_s(self) -> float:
+        return sum(i.compute_s for i in self.intervals)
+
+    def with_margin(self, block_bytes: int) -> StepProfile:
+        """The same with what the device's allocator cannot use, and what later batches may take more.
+
+        Seen on an H200 with three quarters of the memory full of states: gradients come to lie in the gaps of a layer's
+        working memory, which then is obtained once more. That is a part of the activations where they are few, and some
+        hundred MiB where they are many; two blocks are left for chunks that hold on a little longer.
+
+        Args:
+            block_bytes: Bytes of an rCache block.
+        """
+        peak = self.peak_non_model_bytes
+        extra = min(int(peak * _GAPS), _MOST_GAPS_BYTES) + 2 * block_bytes if peak else 0
+        intervals = (
+            replace(i, non_model_bytes=i.non_model_bytes + int(i.non_model_bytes * _LATER_BATCHES) + extra)
+            for i in self.intervals
+        )
+        return StepProfile(self.trace, tuple(intervals))
+
+
+def step_profile(profile: MemoryProfile, packed: Sequence[PackedChunk], hardware: HardwareSpec) -> StepProfile:
+    """The profile of a step over these chunks, with times estimated from operations and bytes (matrix products
+    at their rate, everything else at the memory's, or the time of the launches where that is longer).
+
+    Args:
+        profile: By parameter name.
+        packed: The chunks; positions are ids. Parameters that they do not hold are left out.
+        hardware: Its `matmul_flops_per_s`, `device_bytes_per_s` and `launch_s` are used.
+    """
+    chunk_of = {m.fqn: i for i, chunk in enumerate(packed) for m in chunk.members}
+    rate = hardware.matmul_flops_per_s.get(profile.dtype, 0.0) or max(hardware.matmul_flops_per_s.values(), default=0.0)
+    waiting = {i: len(c.members) for i, c in enumerate(packed) if c.requires_grad}
+    events: list[Acquire | Drop] = []
+    intervals: list[StepInterval] = []
+    for item in profile.timeline:
+        for fqns in item.dropped:
+            ids = _ids(fqns, chunk_of)
+            if ids:
+                events.append(Drop(ids))
+        finished = []
+        for fqn in item.grads:
+            chunk_id = chunk_of.get(fqn)
+            if chunk_id is not None and chunk_id in waiting:
+                waiting[chunk_id] -= 1
+                if waiting[chunk_id] == 0:
+                    finished.append(chunk_id)
+        arithmetic_s = item.flops / rate if rate else 0.0
+        compute_s = max(arithmetic_s + item.moved_bytes / hardware.device_bytes_per_s, item.num_ops * hardware.launch_s)
+        ids = _ids(item.fqns, chunk_of)
+        interval = StepInterval(compute_s, item.activation_bytes, tuple(finished), item.is_backward)
+        if ids:
+            events.append(Acquire(ids, item.is_pinned))
+            intervals.append(interval)
+        elif intervals:
+            intervals[-1] = _joined(intervals[-1], interval)
+        if not intervals:
+            intervals.append(interval)
+        elif ids and len(intervals) == 1:
+            intervals.insert(0, StepInterval(0.0, 0))
+    # A chunk with parameters that nothing uses is complete at the end of backward.
+    late = tuple(i for i, left in waiting.items() if 0 < left < len(packed[i].members))
+    if late and intervals:
+        intervals[-1] = replace(intervals[-1], grads=intervals[-1].grads + late)
+    return StepProfile(AccessTrace(tuple(events)), tuple(intervals))
+
+
+def _ids(fqns: Sequence[str], chunk_of: dict[str, int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(chunk_of[fqn] for fqn in fqns if fqn in chunk_of))
+
+
+def _joined(first: StepInterval, second: StepInterval) -> StepInterval:
+    return StepInterval(
+        first.compute_s + second.compute_s,
+        max(first.non_model_bytes, second.non_model_bytes),
+        first.grads + second.grads,
+        first.is_backward,
+    )

@@ -1,0 +1,206 @@
+"""What this machine can do, measured by running the package's own operations for a few seconds."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_elixir import __version__
+from lightning_elixir.core.comm import Comm, make_comm
+from lightning_elixir.core.device import (
+    Device,
+    DeviceFacts,
+    current_device,
+    current_device_memory_bytes,
+    device_facts,
+    make_device,
+    release_cached_memory,
+)
+from lightning_elixir.core.host import available_host_bytes, cpu_model, num_usable_cores
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.hardware import HARDWARE_SCHEMA, HardwareSpec
+from lightning_elixir.profiling.hardware_cache import HardwareCache, default_cache_dir
+from lightning_elixir.profiling.nvme_speed import free_disk_bytes, measure_disk
+from lightning_elixir.profiling.rates import Workbench
+from lightning_elixir.profiling.stopwatch import Stopwatch
+
+log = logging.getLogger(__name__)
+
+# Curves of seven sizes each way, the same over ranks, Adam (the host's counts more), products of growing size, and the
+# rest.
+_NUM_MEASUREMENTS = 60
+# The disk gets a fixed part of the budget: a file is written and read several times.
+_DISK_SHARE = 0.05
+_MIN_ARENA_BYTES = 4 * 2**20
+# Of what is free, so that the measurement disturbs nobody.
+_LARGEST_SHARE = 1 / 8
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What may be used now."""
+
+    host_bytes: int
+    gpu_bytes: int | None
+    nvme_bytes: int | None
+
+
+def profile_hardware(
+    *,
+    device: torch.device | None = None,
+    comm: Comm | None = None,
+    local_world_size: int = 1,
+    nvme_dir: str | Path | None = None,
+    refresh: bool = False,
+    cache_dir: str | Path | None = None,
+    budget_s: float = 10.0,
+    max_bytes: int = 2**30,
+) -> HardwareSpec:
+    """What one rank may count on while all ranks do the same. Collective: every rank makes the same call.
+
+    Rates are kept in a file for each machine, device, software version, number of ranks and folder, and read from
+    there the next time; memory is always looked at anew. Several ranks measure at once and return the same figures:
+    the slowest rank's rates, the least memory.
+
+    Args:
+        device: Compute device; default: the current CUDA device, or the CPU where there is none.
+        comm: The ranks; default: those of the default process group, if there is one.
+        local_world_size: How many of them share this host.
+        nvme_dir: Folder whose disk is measured as well; a file of at most 256 MiB a rank is written there for a moment.
+        refresh: Measure even if figures were kept.
+        cache_dir: Where they are kept; default: `lightning_elixir` in `$XDG_CACHE_HOME` or `~/.cache`.
+        budget_s: About how long measuring may take at most. A GPU machine needs less.
+        max_bytes: Memory used for it at most, on the host and on the device each; less where little is free.
+
+    Raises:
+        PlanError: `local_world_size`, `budget_s` or `max_bytes` out of range.
+        StorageError: `nvme_dir` cannot be written to; on every rank.
+    """
+    if local_world_size < 1 or budget_s <= 0 or max_bytes < 4 * _MIN_ARENA_BYTES:
+        raise PlanError(
+            f"profile_hardware needs local_world_size >= 1, budget_s > 0 and max_bytes >= {4 * _MIN_ARENA_BYTES}, got "
+            f"{local_world_size}, {budget_s} and {max_bytes}"
+        )
+    runtime_device = make_device(device)
+    torch_device = runtime_device.torch_device
+    folder = None if nvme_dir is None else Path(nvme_dir).absolute()
+    ranks = make_comm(None, torch_device) if comm is None else comm
+    try:
+        with current_device(torch_device):
+            facts = device_facts(torch_device)
+            memory = _least_memory(ranks, torch_device, folder)
+            kept = HardwareCache(
+                default_cache_dir() if cache_dir is None else Path(cache_dir),
+                {
+                    "schema": HARDWARE_SCHEMA,
+                    "world_size": ranks.world_size,
+                    "local_world_size": local_world_size,
+                    "nvme_dir": None if folder is None else str(folder),
+                    "hosts": _distinct(ranks.exchange_objects(_identity(facts))),
+                },
+            )
+            # Rank 0 decides for all: one rank alone cannot measure.
+            found = kept.load() if ranks.rank == 0 and not refresh else None
+            spec: HardwareSpec | None = ranks.exchange_objects(found)[0]
+            if spec is None:
+                spec = _measured(runtime_device, ranks, memory, facts, local_world_size, folder, budget_s, max_bytes)
+                if ranks.rank == 0:
+                    kept.store(spec)
+            return replace(spec, **asdict(memory))
+    finally:
+        if comm is None:
+            ranks.close()
+
+
+def _measured(
+    device: Device,
+    comm: Comm,
+    memory: _Memory,
+    facts: DeviceFacts,
+    local_world_size: int,
+    folder: Path | None,
+    budget_s: float,
+    max_bytes: int,
+) -> HardwareSpec:
+    log.info("measuring what this machine can do; this takes up to %.0f s and is done once", budget_s)
+    arena_bytes = _arena_bytes(memory, local_world_size, max_bytes)
+    try:
+        bench = Workbench(device, comm, Stopwatch(device, comm, budget_s / _NUM_MEASUREMENTS), arena_bytes)
+        figures: dict[str, Any] = bench.measure()
+        del bench  # with it its memory, page-locked or on the device
+    finally:
+        release_cached_memory(device.torch_device)
+    if folder is not None:
+        watch = Stopwatch(device, comm, _DISK_SHARE * budget_s)
+        room = int((memory.nvme_bytes or 0) * _LARGEST_SHARE) // local_world_size
+        figures["nvme_read_bytes_per_s"], figures["nvme_write_bytes_per_s"] = measure_disk(folder, comm, watch, room)
+    spec = HardwareSpec(
+        name=_name(facts, comm.world_size),
+        gpu_total_bytes=facts.total_bytes,
+        world_size=comm.world_size,
+        versions=_versions(facts),
+        **figures,
+        **asdict(memory),
+    )
+    specs: list[HardwareSpec] = comm.exchange_objects(spec)
+    return specs[0]  # names may differ, figures do not: each was agreed when it was measured
+
+
+def _least_memory(comm: Comm, device: torch.device, folder: Path | None) -> _Memory:
+    nvme = None if folder is None else free_disk_bytes(folder, comm)
+    gpu = current_device_memory_bytes(device)
+    rows = comm.exchange([available_host_bytes(), gpu or 0])
+    return _Memory(
+        host_bytes=min(row[0] for row in rows),
+        gpu_bytes=None if gpu is None else min(row[1] for row in rows),
+        nvme_bytes=nvme,
+    )
+
+
+def _arena_bytes(memory: _Memory, local_world_size: int, max_bytes: int) -> int:
+    """Size of each stretch of memory: about half of what may be used, the operations themselves take the rest."""
+    host = int(memory.host_bytes * _LARGEST_SHARE) // local_world_size
+    limits = (
+        [max_bytes, host] if memory.gpu_bytes is None else [max_bytes, host, int(memory.gpu_bytes * _LARGEST_SHARE)]
+    )
+    num_stretches = 4 if memory.gpu_bytes is None else 2  # on the CPU, "device" memory is the host's as well
+    share = max(_MIN_ARENA_BYTES, min(limits) // num_stretches)
+    return int(2 ** (share.bit_length() - 1))  # a power of two: its half is one of the sizes that are measured
+
+
+def _identity(facts: DeviceFacts) -> dict[str, Any]:
+    """What the rates of this rank depend on."""
+    return {
+        "host": socket.gethostname(),
+        "cpu": cpu_model(),
+        "num_cores": num_usable_cores(),
+        "num_threads": torch.get_num_threads(),
+        "device": asdict(facts),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "versions": _versions(facts),
+    }
+
+
+def _distinct(identities: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for identity in identities:
+        if identity not in found:
+            found.append(identity)
+    return found
+
+
+def _versions(facts: DeviceFacts) -> dict[str, str]:
+    versions = {"torch": str(torch.__version__), "lightning_elixir": __version__}
+    return {**versions, "driver": facts.driver} if facts.driver else versions
+
+
+def _name(facts: DeviceFacts, world_size: int) -> str:
+    cores = f"{num_usable_cores()} cores of {cpu_model()}"
+    where = cores if facts.total_bytes is None else f"{world_size} x {facts.name}, {cores}"
+    return f"{where}; measured {date.today().isoformat()}"

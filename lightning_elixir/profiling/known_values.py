@@ -1,0 +1,70 @@
+"""Small tensors whose values are known stay real in a step on fake tensors, so that code may look at them.
+
+Models ask whether a mask masks anything, whether positions start anew, how long a sequence is: of tensors made from the
+step's integer inputs, or from nothing. Such an answer decides which way a layer takes, so it should be the true one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_MAX_NUMEL = 1 << 22
+_MAX_NUMEL_OF_MODEL = 4096
+_VALUE_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def is_knowable(tensor: Tensor) -> bool:
+    """Whether an input of the step is kept with its values: small ones of integers or booleans are."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_meta and not isinstance(tensor, FakeTensor)
+    return is_plain and not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MAX_NUMEL
+
+
+def run(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    sources: Iterable[Tensor],
+    max_numel: int = _MAX_NUMEL,
+) -> Any:
+    """Run an operator under a fake mode; for real if all of its operands are, and what comes out is small.
+
+    Args:
+        func: The operator.
+        args: Its positional operands.
+        kwargs: Its keyword operands.
+        sources: The tensors among them.
+        max_numel: Elements of a small tensor.
+    """
+    if any(isinstance(tensor, FakeTensor) or tensor.requires_grad for tensor in sources):
+        return func(*args, **kwargs)
+    if not any(tag in func.tags for tag in _VALUE_TAGS):
+        fake = func(*args, **kwargs)
+        made = [t for t in tree_leaves(fake) if isinstance(t, Tensor)]
+        if any(t.device.type != "cpu" or t.numel() > max_numel for t in made):
+            return fake
+    with unset_fake_temporarily():
+        return func(*args, **kwargs)
+
+
+class KnownValues(TorchDispatchMode):
+    """Enter under a fake mode where a model is built: what is tiny has values, since constructors read some.
+    Initializers that ask whether they have to draw again are told no."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        sources = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(sources[0], FakeTensor):
+            return False if sources[0].dtype is torch.bool else func(*args, **kwargs)
+        return run(func, args, kwargs, sources, _MAX_NUMEL_OF_MODEL)

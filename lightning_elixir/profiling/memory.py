@@ -1,0 +1,162 @@
+"""What a training step needs and does, without a GPU and without weights: one run on fake tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.profile import MemoryProfile
+from lightning_elixir.profiling.cuda_paths import CudaPaths
+from lightning_elixir.profiling.known_values import KnownValues, is_knowable
+from lightning_elixir.profiling.parameters import dtype_name, norm_parameters
+from lightning_elixir.profiling.step_recorder import StepRecorder
+
+__all__ = ["StepFn", "cuda_memory_profiling", "profile_memory"]
+
+StepFn = Callable[[nn.Module, Mapping[str, Any]], object]
+"""Runs forward and backward of one step on (model, inputs)."""
+
+_CURE = (
+    "It must not read values (.item(), .cpu(), nonzero(), control flow on tensors) or move tensors to a device; where"
+    " plans are searched, give non_model_bytes instead"
+)
+_ROUTING_CURE = (
+    "Layers that loop over what was routed to each expert need an implementation with fixed shapes (transformers:"
+    " experts_implementation='grouped_mm'). "
+)
+
+
+def profile_memory(
+    model_or_factory: nn.Module | Callable[[], nn.Module],
+    inp: Mapping[str, Any],
+    step_fn: StepFn,
+    dtype: torch.dtype | None = None,
+    *,
+    autocast: bool = False,
+) -> MemoryProfile:
+    """What one training step needs on a GPU, and which parameters it needs when.
+
+    The step runs once on fake tensors: nothing is computed and no memory is taken, on no device. What a GPU would do is
+    told from the operators: torch's CUDA kernels for attention, dropout and norms, their workspaces, the rounding of
+    its allocator. Figures are those of a data-centre GPU of compute capability 9.0.
+
+    Neither model nor inputs nor random state change.
+
+    Args:
+        model_or_factory: A model on any device (`meta` included), or something that builds one; it builds fake tensors
+            then, so models of any size can be described.
+        inp: Inputs of one step: real tensors in any nesting. Their shapes and dtypes count, and the values of small
+            integer ones (masks, lengths) where the model looks at them.
+        step_fn: Called once with a copy of the model and stand-ins for the inputs; runs forward and backward.
+        dtype: What parameters are cast to, and floating-point inputs too if it is a 16-bit one; None: as they are.
+            Buffers stay as they are.
+        autocast: The step runs under `torch.autocast("cuda", dtype)` over parameters of that dtype, as Lightning's
+            `16-mixed` and `bf16-mixed` under this package; inputs are not cast then.
+
+    Raises:
+        PlanError: `step_fn` or the factory fails without real values, or `autocast` comes without a 16-bit dtype.
+    """
+    if autocast and (dtype is None or dtype.itemsize != 2):
+        raise PlanError(f"autocast=True needs dtype=torch.float16 or torch.bfloat16, got {dtype}")
+    # Plain tensors that a module holds outside its buffers come along as they are.
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+        model = _fake_model(model_or_factory, dtype, keeps_norms=autocast)
+        input_dtype = dtype if dtype is not None and dtype.itemsize == 2 and not autocast else None
+        fake_inp = tree_map_only(Tensor, lambda t: _fake_input(t, input_dtype), inp)
+        recorder = StepRecorder()
+        recorder.watch(model)
+        inputs = [t for t in tree_leaves(fake_inp) if isinstance(t, Tensor)]
+        for tensor in inputs:
+            recorder.hold(tensor)
+        paths = CudaPaths(recorder.on_call, dtype if autocast else None)
+        cpu_autocast = torch.autocast("cpu", dtype=dtype, cache_enabled=False) if autocast else nullcontext()
+        try:
+            with recorder, paths, cpu_autocast:
+                step_fn(model, fake_inp)
+        except Exception as error:  # whatever the user's code raises: here it means that it cannot be profiled
+            raise _refusal("step_fn", error) from error
+    return _summary(model, inputs, recorder)
+
+
+cuda_memory_profiling = profile_memory  # the ancestors' name
+
+
+def _refusal(what: str, error: Exception) -> PlanError:
+    routing = _ROUTING_CURE if isinstance(error, DynamicOutputShapeException) else ""
+    return PlanError(f"{what} cannot be profiled without real data ({type(error).__name__}: {error}). {routing}{_CURE}")
+
+
+def _summary(model: nn.Module, inputs: list[Tensor], recorder: StepRecorder) -> MemoryProfile:
+    parameters = list(model.parameters())
+    numels: dict[str, int] = {}
+    for parameter in parameters:
+        name = dtype_name(parameter.dtype)
+        numels[name] = numels.get(name, 0) + parameter.numel()
+    timeline = recorder.intervals()
+    return MemoryProfile(
+        dtype=max(numels, key=lambda name: numels[name], default="float32"),
+        param_bytes=_total_bytes(parameters),
+        buffer_bytes=_total_bytes(model.buffers()),
+        grad_bytes=_total_bytes([p.grad for p in parameters if p.grad is not None]),
+        input_bytes=_total_bytes(inputs),
+        activation_bytes=max(i.activation_bytes for i in timeline),
+        peak_bytes=recorder.peak_bytes,
+        peak_module=recorder.peak_module,
+        flops=sum(i.flops for i in timeline),
+        timeline=timeline,
+    )
+
+
+def _total_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+# Fake models
+
+
+def _fake_model(
+    model_or_factory: nn.Module | Callable[[], nn.Module], dtype: torch.dtype | None, *, keeps_norms: bool
+) -> nn.Module:
+    """A copy of the model whose parameters and buffers are fake CPU tensors; to be called under the fake mode."""
+    model: object = model_or_factory
+    if not isinstance(model, nn.Module):
+        try:
+            with KnownValues():
+                model = model_or_factory()
+        except Exception as error:
+            raise _refusal("the factory", error) from error
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"profile_memory needs a model or a function that returns one, got {type(model).__name__}")
+    kept = norm_parameters(model, is_alone=False) if keeps_norms else frozenset()
+    memo: dict[int, Any] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in memo:
+            fake = _fake_like(parameter, torch.float32 if fqn in kept else dtype)
+            memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _fake_like(buffer, None)
+    return copy.deepcopy(model, memo)
+
+
+def _fake_input(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A stand-in on the CPU: with values where models look at them, fake otherwise."""
+    if not is_knowable(tensor):
+        return _fake_like(tensor, dtype)
+    with unset_fake_temporarily():
+        return tensor.detach().to("cpu", copy=True)
+
+
+def _fake_like(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A fake CPU tensor of this shape; floating-point ones in `dtype` if given."""
+    kept = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept, device="cpu").requires_grad_(
+        tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+    )

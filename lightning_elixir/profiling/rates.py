@@ -1,0 +1,250 @@
+"""What transfers, collectives, Adam and matrix products reach on this machine, run as the engine runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.device import Device, release_cached_memory
+from lightning_elixir.optim.execution import UpdateRunner
+from lightning_elixir.optim.hybrid_adam import AdamHyper
+from lightning_elixir.optim.streaming import StateStream
+from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
+from lightning_elixir.plan.hardware import BandwidthCurve
+from lightning_elixir.plan.streaming import SCRATCH_BYTES, SLOT_BYTES
+from lightning_elixir.plan.types import ALIGN_NUMEL
+from lightning_elixir.profiling.stopwatch import Stopwatch
+
+_MIB = 2**20
+_SIZES = (_MIB // 16, *(n * _MIB for n in (1, 4, 16, 64, 128, 256)))
+_MATRIX_SIZES = tuple(2**n for n in range(7, 14))
+_MATMUL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_NUM_TINY_OPS = 100
+_MAX_PIECES = 1024
+# Mixed precision: gradient and parameter in 16 bits beside master and two states in fp32.
+_ADAM_BYTES = 2 + 2 + 3 * 4
+_SCRATCH_PART = 16
+_NUM_PASSES = 8
+# Idle cores take some tenths of a second to reach full speed (seen: 1.7, then 2.4 Gparam/s). Updates that a plan puts
+# on the host take longer than that. In units of an ordinary measurement.
+_HOST_WARM_UP = 3.0
+
+
+class Workbench:
+    """Two stretches of memory, one on the host and one on the device, and what is measured with them.
+
+    All ranks make the same calls in the same order.
+
+    Args:
+        arena_bytes: Size of each stretch, the same on every rank; at least 1 MiB.
+    """
+
+    def __init__(self, device: Device, comm: Comm, watch: Stopwatch, arena_bytes: int) -> None:
+        self._device = device
+        self._comm = comm
+        self._watch = watch
+        self._host = device.host_empty(arena_bytes, torch.uint8).zero_()
+        self._near = torch.zeros(arena_bytes, dtype=torch.uint8, device=device.torch_device)
+
+    def measure(self) -> dict[str, Any]:
+        """The figures of a `HardwareSpec` that need no file, by field name."""
+        h2d, d2h = self._curve(self._upload), self._curve(self._download)
+        host_adam = self._adam_numel_per_s(self._host, _HOST_WARM_UP * self._watch.limit_s)
+        streamed_adam = self._streamed_adam_numel_per_s()
+        figures: dict[str, Any] = {
+            "h2d": h2d,
+            "d2h": d2h,
+            "duplex_slowdown": self._duplex_slowdown(h2d, d2h),
+            "cpu_adam_numel_per_s": host_adam,
+            "gpu_adam_numel_per_s": self._adam_numel_per_s(self._near, 0.0),
+            "streamed_adam_numel_per_s": streamed_adam,
+            "joint_adam_numel_per_s": self._joint_adam_numel_per_s(host_adam, streamed_adam),
+            "matmul_flops_per_s": {str(d).removeprefix("torch."): self._flops_per_s(d) for d in _MATMUL_DTYPES},
+            "device_bytes_per_s": self._elementwise_bytes_per_s(),
+            "launch_s": self._launch_s(),
+        }
+        if self._comm.world_size > 1:
+            self._near.zero_()
+            self._comm.connect(self._near.numel() // 2)
+            figures["all_gather"] = self._curve(self._gather, self._comm.world_size)
+            figures["reduce_scatter"] = self._curve(self._reduce, self._comm.world_size)
+        return figures
+
+    # Transfers
+
+    def _curve(self, transfer: Callable[[int], Callable[[], None]], num_slices: int = 1) -> BandwidthCurve:
+        """Times over the sizes that fit; large ones are left out where they would take too long."""
+        points: list[tuple[int, float]] = []
+        unit = 2 * num_slices  # whole 16-bit elements in each slice
+        for size in _SIZES:
+            nbytes = size // unit * unit
+            if size > self._half:
+                break
+            if len(points) > 1 and points[-1][1] * nbytes / points[-1][0] > self._watch.limit_s:
+                break
+            points.append((nbytes, self._watch.seconds(transfer(nbytes))))
+        # Fewer bytes take no more time: what looks so was disturbed.
+        for i in range(len(points) - 1, 0, -1):
+            points[i - 1] = (points[i - 1][0], min(points[i - 1][1], points[i][1]))
+        return BandwidthCurve(tuple(points))
+
+    @property
+    def _half(self) -> int:
+        return self._near.numel() // 2
+
+    def _upload(self, nbytes: int) -> Callable[[], None]:
+        pairs = _pairs(self._host[: self._half], self._near[: self._half], nbytes)
+
+        def work() -> None:
+            source, target = next(pairs)
+            with self._device.fetch_lane.issue():
+                target.copy_(source, non_blocking=True)
+
+        return work
+
+    def _download(self, nbytes: int) -> Callable[[], None]:
+        pairs = _pairs(self._near[self._half :], self._host[self._half :], nbytes)
+
+        def work() -> None:
+            source, target = next(pairs)
+            with self._device.reduce_lane.issue():
+                target.copy_(source, non_blocking=True)
+
+        return work
+
+    def _duplex_slowdown(self, h2d: BandwidthCurve, d2h: BandwidthCurve) -> float:
+        nbytes = min(h2d.points[-1][0], d2h.points[-1][0])
+        up, down = self._upload(nbytes), self._download(nbytes)
+
+        def work() -> None:
+            up()
+            down()
+
+        return max(1.0, self._watch.seconds(work) / max(h2d.seconds(nbytes), d2h.seconds(nbytes)))
+
+    def _gather(self, nbytes: int) -> Callable[[], None]:
+        flat = self._near[:nbytes].view(torch.bfloat16)
+
+        def work() -> None:
+            with self._device.fetch_lane.issue():
+                self._comm.all_gather(flat)
+
+        return work
+
+    def _reduce(self, nbytes: int) -> Callable[[], None]:
+        flat = self._near[:nbytes].view(torch.bfloat16)
+        shard = self._near[self._half :].view(torch.bfloat16)[: flat.numel() // self._comm.world_size]
+
+        def work() -> None:
+            with self._device.reduce_lane.issue():
+                pending = self._comm.reduce_scatter_mean(shard, flat)
+                if pending is not None:
+                    pending.wait()
+
+        return work
+
+    # Adam
+
+    def _adam_numel_per_s(self, arena: Tensor, warm_up_s: float) -> float:
+        update = _update_in(arena)
+        return update.numel / self._watch.seconds(update.run, warm_up_s)
+
+    def _streamed_adam_numel_per_s(self) -> float:
+        update, arena_bytes = _update_in(self._host), self._host.numel()
+        stream = StateStream(
+            self._device, min(SLOT_BYTES, arena_bytes // 4), min(SCRATCH_BYTES, arena_bytes // _SCRATCH_PART)
+        )
+        # Over and over, so that filling and draining the pipeline hardly counts, as in a step over many chunks.
+        # Passes overlap, and some numbers are updated from older ones: the time is the same.
+        updates = [update] * (1 if self._device.is_synchronous else _NUM_PASSES)
+        seconds = self._watch.seconds(lambda: stream.run(updates)) / len(updates)
+        release_cached_memory(self._device.torch_device)
+        return update.numel / seconds
+
+    def _joint_adam_numel_per_s(self, host_numel_per_s: float, streamed_numel_per_s: float) -> float:
+        """Host and stream at the same time, each with as much as it can do."""
+        update = _update_in(self._host)
+        runner = UpdateRunner(self._device)
+        num_passes = 1 if self._device.is_synchronous else _NUM_PASSES
+        num_on_host = round(num_passes * host_numel_per_s / streamed_numel_per_s)
+        on_host = [update] * min(max(num_on_host, 1), 4 * num_passes)
+        streamed = [update] * num_passes
+        seconds = self._watch.seconds(lambda: _run_both(runner, streamed, on_host))
+        release_cached_memory(self._device.torch_device)
+        return update.numel * (len(on_host) + len(streamed)) / seconds
+
+    # Arithmetic
+
+    def _flops_per_s(self, dtype: torch.dtype) -> float:
+        """The best over growing square matrices, up to what fits in memory and time."""
+        best = 0.0
+        generator = torch.Generator(self._device.torch_device).manual_seed(0)  # the user's stays as it is
+        for size in _MATRIX_SIZES:
+            needed = 3 * size * size * dtype.itemsize
+            if needed > self._near.numel():
+                break
+            left, right, product = self._near[:needed].view(dtype).view(3, size, size).unbind()
+            left.normal_(generator=generator)  # zeros would be faster: they need less power
+            right.normal_(generator=generator)
+            seconds = self._watch.seconds(partial(_multiply, left, right, product))
+            best = max(best, 2 * size**3 / seconds)
+            if 8 * seconds > self._watch.limit_s:
+                break
+        return best
+
+    def _elementwise_bytes_per_s(self) -> float:
+        source, target = self._near.zero_()[: 2 * self._half].view(torch.bfloat16).chunk(2)
+
+        def work() -> None:
+            torch.mul(source, 2.0, out=target)
+
+        return (source.nbytes + target.nbytes) / self._watch.seconds(work)
+
+    def _launch_s(self) -> float:
+        one = self._near[:4].view(torch.float32)
+
+        def work() -> None:
+            for _ in range(_NUM_TINY_OPS):
+                one.add_(1.0)
+
+        return self._watch.seconds(work) / _NUM_TINY_OPS
+
+
+def _pairs(source: Tensor, target: Tensor, nbytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of both, one after the other without end: a piece copied again would come out of a cache."""
+    starts = range(0, source.numel() - nbytes + 1, nbytes)[:_MAX_PIECES]
+    return cycle([(source[start : start + nbytes], target[start : start + nbytes]) for start in starts])
+
+
+def _run_both(runner: UpdateRunner, streamed: list[FlatUpdate], on_host: list[FlatUpdate]) -> None:
+    runner.run((), streamed, on_host)
+
+
+def _multiply(left: Tensor, right: Tensor, product: Tensor) -> None:
+    torch.mm(left, right, out=product)
+
+
+def _update_in(arena: Tensor) -> FlatUpdate:
+    """Mixed-precision AdamW whose tensors fill the arena, unscaling or clipping included."""
+    numel = arena.numel() // _ADAM_BYTES // ALIGN_NUMEL * ALIGN_NUMEL
+    master, exp_avg, exp_avg_sq = arena[: 12 * numel].view(torch.float32).zero_().view(3, numel).unbind()
+    grad, compute = arena[12 * numel : 16 * numel].view(torch.bfloat16).view(2, numel).unbind()
+    grad.fill_(0.01)
+    hyper = AdamHyper(
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.01,
+        adamw_mode=True,
+        bias_correction=True,
+        maximize=False,
+    )
+    parts = (UpdatePart(0, numel, 1, hyper),)
+    return FlatUpdate(master, grad, exp_avg, exp_avg_sq, parts, grad_factor=0.5, compute=compute)

@@ -1,0 +1,348 @@
+"""Watches one step on fake tensors: every byte by what it is for, every access of a parameter, every operator."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from lightning_elixir.plan.profile import ProfileInterval
+from lightning_elixir.profiling.allocator import Block, CachingAllocator
+from lightning_elixir.profiling.known_values import run
+from lightning_elixir.profiling.workspaces import (
+    BIASED_MATMUL_WORKSPACE_BYTES,
+    BIASED_MATMULS,
+    MATMUL_WORKSPACE_BYTES,
+    MATMULS,
+    workspace_bytes,
+)
+
+aten = torch.ops.aten
+
+_PARAMETER, _GRADIENT, _ACTIVATION = range(3)
+
+# These make tensors without filling them.
+_EMPTY = frozenset((aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided))
+
+
+@dataclass(slots=True)
+class _Held:
+    """A living storage."""
+
+    block: Block | None
+    role: int
+    reference: weakref.ref[torch.UntypedStorage]
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A module whose forward runs."""
+
+    module: nn.Module
+    name: str
+    fqns: tuple[str, ...]
+    """Its own parameters, if it is one that holds them during its forward."""
+
+
+@dataclass(slots=True)
+class _Interval:
+    fqns: tuple[str, ...]
+    is_pinned: bool
+    dropped: tuple[tuple[str, ...], ...]
+    module: str
+    is_backward: bool
+    activation_bytes: int
+    total_bytes: int
+    grad_bytes: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
+    num_ops: int = 0
+    grads: list[str] = field(default_factory=list)
+
+
+class StepRecorder(TorchDispatchMode):
+    """Enter around a step on a model of fake tensors; `watch` the model before.
+
+    Memory is that of torch's CUDA allocator, workspaces included. Intervals and accesses are those of
+    `lightning_elixir.runtime.engine`: modules with parameters of their own and none below hold them for their forward;
+    what else is touched is needed at that moment.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self.peak_module = ""
+        self._allocator = CachingAllocator()
+        self._held: dict[int, _Held] = {}  # by storage address
+        self._bytes = [0, 0, 0]  # by role, as allocated
+        self._fqn_of: dict[int, str] = {}  # of parameters, by storage address
+        self._fqn_by_id: dict[int, str] = {}
+        self._frames: list[_Frame] = []
+        self._pinned: Counter[str] = Counter()
+        self._drops: list[tuple[str, ...]] = []
+        self._grad_at: dict[str, int] = {}  # interval in which the gradient was last added to
+        self._workspaces: set[tuple[bool, int]] = set()  # of matrix products: whether backward's, and size
+        self._intervals = [_Interval((), False, (), "", False, 0, 0)]
+
+    # Before the step
+
+    def watch(self, model: nn.Module) -> None:
+        """Take note of the model's parameters and buffers, and of its forwards and gradients from now on."""
+        self._fqn_by_id = {id(p): fqn for fqn, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+        for parameter in model.parameters():
+            self._fqn_of[parameter.untyped_storage()._cdata] = self._fqn_by_id[id(parameter)]
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._on_grad)
+        for module in _in_order_of_moving(model):
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    self.hold(tensor)
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(partial(self._enter, name, self._held_by(module)), prepend=True)
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def _held_by(self, module: nn.Module) -> tuple[str, ...]:
+        own = [p for p in module._parameters.values() if p is not None]
+        below = any(p is not None for m in module.modules() if m is not module for p in m._parameters.values())
+        return () if below else tuple(dict.fromkeys(self._fqn_by_id[id(p)] for p in own))
+
+    def hold(self, tensor: Tensor, nbytes: int | None = None) -> bool:
+        """Count a tensor's storage until it dies; False if it is known already.
+
+        Args:
+            nbytes: What it takes on the GPU, if that is not what it takes here.
+        """
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._held:
+            return False
+        block = self._allocator.allocate(storage.nbytes() if nbytes is None else nbytes)
+        role = _PARAMETER if key in self._fqn_of else _ACTIVATION
+        self._held[key] = _Held(block, role, weakref.ref(storage, partial(self._forget, key)))
+        if block is not None:
+            self._bytes[role] += block.nbytes
+        return True
+
+    def _forget(self, key: int, reference: object) -> None:
+        held = self._held.pop(key)
+        self._release(held.block, held.role)
+
+    def _release(self, block: Block | None, role: int) -> None:
+        if block is not None:
+            self._bytes[role] -= block.nbytes
+            self._allocator.free(block)
+
+    def _note_peak(self) -> None:
+        interval = self._intervals[-1]
+        total = self._allocator.allocated_bytes
+        interval.activation_bytes = max(interval.activation_bytes, self._bytes[_ACTIVATION])
+        interval.total_bytes = max(interval.total_bytes, total)
+        if total > self.peak_bytes:
+            self.peak_bytes = total
+            self.peak_module = self._frames[-1].name if self._frames else interval.module
+
+    # Operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        sources = list(_tensors((*args, *kwargs.values())))
+        self._see(sources)
+        result = run(func, args, kwargs, sources)
+        packet = func._overloadpacket
+        outputs = list(_tensors((result,)))
+        is_new = False
+        for index, tensor in enumerate(outputs):
+            # CUDA keeps the statistics of layer norms in fp32.
+            in_fp32 = packet is aten.native_layer_norm and index > 0
+            is_new |= self.hold(tensor, 4 * tensor.numel() if in_fp32 else None)
+        if packet in MATMULS:
+            self._hold_matmul_workspace(packet in BIASED_MATMULS)
+        blocks = [self._allocator.allocate(n) for n in workspace_bytes(packet, args, outputs)]
+        for block in blocks:
+            self._bytes[_ACTIVATION] += block.nbytes if block is not None else 0
+        self._note_peak()
+        for block in blocks:
+            self._release(block, _ACTIVATION)
+        if (is_new or func._schema.is_mutable) and packet not in _EMPTY:
+            self._count(packet, args, kwargs, result, sources, outputs)
+        return result
+
+    def _hold_matmul_workspace(self, is_biased: bool) -> None:
+        is_backward = _in_backward()
+        for nbytes in (MATMUL_WORKSPACE_BYTES, *((BIASED_MATMUL_WORKSPACE_BYTES,) if is_biased else ())):
+            if (is_backward, nbytes) not in self._workspaces:
+                self._workspaces.add((is_backward, nbytes))
+                block = self._allocator.allocate(nbytes)
+                self._bytes[_ACTIVATION] += block.nbytes if block is not None else 0
+
+    def _count(
+        self,
+        packet: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        sources: list[Tensor],
+        outputs: list[Tensor],
+    ) -> None:
+        interval = self._intervals[-1]
+        interval.num_ops += 1
+        formula = _FLOPS.get(packet) or flop_registry.get(packet)
+        if formula is not None:
+            interval.flops += int(formula(*args, **kwargs, out_val=result))
+        else:
+            interval.moved_bytes += sum(t.numel() * t.element_size() for t in (*sources, *outputs))
+
+    # Accesses
+
+    def on_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A function is called that takes all parameters among its operands at once."""
+        self._see(_tensors((*args, *kwargs.values())))
+
+    def _see(self, tensors: Iterable[Tensor]) -> None:
+        found = None
+        for tensor in tensors:
+            fqn = self._fqn_of.get(tensor.untyped_storage()._cdata)
+            if fqn is not None and fqn not in self._pinned:
+                found = {fqn: None} if found is None else {**found, fqn: None}
+        if found is not None:
+            self._touch(tuple(found))
+
+    def _touch(self, fqns: tuple[str, ...]) -> None:
+        if set(fqns) <= set(self._intervals[-1].fqns):
+            return
+        where = fqns[0].rpartition(".")[0] if _in_backward() else ""
+        if self._frames:
+            where = self._frames[-1].name
+        self._open(fqns, False, where)
+
+    def _enter(self, name: str, fqns: tuple[str, ...], module: nn.Module, inputs: object) -> None:
+        self._frames.append(_Frame(module, name, fqns))
+        if fqns:
+            self._pinned.update(fqns)
+            self._open(fqns, True, name)
+
+    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
+        if not self._frames or self._frames[-1].module is not module:
+            return  # an exception passed by
+        frame = self._frames.pop()
+        if frame.fqns:
+            self._pinned.subtract(frame.fqns)
+            self._pinned = +self._pinned
+            self._drops.append(frame.fqns)
+
+    def _open(self, fqns: tuple[str, ...], is_pinned: bool, module: str) -> None:
+        self._intervals[-1].grad_bytes = self._bytes[_GRADIENT]
+        dropped, self._drops = tuple(self._drops), []
+        interval = _Interval(
+            fqns, is_pinned, dropped, module, _in_backward(), self._bytes[_ACTIVATION], self._allocator.allocated_bytes
+        )
+        self._intervals.append(interval)
+
+    def _on_grad(self, parameter: Tensor) -> None:
+        """A gradient was added up: it is model data from here on."""
+        if parameter.grad is None:
+            return
+        held = self._held.get(parameter.grad.untyped_storage()._cdata)
+        if held is not None and held.role == _ACTIVATION:
+            held.role = _GRADIENT
+            if held.block is not None:
+                self._bytes[_ACTIVATION] -= held.block.nbytes
+                self._bytes[_GRADIENT] += held.block.nbytes
+        self._grad_at[self._fqn_by_id[id(parameter)]] = len(self._intervals) - 1
+
+    # After the step
+
+    def intervals(self) -> tuple[ProfileInterval, ...]:
+        """What was recorded."""
+        if self._drops:
+            self._open((), False, "")
+        self._intervals[-1].grad_bytes = self._bytes[_GRADIENT]
+        for fqn, index in self._grad_at.items():
+            self._intervals[index].grads.append(fqn)
+        return tuple(
+            ProfileInterval(
+                fqns=i.fqns,
+                is_pinned=i.is_pinned,
+                dropped=i.dropped,
+                module=i.module,
+                is_backward=i.is_backward,
+                activation_bytes=i.activation_bytes,
+                grad_bytes=i.grad_bytes,
+                total_bytes=i.total_bytes,
+                flops=i.flops,
+                moved_bytes=i.moved_bytes,
+                num_ops=i.num_ops,
+                grads=tuple(i.grads),
+            )
+            for i in self._intervals
+        )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _in_order_of_moving(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules as `module.to(device)` goes through them."""
+    seen: set[int] = set()
+
+    def walk(node: nn.Module) -> Iterator[nn.Module]:
+        if id(node) not in seen:
+            seen.add(id(node))
+            for child in node.children():
+                yield from walk(child)
+            yield node
+
+    return walk(module)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+# Formulas that torch does not have, or has for equal numbers of heads only
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    scores = math.prod(query.shape[:-1]) * key.shape[-2]
+    return 2 * scores * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward_flops(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, out_val: Any, **kwargs: Any
+) -> int:
+    scores = math.prod(query.shape[:-1]) * key.shape[-2]
+    return 2 * scores * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _grouped_flops(first: Tensor, second: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+    # A product over the rows of a ragged operand, or over its columns: each element meets one group.
+    if first.dim() == 2 and second.dim() == 2:
+        return 2 * first.shape[0] * first.shape[1] * second.shape[1]
+    return 2 * out_val.numel() * first.shape[-1]
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_cudnn_attention: _attention_flops,
+    aten._scaled_dot_product_flash_attention: _attention_flops,
+    aten._scaled_dot_product_efficient_attention: _attention_flops,
+    aten._scaled_dot_product_cudnn_attention_backward: _attention_backward_flops,
+    aten._scaled_dot_product_flash_attention_backward: _attention_backward_flops,
+    aten._scaled_dot_product_efficient_attention_backward: _attention_backward_flops,
+    aten._grouped_mm: _grouped_flops,
+}

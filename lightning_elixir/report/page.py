@@ -1,0 +1,208 @@
+"""The whole report: one HTML file without scripts and without anything from elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+
+from lightning_elixir.plan.placement import format_bytes
+from lightning_elixir.report.chunk_picture import chunk_picture
+from lightning_elixir.report.data import ReportData
+from lightning_elixir.report.markup import Markup, element, format_amount, format_seconds, joined
+from lightning_elixir.report.memory_picture import memory_picture
+from lightning_elixir.report.parts import hatch
+from lightning_elixir.report.style import STYLE
+from lightning_elixir.report.tables import (
+    alternatives_table,
+    comparison_table,
+    counters_table,
+    difference,
+    machine_table,
+    memory_tables,
+    step_table,
+    table,
+)
+from lightning_elixir.report.timeline_picture import timeline_picture
+
+
+def render_report(data: ReportData) -> str:
+    """The report as one self-contained HTML file.
+
+    Args:
+        data: What is known; sections without data are left out.
+    """
+    head = element(
+        "head",
+        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        element("title", f"{data.title}: lightning_elixir"),
+        Markup(f"<style>{STYLE}</style>"),
+    )
+    sections = [
+        element("h1", data.title),
+        element("p", _subtitle(data), class_="soft"),
+        _cards(data),
+        _binding(data),
+        *(element("p", f"Assumed: {remark}", class_="soft") for remark in data.remarks),
+        *_pictures(data),
+        *_figures(data),
+        element("footer", f"Plan {data.plan.fingerprint()[:12]}, drawn by lightning_elixir."),
+    ]
+    body = element("body", hatch(), joined(sections))
+    return "<!doctype html>\n" + element("html", head, body, lang="en") + "\n"
+
+
+def _subtitle(data: ReportData) -> str:
+    plan = data.plan
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    facts = [f"{what}: {value}" for what, value in data.facts]
+    return "; ".join([*facts, ranks, f"policy {plan.policy}", f"computes in {plan.compute_dtype}"])
+
+
+# The cards
+
+
+def _cards(data: ReportData) -> Markup:
+    plan, forecast = data.plan, data.plan.forecast
+    cards = [_fits_card(data), _time_card(data), _rate_card(data)]
+    if forecast is not None:
+        real = data.measured
+        cards.append(
+            _memory_card(
+                f"{data.device_word} memory, highest moment",
+                forecast.peak_gpu_bytes,
+                forecast.gpu_limit_bytes,
+                real.peak_gpu_bytes if real else None,
+            )
+        )
+        cards.append(
+            _memory_card(
+                "host memory of a rank",
+                forecast.host_bytes,
+                forecast.host_limit_bytes,
+                real.host_bytes if real else None,
+            )
+        )
+    persistent = sum(c.is_persistent for c in plan.chunks)
+    cards.append(
+        _card(
+            "chunks",
+            str(len(plan.chunks)),
+            f"{persistent} always there; rCache of {plan.rcache_blocks} blocks of {format_bytes(plan.block_bytes)};"
+            f" {plan.prefetch_depth} fetched ahead",
+        )
+    )
+    return element("dl", *(card for card in cards if card), class_="cards")
+
+
+def _binding(data: ReportData) -> Markup:
+    forecast = data.plan.forecast
+    if forecast is None or not forecast.binding:
+        return Markup("")
+    return element("p", element("b", "The limit: "), forecast.binding, class_="binding")
+
+
+def _card(what: str, value: str, note: str = "", class_: str | None = None) -> Markup:
+    small = element("small", note) if note else Markup("")
+    return element("div", element("dt", what), element("dd", element("b", value), small), class_=class_)
+
+
+def _fits_card(data: ReportData) -> Markup:
+    forecast, real = data.plan.forecast, data.measured
+    if forecast is None or forecast.gpu_limit_bytes is None:
+        return Markup("")
+    limit = forecast.gpu_limit_bytes
+    if real and real.peak_gpu_bytes is not None:
+        is_within = real.peak_gpu_bytes <= limit
+        return _card("stayed within the limit?", "yes" if is_within else "no", "", "good" if is_within else "bad")
+    is_within = forecast.peak_gpu_bytes <= limit
+    return _card("does it fit?", "yes" if is_within else "no", "", "good" if is_within else "bad")
+
+
+def _time_card(data: ReportData) -> Markup:
+    predicted_s, real = data.predicted_s, data.measured
+    if real and real.step_s:
+        median_s = statistics.median(real.step_s)
+        note = "" if predicted_s is None else f"predicted {format_seconds(predicted_s)}"
+        off = difference(predicted_s, median_s)
+        return _card("one step, measured", format_seconds(median_s), f"{note}, measured is {off}" if off else note)
+    return _card("one step, predicted", format_seconds(predicted_s)) if predicted_s is not None else Markup("")
+
+
+def _rate_card(data: ReportData) -> Markup:
+    seconds = statistics.median(data.measured.step_s) if data.measured and data.measured.step_s else data.predicted_s
+    if not seconds:
+        return Markup("")
+    rates = [
+        (unit, count / seconds) for unit, count in (("tokens", data.num_tokens), ("samples", data.num_samples)) if count
+    ]
+    if not rates:
+        return Markup("")
+    (unit, rate), rest = rates[0], rates[1:]
+    note = "; ".join(f"{format_amount(r)} {u} a second" for u, r in rest)
+    return _card(f"{unit} a second", format_amount(rate), note)
+
+
+def _memory_card(what: str, predicted: int, limit: int | None, real: int | None) -> Markup:
+    value = predicted if real is None else real
+    share = f"{value / limit:.0%} of {format_bytes(limit)}" if limit else "no limit given"
+    note = share if real is None else f"{share}; predicted {format_bytes(predicted)}"
+    return _card(what, format_bytes(value), note)
+
+
+# The sections
+
+
+def _section(title: str, *content: Markup, note: str = "") -> Markup:
+    if not any(content):
+        return Markup("")
+    about = element("p", note, class_="soft") if note else Markup("")
+    return element("section", element("h2", title), about, *content)
+
+
+def _pictures(data: ReportData) -> list[Markup]:
+    device, timeline = data.device_word, data.timeline
+    memory = memory_picture(data, timeline) if timeline else Markup("")
+    lanes = timeline_picture(timeline) if timeline else Markup("")
+    return [
+        _section(
+            f"{device[0].upper()}{device[1:]} memory over one step",
+            memory,
+            note="Predicted, from the beginning of forward to the end of the update"
+            + ("; the thin line is what was measured." if data.measured and data.measured.memory else "."),
+        ),
+        _section(
+            "Where the chunks live",
+            chunk_picture(data.plan, device),
+            note="One cell a chunk, in the model's order: parameters above, master and optimizer states below."
+            " Point at a cell for its parameters.",
+        ),
+        _section(
+            "What happens when",
+            lanes,
+            note="The predicted step, lane by lane, with the share of the step that each is busy.",
+        ),
+    ]
+
+
+def _figures(data: ReportData) -> list[Markup]:
+    forecast, measured, timeline = data.plan.forecast, data.measured, data.timeline
+    times = forecast.times if forecast else timeline.times if timeline else None
+    sections = []
+    if measured is not None:
+        tables = element(
+            "div",
+            element("div", comparison_table(data, measured)),
+            element("div", counters_table(measured)),
+            class_="tables",
+        )
+        sections.append(_section("Predicted against measured", tables))
+    if times is not None:
+        sections.append(_section("Where the time goes", step_table(times), note="Predicted seconds of one step."))
+    sections.append(_section("Where the bytes are", memory_tables(data), note="Each kind at its own highest moment."))
+    sections.append(
+        _section("What else was looked at", alternatives_table(data.plan), note="The best of those that lost.")
+    )
+    if data.hardware is not None:
+        sections.append(_section("The machine", machine_table(data.hardware)))
+    if data.facts:
+        sections.append(_section("What was asked", table(("", ""), list(data.facts), num_text=2)))
+    return sections

@@ -1,0 +1,220 @@
+"""The report's figures as bars and tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from lightning_elixir.plan.hardware import HardwareSpec, hardware_table
+from lightning_elixir.plan.placement import format_bytes
+from lightning_elixir.plan.types import Plan, StepTimes
+from lightning_elixir.report.data import Measured, ReportData
+from lightning_elixir.report.markup import Markup, element, format_amount, format_seconds
+from lightning_elixir.report.parts import swatch
+
+GPU_KINDS = (
+    ("gpu_param_bytes", "parameters", "blue"),
+    ("gpu_state_bytes", "master and optimizer states", "purple"),
+    ("gpu_grad_bytes", "gradients and their blocks", "yellow"),
+    ("rcache_bytes", "rCache", "cyan"),
+    ("non_model_bytes", "activations and other data", "green"),
+)
+HOST_KINDS = (
+    ("host_param_bytes", "parameters", "blue"),
+    ("host_state_bytes", "master and optimizer states", "purple"),
+    ("host_grad_bytes", "gradients", "yellow"),
+)
+BAR_WIDTH, BAR_HEIGHT = 1120.0, 26.0
+
+Row = tuple[str | Markup, ...]
+
+
+def table(heads: Sequence[str], rows: Sequence[Row], *, num_text: int = 1, sums_from: int | None = None) -> Markup:
+    """A table whose first `num_text` columns are text and the others numbers.
+
+    Args:
+        heads: Column titles.
+        rows: Cells.
+        num_text: Leading columns that are aligned left.
+        sums_from: Rows from this one on sum up the others.
+    """
+
+    def row(cells: Row, tag: str, class_: str | None = None) -> Markup:
+        drawn = (element(tag, cell, class_="num" if i >= num_text else None) for i, cell in enumerate(cells))
+        return element("tr", *drawn, class_=class_)
+
+    body = [
+        row(cells, "td", "sum" if sums_from is not None and i >= sums_from else None) for i, cells in enumerate(rows)
+    ]
+    return element("table", element("thead", row(tuple(heads), "th")), element("tbody", *body))
+
+
+def memory_tables(data: ReportData) -> Markup:
+    """Bytes by kind as bars against the limits, and as numbers."""
+    notes, forecast = data.plan.notes, data.plan.forecast
+    device = f"each {data.device_word}"
+    places = [
+        (
+            device,
+            GPU_KINDS,
+            forecast.gpu_limit_bytes if forecast else None,
+            forecast.peak_gpu_bytes if forecast else None,
+        ),
+        ("host, for each rank", HOST_KINDS, forecast.host_limit_bytes if forecast else None, None),
+        ("NVMe, for each rank", (("nvme_bytes", "master and optimizer states", "purple"),), None, None),
+    ]
+    drawn = []
+    for place, kinds, limit, highest in places:
+        amounts = [(text, colour, int(notes.get(key, 0))) for key, text, colour in kinds]
+        total = sum(nbytes for *_, nbytes in amounts)
+        if not total and place != device:
+            continue
+        rows: list[Row] = [
+            (element("span", swatch(colour), text, class_="key"), format_bytes(nbytes), _percent(nbytes, total))
+            for text, colour, nbytes in amounts
+        ]
+        peak = highest if highest is not None and highest < total else None
+        rows.append(("together", format_bytes(total), "" if peak else _percent(total, limit, " of the limit")))
+        if peak is not None:  # not all kinds are at their highest together
+            rows.append(("highest moment", format_bytes(peak), _percent(peak, limit, " of the limit")))
+        bar = stacked_bar([(text, colour, float(nbytes)) for text, colour, nbytes in amounts], limit, format_bytes_of)
+        drawn.append(
+            element("div", element("h3", place), bar, table(("", "bytes", "share"), rows, sums_from=len(amounts)))
+        )
+    return element("div", *drawn, class_="tables")
+
+
+def stacked_bar(
+    amounts: Sequence[tuple[str, str, float]], limit: float | None, shown: object = format_seconds
+) -> Markup:
+    """Amounts side by side, and what is left up to the limit.
+
+    Args:
+        amounts: (what, colour, amount).
+        limit: Where the bar ends; None: with the amounts.
+        shown: Formats an amount.
+    """
+    write = shown if callable(shown) else str
+    total = sum(amount for *_, amount in amounts)
+    end = max(total, limit or 0.0) or 1.0
+    x, parts = 0.0, []
+    for text, colour, amount in amounts:
+        if amount <= 0:
+            continue
+        width = amount / end * BAR_WIDTH
+        title = element("title", f"{text}: {write(amount)}")
+        parts.append(element("rect", title, class_=f"{colour} edge", x=x, y=0, width=width, height=BAR_HEIGHT))
+        x += width
+    if limit is not None and limit > total:
+        title = element("title", f"free: {write(limit - total)}")
+        parts.append(element("rect", title, class_="free", x=x, y=0.5, width=BAR_WIDTH - x, height=BAR_HEIGHT - 1))
+    return element(
+        "svg", *parts, viewBox=f"0 0 {BAR_WIDTH:g} {BAR_HEIGHT:g}", class_="bar", preserveAspectRatio="none", role="img"
+    )
+
+
+def format_bytes_of(amount: float) -> str:
+    return format_bytes(int(amount))
+
+
+def step_table(times: StepTimes) -> Markup:
+    """How a predicted step is spent: the parts that add up, and what runs beside them."""
+    parts = (
+        ("forward and backward", "blue", times.compute_s),
+        ("waiting for chunks or gradient blocks", "red", times.waiting_s),
+        ("update, after backward", "purple", times.step_s),
+    )
+    rows: list[Row] = [
+        (element("span", swatch(colour), text, class_="key"), format_seconds(s), _percent(s, times.total_s))
+        for text, colour, s in parts
+    ]
+    rows.append(("one step", format_seconds(times.total_s), ""))
+    beside = (
+        ("bus to the device", times.h2d_s),
+        ("bus from the device", times.d2h_s),
+        ("between ranks", times.collective_s),
+        ("Adam, wherever it runs", times.adam_s),
+    )
+    busy: list[Row] = [(text, format_seconds(s), _percent(s, times.total_s)) for text, s in beside if s > 0]
+    first = element(
+        "div",
+        element("h3", "one after the other"),
+        stacked_bar(parts, None),
+        table(("", "time", "share"), rows, sums_from=len(parts)),
+    )
+    second = element("div", element("h3", "beside it, overlapping"), table(("busy", "time", "of the step"), busy))
+    return element("div", first, second if busy else Markup(""), class_="tables")
+
+
+def alternatives_table(plan: Plan) -> Markup:
+    """The runners-up and why they lost."""
+    forecast = plan.forecast
+    if forecast is None or not forecast.alternatives:
+        return Markup("")
+    best_s = forecast.times.total_s
+    rows: list[Row] = []
+    for other in forecast.alternatives:
+        time = "does not fit" if other.total_s is None else format_seconds(other.total_s)
+        slower = "" if other.total_s is None or not best_s else f"{(other.total_s / best_s - 1) * 100:+.1f}%"
+        rows.append((other.description, other.reason, time, slower))
+    return table(("placement", "why not", "one step", "against the best"), rows, num_text=2)
+
+
+def comparison_table(data: ReportData, measured: Measured) -> Markup:
+    """Predicted against measured, with the difference."""
+    forecast, rows = data.plan.forecast, list[Row]()
+    times = forecast.times if forecast else data.timeline.times if data.timeline else None
+    median_s = statistics.median(measured.step_s) if measured.step_s else None
+    peak = data.timeline.peak_gpu_bytes if data.timeline else None
+    peak = forecast.peak_gpu_bytes if forecast else peak
+    host = forecast.host_bytes if forecast else None
+    for what, predicted, real in (
+        (f"{data.device_word} memory, highest moment", peak, measured.peak_gpu_bytes),
+        ("host memory of a rank", host, measured.host_bytes),
+    ):
+        if predicted is not None or real is not None:
+            shown = tuple("" if value is None else format_bytes(value) for value in (predicted, real))
+            rows.append((what, *shown, difference(predicted, real)))
+    for what, seconds, real_s in (
+        ("one step, median", times.total_s if times else None, median_s),
+        ("forward and backward, without waiting", times.compute_s if times else None, measured.compute_s),
+        ("waiting in them", times.waiting_s if times else None, measured.waiting_s),
+        ("Adam", times.adam_s if times else None, measured.adam_s),
+    ):
+        if real_s is not None:
+            rows.append(
+                (
+                    what,
+                    "" if seconds is None else format_seconds(seconds),
+                    format_seconds(real_s),
+                    difference(seconds, real_s),
+                )
+            )
+    return table(("", "predicted", "measured", "measured is"), rows)
+
+
+def difference(predicted: float | None, real: float | None) -> str:
+    """How much more (+) or less was measured than predicted."""
+    if predicted is None or real is None or predicted == 0:
+        return ""
+    return f"{(real / predicted - 1) * 100:+.1f}%"
+
+
+def counters_table(measured: Measured) -> Markup:
+    rows: list[Row] = []
+    if measured.step_s:
+        slow, fast = max(measured.step_s), min(measured.step_s)
+        rows.append((f"{len(measured.step_s)} steps", f"{format_seconds(fast)} to {format_seconds(slow)}"))
+    for name, value in measured.counters.items():
+        is_bytes = "bytes" in name and isinstance(value, int)
+        rows.append((name.replace("_", " "), format_bytes(int(value)) if is_bytes else format_amount(value)))
+    return table(("of the run", ""), rows) if rows else Markup("")
+
+
+def machine_table(spec: HardwareSpec) -> Markup:
+    """The figures that the prediction rests on."""
+    return table(("", ""), list(hardware_table(spec)), num_text=2)
+
+
+def _percent(part: float, whole: float | None, suffix: str = "") -> str:
+    return f"{part / whole:.0%}{suffix}" if whole else ""

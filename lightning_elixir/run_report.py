@@ -1,0 +1,130 @@
+"""What a plan promised and what a run made of it, as files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.io import save_plan
+from lightning_elixir.plan.types import Plan, StepTimes
+from lightning_elixir.report import ReportData, render_report
+
+log = logging.getLogger(__name__)
+
+
+class RunReport:
+    """The folder of one run's report. Rank 0's business.
+
+    Args:
+        folder: Made if missing.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def prepare(self) -> None:
+        """Make the folder, and see that files can be written there.
+
+        Raises:
+            PlanError: They cannot; the message names the folder.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise PlanError(
+                f"report_dir: cannot write to {self.folder} ({error.strerror}): give the path of a folder that can be"
+                " written to"
+            ) from error
+
+    def write(self, data: ReportData, held_bytes: Mapping[str, int]) -> None:
+        """Write `plan.json`, `report.json` and `report.html`.
+
+        Args:
+            data: For the page.
+            held_bytes: The most bytes of each kind that the engine held.
+
+        Raises:
+            OSError: A file could not be written.
+        """
+        data = replace(data, plan=_with_times(data))
+        save_plan(data.plan, self.folder / "plan.json")
+        text = json.dumps(_finite(_summary(data, held_bytes)), indent=1, allow_nan=False) + "\n"
+        (self.folder / "report.json").write_text(text, encoding="utf-8")
+        (self.folder / "report.html").write_text(render_report(data), encoding="utf-8")
+        log.info("wrote the report of this run to %s", self.folder)
+
+
+def _with_times(data: ReportData) -> Plan:
+    """The plan, with what is expected of it by the newest figures."""
+    plan, timeline = data.plan, data.timeline
+    if plan.forecast is None or timeline is None:
+        return plan
+    return replace(plan, forecast=replace(plan.forecast, times=timeline.times, peak_gpu_bytes=timeline.peak_gpu_bytes))
+
+
+def _summary(data: ReportData, held_bytes: Mapping[str, int]) -> dict[str, Any]:
+    plan, real = data.plan, data.measured
+    predicted: dict[str, Any] = {"bytes": dict(plan.notes)}
+    times = _predicted_times(data)
+    if plan.forecast is not None:
+        predicted |= {
+            "peak_gpu_bytes": plan.forecast.peak_gpu_bytes,
+            "gpu_limit_bytes": plan.forecast.gpu_limit_bytes,
+            "host_bytes": plan.forecast.host_bytes,
+            "binding": plan.forecast.binding,
+            "hardware": plan.forecast.hardware,
+        }
+    if times is not None:
+        predicted |= {"step_s": times.total_s, "times": asdict(times)}
+    measured: dict[str, Any] = {"bytes": dict(held_bytes)}
+    if real is not None:
+        measured |= {
+            "peak_gpu_bytes": real.peak_gpu_bytes,
+            "host_bytes": real.host_bytes,
+            "step_s": statistics.median(real.step_s) if real.step_s else None,
+            "num_steps": len(real.step_s),
+            "times": {"compute_s": real.compute_s, "waiting_s": real.waiting_s, "adam_s": real.adam_s},
+            "counters": dict(real.counters),
+        }
+    return {
+        "title": data.title,
+        "facts": dict(data.facts),
+        "plan": {
+            "file": "plan.json",
+            "fingerprint": plan.fingerprint(),
+            "policy": plan.policy,
+            "world_size": plan.world_size,
+            "num_chunks": len(plan.chunks),
+            "block_bytes": plan.block_bytes,
+            "rcache_blocks": plan.rcache_blocks,
+            "prefetch_depth": plan.prefetch_depth,
+        },
+        "predicted": predicted,
+        "measured": measured,
+        "hardware": None if data.hardware is None else data.hardware.to_dict(),
+    }
+
+
+def _predicted_times(data: ReportData) -> StepTimes | None:
+    if data.plan.forecast is not None:
+        return data.plan.forecast.times
+    return None if data.timeline is None else data.timeline.times
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,311 @@
+"""What one real step takes: seconds of compute and device memory beside the chunks, between one access and the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from lightning_elixir.core.device import Device, Mark
+from lightning_elixir.plan.growth import StepMemory
+from lightning_elixir.plan.profile import StepInterval, StepProfile
+from lightning_elixir.plan.types import AccessTrace
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Times of one forward and backward."""
+
+    compute_s: float
+    """Operators ran, or were waited for."""
+    exposed_wait_s: float
+    """Nothing ran, because a chunk, or a block for gradients, was not there yet."""
+
+
+class _Clock:
+    """Marks around everything that is waited for. They are read when somebody asks: only then the host waits."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._index = 0
+        self._started: Mark | None = device.mark()
+        self._stopped: Mark | None = None
+        self._noted: Mark | None = None
+        self._runs: list[tuple[int, Mark, Mark]] = []
+        self._waits: list[tuple[Mark, Mark]] = []
+
+    @property
+    def is_running(self) -> bool:
+        return self._started is not None
+
+    def stop(self) -> None:
+        if self._started is not None:
+            self._stopped = self._device.mark()
+            self._runs.append((self._index, self._started, self._stopped))
+            self._started = None
+
+    def go_on(self, *, has_waited: bool) -> None:
+        if self._stopped is None:
+            return
+        self._started = self._stopped
+        if has_waited:
+            self._started = self._device.mark()
+            self._waits.append((self._stopped, self._started))
+        self._stopped = None
+
+    def next_interval(self) -> None:
+        self._index += 1
+
+    def note(self) -> None:
+        """The step may turn out to have ended here."""
+        self._noted = self._device.mark()
+
+    def close(self) -> None:
+        self.stop()
+        self._stopped = None
+
+    def reopen(self) -> None:
+        """After `close`: what lies between is neither compute nor waiting."""
+        if self._started is None:
+            self._started, self._stopped = self._device.mark(), None
+
+    def settle(self) -> None:
+        """The step is over. If nothing has closed it, it ended at the last note."""
+        if self._started is not None and self._noted is not None:
+            self._runs.append((self._index, self._started, self._noted))
+        self._started = self._stopped = None
+
+    def read(self) -> tuple[list[float], float]:
+        """Seconds of compute by interval, and of waiting in all."""
+        seconds = [0.0] * (self._index + 1)
+        for index, start, stop in self._runs:
+            seconds[index] += max(0.0, stop.seconds_since(start))
+        return seconds, sum(max(0.0, stop.seconds_since(start)) for start, stop in self._waits)
+
+
+@dataclass
+class _Sample:
+    """One iteration. Lists have one entry for each interval."""
+
+    trace: AccessTrace | None
+    """None: it took another way than the known one."""
+    grads: list[list[int]]
+    peaks: list[int] | None
+    levels: list[int]
+    """Bytes beside the engine's own at each access, before anything was fetched for it; empty without peaks."""
+    clock: _Clock | None
+    seconds: list[float] | None = None
+    wait_s: float = 0.0
+
+    def read(self) -> None:
+        if self.clock is not None:
+            self.seconds, self.wait_s = self.clock.read()
+            self.clock = None
+
+    def has_accesses_of(self, other: _Sample) -> bool:
+        if self.trace is None or other.trace is None:
+            return False
+        return [e.ids for e in self.trace.acquires()] == [e.ids for e in other.trace.acquires()]
+
+
+class StepSampler:
+    """Looks at the accesses of a training iteration, if told to.
+
+    Args:
+        device: Counts bytes and gives marks.
+        held_bytes: Device bytes that the engine takes now.
+    """
+
+    def __init__(self, device: Device, held_bytes: Callable[[], int]) -> None:
+        self._device = device
+        self._held_bytes = held_bytes
+        self.has_memory = False
+        self.has_times = False
+        self.is_on = False
+        """Something is looked at: all the time, or in the open iteration."""
+        self.peak_non_model_bytes = 0
+        """Since the memory began to be watched."""
+        self._has_looks = False
+        self._held_before = 0  # when the peak was last reset
+        # The open iteration
+        self._clock: _Clock | None = None
+        self._peaks: list[int] | None = None
+        self._levels: list[int] = []
+        self._grads: list[list[int]] | None = None
+        # Earlier ones
+        self._last: _Sample | None = None
+        self._last_timed: _Sample | None = None
+        self._last_with_memory: _Sample | None = None
+
+    def watch(self, *, memory: bool | None = None, times: bool | None = None) -> None:
+        """Turn on or off what is looked at; None: as it is."""
+        if memory is not None:
+            self.has_memory = memory
+            if memory:
+                self.peak_non_model_bytes = 0
+                self.restart_peak()
+        if times is not None:
+            self.has_times = times
+        self._update()
+
+    # The iteration under way, in the order of the calls
+
+    def begin(self, *, memory: bool) -> None:
+        """A training iteration begins.
+
+        Args:
+            memory: Watch its memory, even if nobody has asked for that.
+        """
+        self.abandon()
+        if memory or self.has_memory:
+            self._grads, self._peaks, self._levels = [[]], [0], []
+            self.restart_peak()
+        if self.has_times:
+            self._grads, self._clock = [[]], _Clock(self._device)
+        self._update()
+
+    def before_access(self) -> None:
+        """An interval ends: from here on, chunks are waited for."""
+        if self._clock is not None:
+            self._clock.stop()
+        if self._has_looks:
+            self.look()
+            if self._peaks is not None:
+                self._levels.append(self._device.allocated_bytes() - self._held_before)
+
+    def after_access(self, *, has_waited: bool) -> None:
+        """The chunks are there: an interval begins."""
+        if self._grads is not None:
+            self._grads.append([])
+        if self._peaks is not None:
+            self._peaks.append(0)
+        if self._has_looks:
+            self.restart_peak()
+        if self._clock is not None:
+            self._clock.next_interval()
+            self._clock.go_on(has_waited=has_waited)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What the compute stream and the host wait for inside is no compute."""
+        clock = self._clock
+        if clock is None or not clock.is_running:
+            yield
+            return
+        clock.stop()
+        try:
+            yield
+        finally:
+            clock.go_on(has_waited=True)
+
+    def before_collect(self) -> None:
+        """A gradient is about to move from autograd's memory to the engine's."""
+        if self._has_looks:
+            self.look()
+
+    def after_collect(self) -> None:
+        if self._has_looks:
+            self.restart_peak()
+
+    def grads_complete(self, chunk_ids: Iterable[int]) -> None:
+        if self._grads is not None:
+            self._grads[-1].extend(chunk_ids)
+
+    def note_end(self) -> None:
+        """A forward has ended; there may come no backward."""
+        if self._has_looks:
+            self.look()
+        if self._clock is not None:
+            self._clock.note()
+
+    def end_backward(self) -> None:
+        if self._has_looks:
+            self.look()
+        if self._clock is not None:
+            self._clock.close()
+
+    def begin_backward(self) -> None:
+        if self._clock is not None:
+            self._clock.reopen()
+
+    def finish(self, trace: AccessTrace | None) -> StepMemory | None:
+        """The iteration is over.
+
+        Args:
+            trace: Of this iteration; None if it has taken another way than the known one.
+
+        Returns:
+            What it took, if that was watched and there is a trace.
+        """
+        memory = None
+        if self._grads is not None:
+            if trace is not None and len(self._grads) != sum(1 for _ in trace.acquires()) + 1:
+                trace = None
+            sample = _Sample(trace, self._grads, self._peaks, self._levels, self._clock)
+            if self._clock is not None:
+                self._clock.settle()
+                self._last_timed = sample
+            if trace is not None:
+                self._last = sample
+                if self._peaks is not None:
+                    self._last_with_memory = sample
+                    memory = StepMemory(tuple(self._levels), tuple(self._peaks), tuple(map(tuple, self._grads)))
+        self.abandon()
+        return memory
+
+    def abandon(self) -> None:
+        """Forget the iteration under way."""
+        self._clock = self._peaks = self._grads = None
+        self._levels = []
+        self._update()
+
+    def _update(self) -> None:
+        self._has_looks = self.has_memory or self._peaks is not None
+        self.is_on = self._has_looks or self.has_times
+
+    # Memory
+
+    def look(self) -> None:
+        """Take the peak since the last look. Call before what the engine itself holds changes, and `restart_peak`
+        after it."""
+        held = self._held_bytes()
+        peak = max(0, self._device.take_peak_bytes() - min(held, self._held_before))
+        self._held_before = held
+        self.peak_non_model_bytes = max(self.peak_non_model_bytes, peak)
+        if self._peaks is not None:
+            self._peaks[-1] = max(self._peaks[-1], peak)
+
+    def restart_peak(self) -> None:
+        self._device.take_peak_bytes()
+        self._held_before = self._held_bytes()
+
+    # Results
+
+    def profile(self) -> StepProfile | None:
+        """The last sampled iteration, with times and bytes of an earlier one of the same accesses where it has none of
+        its own. None: there is none."""
+        sample = self._last
+        if sample is None or sample.trace is None:
+            return None
+        num = len(sample.grads)
+        seconds, peaks = [0.0] * num, [0] * num
+        timed, measured = self._last_timed, self._last_with_memory
+        if timed is not None and sample.has_accesses_of(timed):
+            timed.read()
+            seconds = timed.seconds or seconds
+        if measured is not None and sample.has_accesses_of(measured):
+            peaks = measured.peaks or peaks
+        elif measured is not None and num == 1:
+            peaks = [max(measured.peaks or [0])]
+        return StepProfile(
+            sample.trace,
+            tuple(StepInterval(s, p, tuple(grads)) for s, p, grads in zip(seconds, peaks, sample.grads, strict=True)),
+        )
+
+    def seconds(self) -> StepSeconds | None:
+        """Of the last timed iteration. Waits for its end."""
+        timed = self._last_timed
+        if timed is None:
+            return None
+        timed.read()
+        return StepSeconds(sum(timed.seconds or ()), timed.wait_s)

@@ -1,0 +1,90 @@
+"""Figures of a CUDA device: sane in order and size. How fast it is, no test says."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from lightning_elixir.core.comm import SoloComm
+from lightning_elixir.core.device import make_device
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.profiling.hardware import profile_hardware
+from lightning_elixir.profiling.rates import Workbench
+from lightning_elixir.profiling.stopwatch import Stopwatch
+from tests.helpers.dist import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> HardwareSpec:
+    return profile_hardware(cache_dir=tmp_path_factory.mktemp("cache"), budget_s=3.0)
+
+
+def test_larger_copies_take_longer(spec: HardwareSpec) -> None:
+    for curve in (spec.h2d, spec.d2h):
+        assert curve.seconds(64 * MIB) > curve.seconds(MIB)
+        assert curve.bytes_per_s(64 * MIB) > curve.bytes_per_s(MIB // 16)
+
+
+def test_the_device_is_faster_than_the_bus_and_the_host(spec: HardwareSpec) -> None:
+    assert spec.gpu_adam_numel_per_s > spec.streamed_adam_numel_per_s
+    assert spec.gpu_adam_numel_per_s > spec.cpu_adam_numel_per_s
+    assert spec.device_bytes_per_s > spec.h2d.bytes_per_s(64 * MIB)
+    assert spec.matmul_flops_per_s["bfloat16"] > spec.matmul_flops_per_s["float32"]
+
+
+def test_an_operator_is_shorter_than_a_large_copy(spec: HardwareSpec) -> None:
+    assert 0 < spec.launch_s < spec.h2d.seconds(64 * MIB)
+
+
+def test_memory_of_the_device(spec: HardwareSpec) -> None:
+    assert spec.gpu_bytes is not None
+    assert spec.gpu_total_bytes == torch.cuda.get_device_properties(0).total_memory
+    assert 0 < spec.gpu_bytes <= spec.gpu_total_bytes
+    assert torch.cuda.get_device_name(0) in spec.name
+
+
+def test_host_memory_is_page_locked() -> None:
+    device = make_device()
+    bench = Workbench(device, SoloComm(), Stopwatch(device, SoloComm(), 0.01), 4 * MIB)
+    assert bench._host.is_pinned()
+
+
+def test_leaves_no_memory_behind(spec: HardwareSpec, tmp_path: Path) -> None:
+    process = psutil.Process(os.getpid())
+
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), process.memory_info().rss
+
+    before, free = held(), torch.cuda.mem_get_info()[0]  # the fixture has run once: libraries are loaded
+    profile_hardware(cache_dir=tmp_path, refresh=True, budget_s=1.0)
+    after = held()
+    assert after[0] == before[0]
+    assert after[1] <= before[1]
+    assert after[2] - before[2] < 128 * MIB  # page-locked memory was 512 MiB
+    assert free - torch.cuda.mem_get_info()[0] < 64 * MIB
+
+
+def profile_rank(folder: str) -> dict[str, Any]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return profile_hardware(device=device, local_world_size=2, cache_dir=folder, budget_s=3.0).to_dict()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_ranks_agree(tmp_path: Path) -> None:
+    one, other = run_ranks(profile_rank, 2, str(tmp_path), device="cuda")
+    assert one == other
+    found = HardwareSpec.from_dict(one)
+    for curve in (found.all_gather, found.reduce_scatter):
+        assert curve is not None
+        assert curve.seconds(64 * MIB) > curve.seconds(MIB)

@@ -1,0 +1,241 @@
+"""Streamed updates: bitwise the update of the host, in whatever pieces, and without loss when memory is short."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_elixir.core.device import make_device
+from lightning_elixir.errors import CapacityError
+from lightning_elixir.optim.execution import UpdateRunner
+from lightning_elixir.optim.hybrid_adam import AdamHyper
+from lightning_elixir.optim.streaming import _MAX_QUEUED, StateStream
+from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
+from lightning_elixir.plan.streaming import NUM_SLOTS, SCRATCH_BYTES, SLOT_BYTES, STREAM_BYTES
+
+NUMEL = 6 * 512 + 100
+SMALL: dict[str, int] = {"slot_bytes": 20 * 1024, "scratch_bytes": 5 * 4 * 512}
+# (master and states, gradient, compute) dtypes
+DTYPES = {
+    "mixed": (torch.float32, torch.bfloat16, torch.bfloat16),
+    "accumulated": (torch.float32, torch.float32, torch.float16),
+    "fp32": (torch.float32, torch.float32, None),
+    "true": (torch.bfloat16, torch.bfloat16, None),
+    "fp64": (torch.float64, torch.float64, None),
+}
+
+
+def hyper(**changes: Any) -> AdamHyper:
+    values = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "adamw_mode": True}
+    return AdamHyper(**{**values, "bias_correction": True, "maximize": False, **changes})  # type: ignore[typeddict-item]
+
+
+# Two parameters side by side, the first ending inside a block of 512, with other settings and step counts.
+PARTS = (UpdatePart(0, 1200, 3, hyper()), UpdatePart(1536, NUMEL - 1536, 1, hyper(lr=1e-3, adamw_mode=False)))
+
+
+def clamp(grad: Tensor) -> None:
+    grad.mul_(0.37).clamp_(-0.3, 0.3)
+
+
+def new_update(dtypes: str, empty: Callable[[int, torch.dtype], Tensor], seed: int = 0, **changes: Any) -> FlatUpdate:
+    work, grad, compute = DTYPES[dtypes]
+    generator = torch.Generator().manual_seed(seed)
+
+    def filled(dtype: torch.dtype, scale: float) -> Tensor:
+        return empty(NUMEL, dtype).copy_(torch.randn(NUMEL, generator=generator) * scale)
+
+    update = FlatUpdate(
+        filled(work, 1.0),
+        filled(grad, 1.0),
+        filled(work, 0.1),
+        filled(work, 0.1).abs_(),
+        PARTS,
+        compute=None if compute is None else empty(NUMEL, compute).fill_(7.0),
+    )
+    return replace(update, **changes)
+
+
+def values(update: FlatUpdate) -> list[Tensor]:
+    kept = [update.param, update.exp_avg, update.exp_avg_sq]
+    if update.compute is not None:  # padding may be written
+        kept += [update.compute[p.start : p.start + p.numel] for p in update.parts]
+    return kept
+
+
+def assert_same(actual: FlatUpdate, expected: FlatUpdate) -> None:
+    for a, b in zip(values(actual), values(expected), strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("change_grad", [None, clamp])
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_streamed_is_bitwise_the_host(device: torch.device, dtypes: str, change_grad: Any) -> None:
+    runtime = make_device(device)
+    changes = {"change_grad": change_grad, "grad_factor": 1.0 if change_grad else 0.37}
+    expected = [new_update(dtypes, lambda n, d: torch.empty(n, dtype=d), seed, **changes) for seed in range(4)]
+    actual = [new_update(dtypes, runtime.host_empty, seed, **changes) for seed in range(4)]
+    before = [x.clone() for x in values(expected[0])]
+    for update in expected:
+        update.run()
+    stream = StateStream(runtime, **SMALL)
+    assert next(iter(actual[0].pieces(stream._piece_numel(actual[0])))).numel < NUMEL
+    stream.run(actual)
+    for a, b in zip(actual, expected, strict=True):
+        assert_same(a, b)
+    # Each part was updated by its own settings, and the padding between them was not.
+    assert torch.equal(expected[0].param[1200:1536], before[0][1200:1536])
+    assert not torch.equal(expected[0].param[:1200], before[0][:1200])
+    assert not torch.equal(expected[0].param[1536:], before[0][1536:])
+    assert stream.held_bytes() == {}
+
+
+@pytest.mark.parametrize("is_compute_on_device", [False, True])
+@pytest.mark.parametrize("dtypes", ["mixed", "accumulated"])
+def test_every_site_writes_the_same_values(device: torch.device, dtypes: str, is_compute_on_device: bool) -> None:
+    runtime = make_device(device)
+    expected = [new_update(dtypes, lambda n, d: torch.empty(n, dtype=d), seed) for seed in range(9)]
+    updates = []
+    for seed in range(9):
+        # Three of each: states on the device, streamed, on the host.
+        place = runtime.host_empty if seed % 3 else lambda n, d: torch.empty(n, dtype=d, device=device)
+        update = new_update(dtypes, place, seed, is_compute_on_device=is_compute_on_device)
+        compute = torch.full((NUMEL,), 7.0, dtype=DTYPES[dtypes][2], device=device if is_compute_on_device else "cpu")
+        updates.append(replace(update, compute=compute))
+    for update in expected:
+        update.run()
+    runner = UpdateRunner(runtime)
+    runner._stream = StateStream(runtime, **SMALL)
+    times = runner.run(updates[0::3], updates[1::3], updates[2::3])
+    for a, b in zip(updates, expected, strict=True):
+        assert_same(a, b)
+    used = 3 * (NUMEL - 336)
+    assert (times.gpu_numel, times.streamed_numel, times.cpu_numel) == (used, used, used)
+    assert 0 < times.adam_s < times.update_s
+    # What goes up beside the used elements is zero or the rounded master, not what lay in the staging memory.
+    padding = updates[2].compute[1200:1536].cpu()
+    assert not padding.any() if is_compute_on_device else bool((padding == 7.0).all())
+
+
+def test_pieces_are_cut_at_blocks_and_cover_everything_once() -> None:
+    update = new_update("mixed", lambda n, d: torch.arange(n).to(d))
+    for size in (1, 512, 1023, 1024, NUMEL, 10 * NUMEL):
+        pieces = list(update.pieces(size))
+        assert all(p.numel == max(512, size // 512 * 512) for p in pieces[:-1])
+        assert sum(p.numel for p in pieces) == NUMEL
+        assert sum(p.used_numel for p in pieces) == update.used_numel == NUMEL - 336
+        assert all(0 <= q.start < q.start + q.numel <= p.numel for p in pieces for q in p.parts)
+        assert [p.param.data_ptr() for p in pieces] == [
+            update.param[i * pieces[0].numel :].data_ptr() for i in range(len(pieces))
+        ]
+
+
+def test_memory_is_bounded_and_known(device: torch.device) -> None:
+    runtime = make_device(device)
+    stream = StateStream(runtime)
+    assert stream.device_bytes == STREAM_BYTES == NUM_SLOTS * SLOT_BYTES + SCRATCH_BYTES
+    small = StateStream(runtime, **SMALL)
+    with small.running([new_update("mixed", runtime.host_empty)]):
+        assert small.held_bytes() == {"update_slot": small.device_bytes}
+        assert small.device_bytes == NUM_SLOTS * SMALL["slot_bytes"] + SMALL["scratch_bytes"]
+    assert small.held_bytes() == {}
+    small.reserve()
+    assert small.held_bytes() == {"update_slot": small.device_bytes}
+    small.run([])
+    assert small.held_bytes() == {}
+
+
+class _Narrow(StateStream):
+    """A device with so much memory and no more."""
+
+    free_bytes = 0
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        if nbytes > self.free_bytes // NUM_SLOTS:
+            raise torch.OutOfMemoryError("no memory left")
+        return super()._allocate(nbytes)
+
+
+def test_less_memory_makes_smaller_pieces(caplog: pytest.LogCaptureFixture) -> None:
+    stream = _Narrow(make_device(torch.device("cpu")))
+    stream.free_bytes = 64 * 1024**2
+    expected, actual = (new_update("mixed", lambda n, d: torch.empty(n, dtype=d)) for _ in range(2))
+    expected.run()
+    with caplog.at_level(logging.WARNING):
+        stream.run([actual])
+    assert_same(actual, expected)
+    assert stream.device_bytes * 4 == STREAM_BYTES
+    assert "56.0 MiB" in caplog.text
+
+
+def test_no_memory_is_said_before_anything_changes() -> None:
+    stream = _Narrow(make_device(torch.device("cpu")))
+    expected, actual = (new_update("mixed", lambda n, d: torch.empty(n, dtype=d)) for _ in range(2))
+    with pytest.raises(CapacityError, match=r"need at least 14\.0 MiB.*gpu_memory_limit"):
+        stream.run([actual])
+    assert_same(actual, expected)
+    stream.free_bytes = 1024**3
+    expected.run()
+    stream.run([actual])
+    assert_same(actual, expected)
+
+
+def test_an_error_beside_it_loses_no_piece_under_way(device: torch.device) -> None:
+    runtime = make_device(device)
+    stream = StateStream(runtime, **SMALL)
+    expected, actual = (new_update("mixed", runtime.host_empty) for _ in range(2))
+    expected.run()
+    with pytest.raises(KeyboardInterrupt), stream.running([actual]):
+        raise KeyboardInterrupt
+    assert stream.held_bytes() == {}
+    assert_same(actual, expected)  # few pieces: all had been issued
+
+
+class _SlowEvent:
+    """Over only when the host has waited for it."""
+
+    def __init__(self, log: list[str], number: int) -> None:
+        self._log, self._number, self._is_over = log, number, False
+
+    def wait(self) -> None:
+        self._log.append(f"slot of {self._number}")
+
+    def is_over(self) -> bool:
+        return self._is_over
+
+    def synchronize(self) -> None:
+        self._log.append(f"host waits for {self._number}")
+        self._is_over = True
+
+
+def test_host_waits_for_nothing_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = StateStream(make_device(torch.device("cpu")), **SMALL)
+    log: list[str] = []
+    issue = StateStream._issue
+
+    def slow(self: StateStream, piece: FlatUpdate, number: int, is_free: Any) -> Any:
+        log.append(f"issue {number}")
+        issue(self, piece, number, is_free)
+        return _SlowEvent(log, number)
+
+    monkeypatch.setattr(StateStream, "_issue", slow)
+    updates = [new_update("mixed", lambda n, d: torch.empty(n, dtype=d)) for _ in range(6)]
+    num_pieces = sum(len(list(u.pieces(stream._piece_numel(u)))) for u in updates)
+    assert num_pieces > _MAX_QUEUED
+    with stream.running(updates) as advance:
+        for _ in range(3):
+            advance()
+        assert not any("host waits" in entry for entry in log)
+        assert [entry for entry in log if entry.startswith("issue")] == [f"issue {i}" for i in range(_MAX_QUEUED)]
+        # A slot is filled again when the piece that had it has come back.
+        assert [entry for entry in log if entry.startswith("slot")] == [
+            f"slot of {i}" for i in range(_MAX_QUEUED - NUM_SLOTS)
+        ]
+    assert [entry for entry in log if entry.startswith("issue")] == [f"issue {i}" for i in range(num_pieces)]
+    assert [entry for entry in log if "host waits" in entry] == [f"host waits for {i}" for i in range(num_pieces)]

@@ -1,0 +1,248 @@
+"""Planning problems that the tests share: layers, layouts, limits, and every placement there is of a small model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from random import Random
+from typing import Any
+
+from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
+from lightning_elixir.plan.memory import Budget, ModelDataBytes, memory_use
+from lightning_elixir.plan.packing import pack, regular_block_bytes
+from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, PlacementRequest, Placer, Site, place
+from lightning_elixir.plan.profile import StepInterval, StepProfile
+from lightning_elixir.plan.search import Candidate, Problem, search, structural_profile
+from lightning_elixir.plan.timeline import Timeline, simulate_step
+from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier
+from tests.plan.models import accesses_of, spec
+
+KIB = 1024
+MIXED = {d: ModelDataBytes.of(d, has_master=True) for d in DTYPE_BYTES}
+
+KEPT = Site(Tier.GPU, Tier.CPU, True)
+SHARDED = Site(Tier.GPU, Tier.GPU, False)
+SHARDED_PARAMS = Site(Tier.GPU, Tier.CPU, False)
+
+
+def layers(count: int, *, dtype: str = "float32", requires_grad: bool = True) -> list[ParamSpec]:
+    """`count` modules whose one parameter fills a chunk of 1024 elements."""
+    return [spec(f"l{i}.w", 1024, dtype=dtype, requires_grad=requires_grad) for i in range(count)]
+
+
+def layout_of(specs: Sequence[ParamSpec], chunk_numel: int = 1024, world_size: int = 1) -> Layout:
+    packed = pack(specs, chunk_numel, world_size)
+    return Layout(packed, regular_block_bytes(packed, chunk_numel, world_size), "float32")
+
+
+def place_specs(
+    specs: Sequence[ParamSpec],
+    policy: str = "auto",
+    *,
+    chunk_numel: int = 1024,
+    world_size: int = 1,
+    gpu: int | None = None,
+    cpu: int | None = None,
+    other: int = 0,
+    data: Mapping[str, ModelDataBytes] | None = None,
+    hardware: HardwareSpec | None = None,
+    **options: Any,
+) -> Plan:
+    """The plan of a policy; options are those of `PlacementRequest`."""
+    layout = layout_of(specs, chunk_numel, world_size)
+    request = PlacementRequest(policy=policy, **{"accesses": accesses_of(list(specs)), **options})
+    budget = Budget(gpu, cpu, other)
+    if policy != "auto":
+        return place(layout, request, budget, world_size, data or MIXED)
+    hardware = hardware or HardwareSpec.nominal()
+    profile = structural_profile(layout, request.accesses, hardware, other)
+    problem = Problem(request, budget, world_size, data or MIXED, hardware, is_time_guessed=True)
+    return search([Candidate(layout, profile)], problem)
+
+
+def tiers(plan: Plan) -> list[str]:
+    """A letter for the parameter tier, one for the optimizer tier, `*` if persistent."""
+    return [f"{c.param_tier.value[0]}{c.optim_tier.value[0]}{'*' if c.is_persistent else ''}" for c in plan.chunks]
+
+
+def constant_hardware(**figures: Any) -> HardwareSpec:
+    """Every rate a constant without latency; `h2d`, `d2h`, `all_gather`, `reduce_scatter` as bytes a second."""
+    for name in ("h2d", "d2h", "all_gather", "reduce_scatter"):
+        if isinstance(figures.get(name), (int, float)):
+            figures[name] = BandwidthCurve.constant(float(figures[name]))
+    base = replace(
+        HardwareSpec.nominal(),
+        h2d=BandwidthCurve.constant(25e9),
+        d2h=BandwidthCurve.constant(25e9),
+        duplex_slowdown=1.0,
+        all_gather=None,
+        reduce_scatter=None,
+    )
+    return replace(base, **figures)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout with what a step over it does, and the limits."""
+
+    layout: Layout
+    profile: StepProfile
+    problem: Problem
+
+    @property
+    def placer(self) -> Placer:
+        p = self.problem
+        return Placer(
+            self.layout,
+            p.request,
+            p.budget,
+            p.world_size,
+            p.data_bytes,
+            profile=self.profile,
+            accumulates=p.accumulates,
+            stream_bytes=p.stream_bytes,
+        )
+
+    def search(self) -> Plan:
+        return search([Candidate(self.layout, self.profile)], self.problem)
+
+    def simulate(self, plan: Plan, **options: Any) -> Timeline:
+        p = self.problem
+        scheme = self.placer.scheme
+        return simulate_step(plan, self.profile, p.hardware, scheme, accumulates=p.accumulates, **options)
+
+    def with_budget(self, **limits: Any) -> Case:
+        return replace(self, problem=replace(self.problem, budget=replace(self.problem.budget, **limits)))
+
+
+def plan_of(case: Case, sites: Sequence[Site], depth: int) -> Plan | None:
+    """The plan with these sites and all the rCache there is room for; None if it does not fit."""
+    placer, budget = case.placer, case.problem.budget
+    chunks = placer.chunks(sites)
+    blocks = placer.blocks(chunks)
+    use = memory_use(chunks, blocks, placer.scheme)
+    if budget.gpu_bytes is not None and placer.gpu_bytes(chunks, blocks) > budget.gpu_bytes:
+        return None
+    if budget.cpu_bytes is not None and use.host_bytes > budget.cpu_bytes:
+        return None
+    return bare_plan(case, chunks, blocks, depth)
+
+
+def bare_plan(case: Case, chunks: Sequence[ChunkSpec], blocks: int, depth: int) -> Plan:
+    return Plan(
+        world_size=case.problem.world_size,
+        compute_dtype=case.layout.compute_dtype,
+        block_bytes=case.layout.block_bytes,
+        rcache_blocks=blocks,
+        prefetch_depth=depth,
+        chunks=tuple(chunks),
+        is_storage_distributed=case.problem.request.distributed_storage,
+        policy="auto",
+    )
+
+
+def every_placement(case: Case, depths: Sequence[int]) -> Iterator[Plan]:
+    """All that fit: every chunk at every site, its update streamed or not, at every depth."""
+    choices = []
+    for chunk in case.layout.packed:
+        sites = [RESIDENT, OFFLOADED]
+        if chunk.requires_grad:
+            sites.append(KEPT)
+        if not case.placer.scheme.is_shard_whole:
+            sites.append(SHARDED)
+            if chunk.requires_grad:
+                sites.append(SHARDED_PARAMS)
+        if chunk.requires_grad and case.problem.can_stream:
+            sites += [replace(s, is_update_streamed=True) for s in sites if s.optim_tier is Tier.CPU]
+        choices.append(sites)
+    for sites in product(*choices):
+        for depth in depths:
+            plan = plan_of(case, sites, depth)
+            if plan is not None:
+                yield plan
+            if plan is None or all(s.is_persistent for s in sites):
+                break
+
+
+# Random ones
+
+HARDWARE = {
+    "nominal": constant_hardware(),
+    "slow bus": constant_hardware(h2d=2e9, d2h=2e9),
+    "slow host Adam": constant_hardware(cpu_adam_numel_per_s=1e8, streamed_adam_numel_per_s=2e8),
+    "streaming is fast": constant_hardware(streamed_adam_numel_per_s=4e9),
+    "streaming is slow": constant_hardware(streamed_adam_numel_per_s=2e8),
+    "latency": replace(HardwareSpec.nominal(), duplex_slowdown=1.4),
+    "slow collectives": constant_hardware(all_gather=3e9, reduce_scatter=3e9),
+    "collectives": constant_hardware(all_gather=100e9, reduce_scatter=60e9, duplex_slowdown=1.2),
+}
+"""Machines on which different resources bind."""
+
+
+def random_case(
+    random: Random,
+    *,
+    most_chunks: int = 4,
+    world_size: int = 1,
+    hardware: HardwareSpec | None = None,
+    can_stream: bool | None = None,
+    **options: Any,
+) -> Case:
+    """A model of a few chunks of random sizes, some perhaps frozen, and limits between too little and plenty."""
+    num_layers = random.randint(2, most_chunks)
+    unit = 512 * world_size
+    most = random.choice((1, 4, 40))
+    is_lora = random.random() < 0.3
+    dtype = random.choice(("float32", "bfloat16"))
+    specs = [
+        spec(
+            f"l{i}.w",
+            unit * 200 * random.randint(1, most),
+            dtype=dtype,
+            requires_grad=not is_lora or random.random() < 0.5,
+        )
+        for i in range(num_layers)
+    ]
+    layout = layout_of(specs, unit * 200 * random.choice((1, most)), world_size)
+    hardware = hardware or HARDWARE[random.choice(list(HARDWARE))]
+    activations = random.choice((0, 0, layout.block_bytes, 4 * layout.block_bytes))
+    accesses = accesses_of(specs)
+    profile = random_times(random, structural_profile(layout, accesses, hardware, 0), activations)
+    request = PlacementRequest(accesses=accesses, prefetch_depth=2, **options)
+    problem = Problem(
+        request,
+        Budget(),
+        world_size,
+        MIXED,
+        hardware,
+        can_stream=random.random() < 0.6 if can_stream is None else can_stream,
+        stream_bytes=random.choice((0, layout.block_bytes)),
+        accumulates=random.random() < 0.3,
+    )
+    case = Case(layout, profile, problem)
+    return with_random_limits(random, case)
+
+
+def random_times(random: Random, profile: StepProfile, activation_bytes: int) -> StepProfile:
+    """Other computing times, and activations that grow in forward and shrink in backward."""
+    scale = random.choice((0.0, 0.3, 1.0, 3.0, 30.0))
+    count = len(profile.intervals)
+    intervals = []
+    for i, interval in enumerate(profile.intervals):
+        share = min(i + 1, count - i) / max(1, (count + 1) // 2)
+        seconds = interval.compute_s * scale * random.uniform(0.3, 1.7)
+        intervals.append(StepInterval(seconds, int(activation_bytes * share), interval.grads))
+    return StepProfile(AccessTrace(profile.trace.events), tuple(intervals))
+
+
+def with_random_limits(random: Random, case: Case) -> Case:
+    placer = case.placer
+    packed = case.layout.packed
+    everything = placer.gpu_bytes(placer.chunks([RESIDENT] * len(packed)), 0)
+    offloaded = placer.chunks([OFFLOADED] * len(packed))
+    nothing = placer.gpu_bytes(offloaded, placer.smallest(offloaded))
+    host = memory_use(offloaded, 0, placer.scheme).host_bytes
+    gpu = min(nothing, everything) + int(abs(everything - nothing) * random.uniform(-0.05, 1.0))
+    cpu = None if random.random() < 0.6 else int(host * random.uniform(0.2, 1.0))
+    return case.with_budget(gpu_bytes=gpu, cpu_bytes=cpu)

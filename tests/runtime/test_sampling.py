@@ -1,0 +1,260 @@
+"""The engine measures its own steps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir.core import device as core_device
+from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.types import Acquire
+from lightning_elixir.planning import make_plan
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.metered import MeteredCpuDevice, use_metered_device
+from tests.helpers.training import Scheme, different_names, train_elixir, train_plain
+from tests.helpers.zoo import ZOO
+
+WIDTH = 32
+ROWS = 64
+LAYER_BYTES = WIDTH * WIDTH * 4
+
+
+class Layers(nn.Module):
+    """Layers of one chunk each; every one keeps its input, of ROWS x WIDTH, for backward."""
+
+    def __init__(self, num: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def build(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **options: Any) -> tuple[ElixirModule, MeteredCpuDevice]:
+    device = use_metered_device(monkeypatch)
+    plan = make_plan(model, **{"placement_policy": "cpu", "chunk_size": LAYER_BYTES, **options})
+    return ElixirModule(model, plan), device
+
+
+def step(module: ElixirModule, optimizer: ElixirOptimizer, device: MeteredCpuDevice, rows: int = ROWS) -> None:
+    with device.counting():
+        loss = module(torch.ones(rows, WIDTH)).square().mean()
+        optimizer.backward(loss)
+        del loss
+    optimizer.step()
+
+
+def sampled(module: ElixirModule) -> StepProfile:
+    profile = module.engine.step_profile()
+    assert profile is not None
+    return profile
+
+
+def test_intervals_belong_to_the_accesses_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layers(4)
+    module, device = build(monkeypatch, model)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert module.engine.step_profile() is None
+    module.sample_activations()
+    step(module, optimizer, device)
+    profile = sampled(module)
+    accesses = [event.ids for event in profile.trace.acquires()]
+    assert profile.trace == module.engine.traces["train"]
+    # Backward unpacks the weight of every layer but the first, whose input needs no gradient.
+    assert accesses == [(0,), (1,), (2,), (3,), (3,), (2,), (1,)]
+    assert len(profile.intervals) == 8
+    activation = ROWS * WIDTH * 4
+    # The input; then each layer's output stays, and the last one is squared.
+    assert [i.non_model_bytes // activation for i in profile.intervals[:4]] == [1, 2, 3, 4]
+    assert profile.peak_non_model_bytes == module.peak_activation_bytes()
+    assert [i.grads for i in profile.intervals] == [()] * 5 + [(3,), (2,), (1, 0)]
+    module.close()
+
+
+def test_what_the_engine_holds_is_no_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = []
+    for chunk_size in (LAYER_BYTES, 4 * LAYER_BYTES):
+        model = Layers(8)
+        module, device = build(monkeypatch, model, chunk_size=chunk_size)
+        optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+        module.sample_activations()
+        step(module, optimizer, device)
+        peaks.append(sampled(module).peak_non_model_bytes)
+        module.close()
+    assert peaks[0] == peaks[1]
+
+
+class SlowFetches:
+    """A fetch takes `fetch_s`, a layer's forward `layer_s`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fetch_s: float) -> None:
+        from lightning_elixir.runtime.fetcher import Fetcher
+
+        real = Fetcher.fetch
+
+        def fetch(fetcher: Fetcher, chunk: Any) -> None:
+            time.sleep(fetch_s)
+            real(fetcher, chunk)
+
+        monkeypatch.setattr(Fetcher, "fetch", fetch)
+
+
+class SlowLayer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return super().forward(x)
+
+
+def test_waiting_is_no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(SlowLayer(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    module, device = build(monkeypatch, model, prefetch=False)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    SlowFetches(monkeypatch, 0.03)
+    module.engine.sample_times(True)
+    step(module, optimizer, device)
+    stats = module.stats()
+    assert stats.compute_s is not None
+    assert stats.exposed_wait_s is not None
+    assert 0.03 <= stats.compute_s < 0.06
+    assert 0.03 * stats.fetches <= stats.exposed_wait_s < 0.03 * stats.fetches + 0.03
+    profile = sampled(module)
+    assert profile.compute_s == pytest.approx(stats.compute_s)
+    assert all(0.01 <= i.compute_s < 0.02 for i in profile.intervals[1:4])
+    module.close()
+
+
+def test_times_of_a_later_step_join_the_bytes_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layers(4)
+    module, device = build(monkeypatch, model)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    module.sample_activations()
+    step(module, optimizer, device)
+    module.sample_activations(False)
+    first = sampled(module)
+    assert first.compute_s == 0
+    step(module, optimizer, device)
+    assert module.stats().compute_s is None
+    module.engine.sample_times(True)
+    step(module, optimizer, device)
+    module.engine.sample_times(False)
+    second = sampled(module)
+    assert second.compute_s > 0
+    assert [i.non_model_bytes for i in second.intervals] == [i.non_model_bytes for i in first.intervals]
+    assert second.trace == first.trace
+    seconds = module.engine.last_seconds
+    step(module, optimizer, device)
+    assert module.engine.last_seconds == seconds
+    module.close()
+
+
+def test_everything_resident_is_one_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layers(4)
+    module, device = build(monkeypatch, model, placement_policy="cuda")
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    module.sample_activations()
+    module.engine.sample_times(True)
+    step(module, optimizer, device)
+    profile = sampled(module)
+    assert profile.trace.events == ()
+    assert len(profile.intervals) == 1
+    assert profile.compute_s > 0
+    assert sorted(profile.intervals[0].grads) == [0, 1, 2, 3]
+    module.close()
+
+
+def test_the_last_of_several_micro_batches_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layers(4)
+    module, device = build(monkeypatch, model)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    module.sample_activations()
+    for rows in (2 * ROWS, ROWS):
+        with device.counting():
+            optimizer.backward(module(torch.ones(rows, WIDTH)).square().mean())
+    optimizer.step()
+    assert len(sampled(module).intervals) == 8
+    # Over all of them: a plan has to hold the largest.
+    assert module.peak_activation_bytes() > 1.8 * sampled(module).peak_non_model_bytes
+    module.close()
+
+
+def test_an_interrupted_iteration_gives_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layers(4)
+    module, device = build(monkeypatch, model)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    module.sample_activations()
+    module.engine.sample_times(True)
+    step(module, optimizer, device)
+    before = sampled(module)
+    with pytest.raises(RuntimeError, match="shapes"):
+        module(torch.ones(3, WIDTH + 1))
+    assert sampled(module) == before
+    step(module, optimizer, device)
+    assert [i.grads for i in sampled(module).intervals] == [i.grads for i in before.intervals]
+    module.close()
+
+
+def test_a_step_that_departs_from_the_trace_has_times_and_no_profile_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Layers(4)
+    module, device = build(monkeypatch, model)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    module.sample_activations()
+    step(module, optimizer, device)
+    module.sample_activations(False)
+    before = sampled(module)
+    module.engine.sample_times(True)
+    del model.layers[1]
+    step(module, optimizer, device)
+    assert sampled(module) == before
+    assert module.stats().compute_s is not None
+    module.close()
+
+
+def test_evaluation_in_between_is_not_part_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layers(4)
+    module, device = build(monkeypatch, model)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    module.sample_activations()
+    step(module, optimizer, device)
+    before = sampled(module)
+    with torch.no_grad():
+        module(torch.ones(ROWS, WIDTH))
+    assert sampled(module) == before
+    module.close()
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_sampling_changes_no_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ElixirModule.__init__
+
+    def build_sampling(module: ElixirModule, *args: Any, **kwargs: Any) -> None:
+        real(module, *args, **kwargs)
+        module.sample_activations()
+        module.engine.sample_times(True)
+
+    monkeypatch.setattr(ElixirModule, "__init__", build_sampling)
+    chunk_size = 4 * 1024 if name in ("mlp", "conv") else 8 * 1024
+    run = train_elixir(name, Scheme(), placement_policy="cpu", chunk_size=chunk_size)
+    assert different_names(run, train_plain(name, Scheme())) == []
+    profile = sampled(run.engine)
+    acquires = [e for e in profile.trace.events if isinstance(e, Acquire)]
+    assert len(profile.intervals) == len(acquires) + 1
+    trainable = {c.id for c in run.engine.plan.chunks if c.requires_grad}
+    grads = [i for interval in profile.intervals for i in interval.grads]
+    assert len(grads) == len(set(grads))
+    if name not in ("odd", "branching"):  # which leave some parameters unused
+        assert set(grads) == trainable
+
+
+def test_marks_measure_seconds() -> None:
+    device = core_device.CpuDevice()
+    first = device.mark()
+    time.sleep(0.02)
+    assert 0.02 <= device.mark().seconds_since(first) < 0.1

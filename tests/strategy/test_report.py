@@ -1,0 +1,201 @@
+"""`report_dir`: what the plan promised and what the run made of it, written at the end of fit, also after an error."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from lightning_elixir._lightning import pl
+from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, save_hardware
+from lightning_elixir.plan.io import load_plan
+from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.dist import RankError, run_ranks
+from tests.strategy.models import CHUNK, TIGHT, Net, fit, make_data, make_trainer
+from tests.strategy.test_retry import TightNet
+
+AUTO: dict[str, Any] = {**CHUNK, "gpu_memory_limit": "96KiB"}
+FILES = ["plan.json", "report.html", "report.json"]
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    page = (folder / "report.html").read_text()
+    assert page.lstrip().lower().startswith("<!doctype html>")
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def test_what_was_predicted_and_what_was_measured(tmp_path: Path) -> None:
+    strategy = ElixirStrategy(**AUTO, report_dir=str(tmp_path / "a" / "b"))
+    _, _, run = fit(strategy, max_epochs=2)
+    report = _read(tmp_path / "a" / "b")
+    assert report["title"] == "Net"
+    assert report["facts"]["steps"] == "16"
+    assert report["facts"]["samples in a step"] == "4"
+    assert load_plan(tmp_path / "a" / "b" / "plan.json").fingerprint() == strategy.plan.fingerprint()
+    assert report["plan"]["fingerprint"] == strategy.plan.fingerprint()
+    predicted, measured = report["predicted"], report["measured"]
+    assert predicted["hardware"] == HardwareSpec.nominal().name
+    assert predicted["gpu_limit_bytes"] == 96 * 2**10
+    assert predicted["times"]["total_s"] == predicted["step_s"] > 0
+    assert predicted["times"]["compute_s"] > 0  # as measured in the warm-up
+    assert measured["step_s"] > 0
+    assert 12 <= measured["num_steps"] <= 14  # of 16: not those of the warm-up
+    assert measured["times"]["compute_s"] > 0
+    assert measured["times"]["adam_s"] > 0
+    assert measured["times"]["waiting_s"] >= 0
+    # Chunks are padded alike, so these are the same to the byte.
+    assert measured["bytes"]["cpu_param"] == predicted["bytes"]["host_param_bytes"]
+    assert measured["bytes"]["cpu_grad"] == predicted["bytes"]["host_grad_bytes"]
+    assert measured["counters"]["evictions"] > 0
+    # Measuring changes nothing.
+    assert [x.item() for x in run.losses] == [x.item() for x in fit(ElixirStrategy(**AUTO), max_epochs=2)[2].losses]
+
+
+@pytest.mark.parametrize("options", [TIGHT, {**CHUNK}, {**CHUNK, "placement_policy": "cuda"}], ids=str)
+def test_every_policy_has_a_timeline(tmp_path: Path, options: dict[str, Any]) -> None:
+    fit(ElixirStrategy(**options, report_dir=str(tmp_path / "r")))
+    report = _read(tmp_path / "r")
+    assert report["predicted"]["times"]["compute_s"] > 0
+    assert report["measured"]["num_steps"] > 3
+    assert "<svg" in (tmp_path / "r" / "report.html").read_text()
+
+
+def test_accumulation_and_given_plan(tmp_path: Path) -> None:
+    first = ElixirStrategy(**AUTO)
+    fit(first)
+    strategy = ElixirStrategy(plan=first.plan, report_dir=str(tmp_path / "r"))
+    fit(strategy, accumulate_grad_batches=2)
+    assert strategy.plan.fingerprint() == first.plan.fingerprint()
+    report = _read(tmp_path / "r")
+    assert report["facts"]["micro-batches in a step"] == "2"
+    assert report["facts"]["samples in a step"] == "8"
+
+
+def test_earlier_files_are_overwritten_and_others_left(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "report.json").write_text("old")
+    (folder / "mine.txt").write_text("mine")
+    fit(ElixirStrategy(**TIGHT, report_dir=str(folder)))
+    assert (folder / "mine.txt").read_text() == "mine"
+    assert json.loads((folder / "report.json").read_text())["plan"]["policy"] == "cpu"
+
+
+class FailingNet(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 5:
+            raise RuntimeError("something in the middle")
+        return super().training_step(batch, batch_idx)
+
+
+def test_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="something in the middle"):
+        fit(ElixirStrategy(**AUTO, report_dir=str(tmp_path / "r")), FailingNet)
+    report = _read(tmp_path / "r")
+    assert report["facts"]["steps"] == "5"
+    assert report["measured"]["num_steps"] >= 1
+
+
+def test_after_memory_ran_out(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="again"):
+        fit(ElixirStrategy(**AUTO, report_dir=str(tmp_path / "r")), lambda: TightNet("backward", (5, 5, 5)))
+    assert _read(tmp_path / "r")["measured"]["num_steps"] >= 1
+
+
+def test_an_error_in_the_first_batch_leaves_the_plan(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="again"):
+        fit(ElixirStrategy(**AUTO, report_dir=str(tmp_path / "r")), lambda: TightNet("forward", (0, 0, 0)))
+    report = _read(tmp_path / "r")
+    assert report["measured"]["step_s"] is None
+    assert report["measured"]["bytes"]["cpu_param"] > 0
+
+
+@pytest.mark.parametrize("below", ["", "r"])
+def test_a_folder_that_cannot_be_written_to_is_refused_first(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("")
+
+    class Late(Net):
+        is_made_in_init = False
+
+        def configure_model(self) -> None:
+            pytest.fail("the model was built")
+
+    with pytest.raises(PlanError, match=r"report_dir: cannot write to .*file.*: give the path of a folder"):
+        fit(ElixirStrategy(**AUTO, report_dir=str(tmp_path / "file" / below)), Late)
+
+
+def test_a_report_that_cannot_be_written_in_the_end_is_a_warning(tmp_path: Path, caplog: Any) -> None:
+    folder = tmp_path / "r"
+
+    class Removing(pl.Callback):
+        def on_train_end(self, *args: Any) -> None:
+            folder.rmdir()
+            folder.write_text("in the way")
+
+    with caplog.at_level(logging.WARNING, "lightning_elixir"):
+        fit(ElixirStrategy(**AUTO, report_dir=str(folder)), callbacks=[Removing()])
+    assert "could not write the report" in caplog.text
+
+
+def test_evaluation_writes_none(tmp_path: Path) -> None:
+    strategy = ElixirStrategy(**AUTO, report_dir=str(tmp_path / "r"))
+    make_trainer(strategy).validate(Net(), make_data(8), verbose=False)
+    assert not (tmp_path / "r").exists()
+
+
+def test_an_engine_is_kept_where_only_the_folder_differs(tmp_path: Path) -> None:
+    first = ElixirStrategy(**AUTO)
+    _, model, _ = fit(first)
+    engine = first._engine
+    second = ElixirStrategy(**AUTO, report_dir=str(tmp_path / "r"))
+    make_trainer(second).fit(model, make_data())
+    assert second._engine is engine
+    assert _read(tmp_path / "r")["predicted"]["times"]["compute_s"] > 0
+
+
+@pytest.mark.parametrize("as_path", [True, False])
+def test_given_figures_are_planned_with(tmp_path: Path, as_path: bool) -> None:
+    slow = BandwidthCurve.constant(1e6)
+    spec = HardwareSpec.nominal()
+    spec = HardwareSpec(**{**vars(spec), "name": "a slow bus", "h2d": slow, "d2h": slow})
+    save_hardware(spec, tmp_path / "slow.json")
+    given: Any = tmp_path / "slow.json" if as_path else spec
+    fit(ElixirStrategy(**AUTO, hardware=given, report_dir=str(tmp_path / "r")))
+    report = _read(tmp_path / "r")
+    assert report["predicted"]["hardware"] == report["hardware"]["name"] == "a slow bus"
+    assert report["predicted"]["times"]["h2d_s"] > 0.1
+
+
+def test_figures_that_cannot_be_read_are_refused_first(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot read the hardware profile"):
+        fit(ElixirStrategy(**AUTO, hardware=tmp_path / "none.json"))
+    with pytest.raises(PlanError, match="hardware must be a HardwareSpec or the path"):
+        ElixirStrategy(hardware=3)  # type: ignore[arg-type]
+
+
+def _rank(folder: str, options: dict[str, Any]) -> list[float]:
+    _, _, run = fit(
+        ElixirStrategy(**AUTO, report_dir=folder, **options), devices=2, train=lambda: make_data(64), max_epochs=2
+    )
+    return [x.item() for x in run.losses]
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    run_ranks(_rank, 2, str(tmp_path / "r"), {}, init_group=False)
+    report = _read(tmp_path / "r")
+    assert report["plan"]["world_size"] == 2
+    assert report["facts"]["samples in a step"] == "8"
+    assert report["predicted"]["times"]["collective_s"] > 0
+    assert report["measured"]["num_steps"] >= 12
+
+
+def test_two_ranks_hear_of_a_bad_file(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="cannot read the hardware profile"):
+        run_ranks(_rank, 2, str(tmp_path / "r"), {"hardware": str(tmp_path / "none.json")}, init_group=False)

@@ -1,0 +1,325 @@
+"""A step that runs out of device memory is run once more, with the same result; or the error says what to do."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_elixir.errors import CapacityError
+from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.dist import RankError, run_ranks
+from tests.helpers.metered import MeteredCpuDevice, use_metered_device
+from tests.strategy.models import CHUNK, TIGHT, WIDTH, Net, assert_same_run, assert_same_state, fit
+
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which ..."
+
+
+class _Fail(torch.autograd.Function):
+    """Raises in backward when told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: Callable[[], bool]) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.fails():
+            raise torch.OutOfMemoryError(MESSAGE)
+        return grad, None
+
+
+class Shortage(nn.Module):
+    """In the middle of the layers: memory runs out in the given batches.
+
+    Args:
+        phase: "forward" or "backward".
+        batches: In which batches, each as many times as it is listed.
+    """
+
+    def __init__(self, phase: str = "forward", batches: tuple[int, ...] = (2,)) -> None:
+        super().__init__()
+        self.phase = phase
+        self.left = list(batches)
+        self.batch_idx = 0
+
+    def _fails(self) -> bool:
+        if self.batch_idx not in self.left:
+            return False
+        self.left.remove(self.batch_idx)
+        return True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.phase == "forward" and self._fails():
+            raise torch.OutOfMemoryError(MESSAGE)
+        return _Fail.apply(x, self._fails) if self.phase == "backward" else x
+
+
+class TightNet(Net):
+    """Runs out of memory as told; keeps one loss for each batch of an epoch."""
+
+    def __init__(self, phase: str = "forward", batches: tuple[int, ...] = (), **options: Any) -> None:
+        super().__init__(**options)
+        self.shortage = Shortage(phase, batches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(self.shortage(x) if index == 2 else x)
+        return x
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.shortage.batch_idx = batch_idx
+        loss = self.loss(batch)
+        self.losses[batch_idx:] = [loss.detach().clone()]
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def _fit_tight(phase: str, batches: tuple[int, ...], make: Any = TightNet, **options: Any) -> Any:
+    """Train with and without shortages."""
+    expected = fit(ElixirStrategy(**TIGHT), make, **options)[2]
+    trainer, model, actual = fit(ElixirStrategy(**TIGHT), lambda: make(phase, batches), **options)
+    assert model.shortage.left == []
+    assert "train_loss_epoch" in actual.metrics
+    assert_same_run(actual, expected)
+    return trainer, model
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("batches", [(0,), (2, 5)])
+def test_a_repeated_step_gives_the_same_bits(phase: str, batches: tuple[int, ...], caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "lightning_elixir"):
+        _fit_tight(phase, batches)
+    told = [r.getMessage() for r in caplog.records if "ran out of memory" in r.getMessage()]
+    assert len(told) == len(batches)
+    assert f"in {phase} (CUDA out of memory. Tried to allocate 2.00 GiB)" in told[0]
+    assert "lower gpu_memory_limit" in told[0]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_mixed_precision_and_clipping(phase: str) -> None:
+    def make(*args: Any) -> TightNet:
+        return TightNet(*args, optimizer="hybrid")
+
+    _fit_tight(phase, (2,), make, precision="bf16-mixed", gradient_clip_val=0.5)
+
+
+class TightBatchNormNet(TightNet):
+    """Running statistics before and after the place where memory runs out."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.layers[1].norm = nn.BatchNorm1d(WIDTH)
+        self.layers[3].norm = nn.BatchNorm1d(WIDTH)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_running_statistics_see_a_batch_once(phase: str) -> None:
+    _, model = _fit_tight(phase, (0, 3), TightBatchNormNet)
+    assert model.layers[1].norm.num_batches_tracked.item() == 8
+
+
+@pytest.mark.parametrize("batches", [(0, 0), (3, 3)])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_second_failure_is_an_error_with_a_cure(phase: str, batches: tuple[int, ...]) -> None:
+    with pytest.raises(CapacityError, match=f"in {phase} again .*lower gpu_memory_limit") as caught:
+        fit(ElixirStrategy(**TIGHT), lambda: TightNet(phase, batches))
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+class TwicePhaseNet(TightNet):
+    """Memory runs out in forward, and in the second run in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.shortage.phase = "backward"
+        return self.shortage(out)
+
+
+def test_a_step_is_repeated_only_once() -> None:
+    with pytest.raises(CapacityError, match="in backward again"):
+        fit(ElixirStrategy(**TIGHT), lambda: TwicePhaseNet("forward", (1, 1)))
+
+
+class EarlyNet(TightNet):
+    """Memory runs out before any gradient is complete."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shortage(self.layers(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "phase", "batch"),
+    [(TightNet, "forward", 3), (TightNet, "forward", 4), (TightNet, "backward", 3), (EarlyNet, "backward", 4)],
+)
+def test_accumulated_gradients_are_kept(make: Any, phase: str, batch: int) -> None:
+    """Batches 3 and 4 are the first and the second of their step."""
+    _fit_tight(phase, (batch,), make, accumulate_grad_batches=3)
+
+
+def test_accumulated_gradients_that_are_lost_are_missed() -> None:
+    with pytest.raises(CapacityError, match="gradients of earlier micro-batches .* lower gpu_memory_limit"):
+        fit(ElixirStrategy(**TIGHT), lambda: TightNet("backward", (4,)), accumulate_grad_batches=3)
+
+
+class BufferNet(TightNet):
+    """Changes a buffer of its own in forward."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_buffer("count", torch.zeros(1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.count += 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_buffers_that_the_model_changes_rule_a_second_run_out(phase: str) -> None:
+    with pytest.raises(CapacityError, match=r"buffers of the model already \(count\)"):
+        fit(ElixirStrategy(**TIGHT), lambda: BufferNet(phase, (2,)))
+
+
+class IteratorNet(TightNet):
+    """Takes its batches itself."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Any:  # type: ignore[override]
+        batch, self.shortage.batch_idx, _ = next(dataloader_iter)
+        return self.loss(batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+def test_batches_from_an_iterator_cannot_be_repeated() -> None:
+    with pytest.raises(CapacityError, match="takes its batches from an iterator"):
+        fit(ElixirStrategy(**TIGHT), lambda: IteratorNet("forward", (2,)))
+
+
+class MetricNet(TightNet):
+    """Counts by itself."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss.detach())
+        return {"loss": loss, "logits": loss * 2}
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_metrics_that_have_seen_the_batch_are_named(phase: str, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "lightning_elixir"):
+        _, model = _fit_tight(phase, (2,), MetricNet)
+    assert ("MeanMetric will have seen the batch twice" in caplog.text) == (phase == "backward")
+    assert model.mean.update_count == (9 if phase == "backward" else 8)
+
+
+class WatchedNet(TightNet):
+    """Tells whether activations of a failed run are alive when the second one starts."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.runs: list[weakref.ref[Tensor]] = []
+        self.num_alive: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_alive.append(sum(run() is not None for run in self.runs))
+        x = torch.sigmoid(x.requires_grad_())  # saved for backward
+        self.runs.append(weakref.ref(x.untyped_storage()))  # type: ignore[arg-type]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_activations_of_the_failed_run_are_gone(phase: str) -> None:
+    gc.disable()
+    try:
+        _, model = _fit_tight(phase, (2,), WatchedNet)
+    finally:
+        gc.enable()
+    assert len(model.num_alive) == 9
+    assert max(model.num_alive) == 0
+
+
+class MeteredNet(Net):
+    """Forward and backward run on a metered device."""
+
+    def __init__(self, meter: MeteredCpuDevice | None = None) -> None:
+        super().__init__()
+        object.__setattr__(self, "meter", meter)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        with self._counting():
+            loss = self.loss(batch)
+        self.losses[batch_idx:] = [loss.detach().clone()]
+        return loss
+
+    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+        with self._counting():
+            loss.backward()
+
+    def _counting(self) -> Any:
+        return self.meter.counting() if self.meter is not None else nullcontext()
+
+
+def _uneven_data() -> Any:
+    """Batches of 16 samples; after five steps one of 100, and later one of 130."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [16] * 5 + [100] + [16] * 3 + [130, 16, 16]
+    batches = [
+        (torch.randn(n, WIDTH, generator=generator), torch.randint(0, 4, (n,), generator=generator)) for n in sizes
+    ]
+    return DataLoader(batches, batch_size=None)
+
+
+def test_batches_that_outgrow_the_plan(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Whether it is foreseen that memory will not do, or noticed when it is short, training goes on."""
+    expected = fit(ElixirStrategy(**CHUNK), MeteredNet, train=_uneven_data)[2]
+    with caplog.at_level(logging.WARNING, "lightning_elixir"):
+        for limit in (440_000, 460_000, 480_000, 500_000):
+            meter = use_metered_device(monkeypatch, limit)
+            strategy = ElixirStrategy(**CHUNK, gpu_memory_limit=limit)
+            _, _, run = fit(strategy, partial(MeteredNet, meter), train=_uneven_data)
+            assert [x.item() for x in run.losses] == [x.item() for x in expected.losses]
+            assert_same_state(run.state, expected.state)
+            assert meter.peak_bytes() <= limit
+    assert "more than the plan leaves" in caplog.text
+    assert "ran out of memory in backward" in caplog.text
+
+
+def test_other_errors_pass() -> None:
+    class Wrong(Net):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        fit(ElixirStrategy(**TIGHT), Wrong)
+
+
+class TightOnOneRank(TightNet):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if self.global_rank == 0:
+            self.shortage.left = []
+        return super().training_step(batch, batch_idx)
+
+
+def _rank(phase: str) -> None:
+    fit(ElixirStrategy(**TIGHT), lambda: TightOnOneRank(phase, (2,)), devices=2)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_on_several_ranks_the_error_names_the_cure(phase: str) -> None:
+    with pytest.raises(RankError, match="rank 1 ran out of device memory .* lower gpu_memory_limit"):
+        run_ranks(_rank, 2, phase, init_group=False, timeout_s=60.0)

@@ -1,0 +1,545 @@
+"""The command `lightning-elixir`: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+pytest.importorskip("rich")
+
+from lightning_elixir import ElixirStrategy
+from lightning_elixir._lightning import Trainer
+from lightning_elixir.cli import main
+from lightning_elixir.cli.machine import machine_of, named_hardware
+from lightning_elixir.cli.options import make_parser
+from lightning_elixir.cli.shapes import SHAPES
+from lightning_elixir.cli.subject import key_values, module_subject
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.hardware import HardwareSpec, load_hardware, save_hardware
+from lightning_elixir.plan.io import load_plan, plan_from_dict
+from tests.helpers.dist import run_ranks
+
+ROOT = Path(__file__).parents[1]
+GIB = 2**30
+MEMORY = ["--gpu-memory", "1GiB", "--cpu-memory", "8GiB"]
+TINY = ["--set", "n_layer=2", "n_embd=64", "n_head=4", "vocab_size=512", "n_positions=128"]
+TINY += ["--batch-size", "2", "--seq-len", "64"]
+GPT = ["plan", "--model", "gpt2", *TINY, *MEMORY]
+
+MODULE = """
+import torch
+from torch import nn
+
+from lightning_elixir._lightning import LightningModule
+
+
+class Net(LightningModule):
+    def __init__(self, width=64):
+        super().__init__()
+        self.width = width
+
+    def configure_model(self):
+        self.layers = nn.Sequential(nn.Linear(16, self.width), nn.ReLU(), nn.Linear(self.width, 1))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.mse_loss(self.layers(x), y)
+        self.log("loss", loss, prog_bar=True)
+        self.log_dict({"twice": 2 * loss})
+        return {"loss": loss, "epoch": self.current_epoch}
+
+
+class WithExample(Net):
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = (torch.zeros(8, 16), torch.zeros(8, 1))
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 32)
+
+    def forward(self, x, y):
+        return {"a": self.layer(x), "b": [y]}
+
+
+class NoLoss(Net):
+    def training_step(self, batch):
+        return None
+
+
+class ReadsValues(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(int(torch.ones(1).item()), 1)
+
+
+def batch():
+    return torch.randn(4, 16), torch.randn(4, 1)
+
+
+def tokens():
+    return {"input_ids": torch.zeros(3, 7, dtype=torch.long)}
+
+
+not_callable = 3
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_transformers() -> None:
+    pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def module_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of the user's own; what importing it leaves in `sys` is taken back."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "user_code", raising=False)
+    path = tmp_path / "user_code.py"
+    path.write_text(MODULE)
+    return path
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    return make_parser().parse_args(["plan", *arguments])
+
+
+def shown_number(output: str, label: str) -> float:
+    """The number after a label of the printed tables."""
+    match = re.search(rf"{label}\s+([\d.,]+)", output)
+    assert match, output
+    return float(match[1].replace(",", ""))
+
+
+# plan
+
+
+def test_plan_prints_and_writes_what_it_finds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main([*GPT, "--save-plan", "plan.json", "--html", "report.html"]) == 0
+    output = capsys.readouterr().out
+    assert "It fits: gpt2 with n_layer=2" in output
+    for part in ("everything on the GPU", "activations and other data", "forward and backward", "update, after"):
+        assert part in output
+    step = re.search(r"one step\s+([\d.]+) (us|ms|s)", output)
+    assert step
+    seconds = float(step[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[step[2]]
+    assert shown_number(output, "tokens a second") == pytest.approx(128 / seconds, rel=0.01)
+    plan = load_plan("plan.json")
+    assert plan.forecast is not None
+    assert plan.forecast.gpu_limit_bytes == GIB
+    assert "transformer.h.1.mlp.c_fc.weight" in {m.fqn for c in plan.chunks for m in c.members}
+    page = (tmp_path / "report.html").read_text()
+    assert "gpt2 with n_layer=2" in page
+    assert 'class="memory"' in page
+
+
+def test_json_has_it_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT, "--json", "--gpus", "2", "--accumulate", "3"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["fits"] is True
+    assert content["num_params"] == 512 * 64 + 128 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64
+    assert content["tokens_per_s"] == pytest.approx(2 * 64 * 2 * 3 / content["step_s"])
+    assert content["samples_per_s"] == pytest.approx(2 * 2 * 3 / content["step_s"])
+    plan = plan_from_dict(content["plan"])
+    assert plan.world_size == 2
+    times = content["plan"]["forecast"]["times"]
+    assert content["step_s"] == pytest.approx(3 * (times["total_s"] - times["step_s"]) + times["step_s"], rel=1e-3)
+    assert content["profile"]["activation_bytes"] > 2 * 64 * 512 * 4  # the logits in fp32
+    assert HardwareSpec.from_dict(content["hardware"]).host_bytes == 8 * GIB
+
+
+def test_what_does_not_fit_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "gpt2", *TINY, "--gpu-memory", "600KiB", "--cpu-memory", "8GiB"]
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "It does not fit. GPU memory: " in captured.err
+    assert "What would fit: " in captured.err
+    assert main([*arguments, "--json"]) == 1
+    content = json.loads(capsys.readouterr().out)
+    assert content["fits"] is False
+    assert "What would fit" in content["reason"]
+
+
+def test_little_memory_offloads(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["n_layer=4", "n_embd=256", "n_head=4", "vocab_size=8192", "n_positions=128"]
+    arguments = ["plan", "--model", "gpt2", "--set", *sizes, "--batch-size", "1", "--gpu-memory", "120MiB"]
+    assert main([*arguments, "--cpu-memory", "8GiB"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "stay on the GPU" in output
+    assert "does not fit" in output  # everything on the GPU, as a runner-up
+    assert "speeds are round figures" in output
+
+
+def test_policy_and_chunk_size_are_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT, "--policy", "cpu", "--chunk-size", "64KiB", "--json"]) == 0
+    plan = plan_from_dict(json.loads(capsys.readouterr().out)["plan"])
+    assert plan.policy == "cpu"
+    assert plan.block_bytes <= 64 * 2**10
+    assert {c.optim_tier.value for c in plan.chunks} == {"cpu"}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-true"])
+def test_precision_decides_the_bytes(capsys: pytest.CaptureFixture[str], precision: str) -> None:
+    assert main([*GPT, "--precision", precision, "--json", "--policy", "cuda"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    numel = sum(c["numel"] for c in content["plan"]["chunks"])
+    notes = content["plan"]["notes"]
+    per_param = {"32-true": (4, 8), "16-mixed": (2, 12), "bf16-true": (2, 4)}[precision]
+    assert (notes["gpu_param_bytes"], notes["gpu_state_bytes"]) == (numel * per_param[0], numel * per_param[1])
+
+
+def test_checkpointing_saves_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    peaks = []
+    for extra in ([], ["--checkpointing"]):
+        arguments = ["plan", "--model", "llama", "--set", "num_hidden_layers=4", "hidden_size=64", "vocab_size=32"]
+        arguments += ["intermediate_size=256", "num_attention_heads=4", "--seq-len", "512", *MEMORY, "--json", *extra]
+        assert main(arguments) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["profile"]["activation_bytes"])
+    assert peaks[1] < 0.7 * peaks[0]
+
+
+def test_config_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 16}
+    config |= {"architectures": ["GPT2LMHeadModel"], "torch_dtype": "bfloat16", "transformers_version": "4.0.0"}
+    Path("small.json").write_text(json.dumps(config))
+    assert main(["plan", "--model", "small.json", *MEMORY, "--json", "--precision", "32-true"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["model"] == "small"
+    assert content["num_params"] == 100 * 32 + 16 * 32 + 12 * 32 * 32 + 13 * 32 + 2 * 32
+    assert content["plan"]["compute_dtype"] == "float32"
+
+
+def test_encoder_decoder_models_work(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["num_layers=1", "d_model=32", "d_ff=64", "num_heads=2", "d_kv=16", "vocab_size=100"]
+    assert main(["plan", "--model", "t5", "--set", *sizes, "--seq-len", "16", *MEMORY, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt2", 0.124),
+        ("gpt2-xl", 1.56),
+        ("opt-1.3b", 1.32),
+        ("opt-30b", 30.0),
+        ("opt-175b", 174.6),
+        ("llama-2-7b", 6.74),
+        ("llama-2-13b", 13.02),
+        ("llama-2-70b", 68.98),
+        ("mixtral-8x7b", 46.7),
+    ],
+)
+def test_shapes_have_the_size_of_their_name(name: str, billions: float) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from lightning_elixir.cli.transformers_subject import _config
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(_config(name, {}))
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
+    assert name in SHAPES
+
+
+@pytest.mark.slow
+def test_large_model_is_planned_in_little_memory() -> None:
+    code = """
+        import resource
+        from lightning_elixir.cli import main
+        arguments = "plan --model opt-30b --seq-len 512 --checkpointing --gpu-memory 40GiB --cpu-memory 600GiB".split()
+        assert main(arguments) == 0
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20, "more than 2 GiB"
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "30.0 billion" in done.stdout
+
+
+# Modules of the user's own
+
+
+def test_lightning_module_is_planned(module_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--module", f"{module_file}:Net", "--init", "width=128", "--batch", f"{module_file}:batch"]
+    assert main([*arguments, *MEMORY, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["model"] == "Net"
+    assert content["num_params"] == 16 * 128 + 128 + 128 + 1
+    assert content["tokens_per_s"] is None
+    assert content["samples_per_s"] == pytest.approx(4 / content["step_s"])
+    fqns = {m["fqn"] for c in content["plan"]["chunks"] for m in c["members"]}
+    assert "layers.0.weight" in fqns
+
+
+def test_example_input_is_the_batch(module_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--module", f"{module_file}:WithExample", *MEMORY, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["samples_per_s"] == pytest.approx(8 / content["step_s"])
+
+
+def test_module_by_dotted_name(
+    module_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(module_file.parent)  # it is looked for where the command is started
+    arguments = ["plan", "--module", "user_code:Plain", "--batch", "user_code:batch", *MEMORY]
+    assert main(arguments) == 0
+    assert "It fits: Plain" in capsys.readouterr().out
+
+
+def test_tokens_are_counted(module_file: Path) -> None:
+    options = parse("--module", f"{module_file}:Plain", "--batch", f"{module_file}:tokens")
+    subject = module_subject(options)
+    assert (subject.num_samples, subject.num_tokens) == (3, 21)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Give --model or --module"),
+        (["--model", "gpt2", "--module", "a:B"], "Give --model or --module"),
+        (["--model", "gpt5"], "no model 'gpt5': known are gpt2, gpt2-xl"),
+        (["--model", "missing.json"], "cannot read missing.json"),
+        (["--model", "gpt2", "--set", "layers=3"], "the config of gpt2 has no layers"),
+        (["--model", "gpt2", "--set", "n_layer"], "--set takes KEY=VALUE, got 'n_layer'"),
+        (["--model", "gpt2", "--seq-len", "2048"], "add --set n_positions=2048"),
+        (["--model", "gpt2", "--hardware", "abacus"], "no machine 'abacus'"),
+        (["--model", "gpt2", "--gpu-memory", "much"], "--gpu-memory: a size must be"),
+        (["--model", "gpt2", "--nvme-memory", "1GiB"], "--nvme-read-gb-s"),
+        (["--model", "vit"], "no language model"),
+        (["--module", "Net"], "--module takes package.module:Name"),
+        (["--module", "missing.py:Net"], "no file missing.py"),
+        (["--module", "no_such_module:Net"], "importing it failed (ModuleNotFoundError"),
+        (["--module", "FILE:Nothing"], "no class or function Nothing"),
+        (["--module", "FILE:not_callable"], "no class or function not_callable"),
+        (["--module", "FILE:Net"], "what does a batch of Net look like"),
+        (["--module", "FILE:Net", "--init", "depth=3"], "cannot be built without memory (TypeError"),
+        (["--module", "FILE:ReadsValues"], "cannot be built without memory"),
+        (["--module", "FILE:batch"], "not a torch module"),
+        (["--module", "FILE:Net", "--batch", "FILE:Net", "--checkpointing"], "turn it on in the module itself"),
+        (["--module", "FILE:NoLoss", "--batch", "FILE:batch"], "gave no loss, but NoneType"),
+    ],
+)
+def test_what_cannot_be_used_exits_with_2(
+    module_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    arguments = [argument.replace("FILE", str(module_file)) for argument in arguments]
+    memory = [] if "--gpu-memory" in arguments else MEMORY
+    assert main(["plan", *arguments, *memory]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+
+
+@pytest.mark.parametrize("option", [["--batch-size", "0"], ["--h2d-gb-s", "-1"], ["--precision", "8"], ["--gpus", "x"]])
+def test_bad_values_are_usage_errors(capsys: pytest.CaptureFixture[str], option: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*GPT, *option])
+    assert stopped.value.code == 2
+    assert option[0] in capsys.readouterr().err
+
+
+def test_unwritable_output_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT, "--html", "no/such/folder/report.html"]) == 2
+    assert "cannot write no/such/folder/report.html" in capsys.readouterr().err
+
+
+def test_values_are_json_where_they_can_be() -> None:
+    found = key_values(["a=1", "b=1.5", "c=text", "d=[1, 2]", "e=a=b", "f=true"], "--init")
+    assert found == {"a": 1, "b": 1.5, "c": "text", "d": [1, 2], "e": "a=b", "f": True}
+
+
+# The machine
+
+
+def test_memory_must_be_told() -> None:
+    with pytest.raises(PlanError, match="Give --gpu-memory and --cpu-memory"):
+        machine_of(parse(), "bfloat16")
+
+
+def test_figures_are_laid_over_the_profile(tmp_path: Path) -> None:
+    save_hardware(replace(HardwareSpec.nominal(40 * GIB, 100 * GIB), name="mine"), tmp_path / "mine.json")
+    options = parse("--hardware", str(tmp_path / "mine.json"), "--h2d-gb-s", "10", "--gpu-tflops", "300")
+    options.cpu_adam = 2.5
+    machine = machine_of(options, "bfloat16")
+    spec = machine.hardware
+    assert (machine.gpu_bytes, machine.cpu_bytes) == (40 * GIB, 100 * GIB)
+    assert spec.h2d.bytes_per_s(GIB) == pytest.approx(10e9)
+    assert spec.d2h == HardwareSpec.nominal().d2h
+    assert spec.matmul_flops_per_s == {**HardwareSpec.nominal().matmul_flops_per_s, "bfloat16": 300e12}
+    assert spec.cpu_adam_numel_per_s == 2.5e9
+    assert spec.name == "mine; 3 of the figures given by hand"
+    assert machine.remarks == ()
+
+
+def test_ranks_share_the_host(tmp_path: Path) -> None:
+    measured = replace(HardwareSpec.nominal(40 * GIB, 100 * GIB), all_gather=None, reduce_scatter=None)
+    save_hardware(measured, tmp_path / "one.json")
+    machine = machine_of(parse("--hardware", str(tmp_path / "one.json"), "--gpus", "4"), "bfloat16")
+    assert machine.cpu_bytes == 25 * GIB
+    assert machine.hardware.cpu_adam_numel_per_s == pytest.approx(measured.cpu_adam_numel_per_s / 4)
+    assert machine.hardware.all_gather is not None
+    assert len(machine.remarks) == 2
+
+
+def test_limits_are_below_the_measured_memory(tmp_path: Path) -> None:
+    save_hardware(HardwareSpec.nominal(40 * GIB, 100 * GIB), tmp_path / "mine.json")
+    options = parse("--hardware", str(tmp_path / "mine.json"), "--gpu-memory", "24GiB", "--cpu-memory", "1073741824")
+    machine = machine_of(options, "bfloat16")
+    assert (machine.gpu_bytes, machine.cpu_bytes) == (24 * GIB, GIB)
+    assert (machine.hardware.gpu_bytes, machine.hardware.host_bytes) == (24 * GIB, GIB)
+
+
+def test_packaged_machine_is_there() -> None:
+    spec = named_hardware("h200")
+    assert spec.gpu_bytes is not None
+    assert 120 * GIB < spec.gpu_bytes < 150 * GIB
+    assert spec.matmul_flops_per_s["bfloat16"] > 100e12
+    assert "H200" in spec.name
+
+
+# bench-hardware
+
+
+def _measure(**options: Any) -> HardwareSpec:
+    return replace(HardwareSpec.nominal(None, 8 * GIB), name=f"measured with {sorted(options.items())}")
+
+
+def test_bench_prints_and_writes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("lightning_elixir.cli.bench.profile_hardware", _measure)
+    assert main(["bench-hardware", "--refresh", "--nvme-dir", "disk", "--out", "machine.json"]) == 0
+    spec = load_hardware("machine.json")
+    for option in ("'refresh', True", "'nvme_dir', 'disk'", "'local_world_size', 1"):
+        assert option in spec.name
+    output = capsys.readouterr().out
+    assert "8.0 GiB" in output
+    assert "host to device" in output
+
+
+def _bench_rank(folder: str) -> None:
+    rank = dist.get_rank()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_elixir.cli.bench.profile_hardware", _measure)
+        assert main(["bench-hardware", "--out", f"{folder}/{rank}.json"]) == 0
+
+
+def test_bench_under_torchrun_speaks_once(tmp_path: Path) -> None:
+    run_ranks(_bench_rank, 2, str(tmp_path))
+    assert [path.name for path in tmp_path.glob("*.json")] == ["0.json"]
+    assert "'local_world_size', 2" in load_hardware(tmp_path / "0.json").name
+
+
+# fit and its likes
+
+
+@pytest.fixture
+def _lightning_cli(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
+    monkeypatch.setattr(sys, "argv", ["lightning-elixir"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # read when jsonargparse is imported
+
+
+FIT = ["--model=tests.strategy.models.Net", "--data=tests.strategy.test_cli.Data", "--trainer.max_epochs=1"]
+FIT += ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
+FIT += ["--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
+FIT += ["--trainer.enable_model_summary=false"]
+
+
+@pytest.mark.usefixtures("_lightning_cli")
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`", "ignore:.*LeafSpec:FutureWarning")
+def test_fit_trains_with_elixir(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainers: list[Trainer] = []
+    fit = Trainer.fit
+
+    def remember(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        trainers.append(trainer)
+        fit(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "fit", remember)
+    assert main(["fit", "--seed_everything=1", *FIT]) == 0
+    (trainer,) = trainers
+    assert isinstance(trainer.strategy, ElixirStrategy)
+    assert trainer.global_step == 8
+
+
+@pytest.mark.usefixtures("_lightning_cli")
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_training_commands_are_lightning_clis(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--print_config"])
+    assert stopped.value.code == 0
+    assert "  strategy: elixir\n" in capsys.readouterr().out
+
+
+def test_missing_jsonargparse_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jsonargparse" else find(name))
+    assert main(["fit"]) == 2
+    assert "pip install 'jsonargparse[signatures]" in capsys.readouterr().err
+
+
+# The command itself
+
+
+def _fresh(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_help_waits_for_nothing() -> None:
+    code = """
+        import sys
+        sys.argv = ["/usr/bin/lightning-elixir", *sys.argv[1:]]
+        from lightning_elixir.cli import main
+        try:
+            main()
+        finally:
+            print(sorted({"torch", "lightning", "pytorch_lightning", "rich", "transformers"} & set(sys.modules)))
+    """
+    for arguments in (["--help"], ["plan", "--help"], ["bench-hardware", "--help"]):
+        done = _fresh(code, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("usage: lightning-elixir")
+        assert done.stdout.rstrip().endswith("[]")
+
+
+def test_module_is_the_command() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "lightning_elixir", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("usage: lightning-elixir")
+    assert "torch" not in done.stderr
+
+
+def test_command_registers_the_strategies_before_it_runs_anything() -> None:
+    code = """
+        import sys
+        sys.argv = ["lightning-elixir", "plan", "--model", "gpt2"]
+        from lightning_elixir.cli import main
+        assert main() == 2
+        from lightning_elixir._lightning import StrategyRegistry
+        print("elixir" in StrategyRegistry)
+    """
+    done = _fresh(code)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
