@@ -394,6 +394,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sample-bytes", type=int, help="length of the sample (default: 400 for tiny, 0 for others)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write losses, times, memory and the plan's notes")
+    parser.add_argument("--report-dir", metavar="DIR", help="write what was predicted and what was measured there")
     parser.add_argument("--plain", action="store_true", help="train without lightning_elixir, to compare")
     return parser.parse_args()
 
@@ -409,6 +410,7 @@ def make_strategy(arguments: argparse.Namespace) -> Any:
         "gpu_memory_limit": arguments.gpu_memory_limit,
         "cpu_memory_limit": arguments.cpu_memory_limit,
         "chunk_size": arguments.chunk_size,
+        "report_dir": arguments.report_dir,
     }
     given = {name: value for name, value in options.items() if value is not None}
     return lightning_elixir.ElixirStrategy(**given) if given else "elixir"

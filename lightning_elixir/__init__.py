@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from lightning_elixir.planning import minimum_waste_search as minimum_waste_search
     from lightning_elixir.planning import optimal_search as optimal_search
     from lightning_elixir.planning import simple_search as simple_search
-    from lightning_elixir.profiling.hardware import profile_hardware as profile_hardware
     from lightning_elixir.precision import ElixirPrecision as ElixirPrecision
+    from lightning_elixir.profiling.hardware import profile_hardware as profile_hardware
     from lightning_elixir.profiling.memory import cuda_memory_profiling as cuda_memory_profiling
     from lightning_elixir.profiling.memory import profile_memory as profile_memory
     from lightning_elixir.strategy import ElixirStrategy as ElixirStrategy

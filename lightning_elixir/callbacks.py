@@ -15,7 +15,8 @@ from lightning_elixir._lightning import Callback, LightningModule, Trainer
 from lightning_elixir.optim.execution import UpdateTimes
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.report import Measured
-from lightning_elixir.runtime.engine import Engine, Stats
+from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.runtime.stats import Stats
 
 _RCACHE_COUNTERS = ("fetches", "prefetches", "hits", "evictions")
 _MOVES = ("h2d", "d2h", "gathered", "reduced")

@@ -16,11 +16,13 @@ class CapacityError(ElixirError):
 
     Args:
         message: For people.
-        lacking_bytes: How much too little there is, where that is known.
+        resource: What there is too little of, "GPU" or "host", where that is known.
+        lacking_bytes: How much too little, where that is known.
     """
 
-    def __init__(self, message: str, *, lacking_bytes: int | None = None) -> None:
+    def __init__(self, message: str, *, resource: str | None = None, lacking_bytes: int | None = None) -> None:
         super().__init__(message)
+        self.resource = resource
         self.lacking_bytes = lacking_bytes
 
 

@@ -17,11 +17,11 @@ from lightning_elixir.plan.memory import Budget, ModelDataBytes
 from lightning_elixir.plan.packing import PackedChunk, candidate_chunk_numels, pack, regular_block_bytes
 from lightning_elixir.plan.placement import Layout, PlacementRequest, check_request, place
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
-from lightning_elixir.plan.search import Candidate, Problem, search, structural_profile, with_forecast
+from lightning_elixir.plan.search import Candidate, Problem, distance, search, structural_profile, with_forecast
 from lightning_elixir.plan.streaming import STREAM_BYTES
 from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, ParamSpec, Plan
-from lightning_elixir.profiling.activations import StepFn, measure_non_model_bytes
+from lightning_elixir.profiling.memory import StepFn, profile_memory
 from lightning_elixir.profiling.parameters import dtype_name, module_accesses, norm_parameters, param_specs
 
 __all__ = [
@@ -160,10 +160,11 @@ def make_plan(
             return decide([sizes.layout(numel) for numel in numels])
         except CapacityError as error:
             # The smallest rCache is a few chunks: where the user left their size to us, smaller ones may fit.
-            if refusal is None or (error.lacking_bytes or 0) < (refusal.lacking_bytes or 0):
-                refusal = error
+            refusal = error if refusal is None else min(refusal, error, key=distance)
             numels = (min(numels) // 2,)
-            if not sizes.is_free or gpu_bytes is None or numels[0] < ALIGN_NUMEL:
+            # What the host lacks, and the whole GPU could not take, no chunk size brings.
+            is_hopeless = error.resource == "host" and (error.lacking_bytes or 0) > (gpu_bytes or 0)
+            if is_hopeless or not sizes.is_free or gpu_bytes is None or numels[0] < ALIGN_NUMEL:
                 raise refusal from None
 
 
@@ -444,7 +445,7 @@ def optimal_search(
     if non_model_bytes is None:
         non_model_bytes = 0
         if inp is not None and step_fn is not None:
-            non_model_bytes = measure_non_model_bytes(model, inp, step_fn, unified_dtype)
+            non_model_bytes = profile_memory(model, inp, step_fn, unified_dtype).activation_bytes
     return simple_search(
         model,
         world_size,

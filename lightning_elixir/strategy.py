@@ -47,7 +47,7 @@ from lightning_elixir.precision import ElixirPrecision, elixir_precision
 from lightning_elixir.processes import ProcessStrategy, StartMethod
 from lightning_elixir.profiling.hardware import profile_hardware
 from lightning_elixir.run_report import RunReport
-from lightning_elixir.runtime.engine import Stats
+from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
 log = logging.getLogger(__name__)
@@ -421,9 +421,10 @@ class ElixirStrategy(ProcessStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module
-        if module.automatic_optimization and self._fit_run is not None:
-            return self._fit_run.training_step(super().training_step, args, kwargs)
+        module, run = self._module, self._fit_run
+        if module.automatic_optimization:
+            forward = super().training_step
+            return forward(*args, **kwargs) if run is None else run.training_step(forward, args, kwargs)
         # Backward and step happen inside, so the step is no one forward of the engine: each module that it calls is.
         with self.precision_plugin.train_step_context():
             return module.training_step(*args, **kwargs)

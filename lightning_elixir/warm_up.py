@@ -182,7 +182,8 @@ class WarmUp:
         profile = engine.step_profile()
         holding.has_memory_samples = True
         is_known = all(self._comm.exchange_objects(profile is not None))
-        self.profile = profile if profile is not None else self.profile
+        if profile is not None:
+            self.profile = profile = _with_peak(profile, self._least_bytes)
         if not holding.is_refinable or profile is None or not is_known:
             return
         holding.is_refinable = False

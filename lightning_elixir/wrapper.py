@@ -19,7 +19,8 @@ from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.build import Precision
-from lightning_elixir.runtime.engine import Engine, Stats
+from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.runtime.whole import whole_grads, write_whole
 
 log = logging.getLogger(__name__)

@@ -26,9 +26,11 @@ PUBLIC = {
     "StateError",
     "StorageError",
     "__version__",
+    "cuda_memory_profiling",
     "minimum_waste_search",
     "optimal_search",
     "profile_hardware",
+    "profile_memory",
     "simple_search",
 }
 

@@ -41,7 +41,7 @@ from lightning_elixir.planning import data_bytes_of, make_plan, module_accesses,
 _spec = importlib.util.spec_from_file_location("train_gpt", Path(__file__).parents[1] / "train_gpt.py")
 if _spec is None or _spec.loader is None:
     raise SystemExit("examples/train_gpt.py is missing")
-train_gpt = importlib.util.module_from_spec(_spec)
+train_gpt: Any = importlib.util.module_from_spec(_spec)
 sys.modules["train_gpt"] = train_gpt
 _spec.loader.exec_module(train_gpt)
 
@@ -53,7 +53,7 @@ def build(size: str, seq_len: int, device: torch.device) -> nn.Module:
     """The GPT on the CPU; its values are drawn on the device, which is faster."""
     shape = replace(train_gpt.SIZES[size], seq_len=seq_len)
     with torch.device("meta"):
-        model = train_gpt.GPT(shape, True)
+        model: nn.Module = train_gpt.GPT(shape, True)
     drawn: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -165,8 +165,8 @@ class Bench:
             result["reserved_bytes"] = torch.cuda.max_memory_reserved()
         times = self.optimizer.last_step_times
         result["update"] = None if times is None else asdict(times)
-        error = predicted.times.total_s / result["measured_s"] - 1
-        times_s = f"predicted {predicted.times.total_s:.3f} s, measured {result['measured_s']:.3f} s ({error:+.0%})"
+        off = predicted.times.total_s / result["measured_s"] - 1
+        times_s = f"predicted {predicted.times.total_s:.3f} s, measured {result['measured_s']:.3f} s ({off:+.0%})"
         print(f"{name:34s} {times_s}; update {predicted.times.step_s:.3f} s; {result['placement']}", flush=True)
         return result
 

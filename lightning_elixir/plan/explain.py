@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_elixir.plan.placement import format_bytes
+from lightning_elixir.plan.placement import format_bytes, format_seconds
 from lightning_elixir.plan.search import describe_placement
 from lightning_elixir.plan.types import Plan, StepTimes
 
@@ -41,12 +41,12 @@ def explain(plan: Plan) -> str:
     lines.append(f"  host: {_of(forecast.host_bytes, forecast.host_limit_bytes)}")
     kinds = {"parameters": "host_param_bytes", "states": "host_state_bytes", "gradients": "host_grad_bytes"}
     lines.append(f"    {_kinds(plan, kinds)}")
-    lines.append(f"  predicted step: {forecast.times.total_s:.3g} s, with the figures of {forecast.hardware}")
-    lines += [f"    {seconds:.3g} s {text}" for text, seconds in step_parts(forecast.times)]
+    lines.append(f"  predicted step: {format_seconds(forecast.times.total_s)}, with the figures of {forecast.hardware}")
+    lines += [f"    {format_seconds(seconds)} {text}" for text, seconds in step_parts(forecast.times)]
     if forecast.alternatives:
         lines.append("  looked at as well:")
         for other in forecast.alternatives:
-            time = "does not fit" if other.total_s is None else f"{other.total_s:.3g} s"
+            time = "does not fit" if other.total_s is None else format_seconds(other.total_s)
             lines.append(f"    {time}: {other.description} ({other.reason})")
     return "\n".join(lines)
 

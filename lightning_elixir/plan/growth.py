@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from lightning_elixir.plan.types import AccessTrace, Acquire
 
 # A look at the device's memory takes about as long as an access without a fetch: so many in a step do not show.
-_MAX_LOOKS = 64
+_MAX_LOOKS = 32
 # Too little to tell anything from, as a share of the peak.
 _LEAST_SHARE = 1 / 16
-_SHARE_BETWEEN_LOOKS = 1 / 32
+_SHARE_BETWEEN_LOOKS = 1 / 16
 _MAX_POINTS = 16
 
 
@@ -51,8 +51,6 @@ class GrowthModel:
             held += sum(grad_bytes.get(i, 0) for i in grads)
             points.append((max(0, peak - base), held))
         self._points = _frontier(points)
-        self.held_bytes = held
-        """What gradients take at the end of backward."""
         self.looks = self._choose_looks(sample.levels)
         """Accesses at which to compare, with the rise that the sampled step had seen there."""
 
@@ -71,6 +69,27 @@ class GrowthModel:
                 chosen.append((position, rise))
                 last = rise
         return dict(chosen[:: max(1, math.ceil(len(chosen) / _MAX_LOOKS))])
+
+
+def outgrowth(base_bytes: int, rise_bytes: int, expected_rise_bytes: int) -> tuple[int, float]:
+    """What tells a step from the sampled one, at one access.
+
+    Args:
+        base_bytes: What more was in use at the beginning; may be negative.
+        rise_bytes: Rise from there.
+        expected_rise_bytes: That of the sampled step, more than 0.
+
+    Returns:
+        Bytes that stay as they are until the end of the step, and the ratio (1 or more) between the rises. What has
+        only moved from one to the other, such as the workspaces that libraries take in the course of their first step,
+        counts as neither.
+    """
+    more = rise_bytes - expected_rise_bytes
+    if base_bytes > 0 > more or base_bytes < 0 < more:
+        moved = min(abs(base_bytes), abs(more))
+        base_bytes += moved if base_bytes < 0 else -moved
+        more += moved if more < 0 else -moved
+    return max(0, base_bytes), 1.0 + max(0, more) / expected_rise_bytes
 
 
 def _frontier(points: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ class BandwidthCurve:
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
-        if not self.points or sizes != sorted(set(sizes)) or any(s < 1 or t <= 0 for s, t in self.points):
+        if not self.points or sizes != sorted(set(sizes)) or any(s < 1 or not t > 0 for s, t in self.points):
             raise PlanError(f"a curve needs ascending sizes and positive times, got {self.points}")
 
     @classmethod
@@ -158,9 +158,53 @@ class HardwareSpec:
                 curve = values.get(key)
                 if curve is not None:
                     values[key] = BandwidthCurve(tuple((int(size), float(time)) for size, time in curve["points"]))
+            _check_values(values)
             return cls(**values)
         except (TypeError, KeyError, ValueError) as error:
             raise PlanError(f"the hardware profile cannot be read: {error}") from error
+
+
+_SIZES = ("host_bytes", "gpu_bytes", "gpu_total_bytes", "nvme_bytes")
+_RATES = (
+    "cpu_adam_numel_per_s",
+    "gpu_adam_numel_per_s",
+    "streamed_adam_numel_per_s",
+    "joint_adam_numel_per_s",
+    "device_bytes_per_s",
+    "nvme_read_bytes_per_s",
+    "nvme_write_bytes_per_s",
+)
+_NULLABLE = ("gpu_bytes", "gpu_total_bytes", "nvme_bytes", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Raises `PlanError` for a value that no machine has."""
+
+    def check(key: str, value: object, is_good: bool, wanted: str) -> None:
+        if not is_good and not (value is None and key in _NULLABLE):
+            raise PlanError(f"the hardware profile: {key} must be {wanted}, got {value!r}")
+
+    for key, value in values.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_count = is_number and isinstance(value, int)
+        if key in _SIZES:
+            check(key, value, is_count and value >= 0, "a number of bytes")
+        elif key in _RATES:
+            check(key, value, is_number and value > 0, "a positive number")
+        elif key == "duplex_slowdown":
+            check(key, value, is_number and value >= 1, "a number of at least 1")
+        elif key == "launch_s":
+            check(key, value, is_number and value >= 0, "a number of seconds")
+        elif key == "world_size":
+            check(key, value, is_count and value >= 1, "a number of ranks")
+        elif key == "name":
+            check(key, value, isinstance(value, str), "a string")
+        elif key in ("h2d", "d2h"):
+            check(key, value, isinstance(value, BandwidthCurve), "a curve")
+        elif key in ("matmul_flops_per_s", "versions"):
+            check(key, value, isinstance(value, Mapping), "an object")
+    for dtype, rate in values.get("matmul_flops_per_s", {}).items():
+        check(f"matmul_flops_per_s of {dtype}", rate, isinstance(rate, (int, float)) and rate > 0, "a positive number")
 
 
 def save_hardware(spec: HardwareSpec, path: str | Path) -> None:

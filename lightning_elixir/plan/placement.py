@@ -164,8 +164,8 @@ class Needs:
         # Whatever the modules say (a parameter that none of them is known to own): each chunk must fit by itself.
         for i, chunk in enumerate(packed):
             self._sets.setdefault(frozenset((i,)), chunk.members[0].fqn)
-        for ids in _in_use(trace) if trace is not None else ():
-            self._sets.setdefault(ids, " and ".join(packed[i].members[0].fqn for i in sorted(ids)[:3]))
+        for in_use in _in_use(trace) if trace is not None else ():
+            self._sets.setdefault(in_use, " and ".join(packed[i].members[0].fqn for i in sorted(in_use)[:3]))
 
     def smallest(self, managed: Collection[int]) -> tuple[int, str]:
         """Least blocks that run the model, and the module that needs them.
@@ -316,6 +316,7 @@ class Placer:
         raise CapacityError(
             f"GPU memory: the plan needs {format_bytes(gpu_bytes)} on each rank ({'; '.join(parts)}), but there are"
             f" {format_bytes(limit)}: {format_bytes(gpu_bytes - limit)} too few. {cure}.",
+            resource="GPU",
             lacking_bytes=gpu_bytes - limit,
         )
 
@@ -335,6 +336,7 @@ class Placer:
             f" {format_bytes(use.host_grad_bytes)}), but there are {format_bytes(limit)}. What would fit is about"
             f" {fitting:,} of the {offloaded:,} offloaded parameters: keep more on the GPU, spread the model over"
             " more hosts, or make it smaller.",
+            resource="host",
             lacking_bytes=use.host_bytes - limit,
         )
 
@@ -371,6 +373,15 @@ def format_bytes(value: int, *, is_rounded_up: bool = False) -> str:
     if unit == "B":
         return f"{value} B"
     return f"{math.ceil(amount * 10) / 10 if is_rounded_up else amount:.1f} {unit}"
+
+
+def format_seconds(value: float) -> str:
+    """0.0123 -> "12.3 ms", 2.5 -> "2.50 s"."""
+    if value >= 0.9995:
+        return f"{value:.2f} s" if value < 99.995 else f"{value:.0f} s"
+    if value >= 0.9995e-3:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value * 1e6:.3g} us" if value else "0 s"
 
 
 def _highest(sizes: Sequence[int], fraction: float) -> set[int]:

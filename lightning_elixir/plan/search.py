@@ -25,6 +25,7 @@ from lightning_elixir.plan.placement import (
     Site,
     check_request,
     format_bytes,
+    format_seconds,
 )
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.timeline import Timeline, compressed, scheme_of, simulate_step
@@ -128,7 +129,10 @@ def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
             f"states may take {format_bytes(problem.budget.nvme_bytes)} of NVMe, but nobody has measured how fast it is"
             ": run `lightning-elixir bench-hardware --nvme-dir FOLDER`"
         )
-    searches = [_LayoutSearch(c, problem) for c in candidates]
+    different: dict[Layout, Candidate] = {}  # some sizes come to the same chunks
+    for candidate in candidates:
+        different.setdefault(candidate.layout, candidate)
+    searches = [_LayoutSearch(c, problem) for c in different.values()]
     best: tuple[_Outcome, _LayoutSearch] | None = None
     seed: _Choice | None = None
     for one in searches:
@@ -142,10 +146,16 @@ def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
         if outcome.choice == one.everything:
             break  # everything is on the GPU: no chunk size makes that faster
     if best is None:
-        raise min((one.refusal() for one in searches), key=lambda error: error.lacking_bytes or 0)
+        raise min((one.refusal() for one in searches), key=distance)
     outcome, one = best
     outcome = one.refined(outcome)
     return one.plan_of(outcome, [(s, o) for s in searches for o in s.outcomes.values()])
+
+
+def distance(refusal: CapacityError) -> tuple[bool, int]:
+    """How far a chunk size is from fitting, to compare it with others: what the GPU lacks, another size may do without;
+    where the GPU has enough, the host is what is left."""
+    return refusal.resource != "host", refusal.lacking_bytes or 0
 
 
 def with_forecast(plan: Plan, profile: StepProfile, problem: Problem) -> Plan:
@@ -639,7 +649,7 @@ class _LayoutSearch:
         dearest = max(costs, key=lambda name: costs[name])
         return (
             f"{where}: with {format_bytes(max(0, lacking))} more on the GPU everything would stay there. The step takes"
-            f" {times.total_s:.3g} s, of which {dearest} {costs[dearest]:.3g} s"
+            f" {format_seconds(times.total_s)}, of which {dearest} {format_seconds(costs[dearest])}"
         )
 
     def refusal(self) -> CapacityError:
@@ -670,6 +680,7 @@ class _LayoutSearch:
         return CapacityError(
             f"GPU memory: even with as much as possible beside it, a rank needs {format_bytes(needed)}"
             f" ({'; '.join(parts)}), but there are {format_bytes(limit)}. What would fit: {', or '.join(cures)}.",
+            resource="GPU",
             lacking_bytes=needed - limit,
         )
 
@@ -694,6 +705,7 @@ class _LayoutSearch:
             f" the host (parameters {format_bytes(use.host_param_bytes)}; optimizer states"
             f" {format_bytes(use.host_state_bytes)}; gradients {format_bytes(use.host_grad_bytes)}), but there are"
             f" {format_bytes(limit)}. What would fit: {', or '.join(cures)}.",
+            resource="host",
             lacking_bytes=lacking,
         )
 
@@ -734,7 +746,7 @@ def describe_placement(chunks: Sequence[ChunkSpec], blocks: int, depth: int) -> 
         shards = sum(not c.is_persistent and c.param_tier is Tier.GPU for c in chunks)
         if shards:
             parts.append(f"shards of {shards} on the GPU")
-        parts.append(f"the others through an rCache of {blocks} blocks, fetched {depth} ahead")
+        parts.append(f"the others through an rCache of {blocks} block{'s' * (blocks != 1)}, fetched {depth} ahead")
     return ", ".join(parts)
 
 
@@ -781,7 +793,7 @@ def _why(loser: _Outcome, best: _Outcome) -> str:
         "of waiting in forward and backward": theirs.waiting_s - ours.waiting_s,
     }
     parts = [
-        f"{abs(seconds):.3g} s {'more' if seconds > 0 else 'less'} {name}"
+        f"{format_seconds(abs(seconds))} {'more' if seconds > 0 else 'less'} {name}"
         for name, seconds in sorted(more.items(), key=lambda item: -item[1])
         if abs(seconds) > ours.total_s * _SAME / 10
     ]

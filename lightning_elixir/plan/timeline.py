@@ -355,32 +355,60 @@ class _Run:
     def _step(self, start_s: float) -> float:
         """Updates on the device, streamed ones and those of the host run side by side, each kind in turn; the last two
         share the host's memory, and slow each other down."""
-        clocks = {"compute": start_s, "h2d": start_s, "cpu": start_s}
+        compute_s = cpu_s = start_s
+        slowdown = self._joint_slowdown()
         self._remember(start_s, 0)
         self.grad_bytes = self.start_grad_bytes
+        streamed: list[tuple[float, str]] = []
+        written: list[tuple[float, float, str]] = []  # when the host has made the new values, seconds of the bus
         for chunk in self.plan.chunks:
             if not chunk.requires_grad:
                 continue
             seconds = self.costs.update_s(chunk)
-            lane = "compute" if chunk.optim_tier is Tier.GPU else "h2d" if chunk.is_update_streamed else "cpu"
-            self._span(lane, clocks[lane], clocks[lane] + seconds, f"update {chunk.id}")
-            clocks[lane] += seconds
+            label = f"update {chunk.id}"
+            if chunk.optim_tier is Tier.GPU:
+                self._span("compute", compute_s, compute_s + seconds, label)
+                compute_s += seconds
+            elif chunk.is_update_streamed:
+                seconds *= slowdown
+                streamed.append((seconds, label))
+            else:
+                seconds *= slowdown
+                self._span("cpu", cpu_s, cpu_s + seconds, label)
+                cpu_s += seconds
+                write_back_s = self.costs.write_back_s(chunk)
+                if write_back_s:
+                    written.append((cpu_s, write_back_s, f"write back {chunk.id}"))
             self.adam_s += seconds
-            write_back_s = self.costs.write_back_s(chunk)
-            if write_back_s:
-                begin_s = max(clocks["h2d"], clocks["cpu"])
-                clocks["h2d"] = begin_s + write_back_s
-                self.h2d_s += write_back_s
-                self._span("h2d", begin_s, clocks["h2d"], f"write back {chunk.id}")
-        return max(start_s + self._least_joint_s(), *clocks.values())
+        return max(compute_s, cpu_s, self._share_bus(start_s, streamed, written))
 
-    def _least_joint_s(self) -> float:
-        """What host and stream need together for all that they update."""
-        beside = [c for c in self.plan.chunks if c.requires_grad and c.optim_tier is not Tier.GPU]
-        kinds = {c.is_update_streamed for c in beside}
-        if len(kinds) < 2:
-            return 0.0
-        return sum(c.numel for c in beside) / self.plan.world_size / self.hardware.joint_adam_numel_per_s
+    def _share_bus(
+        self, now_s: float, streamed: list[tuple[float, str]], written: list[tuple[float, float, str]]
+    ) -> float:
+        """New values go up as soon as they are there, and what is streamed in between. Returns the end."""
+        streamed, written = streamed[::-1], written[::-1]
+        while streamed or written:
+            if written and (not streamed or written[-1][0] <= now_s):
+                ready_s, seconds, label = written.pop()
+                now_s = max(now_s, ready_s)
+                self.h2d_s += seconds
+            else:
+                seconds, label = streamed.pop()
+            self._span("h2d", now_s, now_s + seconds, label)
+            now_s += seconds
+        return now_s
+
+    def _joint_slowdown(self) -> float:
+        """How much longer updates by the host and streamed ones take beside each other."""
+        seconds = {True: 0.0, False: 0.0}
+        numel = 0
+        for chunk in self.plan.chunks:
+            if chunk.requires_grad and chunk.optim_tier is not Tier.GPU:
+                seconds[chunk.is_update_streamed] += self.costs.update_s(chunk)
+                numel += chunk.numel // self.plan.world_size
+        if not all(seconds.values()):
+            return 1.0
+        return max(1.0, numel / self.hardware.joint_adam_numel_per_s / max(seconds.values()))
 
     # Details
 

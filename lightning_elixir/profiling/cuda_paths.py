@@ -110,9 +110,24 @@ def _rms_norm(
     input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     if weight is None or weight.dtype is input.dtype:
-        output: Tensor = aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+        output: Tensor = _FusedRMSNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
         return output
     return torch.rms_norm(input, normalized_shape, weight, eps)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """What CUDA's kernel takes, returns and saves (the CPU has none)."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
+        rows = input.shape[: input.dim() - num_dims]
+        ctx.save_for_backward(input, weight, torch.empty(*rows, *[1] * num_dims, dtype=torch.float32))
+        return input.mul(1.0 if weight is None else weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        input, weight, _ = ctx.saved_tensors
+        return grads[0].mul(input), None if weight is None else torch.empty_like(weight), None
 
 
 def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
@@ -136,11 +151,13 @@ def _autocast_cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """Under autocast the log-softmax keeps its dtype, and what it returns is cast for the loss."""
-    nn = torch._C._nn
+    nn: Any = torch._C._nn
     if target.is_floating_point() or label_smoothing:
-        return nn.cross_entropy_loss(input.float(), target, weight, reduction, ignore_index, label_smoothing)
-    logs = torch.log_softmax(input, 1 if input.dim() > 1 else 0)
-    return nn.nll_loss_nd(logs.float(), target, weight, reduction, ignore_index)
+        loss: Tensor = nn.cross_entropy_loss(input.float(), target, weight, reduction, ignore_index, label_smoothing)
+    else:
+        logs = torch.log_softmax(input, 1 if input.dim() > 1 else 0)
+        loss = nn.nll_loss_nd(logs.float(), target, weight, reduction, ignore_index)
+    return loss
 
 
 def _attention(
@@ -162,7 +179,7 @@ def _attention(
         mask = torch.where(mask, kept, left_out)
     kernel = _attention_kernel(query, key, value, mask)
     if kernel == "cudnn":
-        result = aten._scaled_dot_product_cudnn_attention(
+        result: tuple[Tensor, ...] = aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, True, dropout_p, is_causal, False, scale=scale
         )
     elif kernel == "flash":
@@ -180,8 +197,7 @@ def _attention(
         )
     else:
         return _plain_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
-    output: Tensor = result[0]
-    return output
+    return result[0]
 
 
 def _plain_attention(

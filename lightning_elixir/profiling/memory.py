@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -67,7 +68,9 @@ def profile_memory(
     if autocast and (dtype is None or dtype.itemsize != 2):
         raise PlanError(f"autocast=True needs dtype=torch.float16 or torch.bfloat16, got {dtype}")
     # Plain tensors that a module holds outside its buffers come along as they are.
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # Copies of modules ask fake tensors for their address, to see whether there is one.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         model = _fake_model(model_or_factory, dtype, keeps_norms=autocast)
         input_dtype = dtype if dtype is not None and dtype.itemsize == 2 and not autocast else None
         fake_inp = tree_map_only(Tensor, lambda t: _fake_input(t, input_dtype), inp)

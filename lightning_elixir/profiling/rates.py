@@ -31,9 +31,9 @@ _MAX_PIECES = 1024
 _ADAM_BYTES = 2 + 2 + 3 * 4
 _SCRATCH_PART = 16
 _NUM_PASSES = 8
-# Idle cores take some tenths of a second to reach full speed (seen: 1.7, then 2.4 Gparam/s). Updates that a plan puts
-# on the host take longer than that. In units of an ordinary measurement.
-_HOST_WARM_UP = 3.0
+# Idle cores take some tenths of a second to reach full speed (seen: 1.7, then 2.7 Gparam/s), and in training they have
+# rested when the update begins. In units of an ordinary measurement.
+_HOST_BURST = 2.0
 
 
 class Workbench:
@@ -55,14 +55,14 @@ class Workbench:
     def measure(self) -> dict[str, Any]:
         """The figures of a `HardwareSpec` that need no file, by field name."""
         h2d, d2h = self._curve(self._upload), self._curve(self._download)
-        host_adam = self._adam_numel_per_s(self._host, _HOST_WARM_UP * self._watch.limit_s)
+        host_adam = self._host_adam_numel_per_s()
         streamed_adam = self._streamed_adam_numel_per_s()
         figures: dict[str, Any] = {
             "h2d": h2d,
             "d2h": d2h,
             "duplex_slowdown": self._duplex_slowdown(h2d, d2h),
             "cpu_adam_numel_per_s": host_adam,
-            "gpu_adam_numel_per_s": self._adam_numel_per_s(self._near, 0.0),
+            "gpu_adam_numel_per_s": self._adam_numel_per_s(self._near),
             "streamed_adam_numel_per_s": streamed_adam,
             "joint_adam_numel_per_s": self._joint_adam_numel_per_s(host_adam, streamed_adam),
             "matmul_flops_per_s": {str(d).removeprefix("torch."): self._flops_per_s(d) for d in _MATMUL_DTYPES},
@@ -151,9 +151,14 @@ class Workbench:
 
     # Adam
 
-    def _adam_numel_per_s(self, arena: Tensor, warm_up_s: float) -> float:
+    def _adam_numel_per_s(self, arena: Tensor) -> float:
         update = _update_in(arena)
-        return update.numel / self._watch.seconds(update.run, warm_up_s)
+        return update.numel / self._watch.seconds(update.run)
+
+    def _host_adam_numel_per_s(self) -> float:
+        """As in a step: from rest, for some tenths of a second."""
+        update = _update_in(self._host)
+        return update.numel / self._watch.burst_seconds(update.run, _HOST_BURST * self._watch.limit_s)
 
     def _streamed_adam_numel_per_s(self) -> float:
         update, arena_bytes = _update_in(self._host), self._host.numel()

@@ -157,6 +157,8 @@ class StepRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         sources = list(_tensors((*args, *kwargs.values())))
+        if _in_backward() and not self._intervals[-1].is_backward:
+            self._open((), False, "")  # backward of the loss
         self._see(sources)
         result = run(func, args, kwargs, sources)
         packet = func._overloadpacket

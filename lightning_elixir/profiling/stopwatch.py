@@ -13,6 +13,7 @@ from lightning_elixir.core.device import Device
 _TIMING_S = 0.005
 _MAX_CALLS = 64
 _MAX_TIMINGS = 7
+_REST_S = 0.2
 
 
 class Stopwatch:
@@ -29,24 +30,31 @@ class Stopwatch:
         self._comm = comm
         self.limit_s = limit_s
 
-    def seconds(self, work: Callable[[], None], warm_up_s: float = 0.0) -> float:
+    def seconds(self, work: Callable[[], None]) -> float:
         """Seconds of one call of `work` among many, issued without waiting in between: the median of several timings.
         Collective.
 
         Args:
             work: What is timed; does the same on every rank.
-            warm_up_s: Do it about this long first; at most 64 times.
         """
         work()  # loads kernels, touches memory
         once_s = self.slowest_s(self._timed(work, 1))
         if once_s > self.limit_s:
             return once_s
-        for _ in range(_between(warm_up_s / once_s, 0, _MAX_CALLS)):
-            work()
         num_calls = _between(_TIMING_S / once_s, 1, _MAX_CALLS)
         num_timings = _between(self.limit_s / (num_calls * once_s), 1, _MAX_TIMINGS)
         timings = [self._timed(work, num_calls) / num_calls for _ in range(num_timings)]
         return self.slowest_s(statistics.median(timings))
+
+    def burst_seconds(self, work: Callable[[], None], burst_s: float) -> float:
+        """Seconds of one call of `work` among those that fill `burst_s` after a rest. Collective."""
+        work()
+        once_s = self.slowest_s(self._timed(work, 1))
+        if once_s > self.limit_s:
+            return once_s
+        num_calls = _between(burst_s / once_s, 1, _MAX_CALLS)
+        time.sleep(min(_REST_S, self.limit_s))
+        return self.slowest_s(self._timed(work, num_calls) / num_calls)
 
     def slowest_s(self, seconds: float) -> float:
         """The longest of all ranks' times, at least a nanosecond. Collective."""

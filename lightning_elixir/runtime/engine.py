@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from lightning_elixir.runtime.released import tensors_in
 from lightning_elixir.runtime.replan import check_layout, move_chunks
 from lightning_elixir.runtime.residency import Residency
 from lightning_elixir.runtime.sampling import StepSeconds
+from lightning_elixir.runtime.stats import Stats, take_stats
 from lightning_elixir.runtime.whole import own_shard, whole_values
 from lightning_elixir.storage.shards import ShardStore
 
@@ -55,34 +56,6 @@ class _Frame:
     ids: tuple[int, ...] = ()
     is_pinned: bool = False
     hooks: SavedHooks | None = None
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Counters since the last reset, and bytes held now."""
-
-    fetches: int
-    """Replicas fetched when they were needed."""
-    prefetches: int
-    """Replicas fetched ahead of need."""
-    hits: int
-    evictions: int
-    overflows: int
-    misses_of_trace: int
-    peak_blocks: int
-    h2d_bytes: int
-    d2h_bytes: int
-    gathered_bytes: int
-    reduced_bytes: int
-    held_bytes: dict[str, int]
-    """By tier and kind, such as `gpu_replica` or `cpu_master`."""
-    compute_s: float | None = None
-    """Device time of the operators of the last timed forward and backward; None before there was one."""
-    exposed_wait_s: float | None = None
-    """Time in the same iteration in which nothing ran because a chunk or a gradient block was not there."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Engine:
@@ -486,7 +459,7 @@ class Engine:
         gives all cached memory back. What the failed run computed must be gone: the error's traceback holds it.
 
         Returns:
-            Whether there is more room than before. If not, `wanted_non_model_bytes` says what a new plan should leave.
+            Whether there is more room than before. If not, only a plan that leaves more helps.
 
         Raises:
             StateError: Inside forward or backward.
@@ -511,7 +484,8 @@ class Engine:
 
     @property
     def peak_non_model_bytes_seen(self) -> int:
-        """The most that a step has taken beside the chunks so far, as far as that is known without sampling it."""
+        """The most that a step has taken beside the chunks so far: at least so much, as far as that is known without
+        sampling it."""
         return self.iterations.growth.peak_non_model_bytes_seen
 
     # Between steps
@@ -677,23 +651,8 @@ class Engine:
         return held
 
     def stats(self) -> Stats:
-        counters, moved, seconds = self.rcache.counters, self.moved, self.last_seconds
-        return Stats(
-            fetches=counters.fetches,
-            prefetches=counters.prefetches,
-            hits=counters.hits,
-            evictions=counters.evictions,
-            overflows=counters.overflows,
-            misses_of_trace=counters.misses_of_trace,
-            peak_blocks=self.rcache.peak_blocks,
-            h2d_bytes=moved.h2d,
-            d2h_bytes=moved.d2h,
-            gathered_bytes=moved.gathered,
-            reduced_bytes=moved.reduced,
-            held_bytes=self.held_bytes(),
-            compute_s=None if seconds is None else seconds.compute_s,
-            exposed_wait_s=None if seconds is None else seconds.exposed_wait_s,
-        )
+        """Counters since the last reset, and bytes held now."""
+        return take_stats(self.rcache, self.moved, self.held_bytes(), self.last_seconds)
 
     def reset_stats(self) -> None:
         self.rcache.reset_counters()

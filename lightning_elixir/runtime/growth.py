@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from lightning_elixir.core.device import Device
-from lightning_elixir.plan.growth import GrowthModel, StepMemory, needed_blocks
+from lightning_elixir.plan.growth import GrowthModel, StepMemory, needed_blocks, outgrowth
 from lightning_elixir.plan.memory import GRAD_BLOCKS
 from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.rcache import RCache
@@ -51,18 +51,21 @@ class Growth:
         """What a step was predicted to take beside the chunks at its peak, where even the smallest rCache left too
         little for it; 0: it never did since the plan was adopted."""
         self.peak_non_model_bytes_seen = 0
-        """What a step has taken beside the chunks at its peak, as far as that is known without sampling it."""
+        """What a step has taken beside the chunks at its peak: at least so much, as far as that is known without
+        sampling it."""
         self._sample: StepMemory | None = None
         self._trace = AccessTrace(())
         self._models: dict[bool, GrowthModel] = {}  # by whether gradients of earlier backwards are there already
-        self._usual_base_bytes: int | None = None  # what was in use at the beginning, not the engine's, when first seen
         self._allowed: deque[int] = deque(maxlen=_STEPS_TO_GROW)
-        self._num_shortages = 0
+        self.num_shortages = 0
+        """How often memory has run out in spite of all this."""
         self._hold_steps = 0
         # The open iteration
-        self._model: GrowthModel | None = None
+        self._is_open = False
+        self._model: GrowthModel | None = None  # None: there is nothing to compare with, or to give way
         self._start_bytes = 0  # in use beside replicas when it began
         self._base_bytes = 0  # of these, not the engine's
+        self._extra_bytes = 0  # beyond what the sampled step had in use at its beginning
         self._peak_before = 0
         self._budget_before = 0
         self._ratio = 1.0
@@ -101,32 +104,29 @@ class Growth:
         """Compare with this step from now on."""
         self._sample, self._trace = sample, trace
         self._models.clear()
-        self._usual_base_bytes = None
         self.peak_non_model_bytes_seen = max(self.peak_non_model_bytes_seen, sample.peak_bytes)
 
     # An iteration, in the order of the calls
 
-    def begin(self, engine_bytes: Callable[[], int], has_earlier_grads: bool) -> bool:
-        """A training iteration begins. Returns whether the budget was lowered.
+    def begin(self, engine_bytes: Callable[[], int], has_earlier_grads: bool) -> None:
+        """A training iteration begins.
 
         Args:
             engine_bytes: Device bytes that the engine takes now.
             has_earlier_grads: Gradients of earlier backwards are there.
         """
         self.abandon()
-        if not self.is_on or self._sample is None:
-            return False
+        if self.limit_bytes is None or not self._device.is_counting:
+            return
+        self._is_open = True
         in_use = self._device.allocated_bytes()
-        self._model = self._model_of(has_earlier_grads)
         self._start_bytes = in_use - self._replica_bytes
         self._base_bytes = max(0, in_use - engine_bytes())
-        if self._usual_base_bytes is None:
-            # Not that of the sampled step: libraries may have taken their workspaces in its course.
-            self._usual_base_bytes = self._base_bytes
         self._peak_before = self._device.peak_bytes()
-        self._budget_before = max(self._rcache.budget_blocks, self._rcache.used_blocks)
-        self.looks = self._model.looks
-        return self._lower()
+        self._budget_before = self._rcache.budget_blocks
+        if self.is_on and self._sample is not None:
+            self._model = self._model_of(has_earlier_grads)
+            self.looks = self._model.looks
 
     def look(self, position: int, step_bytes: int) -> bool:
         """Compare at an access of `looks`, before anything is fetched for it. Returns whether the budget was lowered.
@@ -135,24 +135,32 @@ class Growth:
             position: In the trace.
             step_bytes: What gradients have taken since the iteration began.
         """
-        rise = self._device.allocated_bytes() - self._replica_bytes - step_bytes - self._start_bytes
-        ratio = rise / self.looks[position]
-        if ratio <= max(self._ratio, _TOLERANCE):
-            return False
-        self._ratio = ratio
-        return self._lower()
-
-    def end_backward(self) -> None:
-        """The peak of the iteration is over."""
         model = self._model
         if model is None:
+            return False
+        rise = self._device.allocated_bytes() - self._replica_bytes - step_bytes - self._start_bytes
+        extra, ratio = outgrowth(self._base_bytes - model.base_bytes, rise, self.looks[position])
+        if extra <= self._extra_bytes and ratio <= max(self._ratio, _TOLERANCE):
+            return False
+        self._extra_bytes = max(self._extra_bytes, extra)
+        if ratio > _TOLERANCE:
+            self._ratio = max(self._ratio, ratio)
+        return self._lower()
+
+    def end_backward(self, step_bytes: int) -> None:
+        """The peak of the iteration is over.
+
+        Args:
+            step_bytes: As in `look`.
+        """
+        if not self._is_open:
             return
-        risen = round(self._ratio * model.rise_bytes)
+        risen = 0 if self._model is None else round(self._ratio * self._model.rise_bytes)
         peak = self._device.peak_bytes()
         if peak > self._peak_before:
             # At least so much: replicas and gradients may have taken less at that moment.
-            replicas = max(self._budget_before, self._rcache.used_blocks) * self._plan.block_bytes
-            risen = max(risen, peak - self._start_bytes - replicas - model.held_bytes)
+            blocks = max(self._budget_before, self._rcache.used_blocks) if self._cost else 0
+            risen = max(risen, peak - self._start_bytes - blocks * self._plan.block_bytes - step_bytes)
         self.peak_non_model_bytes_seen = max(self.peak_non_model_bytes_seen, self._base_bytes + risen)
 
     def end(self) -> bool:
@@ -173,14 +181,16 @@ class Growth:
 
     def abandon(self) -> None:
         """There is no iteration under way."""
+        self._is_open = False
         self._model = None
         self._ratio = 1.0
+        self._extra_bytes = 0
         self.looks = {}
 
     def shortage(self) -> bool:
         """Memory has run out: lower the budget as far as it goes. Returns whether it went lower."""
-        steps = min(_STEPS_AFTER_SHORTAGE << self._num_shortages, 1 << 16)
-        self._num_shortages += 1
+        steps = min(_STEPS_AFTER_SHORTAGE << self.num_shortages, 1 << 16)
+        self.num_shortages += 1
         self._hold_steps = steps
         smallest = min(self.smallest_blocks, self._rcache.budget_blocks)
         is_lower = smallest < self._rcache.budget_blocks
@@ -204,9 +214,10 @@ class Growth:
         if budget >= self._rcache.budget_blocks:
             return False
         log.info(
-            "this step takes %.2f times what the sampled one took at the same access: the rCache gives up %d of %d"
-            " blocks of %s",
+            "this step takes %.2f times what the sampled one took at the same access, and %s beside: the rCache gives"
+            " up %d of %d blocks of %s",
             self._ratio,
+            format_bytes(self._extra_bytes),
             self._rcache.budget_blocks - budget,
             self._rcache.budget_blocks,
             format_bytes(self._plan.block_bytes),
@@ -219,11 +230,10 @@ class Growth:
         plan, model, limit = self._plan, self._model, self.limit_bytes
         if model is None or limit is None:
             return plan.rcache_blocks
-        usual = self._base_bytes if self._usual_base_bytes is None else self._usual_base_bytes
-        expected = self._start_bytes - self._base_bytes + usual + model.beside_bytes(1.0)
+        expected = self._start_bytes - self._base_bytes + model.base_bytes + model.beside_bytes(1.0)
         # What the plan has left free is there to be used, but for a reserve that grows with the activations.
         free = limit - expected - plan.rcache_blocks * plan.block_bytes
-        more = self._base_bytes - usual + model.beside_bytes(self._ratio) - model.beside_bytes(1.0)
+        more = self._extra_bytes + model.beside_bytes(self._ratio) - model.beside_bytes(1.0)
         if more <= 0:
             return plan.rcache_blocks
         free -= min(max(free, 0), round(_RESERVE * model.rise_bytes))

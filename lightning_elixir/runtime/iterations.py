@@ -92,8 +92,7 @@ class Iterations:
                 self._count_fixed_bytes()
                 self.sampler.begin(memory=has_memory)
             self._grad_bytes_before = self._store.grad_bytes_on_device()
-            if self.growth.begin(self._engine_bytes, bool(self._reducer.used)):
-                self._make_way(())
+            self.growth.begin(self._engine_bytes, bool(self._reducer.used))
         self._update()
 
     def end_forward(self) -> None:
@@ -116,7 +115,7 @@ class Iterations:
         """
         self.sampler.grads_complete(unfinished)
         self.sampler.end_backward()
-        self.growth.end_backward()
+        self.growth.end_backward(self._taken_bytes())
 
     def end(self) -> None:
         """A step, or the forward of another iteration, comes next."""
@@ -199,9 +198,12 @@ class Iterations:
         return self._make_way(needed) > 0
 
     def _look_at_growth(self, ids: Sequence[int]) -> None:
-        taken = self._reducer.block_bytes_held() + self._store.grad_bytes_on_device() - self._grad_bytes_before
-        if self.growth.look(self._rcache.position, taken):
+        if self.growth.look(self._rcache.position, self._taken_bytes()):
             self._make_way(ids)
+
+    def _taken_bytes(self) -> int:
+        """What gradients have taken since the iteration began."""
+        return self._reducer.block_bytes_held() + self._store.grad_bytes_on_device() - self._grad_bytes_before
 
     def _make_way(self, needed: Collection[int]) -> int:
         """Evict what is above the budget, but for what is needed, and give its memory back. Returns the blocks."""

@@ -89,7 +89,9 @@ class ShardStore:
     def grad_bytes_on_device(self) -> int:
         """What gradient shards take on the GPU tier."""
         return sum(
-            s.grad.nbytes for i, s in self._shards.items() if s.grad is not None and self._specs[i].optim_tier is Tier.GPU
+            s.grad.nbytes
+            for i, s in self._shards.items()
+            if s.grad is not None and self._specs[i].optim_tier is Tier.GPU
         )
 
     def bytes_by_kind(self) -> dict[str, int]:

@@ -101,16 +101,15 @@ def test_the_rcache_gives_way_and_comes_back(limit_bytes: int) -> None:
     limit(limit_bytes)
     module, optimizer = build()
     planned = module.plan.rcache_blocks
-    budgets, num_shortages = [], torch.cuda.memory_stats()["num_ooms"]
+    budgets = []
     for seed, length in enumerate(LENGTHS):
         step(module, optimizer, seed, length)
         budgets.append(module.engine.rcache.budget_blocks)
-        print(length, budgets[-1], torch.cuda.memory_reserved() >> 20, limit_bytes >> 20)
     assert budgets[:2] == [planned, planned]
     assert planned > budgets[3] > budgets[4]
     assert budgets[-1] == planned
     assert module.stats().evictions > 0
-    assert torch.cuda.memory_stats()["num_ooms"] == num_shortages
+    assert module.engine.iterations.growth.num_shortages == 0
     assert different(module, expected) == []
 
 
@@ -124,8 +123,7 @@ def test_without_giving_way_memory_runs_out_and_the_step_runs_again(limit_bytes:
         is_full = False
         try:
             optimizer.backward(loss_of(module, seed, length))
-        except (torch.OutOfMemoryError, CapacityError) as error:
-            print(seed, length, type(error).__name__)
+        except (torch.OutOfMemoryError, CapacityError):
             num_again += 1
             is_full = True
         if is_full:

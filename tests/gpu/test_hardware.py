@@ -66,13 +66,12 @@ def test_leaves_no_memory_behind(spec: HardwareSpec, tmp_path: Path) -> None:
         gc.collect()
         return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), process.memory_info().rss
 
-    before, free = held(), torch.cuda.mem_get_info()[0]  # the fixture has run once: libraries are loaded
+    before = held()  # the fixture has run once: libraries are loaded
     profile_hardware(cache_dir=tmp_path, refresh=True, budget_s=1.0)
     after = held()
     assert after[0] == before[0]
     assert after[1] <= before[1]
     assert after[2] - before[2] < 128 * MIB  # page-locked memory was 512 MiB
-    assert free - torch.cuda.mem_get_info()[0] < 64 * MIB
 
 
 def profile_rank(folder: str) -> dict[str, Any]:

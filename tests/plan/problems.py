@@ -47,6 +47,7 @@ def place_specs(
     other: int = 0,
     data: Mapping[str, ModelDataBytes] | None = None,
     hardware: HardwareSpec | None = None,
+    can_stream: bool = False,
     **options: Any,
 ) -> Plan:
     """The plan of a policy; options are those of `PlacementRequest`."""
@@ -57,7 +58,7 @@ def place_specs(
         return place(layout, request, budget, world_size, data or MIXED)
     hardware = hardware or HardwareSpec.nominal()
     profile = structural_profile(layout, request.accesses, hardware, other)
-    problem = Problem(request, budget, world_size, data or MIXED, hardware, is_time_guessed=True)
+    problem = Problem(request, budget, world_size, data or MIXED, hardware, can_stream, is_time_guessed=True)
     return search([Candidate(layout, profile)], problem)
 
 

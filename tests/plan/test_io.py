@@ -13,7 +13,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.io import load_plan, plan_from_dict, plan_to_dict, save_plan
 from lightning_elixir.plan.types import Plan, Tier
 from tests.plan.models import random_specs
-from tests.plan.problems import place_specs
+from tests.plan.problems import constant_hardware, layers, place_specs
 from tests.plan.traces import make_chunk, make_plan_of
 
 
@@ -48,6 +48,77 @@ def test_an_empty_plan_survives_the_round_trip(tmp_path: Path) -> None:
     assert load_plan(tmp_path / "plan.json") == empty
 
 
+@pytest.fixture
+def forecast_plan() -> Plan:
+    """Searched for: with a forecast, alternatives, and updates that are streamed."""
+    hardware = constant_hardware(streamed_adam_numel_per_s=3e9, joint_adam_numel_per_s=1e12)
+    plan = place_specs(layers(8), gpu=50_000, hardware=hardware, can_stream=True, prefetch_depth=2)
+    assert plan.forecast is not None
+    assert any(c.is_update_streamed for c in plan.chunks)
+    assert [a.total_s is None for a in plan.forecast.alternatives].count(True) == 1
+    return plan
+
+
+def test_a_forecast_survives_the_round_trip(forecast_plan: Plan, tmp_path: Path) -> None:
+    save_plan(forecast_plan, tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded == forecast_plan
+    assert (loaded.forecast, loaded.notes) == (forecast_plan.forecast, forecast_plan.notes)
+    assert loaded.explain() == forecast_plan.explain()
+    assert [c.is_update_streamed for c in loaded.chunks] == [c.is_update_streamed for c in forecast_plan.chunks]
+
+
+def test_the_fingerprint_ignores_the_forecast_and_not_streaming(forecast_plan: Plan) -> None:
+    assert replace(forecast_plan, forecast=None).fingerprint() == forecast_plan.fingerprint()
+    chunks = tuple(replace(c, is_update_streamed=False) for c in forecast_plan.chunks)
+    other = replace(forecast_plan, chunks=chunks)
+    assert other.fingerprint() != forecast_plan.fingerprint()
+    assert other.layout_fingerprint() == forecast_plan.layout_fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda f: f.update(speed=3), "forecast has unknown keys: speed"),
+        (lambda f: f.pop("binding"), "forecast has no 'binding'"),
+        (lambda f: f.update(binding=None), "forecast: binding must be a string"),
+        (lambda f: f.update(peak_gpu_bytes="1"), "forecast: peak_gpu_bytes must be an integer of at least 0"),
+        (lambda f: f.update(host_bytes=-1), "forecast: host_bytes must be an integer of at least 0"),
+        (lambda f: f.update(gpu_limit_bytes=1.5), "forecast: gpu_limit_bytes must be an integer"),
+        (lambda f: f.update(times=[]), "forecast, times must be an object, not list"),
+        (lambda f: f["times"].update(total_s="1"), "forecast, times: total_s must be a number"),
+        (lambda f: f["times"].update(total_s=True), "forecast, times: total_s must be a number"),
+        (lambda f: f["times"].pop("step_s"), "forecast, times has no 'step_s'"),
+        (lambda f: f["times"].update(more_s=1), "forecast, times has unknown keys: more_s"),
+        (lambda f: f.update(alternatives={}), "forecast: alternatives must be a list"),
+        (lambda f: f["alternatives"].append(3), "forecast, alternative .* must be an object, not int"),
+        (lambda f: f["alternatives"][0].update(why=""), "forecast, alternative 0 has unknown keys: why"),
+        (lambda f: f["alternatives"][0].update(total_s="1"), "forecast, alternative 0: total_s must be a number"),
+    ],
+)
+def test_what_is_refused_of_a_forecast(
+    forecast_plan: Plan, edit: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_from_dict(edited(forecast_plan, lambda content: edit(content["forecast"])))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda c: c.update(is_update_streamed=1), "chunk 1: is_update_streamed must be true or false, got 1"),
+        (lambda c: c.pop("is_update_streamed"), "chunk 1 has no 'is_update_streamed'"),
+        (
+            lambda c: c.update(is_update_streamed=True, optim_tier="gpu"),
+            "chunk 1 has its states on the GPU: there is nothing to stream",
+        ),
+    ],
+)
+def test_what_is_refused_of_streaming(plan: Plan, edit: Callable[[dict[str, Any]], object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_from_dict(edited(plan, lambda content: edit(content["chunks"][1])))
+
+
 def test_the_file_is_readable(plan: Plan, tmp_path: Path) -> None:
     save_plan(plan, tmp_path / "plan.json")
     lines = (tmp_path / "plan.json").read_text().splitlines()
@@ -72,7 +143,7 @@ def edited(plan: Plan, edit: Callable[[dict[str, Any]], object]) -> object:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda c: c.update(schema=99), "the plan has schema 99, this version reads 1"),
+        (lambda c: c.update(schema=99), "the plan has schema 99, this version reads 2"),
         (lambda c: c.pop("schema"), "plan has no 'schema'"),
         (lambda c: c.pop("chunks"), "plan has no 'chunks'"),
         (lambda c: c.update(rcache_block=3), "plan has unknown keys: rcache_block"),
@@ -124,8 +195,8 @@ def test_errors_name_the_file(plan: Plan, tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(PlanError, match=r"broken\.json: Expecting property name"):
         load_plan(path)
-    path.write_text(json.dumps(plan_to_dict(replace(plan, schema=2))))
-    with pytest.raises(PlanError, match=r"broken\.json: the plan has schema 2"):
+    path.write_text(json.dumps(plan_to_dict(replace(plan, schema=1))))
+    with pytest.raises(PlanError, match=r"broken\.json: the plan has schema 1, this version reads 2"):
         load_plan(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(PlanError, match=r"broken\.json: 'utf-8' codec"):

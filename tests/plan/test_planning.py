@@ -11,8 +11,10 @@ from torch import nn
 
 from lightning_elixir import planning
 from lightning_elixir.errors import CapacityError, PlanError
-from lightning_elixir.plan.placement import Budget
-from lightning_elixir.plan.types import ALIGN_NUMEL, Plan, Tier
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.memory import Budget
+from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.types import ALIGN_NUMEL, AccessTrace, Plan, Tier
 from lightning_elixir.planning import (
     detect_budget,
     make_plan,
@@ -20,7 +22,9 @@ from lightning_elixir.planning import (
     optimal_search,
     param_specs,
     simple_search,
+    timeline_of,
 )
+from lightning_elixir.profiling.memory import profile_memory
 
 KIB = 1024
 MIB = 2**20
@@ -89,7 +93,8 @@ def test_bytes_follow_the_precision() -> None:
     assert figures() == (4, 4, 8)
     assert figures(compute_dtype=torch.bfloat16) == (2, 2, 12)
     assert figures(compute_dtype=torch.bfloat16, master_weights=False) == (2, 2, 4)
-    assert figures(compute_dtype=torch.float16, num_states=0, grad_bytes=4) == (2, 4, 4)
+    assert figures(compute_dtype=torch.float16, num_states=0, accumulates=True) == (2, 4, 4)
+    assert figures(compute_dtype=torch.float64, accumulates=True) == (8, 8, 16)
 
 
 def test_prefetch_options() -> None:
@@ -262,10 +267,12 @@ def test_simple_search_takes_limits(machine: dict[str, int | None]) -> None:
 
 def test_optimal_search_leaves_room_for_activations(machine: dict[str, int | None]) -> None:
     inp = {"x": torch.zeros(4, 32, 64)}
-    plan = optimal_search(encoder(), inp=inp, step_fn=step, gpu_bytes=6 * MIB)
-    other = int(plan.notes["non_model_bytes"])
+    other = int(optimal_search(encoder(), inp=inp, step_fn=step).notes["non_model_bytes"])
     assert other > 4 * 32 * 64 * 4
-    assert other + int(plan.notes["rcache_bytes"]) < int(plan.notes["gpu_bytes"]) <= 6 * MIB
+    plan = optimal_search(encoder(), inp=inp, step_fn=step, gpu_bytes=other + 2 * MIB)
+    assert plan.notes["non_model_bytes"] == other
+    assert any(c.optim_tier is Tier.CPU for c in plan.chunks)
+    assert other + int(plan.notes["rcache_bytes"]) < int(plan.notes["gpu_bytes"]) <= other + 2 * MIB
     assert optimal_search(encoder(), inp=inp, step_fn=step, non_model_bytes=3).notes["non_model_bytes"] == 3
     assert optimal_search(encoder()).notes["non_model_bytes"] == 0
 
@@ -278,8 +285,8 @@ def test_optimal_search_needs_both_or_neither() -> None:
 def test_verbose_logs_the_plan(machine: dict[str, int | None], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         minimum_waste_search(encoder(), verbose=True)
-    assert "plan (auto): " in caplog.text
-    assert "gpu_state_bytes: " in caplog.text
+    assert "plan (auto), 1 rank" in caplog.text
+    assert "predicted step: " in caplog.text
 
 
 def test_smaller_chunks_are_tried_where_the_limit_is_tight() -> None:
@@ -292,3 +299,42 @@ def test_smaller_chunks_are_tried_where_the_limit_is_tight() -> None:
         make_plan(model, placement_policy="cpu", gpu_bytes=2 * wide.block_bytes, chunk_size=wide.block_bytes)
     with pytest.raises(CapacityError, match="the plan needs"):
         make_plan(model, placement_policy="cpu", gpu_bytes=1000)
+
+
+def test_the_refusal_is_of_the_chunk_size_that_comes_nearest() -> None:
+    """What is said to be missing is enough, and little more than that."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+    for options in ({"gpu_bytes": 30 * KIB}, {"gpu_bytes": 80 * KIB, "cpu_bytes": 100 * KIB}):
+        with pytest.raises(CapacityError) as caught:
+            make_plan(model, **options)
+        lacking = caught.value.lacking_bytes
+        assert lacking is not None
+        limit = {"GPU": "gpu_bytes", "host": "cpu_bytes"}[str(caught.value.resource)]
+        enough = {**options, limit: options[limit] + lacking}
+        plan = make_plan(model, **enough)
+        assert int(plan.notes["gpu_bytes"]) <= enough["gpu_bytes"]
+        less = 1 if limit == "gpu_bytes" else lacking // 20  # of many small chunks, not every combination is tried
+        with pytest.raises(CapacityError):
+            make_plan(model, **{**enough, limit: enough[limit] - less})
+
+
+def test_a_profile_leaves_room_for_activations() -> None:
+    model = encoder()
+    hardware = HardwareSpec.nominal(2 * MIB, 2**30)
+    inp = torch.zeros(4, 32, 64)
+    profile = profile_memory(model, {"x": inp}, step)
+    limit = profile.activation_bytes * 2 + 2 * MIB
+    plan = make_plan(model, profile=profile, hardware=hardware, gpu_bytes=limit, cpu_bytes=2**30)
+    assert plan.forecast is not None
+    assert int(plan.notes["non_model_bytes"]) >= profile.activation_bytes
+    assert int(plan.notes["gpu_bytes"]) == plan.forecast.peak_gpu_bytes <= limit
+    assert "nominal" in plan.forecast.hardware
+    assert "assumed" not in plan.forecast.hardware
+    timeline = timeline_of(plan, profile, hardware)
+    assert timeline.times == plan.forecast.times
+    assert timeline.spans
+    fixed = make_plan(model, placement_policy="cpu", profile=profile, hardware=hardware, gpu_bytes=limit)
+    assert fixed.forecast is not None
+    assert "leaves nothing to search" in fixed.forecast.binding
+    with pytest.raises(PlanError, match="needs the layout"):
+        make_plan(model, profile=StepProfile(AccessTrace(()), ()))

@@ -205,6 +205,24 @@ def test_gradients_on_the_device_are_no_growth(monkeypatch: pytest.MonkeyPatch, 
     module.close()
 
 
+def test_the_peak_is_seen_where_nothing_can_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = use_metered_device(monkeypatch, 100_000_000)
+    model = make_model()
+    module = ElixirModule(model, make_plan(model, placement_policy="cuda", chunk_size=CHUNK_BYTES))
+    optimizer = ElixirOptimizer(module, new_optimizer(list(model.parameters()), 1e-8))
+    seen = []
+    for seed, length in enumerate((16, 64, 16)):
+        with device.counting():
+            optimizer.backward(loss_of(module, seed, length))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(module.engine.peak_non_model_bytes_seen)
+    # At least so much: the highest moment may be one with many gradients and few activations.
+    assert 0 < seen[0] < 1_400_000
+    assert 1_000_000 < seen[1] == seen[2] < 5_400_000
+    module.close()
+
+
 def _train_unequal_rank(lengths: tuple[tuple[int, ...], ...], limit_bytes: int | None) -> tuple[Any, list[int]]:
     device, rank = MeteredCpuDevice(), dist.get_rank()
     with patch("lightning_elixir.wrapper.make_device", lambda *_: device):
@@ -351,6 +369,58 @@ def test_a_replica_takes_the_place_of_others(monkeypatch: pytest.MonkeyPatch) ->
     training.step(2, 16)
     assert training.budgets[-1] < training.module.plan.rcache_blocks
     training.assert_equal(train_plain((16, 16, 16)))
+
+
+def test_a_parameter_that_cannot_be_fetched_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    training = Training.of(monkeypatch, model, None)
+    weight: Any = model.transformer.h[0].attn.c_attn.weight
+    expected = make_model().transformer.h[0].attn.c_attn.weight  # type: ignore[union-attr]
+    training.device.give_back()
+    training.device.limit_bytes = 1
+    with pytest.raises(CapacityError, match="no device memory"):
+        weight.sum()
+    training.device.limit_bytes = None
+    assert torch.equal(weight + 0, expected)
+    assert training.module.engine.make_room()
+    assert training.module.engine.rcache.used_blocks == 0
+    training.step(0, 16)
+    training.assert_equal(train_plain((16,)))
+
+
+def test_every_allocation_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the second attempt with it: replicas that are needed, replicas that are fetched ahead, gradient blocks."""
+    training = Training.of(monkeypatch, make_model(), None)
+    training.module.engine.set_memory_limit(None)
+    device, real = training.device, training.device.allocate
+    calls, fails_at, num_again = 0, -1, 0
+
+    def allocate(storage: torch.UntypedStorage, nbytes: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (fails_at, fails_at + 1):
+            raise torch.OutOfMemoryError("armed")
+        real(storage, nbytes)
+
+    monkeypatch.setattr(device, "allocate", allocate)
+    num_steps = 0
+    while calls >= fails_at:
+        engine = training.module.engine
+        engine.rcache.budget_blocks = (4, training.module.plan.rcache_blocks)[num_steps % 2]
+        calls, fails_at = 0, 3 * num_steps - 1
+        try:
+            training.backward(num_steps, 16)
+        except (torch.OutOfMemoryError, CapacityError):
+            num_again += 1
+            engine.make_room()
+            fails_at, reached = -1, calls
+            training.backward(num_steps, 16)
+            fails_at = calls = reached
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        num_steps += 1
+    assert num_steps > num_again + 3 > 10
+    training.assert_equal(train_plain([16] * num_steps))
 
 
 @pytest.mark.parametrize("block", [0, None])

@@ -14,6 +14,7 @@ from lightning_elixir._lightning import pl
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, save_hardware
 from lightning_elixir.plan.io import load_plan
+from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import RankError, run_ranks
 from tests.strategy.models import CHUNK, TIGHT, Net, fit, make_data, make_trainer
@@ -33,7 +34,15 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def test_what_was_predicted_and_what_was_measured(tmp_path: Path) -> None:
     strategy = ElixirStrategy(**AUTO, report_dir=str(tmp_path / "a" / "b"))
-    _, _, run = fit(strategy, max_epochs=2)
+    profiles: list[StepProfile] = []
+
+    class Looking(pl.Callback):
+        def on_train_end(self, *args: Any) -> None:
+            assert strategy._fit_run is not None
+            assert strategy._fit_run.warm_up.profile is not None
+            profiles.append(strategy._fit_run.warm_up.profile)
+
+    _, _, run = fit(strategy, max_epochs=2, callbacks=[Looking()])
     report = _read(tmp_path / "a" / "b")
     assert report["title"] == "Net"
     assert report["facts"]["steps"] == "16"
@@ -44,7 +53,7 @@ def test_what_was_predicted_and_what_was_measured(tmp_path: Path) -> None:
     assert predicted["hardware"] == HardwareSpec.nominal().name
     assert predicted["gpu_limit_bytes"] == 96 * 2**10
     assert predicted["times"]["total_s"] == predicted["step_s"] > 0
-    assert predicted["times"]["compute_s"] > 0  # as measured in the warm-up
+    assert predicted["times"]["compute_s"] == profiles[0].compute_s > 0  # as measured last
     assert measured["step_s"] > 0
     assert 12 <= measured["num_steps"] <= 14  # of 16: not those of the warm-up
     assert measured["times"]["compute_s"] > 0

@@ -20,7 +20,7 @@ from lightning_elixir.errors import CapacityError
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.metered import MeteredCpuDevice, use_metered_device
-from tests.strategy.models import CHUNK, TIGHT, WIDTH, Net, assert_same_run, assert_same_state, fit
+from tests.strategy.models import CHUNK, TIGHT, WIDTH, Net, assert_same_run, assert_same_state, fit, make_data
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which ..."
 
@@ -79,6 +79,7 @@ class TightNet(Net):
         return x
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        assert self._current_fx_name == "training_step"  # as `self.log` asks
         self.shortage.batch_idx = batch_idx
         loss = self.loss(batch)
         self.losses[batch_idx:] = [loss.detach().clone()]
@@ -113,6 +114,23 @@ def test_mixed_precision_and_clipping(phase: str) -> None:
         return TightNet(*args, optimizer="hybrid")
 
     _fit_tight(phase, (2,), make, precision="bf16-mixed", gradient_clip_val=0.5)
+
+
+class TalkativeNet(TightNet):
+    """Logs before memory runs out as well, in one batch for the first time."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.log("first", batch[0].mean(), on_step=False, on_epoch=True)
+        if batch_idx >= 2:
+            self.log("sum", batch[0].sum(), on_step=False, on_epoch=True, reduce_fx="sum")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_logged_values_are_counted_once(phase: str) -> None:
+    trainer, _ = _fit_tight(phase, (2, 5), TalkativeNet)
+    total = sum(batch[0].sum() for i, batch in enumerate(make_data()) if i >= 2)
+    assert trainer.callback_metrics["sum"].item() == pytest.approx(float(total), rel=1e-5)
 
 
 class TightBatchNormNet(TightNet):

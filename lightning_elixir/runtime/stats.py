@@ -1,0 +1,65 @@
+"""What an engine tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_elixir.plan.rcache import RCache
+from lightning_elixir.runtime.fetcher import TransferBytes
+from lightning_elixir.runtime.sampling import StepSeconds
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters since the last reset, and bytes held now."""
+
+    fetches: int
+    """Replicas fetched when they were needed."""
+    prefetches: int
+    """Replicas fetched ahead of need."""
+    hits: int
+    evictions: int
+    overflows: int
+    misses_of_trace: int
+    peak_blocks: int
+    h2d_bytes: int
+    d2h_bytes: int
+    gathered_bytes: int
+    reduced_bytes: int
+    held_bytes: dict[str, int]
+    """By tier and kind, such as `gpu_replica` or `cpu_master`."""
+    compute_s: float | None = None
+    """Device time of the operators of the last timed forward and backward; None before there was one."""
+    exposed_wait_s: float | None = None
+    """Time in the same iteration in which nothing ran because a chunk or a gradient block was not there."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def take_stats(rcache: RCache, moved: TransferBytes, held: Mapping[str, int], seconds: StepSeconds | None) -> Stats:
+    """What has been counted so far.
+
+    Args:
+        held: Bytes by tier and kind.
+        seconds: Of the last timed iteration.
+    """
+    counters = rcache.counters
+    return Stats(
+        fetches=counters.fetches,
+        prefetches=counters.prefetches,
+        hits=counters.hits,
+        evictions=counters.evictions,
+        overflows=counters.overflows,
+        misses_of_trace=counters.misses_of_trace,
+        peak_blocks=rcache.peak_blocks,
+        h2d_bytes=moved.h2d,
+        d2h_bytes=moved.d2h,
+        gathered_bytes=moved.gathered,
+        reduced_bytes=moved.reduced,
+        held_bytes=dict(held),
+        compute_s=None if seconds is None else seconds.compute_s,
+        exposed_wait_s=None if seconds is None else seconds.exposed_wait_s,
+    )

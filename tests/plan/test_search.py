@@ -1,0 +1,622 @@
+"""What the search promises: limits, determinism, errors that tell what to do (its optima: `test_search_optimum.py`)."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan import search as search_module
+from lightning_elixir.plan.explain import explain, step_parts
+from lightning_elixir.plan.memory import Budget, memory_use
+from lightning_elixir.plan.packing import candidate_chunk_numels, pack, regular_block_bytes
+from lightning_elixir.plan.placement import OFFLOADED, Layout, PlacementRequest, format_bytes, format_seconds
+from lightning_elixir.plan.profile import StepInterval, StepProfile
+from lightning_elixir.plan.search import Candidate, Problem, search, structural_profile
+from lightning_elixir.plan.timeline import simulate_step
+from lightning_elixir.plan.types import AccessTrace, Acquire, Forecast, ParamSpec, Plan, Tier
+from tests.plan.models import accesses_of, random_specs, spec
+from tests.plan.problems import (
+    HARDWARE,
+    KIB,
+    MIXED,
+    Case,
+    constant_hardware,
+    every_placement,
+    layers,
+    layout_of,
+    place_specs,
+    random_case,
+    tiers,
+)
+
+DISK = constant_hardware(nvme_read_bytes_per_s=3e9, nvme_write_bytes_per_s=2e9)
+
+
+def forecast_of(plan: Plan) -> Forecast:
+    assert plan.forecast is not None
+    return plan.forecast
+
+
+def random_cases(seed: int, count: int, most_chunks: int = 6) -> list[Case]:
+    """Feasible and hopeless ones, one to three ranks, some with NVMe."""
+    random = Random(seed)
+    cases = []
+    for _ in range(count):
+        case = random_case(random, most_chunks=most_chunks, world_size=random.choice((1, 1, 2, 3)))
+        if random.random() < 0.3:
+            problem = replace(case.problem, hardware=replace(case.problem.hardware, nvme_read_bytes_per_s=3e9))
+            problem = replace(problem, hardware=replace(problem.hardware, nvme_write_bytes_per_s=2e9))
+            total = sum(c.numel for c in case.layout.packed) * 12 // problem.world_size
+            case = replace(case, problem=problem).with_budget(nvme_bytes=int(total * random.random()))
+        cases.append(case)
+    return cases
+
+
+# What it chooses
+
+
+def test_everything_stays_where_there_is_room() -> None:
+    specs = layers(10)  # 4 KiB of parameters, 4 of gradients, 8 of states each
+    whole = 10 * 16 * KIB + 8 * KIB
+    for limit in (whole, None):
+        plan = place_specs(specs, gpu=limit, prefetch_depth=2)
+        assert tiers(plan) == ["gg*"] * 10
+        assert (plan.rcache_blocks, plan.prefetch_depth, plan.policy) == (0, 2, "auto")
+        assert forecast_of(plan).binding.startswith("none")
+
+
+def test_one_byte_too_little_costs_the_states_of_one_chunk() -> None:
+    plan = place_specs(layers(10), gpu=10 * 16 * KIB + 8 * KIB - 1)
+    assert sorted(tiers(plan)) == ["gc*"] + ["gg*"] * 9
+
+
+def test_more_memory_means_more_states_on_the_gpu_and_less_time() -> None:
+    previous = None
+    for gpu in range(12, 112, 8):
+        plan = place_specs(layers(6), gpu=gpu * KIB, prefetch_depth=2)
+        now = (forecast_of(plan).times.total_s, -sum(c.optim_tier is Tier.GPU for c in plan.chunks))
+        assert previous is None or now <= previous
+        assert int(plan.notes["gpu_bytes"]) <= gpu * KIB
+        previous = now
+
+
+def test_a_gpu_that_holds_next_to_nothing() -> None:
+    plan = place_specs(layers(10), gpu=12 * KIB, prefetch_depth=2)  # two gradient blocks, one of the rCache
+    assert (tiers(plan), plan.rcache_blocks) == (["cc"] * 10, 1)
+
+
+def test_activations_that_go_make_room_for_gradients() -> None:
+    """Ten chunks' gradients and as much in activations share 40 KiB: the one grows while the other goes."""
+    specs = layers(10)
+    layout = layout_of(specs)
+    accesses = accesses_of(specs)
+    flat = structural_profile(layout, accesses, HARDWARE["nominal"], 40 * KIB)
+    falling = StepProfile(
+        flat.trace,
+        tuple(
+            replace(interval, non_model_bytes=40 * KIB if at <= 10 else (20 - at) * 4 * KIB)
+            for at, interval in enumerate(flat.intervals)
+        ),
+    )
+    whole = 10 * 16 * KIB + 8 * KIB
+    problem = Problem(
+        PlacementRequest(accesses=accesses), Budget(whole), 1, MIXED, HARDWARE["nominal"], is_time_guessed=True
+    )
+    assert tiers(search([Candidate(layout, falling)], problem)) == ["gg*"] * 10
+    # Where gradients of earlier backwards are there from the start, nothing is shared.
+    plan = search([Candidate(layout, falling)], replace(problem, accumulates=True))
+    assert int(plan.notes["gpu_bytes"]) <= whole
+    assert tiers(plan) != ["gg*"] * 10
+    assert tiers(search([Candidate(layout, flat)], problem)) != ["gg*"] * 10
+
+
+def test_states_take_no_more_than_the_margin() -> None:
+    def states(ratio: float | None) -> int:
+        plan = place_specs(layers(10), gpu=88 * KIB, gpu_margin_mem_ratio=ratio)
+        return int(plan.notes["gpu_state_bytes"])
+
+    free = 88 * KIB - 12 * KIB  # beside the smallest rCache and the gradient blocks
+    assert [states(r) <= free * r for r in (0.0, 0.25, 0.5)] == [True] * 3
+    assert states(0.0) == 0 < states(0.25) < states(0.5) <= states(1.0) == states(None)
+
+
+def test_the_margin_does_not_touch_what_fits_as_a_whole() -> None:
+    specs = [*layers(3), spec("frozen.w", 1024, requires_grad=False)]
+    plan = place_specs(specs, gpu=100 * KIB, gpu_margin_mem_ratio=0.0)
+    assert plan.is_all_resident
+    assert {c.optim_tier for c in plan.chunks if c.requires_grad} == {Tier.GPU}
+    plan = place_specs(specs, gpu=3 * 16 * KIB, gpu_margin_mem_ratio=0.0)
+    assert {c.optim_tier for c in plan.chunks if c.requires_grad} == {Tier.CPU}
+    assert "gpu_margin_mem_ratio" in forecast_of(plan).binding
+
+
+def test_ranks_share_what_each_alone_could_not_keep() -> None:
+    """Two ranks hold shards of everything where neither could hold everything."""
+    plan = place_specs(layers(8), world_size=2, gpu=80 * KIB, hardware=HARDWARE["collectives"], prefetch_depth=2)
+    assert {c.optim_tier for c in plan.chunks} == {Tier.GPU}
+    assert any(not c.is_persistent and c.param_tier is Tier.GPU for c in plan.chunks)
+    assert int(plan.notes["host_bytes"]) == 0
+    assert plan.rcache_blocks >= 1
+
+
+def test_frozen_parameters_take_no_states() -> None:
+    specs = [spec(f"base{i}.w", 1024, requires_grad=False) for i in range(6)] + [spec("lora.w", 1024)]
+    whole = 4 * KIB + 16 * KIB + 6 * 4 * KIB  # one gradient block
+    assert place_specs(specs, gpu=whole).is_all_resident
+    plan = place_specs(specs, gpu=whole - 1, prefetch_depth=2)
+    assert not plan.is_all_resident or plan.chunks[-1].optim_tier is Tier.CPU
+    assert plan.notes["host_state_bytes"] in (0, 8 * KIB)
+
+
+def test_streaming_is_chosen_where_it_is_faster() -> None:
+    random = Random(3)
+    for name, wanted in (("streaming is fast", True), ("streaming is slow", False)):
+        case = random_case(random, hardware=HARDWARE[name], can_stream=True)
+        while all(c.requires_grad for c in case.layout.packed) is False:
+            case = random_case(random, hardware=HARDWARE[name], can_stream=True)
+        host = replace(case.problem.hardware, cpu_adam_numel_per_s=1e9)
+        everything = case.placer.needs.all_blocks(range(len(case.layout.packed))) * case.layout.block_bytes
+        gpu = case.profile.peak_non_model_bytes + 8 * everything
+        case = replace(case, problem=replace(case.problem, hardware=host, stream_bytes=0))
+        case = case.with_budget(gpu_bytes=min(gpu, case.problem.budget.gpu_bytes or gpu), cpu_bytes=None)
+        streamed = [c.is_update_streamed for c in case.search().chunks if c.optim_tier is Tier.CPU]
+        if wanted:
+            assert any(streamed), name
+        off = replace(case, problem=replace(case.problem, can_stream=False))
+        assert not any(c.is_update_streamed for c in off.search().chunks)
+
+
+def test_the_better_of_two_chunk_sizes_is_taken() -> None:
+    specs = layers(8)
+    accesses = accesses_of(specs)
+    hardware = HARDWARE["latency"]  # where small transfers are slow
+    problem = Problem(PlacementRequest(accesses=accesses, prefetch_depth=2), Budget(60 * KIB), 1, MIXED, hardware)
+    candidates = []
+    for numel in (1024, 2048):
+        layout = layout_of(specs, numel)
+        candidates.append(Candidate(layout, structural_profile(layout, accesses, hardware)))
+    alone = [forecast_of(search([c], problem)).times.total_s for c in candidates]
+    both = search(candidates, problem)
+    assert forecast_of(both).times.total_s <= min(alone) * 1.02
+    turned = search(candidates[::-1], problem)
+    assert forecast_of(turned).times.total_s <= min(alone) * 1.02
+    assert "chunks of " in explain(both) or len({c.layout.block_bytes for c in candidates}) == 1
+
+
+def test_a_model_without_parameters_has_an_empty_plan() -> None:
+    plan = place_specs([], gpu=100, cpu=0)
+    assert (plan.chunks, plan.rcache_blocks) == ((), 0)
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("count", "most_chunks", "least"), [(30, 5, 10), pytest.param(80, 10, 30, marks=pytest.mark.slow)]
+)
+def test_every_limit_is_kept(count: int, most_chunks: int, least: int) -> None:
+    found = 0
+    for case in random_cases(11, count, most_chunks):
+        try:
+            plan = case.search()
+        except CapacityError:
+            continue
+        found += 1
+        budget, forecast = case.problem.budget, forecast_of(plan)
+        assert budget.gpu_bytes is not None
+        timeline = case.simulate(plan, is_detailed=True)
+        assert timeline.peak_gpu_bytes == forecast.peak_gpu_bytes == plan.notes["gpu_bytes"]
+        assert timeline.peak_gpu_bytes <= budget.gpu_bytes
+        assert max(point.total_bytes for point in timeline.memory) <= timeline.peak_gpu_bytes
+        assert timeline.times == forecast.times
+        use = memory_use(plan.chunks, plan.rcache_blocks, case.placer.scheme)
+        assert forecast.host_bytes == use.host_bytes == plan.notes["host_bytes"]
+        assert budget.cpu_bytes is None or use.host_bytes <= budget.cpu_bytes
+        assert use.nvme_bytes <= budget.nvme_bytes
+        for chunk in plan.chunks:  # none is there without need
+            if chunk.requires_grad and chunk.optim_tier is Tier.NVME:
+                assert budget.cpu_bytes is not None
+                assert use.host_bytes + case.placer.scheme.state_bytes(chunk) > budget.cpu_bytes
+                assert not chunk.is_update_streamed
+            if case.placer.scheme.is_shard_whole and chunk.param_tier is Tier.GPU:
+                assert chunk.is_persistent
+            assert case.problem.can_stream or not chunk.is_update_streamed
+    assert found > least
+
+
+def test_nvme_takes_what_the_host_cannot() -> None:
+    specs = layers(6)
+    accesses = accesses_of(specs)
+    layout = layout_of(specs)
+    profile = structural_profile(layout, accesses, DISK)
+    problem = Problem(PlacementRequest(accesses=accesses), Budget(12 * KIB, 6 * 16 * KIB - 20 * KIB), 1, MIXED, DISK)
+    with pytest.raises(CapacityError, match=r"20\.0 KiB more host memory.*24\.0 KiB of NVMe"):
+        search([Candidate(layout, profile)], problem)
+    with_disk = replace(problem, budget=replace(problem.budget, nvme_bytes=24 * KIB))
+    plan = search([Candidate(layout, profile)], with_disk)
+    assert [c.optim_tier for c in plan.chunks].count(Tier.NVME) == 3  # 8 KiB of states each
+    assert plan.notes["nvme_bytes"] == 24 * KIB
+    assert "3 on NVMe" in explain(plan)
+    assert "the host's memory, which sends states to NVMe" in explain(plan)
+    with pytest.raises(CapacityError, match="host memory"):
+        search([Candidate(layout, profile)], replace(problem, budget=replace(problem.budget, nvme_bytes=24 * KIB - 1)))
+    with pytest.raises(PlanError, match="nobody has measured how fast it is"):
+        search([Candidate(layout, profile)], replace(with_disk, hardware=constant_hardware()))
+
+
+def test_a_chunk_too_large_for_the_disk_does_not_keep_others_from_it() -> None:
+    specs = [*layers(5), spec("large.w", 8192)]
+    accesses = accesses_of(specs)
+    layout = layout_of(specs)
+    profile = structural_profile(layout, accesses, DISK)
+    host = 13 * 16 * KIB  # of all
+    budget = Budget(8 * 4 * KIB + 4 * (8 + 1) * KIB, host - 10 * KIB, 0, 20 * KIB)
+    plan = search([Candidate(layout, profile)], Problem(PlacementRequest(accesses=accesses), budget, 1, MIXED, DISK))
+    assert plan.notes["nvme_bytes"] <= 20 * KIB
+    assert plan.chunks[-1].optim_tier is not Tier.NVME
+
+
+# The same every time
+
+
+def test_equal_problems_have_equal_plans() -> None:
+    for case in random_cases(12, 12):
+        try:
+            plan = case.search()
+        except CapacityError as error:
+            with pytest.raises(CapacityError, match=re.escape(str(error))):
+                pickle.loads(pickle.dumps(case)).search()
+            continue
+        again = pickle.loads(pickle.dumps(case)).search()
+        turned = replace(
+            case.problem,
+            data_bytes=dict(reversed(list(MIXED.items()))),
+            hardware=replace(
+                case.problem.hardware,
+                matmul_flops_per_s=dict(reversed(list(case.problem.hardware.matmul_flops_per_s.items()))),
+            ),
+        )
+        for other in (again, replace(case, problem=turned).search(), pickle.loads(pickle.dumps(plan))):
+            assert other == plan
+            assert other.fingerprint() == plan.fingerprint()
+            assert (other.forecast, other.notes) == (plan.forecast, plan.notes)
+
+
+# What does not fit
+
+
+def in_bytes(amount: str) -> int:
+    """ "1.5 KiB" -> 1536."""
+    number, unit = amount.split()
+    return round(float(number) * {"B": 1, "KiB": KIB, "MiB": 2**20, "GiB": 2**30}[unit])
+
+
+def advised(pattern: str, text: str) -> int:
+    match = re.search(pattern, text)
+    assert match is not None, text
+    return in_bytes(match[1])
+
+
+def gpu_refusals(seed: int, count: int) -> Iterator[tuple[Case, CapacityError]]:
+    """Cases whose GPU is too small."""
+    random = Random(seed)
+    for case in random_cases(seed, count):
+        chunks = case.placer.chunks([OFFLOADED] * len(case.layout.packed))
+        least = case.placer.gpu_bytes(chunks, case.placer.smallest(chunks))
+        hopeless = case.with_budget(gpu_bytes=int(least * random.uniform(0.4, 0.7)), cpu_bytes=None)
+        with pytest.raises(CapacityError, match="GPU memory") as caught:
+            hopeless.search()
+        yield hopeless, caught.value
+
+
+def host_refusals(seed: int, count: int) -> Iterator[tuple[Case, CapacityError]]:
+    """Cases whose host is too small."""
+    random = Random(seed)
+    for case in random_cases(seed, count):
+        chunks = case.placer.chunks([OFFLOADED] * len(case.layout.packed))
+        host = memory_use(chunks, 0, case.placer.scheme).host_bytes
+        least = case.placer.gpu_bytes(chunks, case.placer.smallest(chunks))
+        gpu = least + int(host * random.uniform(0.0, 0.5))
+        small = case.with_budget(gpu_bytes=gpu, cpu_bytes=int(host * random.uniform(0.0, 0.3)))
+        try:
+            small.search()
+        except CapacityError as error:
+            yield small, error
+
+
+def test_the_missing_gpu_memory_is_told_to_the_byte() -> None:
+    for case, error in gpu_refusals(13, 15):
+        limit, lacking = case.problem.budget.gpu_bytes, error.lacking_bytes
+        assert limit is not None
+        assert lacking is not None
+        assert f"there are {format_bytes(limit)}" in str(error)
+        assert advised(r"What would fit: ([\d.]+ \w+) more GPU memory", str(error)) >= lacking
+        case.with_budget(gpu_bytes=limit + lacking).search()
+        one_less = case.with_budget(gpu_bytes=limit + lacking - 1)
+        with pytest.raises(CapacityError, match="GPU memory"):
+            one_less.search()
+        if len(case.layout.packed) <= 4 and case.problem.world_size == 1:
+            assert next(every_placement(one_less, (2,)), None) is None
+
+
+def test_less_activations_are_advised_where_they_help() -> None:
+    advice = 0
+    for case, error in gpu_refusals(18, 15):
+        match = re.search(r"activations cut to (\d+)%", str(error))
+        limit, lacking = case.problem.budget.gpu_bytes, error.lacking_bytes
+        assert limit is not None
+        assert lacking is not None
+        if match is None:
+            assert case.profile.peak_non_model_bytes * 99 // 100 <= lacking
+            continue
+        advice += 1
+        share = int(match[1])
+        intervals = tuple(replace(i, non_model_bytes=i.non_model_bytes * share // 100) for i in case.profile.intervals)
+        replace(case, profile=StepProfile(case.profile.trace, intervals)).search()
+        most = case.profile.peak_non_model_bytes * (share + 2) // 100
+        intervals = tuple(replace(i, non_model_bytes=most) for i in case.profile.intervals)
+        with pytest.raises(CapacityError):
+            replace(case, profile=StepProfile(case.profile.trace, intervals)).search()
+    assert advice >= 2
+
+
+def test_the_missing_host_memory_is_told_to_the_byte() -> None:
+    found = 0
+    for case, error in host_refusals(19, 15):
+        found += 1
+        assert str(error).startswith("host memory")
+        limit, lacking = case.problem.budget.cpu_bytes, error.lacking_bytes
+        assert limit is not None
+        assert lacking is not None
+        assert advised(r"What would fit: ([\d.]+ \w+) more host memory", str(error)) >= lacking
+        case.with_budget(cpu_bytes=limit + lacking).search()
+        if case.problem.budget.nvme_bytes:
+            continue  # which whole chunks go there depends on the limit
+        one_less = case.with_budget(cpu_bytes=limit + lacking - 1)
+        with pytest.raises(CapacityError, match="host memory"):
+            one_less.search()
+        if len(case.layout.packed) <= 4 and case.problem.world_size == 1:
+            assert next(every_placement(one_less, (2,)), None) is None
+    assert found > 4
+
+
+def host_case(random: Random, world_size: int, specs: list[ParamSpec], budget: Budget) -> Case:
+    layout = layout_of(specs, specs[0].numel, world_size)
+    accesses = accesses_of(specs)
+    request = PlacementRequest(accesses=accesses, prefetch_depth=2)
+    return Case(layout, structural_profile(layout, accesses, DISK), Problem(request, budget, world_size, MIXED, DISK))
+
+
+def test_more_hosts_or_nvme_are_advised_where_they_help() -> None:
+    random = Random(14)
+    hosts, disks = 0, 0
+    for _ in range(25):
+        numel = 512 * 840 * random.randint(1, 3)  # whole shards for up to eight ranks
+        specs = [spec(f"l{i}.w", numel) for i in range(random.randint(3, 9))]
+        budget = Budget(numel * 4 * random.randint(3, 12), int(numel * 16 * len(specs) * random.uniform(0.1, 0.9)))
+        case = host_case(random, 1, specs, budget)
+        try:
+            case.search()
+        except CapacityError as error:
+            match = re.search(r"(\d+) GPUs on as many hosts", str(error))
+            assert match is not None
+            if int(match[1]) <= 8:
+                hosts += 1
+                host_case(random, int(match[1]), specs, budget).search()
+            match = re.search(r"([\d.]+ \w+) of NVMe", str(error))
+            lacking = error.lacking_bytes or 0
+            if match is not None:
+                disks += 1
+                assert in_bytes(match[1]) >= lacking
+                case.with_budget(nvme_bytes=in_bytes(match[1])).search()
+    assert hosts >= 5
+    assert disks >= 5
+
+
+def test_no_host_memory_at_all() -> None:
+    with pytest.raises(CapacityError) as caught:
+        place_specs(layers(4), gpu=12 * KIB, cpu=0)
+    assert "hosts" not in str(caught.value)
+    assert caught.value.lacking_bytes == 4 * 16 * KIB
+
+
+def test_whole_shards_do_not_shrink_with_more_hosts() -> None:
+    with pytest.raises(CapacityError) as caught:
+        place_specs(layers(4), gpu=16 * KIB, cpu=8 * KIB, world_size=2, distributed_storage=False)
+    assert "hosts" not in str(caught.value)
+
+
+def test_the_gpu_error_says_what_is_needed_for_which_module() -> None:
+    specs = [*layers(3), spec("attention.w", 1024), spec("attention.v", 1024)]
+    with pytest.raises(CapacityError) as caught:
+        place_specs(specs, gpu=15 * KIB, other=1 * KIB)
+    text = str(caught.value)
+    assert "a rank needs 17.0 KiB" in text
+    assert "2 blocks of 4.0 KiB for attention" in text
+    assert "gradient blocks 8.0 KiB" in text
+    assert "activations and other data 1.0 KiB" in text
+    assert "there are 15.0 KiB. What would fit: 2.0 KiB more GPU memory, or a smaller chunk_size." in text
+
+
+def test_a_refused_option() -> None:
+    with pytest.raises(PlanError, match="gpu_margin_mem_ratio must be between 0 and 1"):
+        place_specs(layers(1), gpu_margin_mem_ratio=2.0)
+    with pytest.raises(PlanError, match="there is no chunk size to search"):
+        search([], Problem(PlacementRequest(), Budget(), 1, MIXED, HARDWARE["nominal"]))
+
+
+# In words
+
+
+def test_a_plan_explains_itself() -> None:
+    plan = place_specs(layers(10), gpu=60 * KIB, prefetch_depth=2)
+    forecast = forecast_of(plan)
+    text = plan.explain()
+    lines = text.splitlines()
+    assert lines[0] == "plan (auto), 1 rank, float32: 10 chunks of up to 4.0 KiB"
+    states = sum(c.optim_tier is Tier.GPU for c in plan.chunks)
+    assert f"states of {states} of 10 chunks on the GPU" in lines[1]
+    assert f"rCache of {plan.rcache_blocks} block" in lines[1]
+    assert f"fetched {plan.prefetch_depth} ahead" in lines[1]
+    assert f"limited by {forecast.binding}" in text
+    assert "60.0 KiB" in text  # the limit
+    assert f"predicted step: {format_seconds(forecast.times.total_s)}" in text
+    assert forecast.hardware in text
+    assert "computing assumed to take as long as fetching" in forecast.hardware
+    assert forecast.alternatives
+    for other in forecast.alternatives:
+        assert f"{other.description} ({other.reason})" in text
+    parts = step_parts(forecast.times)
+    for name, seconds in parts:
+        assert f"{format_seconds(seconds)} {name}" in text
+    assert sum(seconds for _, seconds in parts[:3]) == pytest.approx(forecast.times.total_s)
+
+
+def test_what_lost_is_slower_or_does_not_fit() -> None:
+    seen = 0
+    for case in random_cases(15, 20):
+        try:
+            forecast = forecast_of(case.search())
+        except CapacityError:
+            continue
+        timed = [a.total_s for a in forecast.alternatives if a.total_s is not None]
+        assert all(t > forecast.times.total_s for t in timed)
+        assert timed == sorted(timed)
+        assert [a.total_s for a in forecast.alternatives].count(None) <= 1
+        assert len(timed) <= 6
+        for other in forecast.alternatives:
+            if other.total_s is None:
+                assert "too many" in other.reason
+                limit = case.problem.budget.gpu_bytes or 0
+                lacking = advised(r"([\d.]+ \w+) too many", other.reason)
+                more = case.with_budget(gpu_bytes=limit + round(lacking * 1.1) + 10, cpu_bytes=None)
+                assert forecast_of(more.search()).binding.startswith("none")
+                seen += 1
+        parts = step_parts(forecast.times)[:3]
+        assert sum(seconds for _, seconds in parts) == pytest.approx(forecast.times.total_s)
+    assert seen > 5
+
+
+def test_a_plan_without_a_forecast_tells_its_bytes() -> None:
+    text = place_specs(layers(2), "cpu").explain()
+    assert "plan (cpu), 1 rank" in text
+    assert "host_bytes: 32.0 KiB" in text
+
+
+# Size
+
+
+def opt_175b() -> list[ParamSpec]:
+    hidden = 12288
+
+    def linear(name: str, rows: int, columns: int) -> list[ParamSpec]:
+        weight = ParamSpec(f"{name}.weight", (rows, columns), "bfloat16", True)
+        return [weight, ParamSpec(f"{name}.bias", (rows,), "bfloat16", True)]
+
+    def norm(name: str) -> list[ParamSpec]:
+        return [ParamSpec(f"{name}.{part}", (hidden,), "bfloat16", True) for part in ("weight", "bias")]
+
+    specs = [ParamSpec("embed_tokens.weight", (50272, hidden), "bfloat16", True)]
+    specs.append(ParamSpec("embed_positions.weight", (2050, hidden), "bfloat16", True))
+    for i in range(96):
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            specs += linear(f"layers.{i}.self_attn.{name}", hidden, hidden)
+        specs += norm(f"layers.{i}.self_attn_layer_norm")
+        specs += linear(f"layers.{i}.fc1", 4 * hidden, hidden)
+        specs += linear(f"layers.{i}.fc2", hidden, 4 * hidden)
+        specs += norm(f"layers.{i}.final_layer_norm")
+    return specs + norm("final_layer_norm")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_a_model_of_175_billion_takes_a_bounded_number_of_simulations(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = opt_175b()
+    assert 174e9 < sum(s.numel for s in specs) < 176e9
+    accesses = accesses_of(specs)
+    hardware = HARDWARE["collectives"]
+    candidates = []
+    for numel in candidate_chunk_numels(specs, world_size, compute_dtype="bfloat16"):
+        packed = pack(specs, numel, world_size)
+        layout = Layout(packed, regular_block_bytes(packed, numel, world_size), "bfloat16")
+        candidates.append(Candidate(layout, structural_profile(layout, accesses, hardware, 10 * 2**30)))
+    assert 2 <= len(candidates) <= 7
+    count = 0
+
+    def counted(*args: object, **options: object) -> object:
+        nonlocal count
+        count += 1
+        return simulate_step(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(search_module, "simulate_step", counted)
+    budget = Budget(139 * 2**30, 3200 * 2**30 // world_size)
+    request = PlacementRequest(accesses=accesses, prefetch_depth=2)
+    problem = Problem(request, budget, world_size, MIXED, hardware, can_stream=True, stream_bytes=2**29)
+    plan = search(candidates, problem)
+    assert int(plan.notes["gpu_bytes"]) <= 139 * 2**30
+    assert any(c.optim_tier is Tier.CPU for c in plan.chunks)
+    # A grid of about thirty and a climb for the first size, a quarter of a climb for each of the others.
+    assert 50 < count <= 30 + 80 + (len(candidates) - 1) * (20 + 5) + 1
+
+
+def test_small_models_take_a_bounded_number_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+
+    def counted(*args: object, **options: object) -> object:
+        counts[-1] += 1
+        return simulate_step(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(search_module, "simulate_step", counted)
+    for case in random_cases(16, 15):
+        counts.append(0)
+        try:
+            case.search()
+        except CapacityError:
+            assert counts[-1] == 0  # nothing fits: nothing is simulated
+    assert max(counts) <= 30 + 80 + 400 + 1
+
+
+def test_structural_profiles_go_there_and_back() -> None:
+    specs = [*layers(3), spec("frozen.w", 1024, requires_grad=False), spec("l0.b", 600)]
+    layout = layout_of(specs)
+    accesses = (("l0", ("l0.w", "l0.b")), ("frozen", ("frozen.w",)), ("l1", ("l1.w",)), ("l2", ("l2.w",)))
+    profile = structural_profile(layout, accesses, constant_hardware(h2d=4096e3), 7)
+    order = [e.ids for e in profile.trace.acquires()]
+    assert order == [(0, 4), (3,), (1,), (2,), (2,), (1,), (3,), (0, 4)]
+    assert len(profile.intervals) == len(order) + 1
+    assert [i.grads for i in profile.intervals] == [()] * 5 + [(2,), (1,), (), (0, 4)]
+    assert {i.non_model_bytes for i in profile.intervals} == {7}
+    seconds = [i.compute_s for i in profile.intervals]
+    assert seconds[2:5] == pytest.approx([1e-3] * 3)  # as long as fetching the same
+    assert seconds[5:8] == pytest.approx([2e-3] * 3)
+    assert seconds[1] == pytest.approx(1e-3 * 1624 / 1024)
+    assert [e.is_pinned for e in profile.trace.events if isinstance(e, Acquire)] == [True] * 4 + [False] * 4
+
+
+def test_random_models_are_searched_within_limits() -> None:
+    random = Random(17)
+    for _ in range(25):
+        specs = random_specs(random, largest=9000)
+        gpu = random.randint(20_000, 200_000)
+        try:
+            plan = place_specs(specs, gpu=gpu, chunk_numel=random.randint(512, 8000), prefetch_depth=2)
+        except CapacityError:
+            continue
+        assert int(plan.notes["gpu_bytes"]) <= gpu
+        assert sorted(m.fqn for c in plan.chunks for m in c.members) == sorted(s.fqn for s in specs)
+
+
+def test_the_empty_trace() -> None:
+    layout = layout_of(layers(2))
+    profile = StepProfile(AccessTrace(()), (StepInterval(0.0, 5),))
+    problem = Problem(PlacementRequest(), Budget(16 * KIB), 1, MIXED, HARDWARE["nominal"])
+    plan = search([Candidate(layout, profile)], problem)
+    assert forecast_of(plan).times.compute_s == 0

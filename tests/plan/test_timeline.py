@@ -1,0 +1,445 @@
+"""The simulated step against forms that can be written down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from lightning_elixir.plan.cost import Costs
+from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
+from lightning_elixir.plan.memory import ModelDataBytes, Scheme
+from lightning_elixir.plan.profile import StepInterval, StepProfile
+from lightning_elixir.plan.simulate import simulate
+from lightning_elixir.plan.timeline import Timeline, compressed, moments, scheme_of, simulate_step
+from lightning_elixir.plan.types import AccessTrace, Acquire, ChunkSpec, Plan, Tier
+from tests.plan.problems import KEPT, MIXED, OFFLOADED, RESIDENT, SHARDED, constant_hardware
+from tests.plan.traces import BLOCK_BYTES, make_chunk, make_plan_of, random_trace, unpinned
+
+NUMEL = 512
+TRANSFER_S = 1e-3
+RATE = BLOCK_BYTES / TRANSFER_S
+"""Of a bus that needs a millisecond for a chunk of one block."""
+
+
+def machine(**figures: Any) -> HardwareSpec:
+    """Transfers take a millisecond a block, updates on the host four, streamed two, on the GPU a tenth."""
+    rates: dict[str, Any] = {
+        "h2d": RATE,
+        "d2h": RATE,
+        "cpu_adam_numel_per_s": NUMEL / 4e-3,
+        "streamed_adam_numel_per_s": NUMEL / 2e-3,
+        "gpu_adam_numel_per_s": NUMEL / 1e-4,
+        "joint_adam_numel_per_s": 1e18,
+    }
+    return constant_hardware(**{**rates, **figures})
+
+
+def chunks_at(site: Any, count: int, *, requires_grad: bool = True, world_size: int = 1) -> list[ChunkSpec]:
+    return [
+        replace(
+            make_chunk(i, world_size=world_size, requires_grad=requires_grad),
+            param_tier=site.param_tier,
+            optim_tier=site.optim_tier,
+            is_persistent=site.is_persistent,
+            is_update_streamed=site.is_update_streamed,
+        )
+        for i in range(count)
+    ]
+
+
+def run(
+    plan: Plan, profile: StepProfile, hardware: HardwareSpec, *, is_detailed: bool = False, accumulates: bool = False
+) -> Timeline:
+    scheme = scheme_of(plan, MIXED)
+    return simulate_step(plan, profile, hardware, scheme, accumulates=accumulates, is_detailed=is_detailed)
+
+
+def there(num_chunks: int, compute_s: float = 0.0) -> StepProfile:
+    """Forward alone."""
+    intervals = [StepInterval(0.0, 0)] + [StepInterval(compute_s, 0)] * num_chunks
+    return StepProfile(unpinned(*range(num_chunks)), tuple(intervals))
+
+
+def there_and_back(num_chunks: int, compute_s: float = 0.0) -> StepProfile:
+    forward = there(num_chunks, compute_s)
+    back = list(reversed(range(num_chunks)))
+    intervals = forward.intervals + tuple(StepInterval(compute_s, 0, (i,)) for i in back)
+    return StepProfile(unpinned(*range(num_chunks), *back), intervals)
+
+
+# Closed forms
+
+
+def test_everything_resident_is_computing_and_the_update() -> None:
+    plan = make_plan_of(chunks_at(RESIDENT, 5), 0)
+    times = run(plan, there_and_back(5, 2e-3), machine()).times
+    assert times.total_s == pytest.approx(10 * 2e-3 + 5 * 1e-4)
+    assert (times.step_s, times.adam_s) == pytest.approx((5 * 1e-4, 5 * 1e-4))
+    assert (times.waiting_s, times.h2d_s, times.d2h_s, times.collective_s) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_without_computing_a_step_is_its_transfers(blocks: int) -> None:
+    plan = make_plan_of(chunks_at(OFFLOADED, 6, requires_grad=False), blocks)
+    profile = StepProfile(unpinned(*range(6), *reversed(range(6))), (StepInterval(0.0, 0),) * 13)
+    times = run(plan, profile, machine()).times
+    moved = simulate(plan, profile.trace, iterations=2).h2d_bytes - simulate(plan, profile.trace).h2d_bytes
+    assert times.h2d_s == pytest.approx(moved / RATE)
+    assert times.total_s == pytest.approx(times.h2d_s)
+    assert times.waiting_s == pytest.approx(times.total_s)
+
+
+@pytest.mark.parametrize(("depth", "blocks"), [(1, 2), (2, 3), (3, 6)])
+@pytest.mark.parametrize("compute_s", [2.5e-4, 1e-3, 3e-3])
+def test_prefetching_hides_the_shorter_of_computing_and_fetching(depth: int, blocks: int, compute_s: float) -> None:
+    plan = make_plan_of(chunks_at(OFFLOADED, 8), blocks, depth)
+    timeline = run(plan, there(8, compute_s), machine())
+    expected = TRANSFER_S + 7 * max(TRANSFER_S, compute_s) + compute_s  # the first fetch and the last chunk stand alone
+    assert timeline.backward_end_s == pytest.approx(expected)
+
+
+def test_without_prefetching_nothing_is_hidden() -> None:
+    plan = make_plan_of(chunks_at(OFFLOADED, 8), 2)
+    assert run(plan, there(8, 3e-3), machine()).backward_end_s == pytest.approx(8 * (TRANSFER_S + 3e-3))
+
+
+def test_gradients_go_down_while_the_next_chunk_computes() -> None:
+    """Parameters stay; each gradient needs a millisecond, each chunk computes for two."""
+    plan = make_plan_of(chunks_at(KEPT, 4), 0)
+    times = run(plan, there_and_back(4, 2e-3), machine()).times
+    assert times.d2h_s == pytest.approx(4e-3)
+    assert times.waiting_s == pytest.approx(1e-3)  # the last
+    # The host updates one after the other; each value goes up while the next is being updated.
+    assert times.step_s == pytest.approx(4 * 4e-3 + 1e-3)
+    assert times.h2d_s == pytest.approx(4e-3)
+
+
+def test_two_gradient_blocks_and_no_more() -> None:
+    """Each gradient needs 5 ms, each chunk computes for 1; the third chunk needs the first one's block."""
+    hardware = machine(d2h=BLOCK_BYTES / 5e-3)
+    profile = there_and_back(4, 1e-3)
+    last = replace(profile.intervals[-1], grads=())
+    # Chunk 0 is frozen and computes for long at the end, when gradients could go down beside it.
+    profile = replace(profile, intervals=(*profile.intervals[:-1], replace(last, compute_s=20e-3)))
+    frozen = chunks_at(RESIDENT, 1, requires_grad=False)
+    timeline = run(make_plan_of(frozen + chunks_at(KEPT, 4)[1:], 0), profile, hardware, is_detailed=True)
+    waits = [s for s in timeline.spans if s.label == "wait for a gradient block"]
+    # Complete at 5, 6 ms and (after waiting for 10) at 11; their reductions end at 10, 15, 20 ms.
+    assert [(s.start_s, s.end_s) for s in waits] == [pytest.approx((6e-3, 10e-3)), pytest.approx((11e-3, 15e-3))]
+    assert timeline.backward_end_s == pytest.approx(15e-3 + 20e-3)
+    assert timeline.times.waiting_s == pytest.approx(8e-3)
+
+
+def test_the_step_waits_for_the_last_gradient() -> None:
+    timeline = run(make_plan_of(chunks_at(KEPT, 1), 0), there_and_back(1, 1e-3), machine(), is_detailed=True)
+    assert timeline.backward_end_s == pytest.approx(3e-3)
+    assert [s.label for s in timeline.spans if s.lane == "compute" and s.label.startswith("wait")] == [
+        "wait for gradients"
+    ]
+
+
+def test_host_stream_and_gpu_update_side_by_side() -> None:
+    sites = [RESIDENT, OFFLOADED, OFFLOADED, replace(OFFLOADED, is_update_streamed=True)]
+    chunks = [replace(chunks_at(s, 4)[i], id=i) for i, s in enumerate(sites)]
+    plan = make_plan_of(chunks, 4)
+    times = run(plan, there_and_back(4), machine()).times
+    assert times.step_s == pytest.approx(8e-3)  # two on the host; the stream takes 2, the GPU 0.1
+    assert times.adam_s == pytest.approx(8e-3 + 2e-3 + 1e-4)
+    only_streamed = make_plan_of(chunks_at(sites[3], 4), 4)
+    assert run(only_streamed, there_and_back(4), machine()).times.step_s == pytest.approx(4 * 2e-3)
+
+
+def test_host_and_stream_share_the_memory_of_the_host() -> None:
+    sites = [OFFLOADED, replace(OFFLOADED, is_update_streamed=True)]
+    plan = make_plan_of([replace(chunks_at(s, 2)[i], id=i) for i, s in enumerate(sites)], 2)
+    joint = machine(joint_adam_numel_per_s=2 * NUMEL / 10e-3)
+    assert run(plan, there_and_back(2), joint).times.step_s == pytest.approx(10e-3)
+    alone = make_plan_of(chunks_at(OFFLOADED, 2), 2)
+    assert run(alone, there_and_back(2), joint).times.step_s == pytest.approx(8e-3)  # nobody to share with
+
+
+def test_states_on_nvme_are_read_and_written() -> None:
+    plan = make_plan_of([replace(c, optim_tier=Tier.NVME) for c in chunks_at(OFFLOADED, 2)], 2)
+    nbytes = NUMEL * 8  # two fp32 states
+    hardware = machine(nvme_read_bytes_per_s=nbytes / 6e-3, nvme_write_bytes_per_s=nbytes / 7e-3)
+    assert run(plan, there_and_back(2), hardware).times.step_s == pytest.approx(2 * 13e-3)
+    fast = machine(nvme_read_bytes_per_s=nbytes / 1e-3, nvme_write_bytes_per_s=nbytes / 1e-3)
+    assert run(plan, there_and_back(2), fast).times.step_s == pytest.approx(2 * 4e-3)  # the host's Adam is slower
+    assert run(plan, there_and_back(2), machine()).times.step_s == float("inf")
+
+
+def test_both_directions_at_once_take_longer() -> None:
+    """Chunk 1's gradient goes down for 3 ms, beside the fetch of chunk 0."""
+    chunks = [*chunks_at(OFFLOADED, 1), *chunks_at(KEPT, 2)[1:]]
+    profile = StepProfile(unpinned(1, 0), (StepInterval(0.0, 0), StepInterval(1e-3, 0, (1,)), StepInterval(1e-3, 0)))
+    for slowdown in (1.0, 1.5):
+        hardware = machine(d2h=BLOCK_BYTES / 3e-3, duplex_slowdown=slowdown)
+        times = run(make_plan_of(chunks, 1), profile, hardware).times
+        # 0 is fetched from 1 ms on, when 1 has computed; the download under way costs it half again.
+        assert times.h2d_s - 1e-3 == pytest.approx(1e-3 * slowdown)  # 1e-3: chunk 1's new values
+        assert times.d2h_s == pytest.approx(3e-3)
+    # The other way round: a fetch is under way when the download begins.
+    profile = replace(profile, trace=unpinned(1, 0), intervals=(StepInterval(0.0, 0), *profile.intervals[1:]))
+    plan = make_plan_of(chunks, 1, 1)  # 0 is fetched ahead, from 0 ms to 3
+    hardware = machine(h2d=BLOCK_BYTES / 3e-3, duplex_slowdown=1.5)
+    assert run(plan, profile, hardware).times.d2h_s == pytest.approx(1.5e-3)
+
+
+def test_frozen_replicas_survive_the_step() -> None:
+    plan = make_plan_of([*chunks_at(OFFLOADED, 2, requires_grad=False), *chunks_at(OFFLOADED, 3)[2:]], 3)
+    times = run(plan, there_and_back(3), machine()).times
+    assert times.h2d_s == pytest.approx(TRANSFER_S)  # chunk 2 alone
+
+
+# Several ranks
+
+
+def ranks(site: Any, *, count: int = 3, world_size: int = 2, blocks: int = 1, depth: int = 0) -> Plan:
+    return make_plan_of(chunks_at(site, count, world_size=world_size), blocks, depth, world_size)
+
+
+def test_a_fetch_is_an_upload_and_a_gather() -> None:
+    hardware = machine(all_gather=2 * BLOCK_BYTES / 5e-3, reduce_scatter=2 * BLOCK_BYTES / 7e-3)
+    times = run(ranks(OFFLOADED), there_and_back(3), hardware).times
+    # 5 fetches; a rank's half is one block. 3 reductions, overlapped with fetches but for the last.
+    assert times.h2d_s == pytest.approx(5 * TRANSFER_S)
+    assert times.collective_s == pytest.approx(5 * 5e-3 + 3 * 7e-3)
+    assert times.d2h_s == pytest.approx(3 * TRANSFER_S)
+    # Chunk 2 is there when backward begins: its reduction begins at 18 ms, the next ones follow, each with a download.
+    assert times.waiting_s == pytest.approx(18e-3 + 3 * 8e-3)
+
+
+def test_shards_on_the_gpu_are_only_gathered() -> None:
+    hardware = machine(all_gather=2 * BLOCK_BYTES / 5e-3)
+    times = run(ranks(SHARDED), there_and_back(3), hardware).times
+    assert (times.h2d_s, times.d2h_s) == (0, 0)
+    assert times.collective_s == pytest.approx(5 * 5e-3)
+
+
+def test_replicas_that_every_rank_keeps_are_gathered_for_the_next_forward() -> None:
+    hardware = machine(all_gather=2 * BLOCK_BYTES / 5e-3)
+    timeline = run(ranks(RESIDENT), there_and_back(3, 6e-3), hardware, is_detailed=True)
+    assert timeline.times.collective_s == pytest.approx(3 * 5e-3)
+    assert timeline.times.waiting_s == pytest.approx(5e-3)  # the first; the others are gathered beside the computing
+    assert timeline.times.step_s == pytest.approx(3 * 1e-4)
+    fast = run(ranks(RESIDENT), there_and_back(3), hardware)
+    assert fast.times.waiting_s == pytest.approx(15e-3)
+
+
+def test_updates_are_shared() -> None:
+    times = run(ranks(OFFLOADED, blocks=3), there_and_back(3), machine()).times
+    assert times.step_s == pytest.approx(3 * 4e-3)  # 512 of 1024 elements each
+
+
+def test_ranks_prefetch_only_where_they_meet() -> None:
+    hardware = machine(all_gather=1e18)
+    plan = ranks(OFFLOADED, count=6, blocks=4, depth=2)
+    profile = there(6, 2e-3)
+    timeline = run(plan, profile, hardware, is_detailed=True)
+    fetches = [s.label for s in timeline.spans if s.lane == "h2d"]
+    waits = [s.label for s in timeline.spans if s.label.startswith("wait for chunk")]
+    counters = simulate(plan, profile.trace).counters
+    assert (len(fetches), len(waits)) == (6, counters.fetches)
+
+
+def test_whole_shards_are_gathered_once_a_step() -> None:
+    plan = replace(ranks(OFFLOADED, depth=1, blocks=2), is_storage_distributed=False)
+    hardware = machine(all_gather=2 * BLOCK_BYTES / 5e-3)
+    times = run(plan, there_and_back(3), hardware).times
+    assert times.collective_s == pytest.approx(3 * 5e-3)
+    assert times.d2h_s == pytest.approx(3 * 2e-3 + 3 * 1e-3)  # the whole shard taken over, half a gradient
+
+
+# Properties
+
+
+def random_problem(random: Random) -> tuple[Plan, StepProfile, HardwareSpec]:
+    world_size = random.choice((1, 1, 2, 3))
+    num_chunks = random.randint(2, 7)
+    is_distributed = world_size == 1 or random.random() < 0.7
+    chunks = []
+    for i in range(num_chunks):
+        sites = [RESIDENT, KEPT, OFFLOADED, OFFLOADED]
+        if world_size > 1 and is_distributed:
+            sites.append(SHARDED)
+        site = random.choice(sites)
+        if site.optim_tier is Tier.CPU and random.random() < 0.3:
+            site = replace(site, is_update_streamed=True)
+        chunk = make_chunk(i, random.choice((1, 1, 2)), world_size=world_size, requires_grad=random.random() < 0.8)
+        chunks.append(
+            replace(
+                chunk,
+                param_tier=site.param_tier,
+                optim_tier=site.optim_tier,
+                is_persistent=site.is_persistent,
+                is_update_streamed=site.is_update_streamed and chunk.requires_grad,
+            )
+        )
+    plan = make_plan_of(chunks, random.randint(2, 6), random.randint(0, 3), world_size)
+    plan = replace(plan, is_storage_distributed=is_distributed)
+    trace = random_trace(random, num_chunks, 30)
+    num_accesses = sum(1 for _ in trace.acquires())
+    left = [c.id for c in chunks if c.requires_grad]
+    random.shuffle(left)
+    intervals = [StepInterval(random.random() * 1e-3, random.randint(0, 9000)) for _ in range(num_accesses + 1)]
+    for at in range(len(intervals) // 2, len(intervals)):
+        if left and random.random() < 0.5:
+            intervals[at] = replace(intervals[at], grads=(left.pop(),))
+    intervals[-1] = replace(intervals[-1], grads=(*intervals[-1].grads, *left))
+    hardware = machine(
+        h2d=random.uniform(0.3, 3) * RATE,
+        d2h=random.uniform(0.3, 3) * RATE,
+        all_gather=random.choice((None, 5 * RATE)),
+        reduce_scatter=random.choice((None, 2 * RATE)),
+    )
+    return plan, StepProfile(trace, tuple(intervals)), hardware
+
+
+def seconds_of(curve: BandwidthCurve | None, nbytes: int) -> float:
+    return 0.0 if curve is None else curve.seconds(nbytes)
+
+
+def test_the_books_of_random_steps_balance() -> None:
+    random = Random(61)
+    for _ in range(300):
+        plan, profile, hardware = random_problem(random)
+        timeline = run(plan, profile, hardware, is_detailed=True)
+        times, costs = timeline.times, Costs(hardware, scheme_of(plan, MIXED))
+        assert times.waiting_s + times.compute_s + times.step_s == pytest.approx(times.total_s)
+        assert times.compute_s == pytest.approx(profile.compute_s)
+        # What moves is what `simulate` counts in the steady state.
+        first, both = (simulate(plan, profile.trace, iterations=n) for n in (1, 2))
+        trained = [c for c in plan.chunks if c.requires_grad]
+        slice_bytes = sum(c.nbytes // plan.world_size for c in trained if c.optim_tier is not Tier.GPU)
+        write_back_s = sum(costs.write_back_s(c) for c in trained)
+        assert times.h2d_s == pytest.approx(seconds_of(hardware.h2d, both.h2d_bytes - first.h2d_bytes) + write_back_s)
+        assert times.d2h_s == pytest.approx(
+            seconds_of(hardware.d2h, both.d2h_bytes - first.d2h_bytes) + seconds_of(hardware.d2h, slice_bytes)
+        )
+        gathered = both.gathered_bytes - first.gathered_bytes
+        if plan.world_size > 1:
+            gathered += sum(c.nbytes for c in trained if c.is_persistent)
+            reduced = sum(c.nbytes for c in trained)
+            expected = seconds_of(hardware.all_gather, gathered) + seconds_of(hardware.reduce_scatter, reduced)
+            assert times.collective_s == pytest.approx(expected)
+        else:
+            assert times.collective_s == 0
+        # One lane does one thing at a time.
+        for lane in ("compute", "h2d", "cpu"):
+            spans = sorted((s.start_s, s.end_s) for s in timeline.spans if s.lane == lane)
+            assert all(a[1] <= b[0] + 1e-12 for a, b in zip(spans, spans[1:], strict=False))
+        busy = sum(s.end_s - s.start_s for s in timeline.spans if s.lane == "compute" and "wait" not in s.label)
+        updates = sum(costs.update_s(c) for c in trained if c.optim_tier is Tier.GPU)
+        assert busy == pytest.approx(times.compute_s + updates)
+        assert max((s.end_s for s in timeline.spans), default=0.0) <= times.total_s + 1e-12
+        assert times.total_s >= max(times.compute_s, times.h2d_s, times.d2h_s) - 1e-12
+
+
+def test_no_moment_takes_more_than_the_peak() -> None:
+    random = Random(62)
+    for _ in range(200):
+        plan, profile, hardware = random_problem(random)
+        accumulates = random.random() < 0.5
+        timeline = run(plan, profile, hardware, is_detailed=True, accumulates=accumulates)
+        highest = max(point.total_bytes for point in timeline.memory)
+        assert highest <= timeline.peak_gpu_bytes
+        most = max(i.non_model_bytes for i in profile.intervals)
+        assert timeline.peak_gpu_bytes - highest <= most + sum(c.nbytes for c in plan.chunks) * 4
+        assert [p.at_s for p in timeline.memory] == sorted(p.at_s for p in timeline.memory)
+
+
+def test_the_peak_is_moment_by_moment() -> None:
+    """Three resident chunks in fp32: 4 bytes of parameters, 8 of states, 4 of gradients an element; two blocks."""
+    plan = make_plan_of(chunks_at(RESIDENT, 3), 0)
+    trace = unpinned(0, 1, 2, 2, 1, 0)
+    other = [0, 3000, 6000, 9000, 9000, 6000, 3000]
+    grads: list[tuple[int, ...]] = [(), (), (), (), (2,), (1,), (0,)]
+    profile = StepProfile(trace, tuple(StepInterval(0.0, b, g) for b, g in zip(other, grads, strict=True)))
+    fixed = 3 * NUMEL * 12 + 2 * BLOCK_BYTES
+    shard = NUMEL * 4
+    assert moments(profile) == (((), 9000), ((2,), 9000), ((1,), 6000), ((0,), 3000))
+    peak = fixed + max(9000 + shard, 6000 + 2 * shard, 3000 + 3 * shard)
+    assert run(plan, profile, machine()).peak_gpu_bytes == peak
+    assert run(plan, profile, machine(), accumulates=True).peak_gpu_bytes == fixed + 9000 + 3 * shard
+    streamed = make_plan_of(chunks_at(replace(OFFLOADED, is_update_streamed=True), 3), 1)
+    scheme = Scheme(1, True, BLOCK_BYTES, MIXED, stream_bytes=20_000)
+    timeline = simulate_step(streamed, profile, machine(), scheme)
+    assert timeline.peak_gpu_bytes == 3 * BLOCK_BYTES + 20_000  # when activations are gone
+    scheme = replace(scheme, stream_bytes=5_000)
+    assert simulate_step(streamed, profile, machine(), scheme).peak_gpu_bytes == 3 * BLOCK_BYTES + 9_000
+
+
+def test_gradients_in_fp32_take_their_bytes() -> None:
+    data = {"float32": ModelDataBytes(4, 40, 0, 8)}
+    plan = make_plan_of(chunks_at(RESIDENT, 1), 0)
+    timeline = simulate_step(plan, there_and_back(1), machine(), Scheme(1, True, BLOCK_BYTES, data))
+    assert timeline.peak_gpu_bytes == NUMEL * (4 + 8 + 40) + BLOCK_BYTES
+
+
+# The brief profile
+
+
+def repeated(random: Random, num_chunks: int) -> StepProfile:
+    """A trace in which the same chunks are accessed several times in a row."""
+    events = []
+    for event in random_trace(random, num_chunks, 15).events:
+        events.append(event)
+        if isinstance(event, Acquire) and not event.is_pinned:
+            events += [replace(event, held=())] * random.randint(0, 3)
+    count = sum(isinstance(e, Acquire) for e in events)
+    intervals = tuple(StepInterval(random.random() * 1e-3, random.randint(0, 99)) for _ in range(count + 1))
+    return StepProfile(AccessTrace(tuple(events)), intervals)
+
+
+def without_holds(profile: StepProfile) -> StepProfile:
+    events = tuple(replace(e, held=()) if isinstance(e, Acquire) else e for e in profile.trace.events)
+    return replace(profile, trace=AccessTrace(events))
+
+
+def test_the_brief_profile_moves_the_same() -> None:
+    random = Random(63)
+    shorter = 0
+    for _ in range(300):
+        num_chunks = random.randint(2, 7)
+        profile = without_holds(repeated(random, num_chunks))
+        brief = compressed(profile)
+        shorter += len(brief.intervals) < len(profile.intervals)
+        assert len(brief.intervals) == 1 + sum(1 for _ in brief.trace.acquires())
+        assert brief.compute_s == pytest.approx(profile.compute_s)
+        assert brief.peak_non_model_bytes == profile.peak_non_model_bytes
+        chunks = chunks_at(OFFLOADED, num_chunks)
+        plan = make_plan_of(chunks, random.randint(2, 6), random.randint(0, 3))
+        whole, less = (simulate(plan, p.trace, iterations=2) for p in (profile, brief))
+        assert less.h2d_bytes == whole.h2d_bytes
+        assert less.counters.evictions == whole.counters.evictions
+        assert less.counters.overflows <= whole.counters.overflows
+        ours, theirs = run(plan, brief, machine()).times, run(plan, profile, machine()).times
+        assert ours.h2d_s == pytest.approx(theirs.h2d_s)
+        assert ours.total_s == pytest.approx(theirs.total_s, rel=0.02)
+    assert shorter > 200
+
+
+def test_gradients_of_a_brief_profile_are_no_earlier() -> None:
+    random = Random(64)
+    for _ in range(200):
+        plan, profile, hardware = random_problem(random)
+        profile = without_holds(profile)
+        brief = compressed(profile)
+        order = [i for interval in profile.intervals for i in interval.grads]
+        assert [i for interval in brief.intervals for i in interval.grads] == order
+        longest = max(interval.compute_s for interval in brief.intervals)
+        ours, theirs = run(plan, brief, hardware).times, run(plan, profile, hardware).times
+        assert ours.step_s == pytest.approx(theirs.step_s)
+        assert abs(ours.total_s - theirs.total_s) <= 4 * longest + 0.05 * theirs.total_s
+
+
+def test_nothing_is_left_of_an_empty_profile() -> None:
+    empty: Sequence[StepInterval] = ()
+    assert compressed(StepProfile(AccessTrace(()), tuple(empty))) == StepProfile(AccessTrace(()), ())
+    assert (
+        run(make_plan_of(chunks_at(OFFLOADED, 1), 1), StepProfile(AccessTrace(()), ()), machine()).times.compute_s == 0
+    )
