@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from lightning_elixir.plan.search import Candidate, Problem, distance, search, s
 from lightning_elixir.plan.streaming import STREAM_BYTES
 from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, ParamSpec, Plan
+from lightning_elixir.profiling.hardware import profile_hardware
 from lightning_elixir.profiling.memory import StepFn, profile_memory
 from lightning_elixir.profiling.parameters import dtype_name, module_accesses, norm_parameters, param_specs
 
@@ -53,6 +55,7 @@ def make_plan(
     chunk_search_range: int | None = None,
     chunk_search_n_grids: int | None = None,
     min_chunk_size: int | None = None,
+    is_chunk_size_searched: bool = True,
     enable_distributed_storage: bool = True,
     prefetch: bool = True,
     prefetch_depth: int = DEFAULT_PREFETCH_DEPTH,
@@ -85,6 +88,7 @@ def make_plan(
         chunk_search_range: Bytes above the smallest candidate to search; None: to three times of it.
         chunk_search_n_grids: How many chunk sizes to look at for their waste; None: 128.
         min_chunk_size: Bytes of the smallest candidate; None: 32 MiB, less for a small model.
+        is_chunk_size_searched: auto: False takes the size with the least waste without simulating others.
         enable_distributed_storage: False: every rank keeps its parameter shards whole.
         prefetch: Whether to fetch ahead of need.
         prefetch_depth: How many chunks to fetch ahead; "auto" finds its own.
@@ -153,7 +157,8 @@ def make_plan(
     if layout is not None:
         kept = Layout(_packed_layout(layout, specs, world_size), layout.block_bytes, main_dtype)
         return decide([kept])
-    numels = sizes.candidates() if placement_policy == "auto" and gpu_bytes is not None else sizes.candidates()[:1]
+    has_choice = is_chunk_size_searched and placement_policy == "auto" and gpu_bytes is not None
+    numels = sizes.candidates() if has_choice else sizes.candidates()[:1]
     refusal: CapacityError | None = None
     while True:
         try:
@@ -319,7 +324,9 @@ def minimum_waste_search(
     inp: Mapping[str, object] | None = None,
     step_fn: StepFn | None = None,
 ) -> Plan:
-    """The chunk size that wastes least, placed by policy "auto" on the memory that this machine has now.
+    """The chunk size that wastes least, and the fastest placement of such chunks in the memory that there is now.
+
+    What a step does is guessed from the order of the modules, and times from round figures: nothing is measured.
 
     Args:
         model: The model, on any device.
@@ -334,7 +341,8 @@ def minimum_waste_search(
         PlanError: The model cannot be used as given.
         CapacityError: The machine's memory cannot hold it.
     """
-    return simple_search(model, world_size, unified_dtype, overlap, verbose, inp, step_fn)
+    budget = detect_budget(world_size)
+    return _searched(model, world_size, unified_dtype, overlap, verbose, budget, is_chunk_size_searched=False)
 
 
 def simple_search(
@@ -353,8 +361,10 @@ def simple_search(
     chunk_search_range: int | None = None,
     chunk_search_n_grids: int | None = None,
     min_chunk_size: int | None = None,
+    hardware: HardwareSpec | None = None,
+    can_stream: bool = False,
 ) -> Plan:
-    """Like `minimum_waste_search`, within limits of your own.
+    """Like `minimum_waste_search`, within limits of your own, and simulating several chunk sizes.
 
     Args:
         model: The model, on any device.
@@ -369,8 +379,10 @@ def simple_search(
         non_model_bytes: Device memory to leave for activations, buffers and temporaries.
         local_world_size: Ranks on this host; None: all of them.
         chunk_search_range: Bytes above the smallest chunk size to search.
-        chunk_search_n_grids: How many chunk sizes to try; None: 128.
+        chunk_search_n_grids: How many chunk sizes to look at for their waste; None: 128.
         min_chunk_size: Bytes of the smallest chunk size.
+        hardware: Figures of the machine, such as `profile_hardware()` measures; None: `HardwareSpec.nominal()`.
+        can_stream: Whether updates may be streamed to the device: the optimizer is `HybridAdam` or `CPUAdam`.
 
     Raises:
         PlanError: The model or a limit cannot be used as given.
@@ -382,22 +394,19 @@ def simple_search(
         cpu_bytes=cpu_bytes,
         non_model_bytes=non_model_bytes,
     )
-    plan = make_plan(
+    return _searched(
         model,
-        placement_policy="auto",
+        world_size,
+        unified_dtype,
+        overlap,
+        verbose,
+        budget,
         chunk_search_range=chunk_search_range,
         chunk_search_n_grids=chunk_search_n_grids,
         min_chunk_size=min_chunk_size,
-        prefetch=overlap,
-        compute_dtype=unified_dtype,
-        world_size=world_size,
-        gpu_bytes=budget.gpu_bytes,
-        cpu_bytes=budget.cpu_bytes,
-        non_model_bytes=budget.non_model_bytes,
+        hardware=hardware,
+        can_stream=can_stream,
     )
-    if verbose:
-        log.info("%s", plan.explain())
-    return plan
 
 
 def optimal_search(
@@ -416,8 +425,10 @@ def optimal_search(
     chunk_search_range: int | None = None,
     chunk_search_n_grids: int | None = None,
     min_chunk_size: int | None = None,
+    hardware: HardwareSpec | None = None,
+    can_stream: bool = False,
 ) -> Plan:
-    """Like `simple_search`, leaving the device memory that a step needs beside the chunks.
+    """Like `simple_search`, knowing what a step touches, computes and takes, and what the machine reaches.
 
     Args:
         model: The model, on any device.
@@ -429,12 +440,15 @@ def optimal_search(
         step_fn: Runs forward and backward on (model, inp); it is run once on fake tensors.
         gpu_bytes: Plan as if a rank's device had no more than this.
         cpu_bytes: Plan as if a rank had no more host memory than this.
-        non_model_bytes: Device memory to leave for activations, buffers and temporaries; None: measured with `step_fn`
-            where it is given, else 0.
+        non_model_bytes: Device memory to leave for activations, buffers and temporaries all the time; None: as the step
+            on fake tensors takes it, or 0 without `step_fn`.
         local_world_size: Ranks on this host; None: all of them.
         chunk_search_range: Bytes above the smallest chunk size to search.
-        chunk_search_n_grids: How many chunk sizes to try; None: 128.
+        chunk_search_n_grids: How many chunk sizes to look at for their waste; None: 128.
         min_chunk_size: Bytes of the smallest chunk size.
+        hardware: Figures of the machine; None: `profile_hardware()` where there is a GPU (collective if the default
+            process group has been started, and only then with several ranks), else `HardwareSpec.nominal()`.
+        can_stream: Whether updates may be streamed to the device: the optimizer is `HybridAdam` or `CPUAdam`.
 
     Raises:
         PlanError: The model, a limit or `step_fn` cannot be used as given.
@@ -442,21 +456,54 @@ def optimal_search(
     """
     if (inp is None) != (step_fn is None):
         raise PlanError("optimal_search needs both inp and step_fn to measure activations, or neither")
-    if non_model_bytes is None:
-        non_model_bytes = 0
-        if inp is not None and step_fn is not None:
-            non_model_bytes = profile_memory(model, inp, step_fn, unified_dtype).activation_bytes
-    return simple_search(
+    local = world_size if local_world_size is None else local_world_size
+    budget = detect_budget(local, gpu_bytes=gpu_bytes, cpu_bytes=cpu_bytes, non_model_bytes=non_model_bytes or 0)
+    profile = None
+    if inp is not None and step_fn is not None and non_model_bytes is None:
+        profile = profile_memory(model, inp, step_fn, unified_dtype)
+    # Ranks that measured each for itself would make different plans.
+    if (
+        hardware is None
+        and current_device_memory_bytes() is not None
+        and (world_size == 1 or torch.distributed.is_initialized())
+    ):
+        hardware = profile_hardware(local_world_size=local)
+    return _searched(
         model,
         world_size,
         unified_dtype,
         overlap,
         verbose,
-        gpu_bytes=gpu_bytes,
-        cpu_bytes=cpu_bytes,
-        non_model_bytes=non_model_bytes,
-        local_world_size=local_world_size,
+        budget,
         chunk_search_range=chunk_search_range,
         chunk_search_n_grids=chunk_search_n_grids,
         min_chunk_size=min_chunk_size,
+        hardware=hardware,
+        can_stream=can_stream,
+        profile=profile,
     )
+
+
+def _searched(
+    model: nn.Module,
+    world_size: int,
+    dtype: torch.dtype,
+    overlap: bool,
+    verbose: bool,
+    budget: Budget,
+    **options: Any,
+) -> Plan:
+    plan = make_plan(
+        model,
+        placement_policy="auto",
+        prefetch=overlap,
+        compute_dtype=dtype,
+        world_size=world_size,
+        gpu_bytes=budget.gpu_bytes,
+        cpu_bytes=budget.cpu_bytes,
+        non_model_bytes=budget.non_model_bytes,
+        **options,
+    )
+    if verbose:
+        log.info("%s", plan.explain())
+    return plan

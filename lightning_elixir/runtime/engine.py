@@ -18,7 +18,7 @@ from lightning_elixir.core.device import Device, release_cached_memory
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.rcache import RCache
-from lightning_elixir.plan.types import AccessTrace, Plan
+from lightning_elixir.plan.types import AccessTrace, Drop, Plan
 from lightning_elixir.runtime.agreement import Agreement, Meeting
 from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all_ranks
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
@@ -415,8 +415,9 @@ class Engine:
     def drop(self, ids: Sequence[int]) -> None:
         """Undo one pinned `acquire`."""
         if self._cost:
-            if self.is_computing:
-                self.iterations.drop(ids)
+            traces = self.iterations.traces
+            if traces.is_recording and self.is_computing:
+                traces.record(Drop(tuple(ids)))
             self.rcache.drop(ids)
 
     def pin_for_pointer(self, ids: Iterable[int]) -> None:

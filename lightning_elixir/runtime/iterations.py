@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from lightning_elixir.core.device import Device, release_cached_memory
 from lightning_elixir.plan.rcache import RCache
-from lightning_elixir.plan.types import AccessTrace, Acquire, Drop, Plan
+from lightning_elixir.plan.types import AccessTrace, Acquire, Plan
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.growth import Growth
 from lightning_elixir.runtime.reducer import Reducer
@@ -175,11 +175,6 @@ class Iterations:
             held = self._residency.held()
             self.traces.record(Acquire(tuple(ids), pin, tuple(held)))
         return self._residency.acquire(ids, pin, held, True)
-
-    def drop(self, ids: Sequence[int]) -> None:
-        """Forward no longer needs chunks that it has pinned."""
-        if self.traces.is_recording:
-            self.traces.record(Drop(tuple(ids)))
 
     # Memory
 

@@ -85,34 +85,34 @@ class Residency:
         decision = rcache.acquire(ids, pin=pin, held=held, is_traced=is_traced)
         self._needed = ids
         try:
-            self.evict(decision.evict)
+            if decision.evict:
+                self.evict(decision.evict)
             if rcache.counters.overflows > overflows:
                 self._report_overflow(ids, overflows)
-            is_prefetching = self._fetch_needed(decision.fetch, ids, held, is_traced)
+            together = decision.fetch and self._fetch_alone(decision.fetch)
+            ahead: tuple[int, ...] = ()
+            if together and self._agreement is not None:
+                candidates = rcache.prefetch_candidates({*held, *ids}) if is_traced else ()
+                ahead = self._agreement.want(together, candidates)
+            elif is_traced and self._agreement is None:
+                ahead = rcache.prefetch_candidates(())
+                held = self.held() if ahead else ()
+            if ahead:
+                self._prefetch(ahead, {*held, *ids})
         except BaseException:
             if pin:
                 rcache.drop(ids)
             self.settle()
             raise
-        return is_prefetching or bool(decision.fetch or decision.evict)
+        return bool(ahead or decision.fetch or decision.evict)
 
-    def _fetch_needed(self, fetch: Sequence[int], ids: Sequence[int], held: Collection[int], is_traced: bool) -> bool:
-        together = [i for i in fetch if self._fetcher.is_collective(self._chunks[i])]
-        for chunk_id in fetch:
+    def _fetch_alone(self, ids: Sequence[int]) -> list[int]:
+        """Fetch what this rank can fetch by itself; returns the others."""
+        together = [i for i in ids if self._fetcher.is_collective(self._chunks[i])]
+        for chunk_id in ids:
             if chunk_id not in together:
                 self.fetch(chunk_id)
-        if together and self._agreement is not None:
-            candidates = self._rcache.prefetch_candidates({*held, *ids}) if is_traced else ()
-            agreed = self._agreement.want(together, candidates)
-            if agreed:
-                self._prefetch(agreed, {*held, *ids})
-            return bool(agreed)
-        if self._agreement is None and is_traced:
-            candidates = self._rcache.prefetch_candidates(())
-            if candidates:
-                self._prefetch(candidates, {*self.held(), *ids})
-                return True
-        return False
+        return together
 
     def join(self, ids: Sequence[int], mine: Collection[int]) -> None:
         """Gather `ids`, in this order, keeping those in `mine`."""

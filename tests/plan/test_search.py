@@ -154,6 +154,15 @@ def test_frozen_parameters_take_no_states() -> None:
     assert plan.notes["host_state_bytes"] in (0, 8 * KIB)
 
 
+def test_a_large_first_chunk_does_not_keep_the_others_from_the_gpu() -> None:
+    """As an embedding may be; more chunks than are looked at one by one."""
+    specs = [spec("embedding.w", 20 * 1024), *layers(20)]
+    gpu = 2 * 80 * KIB + 20 * 4 * KIB + 15 * 16 * KIB  # gradient blocks, the smallest rCache, states of fifteen layers
+    plan = place_specs(specs, gpu=gpu, prefetch_depth=2)
+    assert plan.chunks[0].optim_tier is Tier.CPU
+    assert sum(c.optim_tier is Tier.GPU for c in plan.chunks) >= 12
+
+
 def test_streaming_is_chosen_where_it_is_faster() -> None:
     random = Random(3)
     for name, wanted in (("streaming is fast", True), ("streaming is slow", False)):
@@ -260,6 +269,18 @@ def test_a_chunk_too_large_for_the_disk_does_not_keep_others_from_it() -> None:
     plan = search([Candidate(layout, profile)], Problem(PlacementRequest(accesses=accesses), budget, 1, MIXED, DISK))
     assert plan.notes["nvme_bytes"] <= 20 * KIB
     assert plan.chunks[-1].optim_tier is not Tier.NVME
+
+
+def test_nvme_takes_one_large_chunk_rather_than_that_and_a_small_one() -> None:
+    """The small chunk comes last and is sent first; the large one then makes it unnecessary."""
+    specs = [spec("large.w", 8192), spec("small.w", 1024)]
+    accesses = accesses_of(specs)
+    layout = layout_of(specs, 8192)
+    profile = structural_profile(layout, accesses, DISK)
+    budget = Budget(32 * KIB + 2 * 32 * KIB, 9 * 16 * KIB - 12 * KIB, 0, 100 * KIB)
+    plan = search([Candidate(layout, profile)], Problem(PlacementRequest(accesses=accesses), budget, 1, MIXED, DISK))
+    on_nvme = [c.id for c in plan.chunks if c.optim_tier is Tier.NVME]
+    assert on_nvme == [0]
 
 
 # The same every time

@@ -158,8 +158,24 @@ def test_host_and_stream_share_the_memory_of_the_host() -> None:
     plan = make_plan_of([replace(chunks_at(s, 2)[i], id=i) for i, s in enumerate(sites)], 2)
     joint = machine(joint_adam_numel_per_s=2 * NUMEL / 10e-3)
     assert run(plan, there_and_back(2), joint).times.step_s == pytest.approx(10e-3)
+    streams = [OFFLOADED] + [replace(OFFLOADED, is_update_streamed=True)] * 5
+    plan = make_plan_of([replace(chunks_at(s, 6)[i], id=i) for i, s in enumerate(streams)], 6)
+    slow = machine(joint_adam_numel_per_s=6 * NUMEL / 20e-3)  # twice the stream's own ten milliseconds
+    times = run(plan, there_and_back(6), slow).times
+    assert (times.step_s, times.adam_s) == pytest.approx((20e-3, 28e-3))
     alone = make_plan_of(chunks_at(OFFLOADED, 2), 2)
     assert run(alone, there_and_back(2), joint).times.step_s == pytest.approx(8e-3)  # nobody to share with
+
+
+@pytest.mark.parametrize(("num_streamed", "step_s"), [(2, 9e-3), (6, 14e-3)])
+def test_new_values_and_the_stream_share_the_bus(num_streamed: int, step_s: float) -> None:
+    """New values are there at 4 and 8 ms and need one; the stream fills the time between."""
+    sites = [KEPT, KEPT] + [replace(KEPT, is_update_streamed=True)] * num_streamed
+    count = len(sites)
+    plan = make_plan_of([replace(chunks_at(s, count)[i], id=i) for i, s in enumerate(sites)], 0)
+    times = run(plan, there_and_back(count), machine()).times
+    assert times.step_s == pytest.approx(step_s)
+    assert times.h2d_s == pytest.approx(2 * TRANSFER_S)
 
 
 def test_states_on_nvme_are_read_and_written() -> None:
