@@ -100,7 +100,8 @@ def test_overflow_skips_the_step() -> None:
 
 def test_replicas_really_leave_the_device() -> None:
     """Peak device memory of a step is that of the plan: far less than the model."""
-    torch.randn(8, 1024, device="cuda") @ torch.randn(1024, 1024, device="cuda")  # cuBLAS takes its workspace
+    # cuBLAS takes a workspace on each thread that multiplies: this one's, and that of backward.
+    torch.nn.Linear(1024, 1024, device="cuda")(torch.randn(8, 1024, device="cuda")).sum().backward()
     empty = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(40)])  # 160 MiB in fp32

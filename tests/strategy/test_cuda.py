@@ -199,9 +199,9 @@ class WideNet(Net):
 
 
 def _uneven_data() -> Any:
-    """Batches of 64 samples, and two of 3000, whose activations take most of a GiB."""
+    """Batches of 64 samples, and two of 6000, whose activations take about a GiB."""
     generator = torch.Generator().manual_seed(0)
-    sizes = [64] * 5 + [3000] + [64] * 3 + [3000, 64]
+    sizes = [64] * 5 + [6000] + [64] * 3 + [6000, 64]
     batches = [
         (torch.randn(n, WIDTH, generator=generator), torch.randint(0, 4, (n,), generator=generator)) for n in sizes
     ]
