@@ -18,8 +18,10 @@ from lightning_elixir.plan.memory import Budget, ModelDataBytes
 from lightning_elixir.plan.packing import PackedChunk, candidate_chunk_numels, pack, regular_block_bytes
 from lightning_elixir.plan.placement import Layout, PlacementRequest, check_request, place
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
-from lightning_elixir.plan.search import Candidate, Problem, distance, search, structural_profile, with_forecast
+from lightning_elixir.plan.search import distance, search, with_forecast
+from lightning_elixir.plan.space import Candidate, Problem
 from lightning_elixir.plan.streaming import STREAM_BYTES
+from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, ParamSpec, Plan
 from lightning_elixir.profiling.hardware import profile_hardware

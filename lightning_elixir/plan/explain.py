@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.placement import format_bytes, format_seconds
-from lightning_elixir.plan.search import describe_placement
 from lightning_elixir.plan.types import Plan, StepTimes
 
 _PARTS = (

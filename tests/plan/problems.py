@@ -13,7 +13,9 @@ from lightning_elixir.plan.memory import Budget, ModelDataBytes, memory_use
 from lightning_elixir.plan.packing import pack, regular_block_bytes
 from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, PlacementRequest, Placer, Site, place
 from lightning_elixir.plan.profile import StepInterval, StepProfile
-from lightning_elixir.plan.search import Candidate, Problem, search, structural_profile
+from lightning_elixir.plan.search import search
+from lightning_elixir.plan.space import Candidate, Problem
+from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.timeline import Timeline, simulate_step
 from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier
 from tests.plan.models import accesses_of, spec

@@ -8,6 +8,7 @@ import pytest
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.packing import (
     MIN_CHUNK_BYTES,
+    candidate_chunk_numels,
     chunk_capacity,
     pack,
     padding_bytes,
@@ -242,3 +243,37 @@ def test_search_over_a_model_of_175_billion_parameters_is_quick() -> None:
     numel = search_chunk_numel(specs, 8, compute_dtype="float16", n_grids=4096)
     assert time.perf_counter() - start < 20  # about one second, on an idle core
     assert numel >= 50272 * width
+
+
+# Sizes to choose from
+
+
+def test_candidates_are_few_different_and_aligned() -> None:
+    random = Random(14)
+    for _ in range(60):
+        specs = random_specs(random)
+        world_size = random.choice((1, 2, 3))
+        sizes = candidate_chunk_numels(specs, world_size)
+        assert sizes[0] == search_chunk_numel(specs, world_size)
+        assert len(set(sizes)) == len(sizes) <= 7
+        assert all(size % (world_size * ALIGN_NUMEL) == 0 for size in sizes)
+        assert sizes == candidate_chunk_numels(list(specs), world_size)
+
+
+def test_candidates_span_octaves_around_the_least_waste() -> None:
+    specs = [spec(f"layer{i}.w", 4 * MIB, dtype="bfloat16") for i in range(200)]
+    first, *others = candidate_chunk_numels(specs, 1, compute_dtype="bfloat16")
+    assert min(others) >= min(MIN_CHUNK_BYTES // 2, first // 4)
+    assert max(others) <= 4 * first
+    assert max(first, *others) >= 4 * min(first, *others)
+
+
+def test_candidates_may_be_smaller_than_a_parameter_unless_a_range_is_given() -> None:
+    specs = [spec("embedding", 64 * MIB), *(spec(f"layer{i}.w", MIB) for i in range(40))]
+    assert min(candidate_chunk_numels(specs, 1)) < 64 * MIB
+    options = {"min_chunk_bytes": 8 * MIB, "search_range_bytes": 24 * MIB}
+    first, *others = candidate_chunk_numels(specs, 1, **options)
+    assert first >= 64 * MIB  # which holds every parameter
+    assert all(8 * MIB <= 4 * size <= 32 * MIB + 4 * ALIGN_NUMEL for size in others)
+    with pytest.raises(PlanError, match="chunk_search_range must be at least 0"):
+        candidate_chunk_numels(specs, 1, search_range_bytes=-1)

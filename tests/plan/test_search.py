@@ -11,13 +11,15 @@ from random import Random
 import pytest
 
 from lightning_elixir.errors import CapacityError, PlanError
-from lightning_elixir.plan import search as search_module
+from lightning_elixir.plan import space as space_module
 from lightning_elixir.plan.explain import explain, step_parts
 from lightning_elixir.plan.memory import Budget, memory_use
 from lightning_elixir.plan.packing import candidate_chunk_numels, pack, regular_block_bytes
 from lightning_elixir.plan.placement import OFFLOADED, Layout, PlacementRequest, format_bytes, format_seconds
 from lightning_elixir.plan.profile import StepInterval, StepProfile
-from lightning_elixir.plan.search import Candidate, Problem, search, structural_profile
+from lightning_elixir.plan.search import search
+from lightning_elixir.plan.space import Candidate, Problem
+from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.timeline import simulate_step
 from lightning_elixir.plan.types import AccessTrace, Acquire, Forecast, ParamSpec, Plan, Tier
 from tests.plan.models import accesses_of, random_specs, spec
@@ -577,7 +579,7 @@ def test_a_model_of_175_billion_takes_a_bounded_number_of_simulations(
         count += 1
         return simulate_step(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(search_module, "simulate_step", counted)
+    monkeypatch.setattr(space_module, "simulate_step", counted)
     budget = Budget(139 * 2**30, 3200 * 2**30 // world_size)
     request = PlacementRequest(accesses=accesses, prefetch_depth=2)
     problem = Problem(request, budget, world_size, MIXED, hardware, can_stream=True, stream_bytes=2**29)
@@ -595,7 +597,7 @@ def test_small_models_take_a_bounded_number_of_simulations(monkeypatch: pytest.M
         counts[-1] += 1
         return simulate_step(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(search_module, "simulate_step", counted)
+    monkeypatch.setattr(space_module, "simulate_step", counted)
     for case in random_cases(16, 15):
         counts.append(0)
         try:

@@ -1,0 +1,31 @@
+"""A placement in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_elixir.plan.types import ChunkSpec, Tier
+
+
+def describe_placement(chunks: Sequence[ChunkSpec], blocks: int, depth: int) -> str:
+    """A placement in one line."""
+    n = len(chunks)
+    trained = [c for c in chunks if c.requires_grad]
+    states = sum(c.optim_tier is Tier.GPU for c in trained)
+    kept = sum(c.is_persistent for c in chunks)
+    if kept == n and states == len(trained):
+        return f"everything on the GPU ({n} chunks)"
+    parts = [f"states of {states} of {len(trained)} chunks on the GPU"]
+    streamed = sum(c.is_update_streamed for c in trained)
+    nvme = sum(c.optim_tier is Tier.NVME for c in trained)
+    if streamed:
+        parts.append(f"{streamed} streamed to it for their update")
+    if nvme:
+        parts.append(f"{nvme} on NVMe")
+    parts.append("all parameters on the GPU" if kept == n else f"parameters of {kept} on the GPU")
+    if kept < n:
+        shards = sum(not c.is_persistent and c.param_tier is Tier.GPU for c in chunks)
+        if shards:
+            parts.append(f"shards of {shards} on the GPU")
+        parts.append(f"the others through an rCache of {blocks} block{'s' * (blocks != 1)}, fetched {depth} ahead")
+    return ", ".join(parts)

@@ -1,0 +1,293 @@
+"""The placements of one layout that the search knows: from numbers of chunks to chunks, limits and a simulated step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.memory import Budget, ModelDataBytes, memory_use
+from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, PlacementRequest, Placer, Site
+from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.timeline import Timeline, compressed, simulate_step
+from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
+
+KEPT = Site(Tier.GPU, Tier.CPU, True)
+SHARDED = Site(Tier.GPU, Tier.GPU, False)
+SHARDED_PARAMS = Site(Tier.GPU, Tier.CPU, False)
+PATTERNS = ("first", "last", "spread", "smallest")
+DEPTHS = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A chunk size, and what a step does under it."""
+
+    layout: Layout
+    profile: StepProfile
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is given."""
+
+    request: PlacementRequest
+    budget: Budget
+    world_size: int
+    data_bytes: Mapping[str, ModelDataBytes]
+    hardware: HardwareSpec
+    can_stream: bool = False
+    """Whether the optimizer's update may run on the device for states that live on the host."""
+    stream_bytes: int = 0
+    """Device memory of the buffers that this takes."""
+    accumulates: bool = False
+    """Gradients of several backwards are added up."""
+    is_time_guessed: bool = False
+    """Nobody has measured the computing; it is assumed to take as long as fetching."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One point of the search space: numbers of chunks."""
+
+    resident: int = 0
+    """Everything on the GPU for good."""
+    sharded: int = 0
+    """Shards and states on the GPU, replicas in the rCache (several ranks)."""
+    kept: int = 0
+    """Parameters on the GPU for good, states on the host."""
+    is_rest_on_gpu: bool = False
+    """Parameter shards of the others on the GPU (several ranks)."""
+    pattern: str = "first"
+    streamed_share: float = 0.0
+    depth: int = 0
+    sites: tuple[Site, ...] | None = None
+    """Every chunk's site by itself, which the numbers above then do not say."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    choice: Choice
+    chunks: tuple[ChunkSpec, ...]
+    gpu_bytes: int
+    host_bytes: int
+    blocks: int
+    timeline: Timeline | None
+    """None if it does not fit."""
+
+    @property
+    def total_s(self) -> float:
+        return float("inf") if self.timeline is None else self.timeline.times.total_s
+
+
+class Space:
+    """Every placement of one layout: what it is, whether it fits, and how long a step takes."""
+
+    def __init__(self, candidate: Candidate, problem: Problem) -> None:
+        self.problem = problem
+        self.layout = candidate.layout
+        self.profile = candidate.profile
+        self.brief = compressed(candidate.profile)
+        self.placer = Placer(
+            candidate.layout,
+            problem.request,
+            problem.budget,
+            problem.world_size,
+            problem.data_bytes,
+            profile=candidate.profile,
+            accumulates=problem.accumulates,
+            stream_bytes=problem.stream_bytes,
+        )
+        packed = candidate.layout.packed
+        self.trainable = [i for i, c in enumerate(packed) if c.requires_grad]
+        self.num_trainable = len(self.trainable)
+        self.everything = Choice(resident=self.num_trainable, kept=len(packed))
+        self.is_shared = not self.placer.scheme.is_shard_whole
+        self.outcomes: dict[Choice, Outcome] = {}
+        self._by_sites: dict[tuple[tuple[Site, ...], int], Outcome] = {}
+        self.num_simulations = 0
+        self.most_state_bytes = self._most_state_bytes()
+
+    def _gpu_bytes(self, chunks: Sequence[ChunkSpec]) -> int:
+        """With the smallest rCache."""
+        return self.placer.gpu_bytes(chunks, self.placer.smallest(chunks))
+
+    def _depths(self) -> tuple[int, ...]:
+        return DEPTHS if self.problem.request.prefetch_depth else (0,)
+
+    def _shares(self) -> tuple[float, ...]:
+        if not self.problem.can_stream:
+            return (0.0,)
+        balanced = self._balanced_share()
+        return (0.0, balanced * 0.8, balanced, 0.5 * (1 + balanced), 1.0)
+
+    def _balanced_share(self) -> float:
+        """Both the host and the stream end at the same time."""
+        if not self.problem.can_stream:
+            return 0.0
+        hardware = self.problem.hardware
+        streamed, host = hardware.streamed_adam_numel_per_s, hardware.cpu_adam_numel_per_s
+        return round(streamed / (streamed + host), 3)
+
+    def _most_resident(self, base: Choice) -> int:
+        """The largest number of resident chunks that fits beside the smallest rCache."""
+        return self._largest(self.num_trainable, lambda n: replace(base, resident=n))
+
+    def _most_sharded(self, base: Choice) -> int:
+        return self._largest(self.num_trainable, lambda n: replace(base, sharded=n))
+
+    def _most_kept(self, base: Choice) -> int:
+        return self._largest(len(self.layout.packed), lambda n: replace(base, kept=n))
+
+    def _largest(self, most: int, choice_of: Callable[[int], Choice]) -> int:
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._fits_gpu(self._chunks(choice_of(middle))):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _most_state_bytes(self) -> int | None:
+        """What the user lets states take of the memory beside rCache and activations."""
+        ratio, limit = self.problem.request.gpu_margin_mem_ratio, self.problem.budget.gpu_bytes
+        if ratio is None or limit is None:
+            return None
+        chunks = self.placer.chunks([OFFLOADED] * len(self.layout.packed))
+        blocks = self.placer.smallest(chunks) + self.problem.request.prefetch_depth
+        return int(max(0, limit - self.placer.gpu_bytes(chunks, blocks)) * ratio)
+
+    # One choice
+
+    def look(self, choice: Choice) -> Outcome:
+        """Build, check against the limits, and simulate."""
+        known = self.outcomes.get(choice)
+        if known is not None:
+            return known
+        sites = tuple(self._sites(choice))
+        depth = 0 if all(s.is_persistent for s in sites) else choice.depth
+        same = self._by_sites.get((sites, depth))  # other numbers that come to the same
+        if same is None:
+            same = self._by_sites[sites, depth] = self._looked(choice)
+        outcome = self.outcomes[choice] = replace(same, choice=choice)
+        return outcome
+
+    def _looked(self, choice: Choice) -> Outcome:
+        chunks = self._chunks(choice)
+        blocks = self.placer.blocks(chunks)
+        gpu_bytes = self.placer.gpu_bytes(chunks, blocks)
+        use = memory_use(chunks, blocks, self.placer.scheme)
+        timeline = None
+        if (
+            self._fits_gpu(chunks)
+            and self._fits_host(use.host_bytes)
+            and use.nvme_bytes <= self.problem.budget.nvme_bytes
+        ):
+            timeline = self._simulate(chunks, blocks, choice.depth, self.brief)
+            self.num_simulations += 1
+        return Outcome(choice, chunks, gpu_bytes, use.host_bytes, blocks, timeline)
+
+    def _simulate(self, chunks: tuple[ChunkSpec, ...], blocks: int, depth: int, profile: StepProfile) -> Timeline:
+        return simulate_step(
+            self._bare_plan(chunks, blocks, depth),
+            profile,
+            self.problem.hardware,
+            self.placer.scheme,
+            accumulates=self.problem.accumulates,
+        )
+
+    def _bare_plan(self, chunks: tuple[ChunkSpec, ...], blocks: int, depth: int) -> Plan:
+        return Plan(
+            world_size=self.problem.world_size,
+            compute_dtype=self.layout.compute_dtype,
+            block_bytes=self.layout.block_bytes,
+            rcache_blocks=blocks,
+            prefetch_depth=depth,
+            chunks=chunks,
+            is_storage_distributed=self.problem.request.distributed_storage,
+            policy="auto",
+        )
+
+    def _fits_gpu(self, chunks: Sequence[ChunkSpec]) -> bool:
+        limit = self.problem.budget.gpu_bytes
+        if limit is None:
+            return True
+        if self.most_state_bytes is not None and not is_all_on_gpu(chunks):
+            state_bytes = sum(self.placer.scheme.state_bytes(c) for c in chunks if c.optim_tier is Tier.GPU)
+            if state_bytes > self.most_state_bytes:
+                return False
+        return self._gpu_bytes(chunks) <= limit
+
+    def _fits_host(self, nbytes: int) -> bool:
+        limit = self.problem.budget.cpu_bytes
+        return limit is None or nbytes <= limit
+
+    def _chunks(self, choice: Choice) -> tuple[ChunkSpec, ...]:
+        sites = self._sites(choice)
+        chunks = self.placer.chunks(sites)
+        if self.problem.budget.nvme_bytes and not self._fits_host(memory_use(chunks, 0, self.placer.scheme).host_bytes):
+            chunks = self._spilled(chunks)
+        return chunks
+
+    def _sites(self, choice: Choice) -> list[Site]:
+        if choice.sites is not None:
+            return list(choice.sites)
+        packed = self.layout.packed
+        rest = SHARDED_PARAMS if choice.is_rest_on_gpu else OFFLOADED
+        sites = [rest] * len(packed)
+        taken: set[int] = set()
+        ordered = self._ordered(self.trainable, choice.resident + choice.sharded, choice.pattern)
+        for position, chunk_id in enumerate(ordered[: choice.resident + choice.sharded]):
+            sites[chunk_id] = RESIDENT if position < choice.resident else SHARDED
+            taken.add(chunk_id)
+        left = [i for i in range(len(packed)) if i not in taken]
+        for chunk_id in self._ordered(left, choice.kept, choice.pattern)[: choice.kept]:
+            sites[chunk_id] = KEPT if packed[chunk_id].requires_grad else RESIDENT
+        on_host = [i for i in self.trainable if sites[i].optim_tier is Tier.CPU]
+        streamed = round(len(on_host) * choice.streamed_share)
+        for chunk_id in self._ordered(on_host, streamed, "spread")[:streamed]:
+            sites[chunk_id] = replace(sites[chunk_id], is_update_streamed=True)
+        return sites
+
+    def _ordered(self, ids: Sequence[int], count: int, pattern: str) -> list[int]:
+        """`ids` so that the first `count` of them are the ones that the pattern picks."""
+        if pattern == "last":
+            return list(reversed(ids))
+        if pattern == "smallest":
+            return sorted(ids, key=lambda i: self.layout.packed[i].nbytes)
+        if pattern == "spread" and 0 < count < len(ids):
+            picked = [ids[k * len(ids) // count] for k in range(count)]
+            chosen = set(picked)
+            return picked + [i for i in ids if i not in chosen]
+        return list(ids)
+
+    def _spilled(self, chunks: tuple[ChunkSpec, ...]) -> tuple[ChunkSpec, ...]:
+        """States go on to NVMe, the last chunks first, until the host's memory holds the rest."""
+        scheme, limit = self.placer.scheme, self.problem.budget.cpu_bytes or 0
+        lacking = memory_use(chunks, 0, scheme).host_bytes - limit
+        room = self.problem.budget.nvme_bytes
+        spilled = list(chunks)
+        for chunk in reversed(chunks):
+            if lacking <= 0:
+                break
+            nbytes = scheme.state_bytes(chunk)
+            if chunk.requires_grad and chunk.optim_tier is Tier.CPU and nbytes <= room:
+                spilled[chunk.id] = replace(chunk, optim_tier=Tier.NVME, is_update_streamed=False)
+                lacking -= nbytes
+                room -= nbytes
+        for chunk in chunks:  # a large one may have made a small one unnecessary
+            nbytes = scheme.state_bytes(chunk)
+            if spilled[chunk.id] is not chunk and nbytes <= -lacking:
+                spilled[chunk.id] = chunk
+                lacking += nbytes
+        return tuple(spilled)
+
+
+def rank(outcome: Outcome) -> tuple[float, int, int, int]:
+    """The faster, then the one that takes less of the host, then of the GPU, then that fetches less far ahead."""
+    return (outcome.total_s, outcome.host_bytes, outcome.gpu_bytes, outcome.choice.depth)
+
+
+def is_all_on_gpu(chunks: Sequence[ChunkSpec]) -> bool:
+    return all(c.is_persistent and (not c.requires_grad or c.optim_tier is Tier.GPU) for c in chunks)
