@@ -16,7 +16,7 @@ from lightning_elixir.holding import Holding
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.timeline import Timeline
-from lightning_elixir.planner import Planner
+from lightning_elixir.planner import OptimizerFacts, Planner
 from lightning_elixir.report import ReportData
 from lightning_elixir.retry import RepeatableStep
 from lightning_elixir.run_report import RunReport
@@ -61,6 +61,7 @@ class FitRun:
         self._module = module
         self._holding = holding
         self._planner = planner
+        self._optimizer = optimizer
         self._hardware = hardware
         self._report = None if config.report_dir is None else RunReport(config.report_dir)
         engine = holding.engine.engine
@@ -69,7 +70,7 @@ class FitRun:
             holding,
             planner,
             comm,
-            can_stream=optimizer.can_stream,
+            optimizer=self._optimizer_facts,
             is_searched=config.placement_policy == "auto" and config.plan is None,
             is_profile_wanted=config.report_dir is not None,
         )
@@ -84,6 +85,9 @@ class FitRun:
                 is_reporting=self._report is not None,
             )
             trainer.callbacks.insert(0, self._monitor)  # type: ignore[attr-defined]
+
+    def _optimizer_facts(self) -> OptimizerFacts:
+        return OptimizerFacts(self._optimizer.can_stream, self._optimizer.num_states)
 
     # Steps
 
@@ -130,7 +134,11 @@ class FitRun:
 
     def _timeline(self) -> Timeline | None:
         profile = self.warm_up.profile
-        return None if profile is None else self._planner.simulated(self._holding.engine.plan, profile)
+        return (
+            None
+            if profile is None
+            else self._planner.simulated(self._holding.engine.plan, profile, self._optimizer.num_states)
+        )
 
     def _num_samples(self) -> int | None:
         """Of one step over all ranks, where the data loader tells."""

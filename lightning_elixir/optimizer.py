@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +134,15 @@ class ElixirOptimizer(torch.optim.Optimizer):
         they run, that is `HybridAdam` and `CPUAdam`."""
         return self._cls is HybridAdam
 
+    @property
+    def num_states(self) -> int:
+        """States for each element of a parameter (Adam 2), rounded up; 2 before there are any."""
+        inners = [inner for inner in self._inner.values() if inner.state_bytes()]
+        if not inners:
+            return 2
+        # Step counts and the like are too small to count as a state.
+        return math.ceil(sum(i.state_bytes() for i in inners) / max(1, sum(i.work.nbytes for i in inners)) - 0.1)
+
     def _check_streaming(self, plan: Plan) -> None:
         if self.can_stream:
             return
@@ -235,7 +245,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.is_step_skipped = self.scaler.enabled and not self._is_finite(used)
         self.last_step_times = None if self.is_step_skipped else self._update(used)
         self.scaler.update(self.is_step_skipped)
-        engine.end_step([] if self.is_step_skipped else sorted(used))
+        with self._all_or_nothing():
+            engine.end_step([] if self.is_step_skipped else sorted(used))
         self._transforms = []
         # The user's own `step` never runs; a learning-rate scheduler built on it would warn about that.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -250,7 +261,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _update(self, used: Mapping[int, set[int]]) -> UpdateTimes:
         chunks = [self._engine.chunks[i] for i in sorted(used) if self._engine.store[i].grad is not None]
         if not self.can_stream:
-            return self._update_by_torch(chunks, used)
+            with self._all_or_nothing():
+                return self._update_by_torch(chunks, used)
         # What may fail for want of memory comes before the first step is counted.
         for chunk in chunks:
             self._inner[chunk.id].allocate_moments()
@@ -259,11 +271,21 @@ class ElixirOptimizer(torch.optim.Optimizer):
         on_device: list[FlatUpdate] = []
         streamed: list[FlatUpdate] = []
         on_host: list[FlatUpdate] = []
-        for chunk in chunks:
-            spec = chunk.spec
-            site = on_device if spec.optim_tier is Tier.GPU else streamed if spec.is_update_streamed else on_host
-            site += self._adam_updates(chunk, used[chunk.id])
-        return self._runner.run(on_device, streamed, on_host)
+        with self._all_or_nothing():
+            for chunk in chunks:
+                spec = chunk.spec
+                site = on_device if spec.optim_tier is Tier.GPU else streamed if spec.is_update_streamed else on_host
+                site += self._adam_updates(chunk, used[chunk.id])
+            return self._runner.run(on_device, streamed, on_host)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Some chunks updated and others not is a state that nobody must train on, or save."""
+        try:
+            yield
+        except BaseException as error:
+            self._engine.give_up(f"in the middle of an optimizer step ({type(error).__name__})")
+            raise
 
     def _adam_updates(self, chunk: Chunk, members: set[int]) -> list[FlatUpdate]:
         shard = self._engine.store[chunk.id]

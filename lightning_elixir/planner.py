@@ -18,12 +18,12 @@ from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.io import load_plan
-from lightning_elixir.plan.memory import Budget
+from lightning_elixir.plan.memory import Budget, memory_use
 from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.timeline import Timeline
+from lightning_elixir.plan.timeline import Timeline, scheme_of
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.planning import make_plan, norm_parameters, param_specs, timeline_of
+from lightning_elixir.planning import data_bytes_of, make_plan, norm_parameters, param_specs, timeline_of
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,16 @@ LEAST_GAIN = 0.05
 """Part of the step that a new placement must save to be worth moving to."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What a placement has to know of the optimizer."""
+
+    can_stream: bool = False
+    """Whether its updates may be streamed to the device."""
+    num_states: int = 2
+    """States for each element of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ class Planner:
         has_autocast: Whether steps run under `torch.autocast`.
         hardware: Measured figures to predict times with; None: `HardwareSpec.nominal()`.
         accumulates: Whether gradients of several backwards are added up before a step.
+        num_backwards: How many, as far as that is known.
     """
 
     def __init__(
@@ -70,6 +81,7 @@ class Planner:
         has_autocast: bool,
         hardware: HardwareSpec | None = None,
         accumulates: bool = False,
+        num_backwards: int = 1,
     ) -> None:
         self._config = config
         self._comm = comm
@@ -80,6 +92,7 @@ class Planner:
         self._has_autocast = has_autocast
         self._hardware = hardware
         self._accumulates = accumulates
+        self._num_backwards = num_backwards
 
     def check_model(self, model: nn.Module, *, is_training: bool) -> None:
         """Look at the parameters of all ranks, before memory is taken.
@@ -144,7 +157,7 @@ class Planner:
         return self._share(lambda: self._safe_plan(model, current, budget))
 
     def final_plan(
-        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, *, can_stream: bool = False
+        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, optimizer: OptimizerFacts
     ) -> Plan:
         """Place `current`'s chunks anew, knowing what a training step does.
 
@@ -153,14 +166,14 @@ class Planner:
             current: The plan in force.
             budget: Limits of one rank.
             profile: What this rank saw in a step, over `current`'s chunks.
-            can_stream: Whether the optimizer's updates may be streamed to the device.
+            optimizer: What matters of it.
         """
         shared = self._shared_profile(profile, current)
         log.info("one step took up to %s beside the chunks: placing them", format_bytes(shared.peak_non_model_bytes))
-        return self._share(lambda: self._final_plan(model, current, budget, shared, can_stream))
+        return self._share(lambda: self._final_plan(model, current, budget, shared, optimizer))
 
     def refined_plan(
-        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, *, can_stream: bool = False
+        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, optimizer: OptimizerFacts
     ) -> Plan | None:
         """A plan that is faster than `current` by more than `LEAST_GAIN` of the step, by what is known now; None if
         there is none. Arguments as for `final_plan`."""
@@ -168,8 +181,8 @@ class Planner:
 
         def decide() -> Plan | None:
             try:
-                better = self._make(model, budget, layout=current, profile=shared, can_stream=can_stream)
-                now_s = self.simulated(current, shared).times.total_s
+                better = self._make(model, budget, layout=current, profile=shared, optimizer=optimizer)
+                now_s = self.simulated(current, shared, optimizer.num_states).times.total_s
             except CapacityError:
                 return None
             if better.forecast is None or better.forecast.times.total_s > now_s * (1 - LEAST_GAIN):
@@ -178,14 +191,16 @@ class Planner:
 
         return self._share(decide)
 
-    def simulated(self, plan: Plan, profile: StepProfile) -> Timeline:
+    def simulated(self, plan: Plan, profile: StepProfile, num_states: int = 2) -> Timeline:
         """The predicted step of a plan, with spans and memory. Not collective."""
         return timeline_of(
             plan,
             profile,
             self._hardware or HardwareSpec.nominal(),
             master_weights=self._master_weights,
+            num_states=num_states,
             accumulates=self._accumulates,
+            num_backwards=self._num_backwards,
         )
 
     def _shared_profile(self, profile: StepProfile, current: Plan) -> StepProfile:
@@ -206,7 +221,9 @@ class Planner:
     def _decide(self, model: nn.Module, budget: Budget, is_training: bool) -> tuple[Plan, bool]:
         given = self._config.plan
         if given is not None:
-            return (given if isinstance(given, Plan) else load_plan(str(given))), True
+            plan = given if isinstance(given, Plan) else load_plan(str(given))
+            self._check_given(plan, budget)
+            return plan, True
         plan = self._make(model, budget)
         is_fixed = self._config.placement_policy == "cuda" or plan.is_all_resident
         if self._config.placement_policy == "auto":
@@ -217,11 +234,25 @@ class Planner:
             return self._safe_plan(model, plan, budget), False
         return self._evaluation_plan(model, plan, budget), False
 
+    def _check_given(self, plan: Plan, budget: Budget) -> None:
+        """Raises `CapacityError` if a plan of the user's takes more than there is, activations not counted."""
+        data_bytes = data_bytes_of(master_weights=self._master_weights, accumulates=self._accumulates)
+        use = memory_use(plan.chunks, plan.rcache_blocks, scheme_of(plan, data_bytes))
+        for name, nbytes, limit in (
+            ("GPU memory", use.gpu_bytes, budget.gpu_bytes),
+            ("host memory", use.host_bytes, budget.cpu_bytes),
+        ):
+            if limit is not None and nbytes > limit:
+                raise CapacityError(
+                    f"{name}: the given plan needs {format_bytes(nbytes)} on each rank, without activations, but there"
+                    f" are {format_bytes(limit)}. Make a plan for this machine, or leave out `plan`"
+                )
+
     def _final_plan(
-        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, can_stream: bool
+        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, optimizer: OptimizerFacts
     ) -> Plan:
         try:
-            return self._make(model, budget, layout=current, profile=profile, can_stream=can_stream)
+            return self._make(model, budget, layout=current, profile=profile, optimizer=optimizer)
         except CapacityError as error:  # and yet the step has run
             log.warning("going on with the plan of the first step, the smallest there is: %s", error)
             return current
@@ -252,9 +283,10 @@ class Planner:
         layout: Plan | None = None,
         policy: str | None = None,
         profile: StepProfile | None = None,
-        can_stream: bool = False,
+        optimizer: OptimizerFacts | None = None,
     ) -> Plan:
         config = self._config
+        facts = optimizer or OptimizerFacts()
         return make_plan(
             model,
             placement_policy=policy or config.placement_policy,
@@ -275,8 +307,10 @@ class Planner:
             gpu_bytes=budget.gpu_bytes,
             cpu_bytes=budget.cpu_bytes,
             non_model_bytes=budget.non_model_bytes,
+            num_states=facts.num_states,
             accumulates=self._accumulates,
-            can_stream=can_stream,
+            num_backwards=self._num_backwards,
+            can_stream=facts.can_stream,
             profile=profile,
             hardware=self._hardware,
             layout=layout,

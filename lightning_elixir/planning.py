@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_elixir.core.device import current_device_memory_bytes
+from lightning_elixir.core.comm import make_comm
+from lightning_elixir.core.device import current_device_memory_bytes, make_device
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec
@@ -67,6 +68,7 @@ def make_plan(
     master_weights: bool = True,
     num_states: int = 2,
     accumulates: bool = False,
+    num_backwards: int = 1,
     can_stream: bool = False,
     world_size: int = 1,
     gpu_bytes: int | None = None,
@@ -100,6 +102,7 @@ def make_plan(
         master_weights: Whether 16-bit parameters have an fp32 master.
         num_states: Optimizer states per element (Adam 2, SGD with momentum 1, without 0).
         accumulates: Gradients of several backwards are added up, in fp32.
+        num_backwards: Micro-batches before each update, which count in the predicted step.
         can_stream: Whether the optimizer's updates may be streamed to the device (`HybridAdam`, `CPUAdam`).
         world_size: Ranks that share a chunk.
         gpu_bytes: Device memory of one rank; None: not known, treated as unlimited.
@@ -144,6 +147,7 @@ def make_plan(
         can_stream=can_stream,
         stream_bytes=STREAM_BYTES,
         accumulates=accumulates,
+        num_backwards=num_backwards,
         is_time_guessed=profile is None,
     )
 
@@ -171,7 +175,7 @@ def make_plan(
             numels = (min(numels) // 2,)
             # What the host lacks, and the whole GPU could not take, no chunk size brings.
             is_hopeless = error.resource == "host" and (error.lacking_bytes or 0) > (gpu_bytes or 0)
-            if is_hopeless or not sizes.is_free or gpu_bytes is None or numels[0] < ALIGN_NUMEL:
+            if is_hopeless or not sizes.is_free or gpu_bytes is None or numels[0] < sizes.least_numel:
                 raise refusal from None
 
 
@@ -202,6 +206,7 @@ def timeline_of(
     master_weights: bool = True,
     num_states: int = 2,
     accumulates: bool = False,
+    num_backwards: int = 1,
 ) -> Timeline:
     """The simulated step of any plan, with its spans and its memory.
 
@@ -212,12 +217,21 @@ def timeline_of(
         master_weights: Whether 16-bit parameters have an fp32 master.
         num_states: Optimizer states per element.
         accumulates: Gradients of several backwards are added up.
+        num_backwards: Micro-batches before each update.
     """
     data_bytes = data_bytes_of(master_weights=master_weights, num_states=num_states, accumulates=accumulates)
     packed = tuple(PackedChunk(c.dtype, c.requires_grad, c.numel, c.members) for c in plan.chunks)
     over_chunks = profile if isinstance(profile, StepProfile) else step_profile(profile, packed, hardware)
     scheme = scheme_of(plan, data_bytes, STREAM_BYTES)
-    return simulate_step(plan, over_chunks, hardware, scheme, accumulates=accumulates, is_detailed=True)
+    return simulate_step(
+        plan,
+        over_chunks,
+        hardware,
+        scheme,
+        accumulates=accumulates,
+        num_backwards=num_backwards,
+        is_detailed=True,
+    )
 
 
 def _profile_over(layout: Layout, profile: MemoryProfile | StepProfile | None, problem: Problem) -> StepProfile:
@@ -239,6 +253,8 @@ def detect_budget(
 ) -> Budget:
     """What one rank of this machine may use now. Initialises CUDA where there is one.
 
+    Collective where the default process group has several ranks: all get what the poorest has, so that they plan alike.
+
     Args:
         local_world_size: Ranks on this host, which share its memory.
         gpu_bytes: Plan as if the device had no more than this.
@@ -247,6 +263,12 @@ def detect_budget(
     """
     device_bytes = current_device_memory_bytes()
     host_bytes = available_host_bytes() // max(1, local_world_size)
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        comm = make_comm(None, make_device().torch_device)
+        everyone: list[tuple[int | None, int]] = comm.exchange_objects((device_bytes, host_bytes))
+        comm.close()
+        device_bytes = min((gpu for gpu, _ in everyone if gpu is not None), default=None)
+        host_bytes = min(host for _, host in everyone)
     return Budget(
         gpu_bytes=min((b for b in (device_bytes, gpu_bytes) if b is not None), default=None),
         cpu_bytes=host_bytes if cpu_bytes is None else min(host_bytes, cpu_bytes),
@@ -269,6 +291,11 @@ class _ChunkSizes:
     @property
     def is_free(self) -> bool:
         return self.chunk_size is None and self.search_range is None and self.min_chunk_size is None
+
+    @property
+    def least_numel(self) -> int:
+        """Smaller chunks than the largest parameter need no less memory: it takes several blocks then."""
+        return max((s.numel for s in self.specs), default=ALIGN_NUMEL)
 
     def candidates(self) -> tuple[int, ...]:
         """Elements of a chunk; the size with the least waste first."""

@@ -76,7 +76,7 @@ class RepeatableStep:
         from torchmetrics import Metric
 
         self._module = module
-        self._engine = engine
+        self.engine = engine
         self._logged = logged
         self._replan = replan
         self._device = engine.device.torch_device
@@ -105,9 +105,13 @@ class RepeatableStep:
         self._num_repeats = 0
         self._forward = forward
         self._is_batch_used_up = any(isinstance(value, Iterator) for value in batch)
-        self._before = self._capture() if self._engine.comm.world_size == 1 else None
+        self._before = self._capture() if self.engine.comm.world_size == 1 else None
         self._output = self._run_forward(forward)
         return self._output
+
+    def forget(self) -> None:
+        """There will be no backward: let go of the batch and of what the step returned."""
+        self._forward = self._output = self._before = None
 
     def _run_forward(self, forward: Callable[[], Any]) -> Any:
         while True:
@@ -141,7 +145,7 @@ class RepeatableStep:
                 shortage = memory_shortage(error)
                 if shortage is None:
                     raise
-            if self._engine.has_lost_gradients:
+            if self.engine.has_lost_gradients:
                 raise CapacityError(
                     f"the device ran out of memory in a backward ({shortage}), and the gradients of earlier"
                     f" micro-batches cannot be told from those of this one any more: {_CURE}"
@@ -212,7 +216,7 @@ class RepeatableStep:
         before = self._before
         if before is None:
             raise CapacityError(
-                f"rank {self._engine.comm.rank} ran out of device memory in {phase} ({shortage}). With several ranks a"
+                f"rank {self.engine.comm.rank} ran out of device memory in {phase} ({shortage}). With several ranks a"
                 f" step cannot be repeated: {_CURE}"
             )
         why = self._why_not(before)
@@ -221,7 +225,7 @@ class RepeatableStep:
                 f"the device ran out of memory in {phase} ({shortage}), and the step cannot be repeated since {why}:"
                 f" {_CURE}"
             )
-        held = self._engine.device_bytes()
+        held = self.engine.device_bytes()
         gc.collect()  # the failed run's activations, where they sit in cycles
         if not self._make_room():
             raise self._refusal(phase, shortage)
@@ -232,7 +236,7 @@ class RepeatableStep:
             " again, with the same result. To avoid this, %s.%s",
             phase,
             shortage,
-            format_bytes(max(held - self._engine.device_bytes(), 0)),
+            format_bytes(max(held - self.engine.device_bytes(), 0)),
             _CURE,
             f" {', '.join(type(m).__name__ for m in counted)} will have seen the batch twice" if counted else "",
         )
@@ -247,7 +251,7 @@ class RepeatableStep:
 
     def _make_room(self) -> bool:
         """The first time, the rCache gives what it can; if that is nothing, or not enough, the plan goes."""
-        engine = self._engine
+        engine = self.engine
         if self._num_repeats == 0:
             has_room = engine.make_room() and not engine.wanted_non_model_bytes
             if not has_room and not engine.reducer.used:
@@ -265,10 +269,10 @@ class RepeatableStep:
         self._module.forward = before.forward  # Lightning sets it for a moment when a step starts
 
     def _refusal(self, phase: str, shortage: str) -> CapacityError:
-        plan = self._engine.plan
+        plan = self.engine.plan
         return CapacityError(
             f"the device ran out of memory in {phase} again ({shortage}), with {plan.rcache_blocks} blocks of"
-            f" {format_bytes(plan.block_bytes)} in the rCache and {format_bytes(self._engine.device_bytes())} of chunks"
+            f" {format_bytes(plan.block_bytes)} in the rCache and {format_bytes(self.engine.device_bytes())} of chunks"
             f" on the device in all: {_CURE}"
         )
 

@@ -46,6 +46,7 @@ from lightning_elixir.planner import Planner
 from lightning_elixir.precision import ElixirPrecision, elixir_precision
 from lightning_elixir.processes import ProcessStrategy, StartMethod
 from lightning_elixir.profiling.hardware import profile_hardware
+from lightning_elixir.retry import RepeatableStep
 from lightning_elixir.run_report import RunReport
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -167,6 +168,8 @@ class ElixirStrategy(ProcessStrategy):
         self._elixir_optimizer: ElixirOptimizer | None = None
         self._hardware: HardwareSpec | None = None
         self._accumulates = False
+        self._num_backwards = 1
+        self._evaluation: RepeatableStep | None = None
         self._fit_run: FitRun | None = None
         super().__init__(
             accelerator=accelerator,
@@ -244,6 +247,7 @@ class ElixirStrategy(ProcessStrategy):
         self._fit_run = None
         self._hardware = self._obtain_hardware(is_training)
         self._accumulates = is_training and accumulates_gradients(trainer, module)
+        self._num_backwards = trainer.accumulate_grad_batches if is_training else 1
         self.model = self._obtain_engine(module, is_training)
         if is_training:
             self.setup_optimizers(trainer)
@@ -335,6 +339,7 @@ class ElixirStrategy(ProcessStrategy):
             plugin.has_autocast,
             self._hardware,
             self._accumulates,
+            self._num_backwards,
         )
 
     @staticmethod
@@ -428,6 +433,31 @@ class ElixirStrategy(ProcessStrategy):
         # Backward and step happen inside, so the step is no one forward of the engine: each module that it calls is.
         with self.precision_plugin.train_step_context():
             return module.training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().validation_step, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().test_step, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().predict_step, args, kwargs)
+
+    def _evaluate(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it, a second time with less in the rCache if memory runs out."""
+        step, trainer = self._evaluation, self._module.trainer
+        if step is None or step.engine is not self._engine.engine:
+            engine = self._engine.engine
+            step = self._evaluation = RepeatableStep(
+                self._module, engine, lambda: trainer._results or {}, lambda: False
+            )
+        try:
+            return step.forward(lambda: run(*args, **kwargs), (*args, *kwargs.values()))
+        finally:
+            step.forget()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -541,7 +571,7 @@ class ElixirStrategy(ProcessStrategy):
     def close(self) -> None:
         """Free everything that the engine holds. The model's parameters have no values afterwards."""
         holding = Holding.of(self.lightning_module)
-        self.optimizers, self._elixir_optimizer = [], None
+        self.optimizers, self._elixir_optimizer, self._evaluation = [], None, None
         self.precision_plugin.attach_optimizer(None)
         if holding is not None:
             holding.engine.close()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_elixir.core.comm import Comm
@@ -20,7 +21,7 @@ from lightning_elixir.holding import Holding
 from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.types import AccessTrace, Plan
-from lightning_elixir.planner import Planner
+from lightning_elixir.planner import OptimizerFacts, Planner
 from lightning_elixir.runtime.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class WarmUp:
         holding: Whose engine it is, and how far it has come in earlier fits.
         planner: Makes the plans.
         comm: The ranks.
-        can_stream: Whether the optimizer's updates may be streamed to the device.
+        optimizer: What plans have to know of it; asked when a plan is made, since states come with the first step.
         is_searched: Where chunks live is ours to decide: neither a plan nor a fixed policy was given.
         is_profile_wanted: A step is to be watched even where no plan depends on it.
     """
@@ -61,14 +62,14 @@ class WarmUp:
         planner: Planner,
         comm: Comm,
         *,
-        can_stream: bool,
+        optimizer: Callable[[], OptimizerFacts],
         is_searched: bool,
         is_profile_wanted: bool,
     ) -> None:
         self._holding = holding
         self._planner = planner
         self._comm = comm
-        self._can_stream = can_stream
+        self._optimizer = optimizer
         self._is_searched = is_searched
         self._is_timed_for_others = False
         self._num_steps = 0
@@ -167,9 +168,7 @@ class WarmUp:
         if profile is None or not is_known:
             profile = StepProfile(AccessTrace(()), (StepInterval(0.0, engine.peak_non_model_bytes),))
         self.profile = profile = _with_peak(profile, self._least_bytes)
-        plan = self._planner.final_plan(
-            holding.skeleton, engine.plan, holding.budget, profile, can_stream=self._can_stream
-        )
+        plan = self._planner.final_plan(holding.skeleton, engine.plan, holding.budget, profile, self._optimizer())
         holding.is_warm = holding.has_memory_samples = True
         # Where everything is on the device nothing can be gained; and fixed policies leave nothing to choose.
         holding.is_refinable = is_known and plan.policy == "auto" and not plan.is_all_resident
@@ -187,9 +186,7 @@ class WarmUp:
         if not holding.is_refinable or profile is None or not is_known:
             return
         holding.is_refinable = False
-        plan = self._planner.refined_plan(
-            holding.skeleton, engine.plan, holding.budget, profile, can_stream=self._can_stream
-        )
+        plan = self._planner.refined_plan(holding.skeleton, engine.plan, holding.budget, profile, self._optimizer())
         if plan is not None:
             self._move_to(plan)
             log.info("the times of a later step promise more from another plan: %s", _first_lines(plan))

@@ -157,7 +157,12 @@ def test_json_has_it_all(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_from_dict(content["plan"])
     assert plan.world_size == 2
     times = content["plan"]["forecast"]["times"]
-    assert content["step_s"] == pytest.approx(3 * (times["total_s"] - times["step_s"]) + times["step_s"], rel=1e-3)
+    assert content["step_s"] == pytest.approx(times["total_s"], rel=1e-3)
+    parts = times["compute_s"] + times["waiting_s"] + times["step_s"]
+    assert content["step_s"] == pytest.approx(parts, rel=1e-3)
+    assert main([*GPT, "--json", "--gpus", "2"]) == 0
+    once = json.loads(capsys.readouterr().out)["plan"]["forecast"]["times"]
+    assert times["compute_s"] == pytest.approx(3 * once["compute_s"])
     assert content["profile"]["activation_bytes"] > 2 * 64 * 512 * 4  # the logits in fp32
     assert HardwareSpec.from_dict(content["hardware"]).host_bytes == 8 * GIB
 

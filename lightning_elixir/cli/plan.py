@@ -47,8 +47,7 @@ class Found:
     @property
     def step_s(self) -> float:
         """Predicted seconds of one step: so many times forward and backward, and one update."""
-        times = self.timeline.times
-        return self.num_accumulated * (times.total_s - times.step_s) + times.step_s
+        return self.timeline.times.total_s
 
     @property
     def num_tokens(self) -> int | None:
@@ -120,6 +119,7 @@ def find(options: argparse.Namespace) -> Found:
             keep_fp32=norm_parameters(subject.model, is_alone=False) if precision.is_mixed else (),
             master_weights=precision.is_mixed,
             accumulates=options.accumulate > 1,
+            num_backwards=options.accumulate,
             can_stream=True,
             world_size=options.gpus,
             gpu_bytes=machine.gpu_bytes,
@@ -134,6 +134,7 @@ def find(options: argparse.Namespace) -> Found:
             machine.hardware,
             master_weights=precision.is_mixed,
             accumulates=options.accumulate > 1,
+            num_backwards=options.accumulate,
         )
     num_params = sum(spec.numel for spec in param_specs(subject.model))
     return Found(subject, machine, profile, plan, timeline, num_params, options.accumulate)

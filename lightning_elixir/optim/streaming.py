@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -111,16 +112,17 @@ class StateStream:
         Raises:
             CapacityError: If the device has no memory for it; no update has begun then.
         """
-        pieces = (piece for update in updates for piece in update.pieces(self._piece_numel(update)))
-        first = next(pieces, None)
+        waiting = iter(updates)
+        first = next(waiting, None)
         if first is None:
             try:
                 yield _do_nothing
             finally:
                 self.release()
             return
-        self.reserve()
-        queue = _Queue(first, pieces, self._issue)
+        self.reserve()  # which may make the slots smaller, and so the pieces
+        pieces = (piece for update in chain((first,), waiting) for piece in update.pieces(self._piece_numel(update)))
+        queue = _Queue(next(pieces), pieces, self._issue)
         try:
             for lane in (self._up_lane, self._update_lane, self._down_lane):
                 with lane.issue():  # whoever had this memory before, or reads the targets, is done

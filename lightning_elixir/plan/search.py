@@ -105,7 +105,14 @@ def distance(refusal: CapacityError) -> tuple[bool, int]:
 def with_forecast(plan: Plan, profile: StepProfile, problem: Problem) -> Plan:
     """A plan that nobody searched for, with what the simulation expects of it."""
     scheme = scheme_of(plan, problem.data_bytes, problem.stream_bytes)
-    timeline = simulate_step(plan, profile, problem.hardware, scheme, accumulates=problem.accumulates)
+    timeline = simulate_step(
+        plan,
+        profile,
+        problem.hardware,
+        scheme,
+        accumulates=problem.accumulates,
+        num_backwards=problem.num_backwards,
+    )
     forecast = Forecast(
         times=timeline.times,
         peak_gpu_bytes=timeline.peak_gpu_bytes,
@@ -327,7 +334,7 @@ class _LayoutSearch(Space):
             hardware += "; computing assumed to take as long as fetching"
         forecast = Forecast(
             times=timeline.times,
-            peak_gpu_bytes=outcome.gpu_bytes,
+            peak_gpu_bytes=max(outcome.gpu_bytes, timeline.peak_gpu_bytes),
             gpu_limit_bytes=self.problem.budget.gpu_bytes,
             host_bytes=outcome.host_bytes,
             host_limit_bytes=self.problem.budget.cpu_bytes,

@@ -42,6 +42,8 @@ class Problem:
     """Device memory of the buffers that this takes."""
     accumulates: bool = False
     """Gradients of several backwards are added up."""
+    num_backwards: int = 1
+    """Micro-batches before each update, as far as that is known."""
     is_time_guessed: bool = False
     """Nobody has measured the computing; it is assumed to take as long as fetching."""
 
@@ -195,6 +197,7 @@ class Space:
             self.problem.hardware,
             self.placer.scheme,
             accumulates=self.problem.accumulates,
+            num_backwards=self.problem.num_backwards,
         )
 
     def _bare_plan(self, chunks: tuple[ChunkSpec, ...], blocks: int, depth: int) -> Plan:

@@ -65,6 +65,11 @@ class Timeline:
     memory: tuple[MemoryPoint, ...] = ()
     """Empty unless asked for."""
 
+    @property
+    def end_s(self) -> float:
+        """When the update is over, counted from the beginning of the last forward."""
+        return self.backward_end_s + self.times.step_s
+
 
 def scheme_of(plan: Plan, data_bytes: Mapping[str, ModelDataBytes], stream_bytes: int = 0) -> Scheme:
     """The scheme that a plan was made under."""
@@ -78,6 +83,7 @@ def simulate_step(
     scheme: Scheme,
     *,
     accumulates: bool = False,
+    num_backwards: int = 1,
     is_detailed: bool = False,
 ) -> Timeline:
     """Run one step of a plan without its bytes.
@@ -88,12 +94,14 @@ def simulate_step(
         hardware: Measured figures of one rank.
         scheme: Bytes per element.
         accumulates: Gradients of earlier backwards are there from the start, and stay.
+        num_backwards: Micro-batches before each update. `times` are those of all of them and the update; spans and
+            memory show the last one.
         is_detailed: Whether to give `spans` and `memory`.
 
     Returns:
         The timeline of a step with its trace known, as all but the first are.
     """
-    return _Run(plan, profile, hardware, scheme, accumulates, is_detailed).run()
+    return _Run(plan, profile, hardware, scheme, accumulates, num_backwards, is_detailed).run()
 
 
 def moments(profile: StepProfile) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -202,10 +210,11 @@ class _Run:
         hardware: HardwareSpec,
         scheme: Scheme,
         accumulates: bool,
+        num_backwards: int,
         is_detailed: bool,
     ) -> None:
         self.plan, self.profile, self.hardware, self.scheme = plan, profile, hardware, scheme
-        self.accumulates = accumulates
+        self.accumulates, self.num_backwards = accumulates, num_backwards
         self.costs = Costs(hardware, scheme)
         self.recorder = _Recorder() if is_detailed else None
         cost_blocks = {c.id: plan.blocks_of(c.id) for c in plan.chunks if not c.is_persistent}
@@ -226,17 +235,18 @@ class _Run:
         self._iterate()
         backward_end_s = max(self.compute_s, self.reduce.free_s)
         self._wait(backward_end_s, "wait for gradients")
-        end_s = self._step(backward_end_s)
-        compute_s = self.profile.compute_s
+        n, compute_s = self.num_backwards, self.profile.compute_s
+        once = (self.h2d_s, self.d2h_s, self.collective_s)
+        step_s = self._step(backward_end_s) - backward_end_s
         times = StepTimes(
-            total_s=end_s,
-            compute_s=compute_s,
-            h2d_s=self.h2d_s,
-            d2h_s=self.d2h_s,
-            collective_s=self.collective_s,
+            total_s=n * backward_end_s + step_s,
+            compute_s=n * compute_s,
+            h2d_s=self.h2d_s + (n - 1) * once[0],
+            d2h_s=self.d2h_s + (n - 1) * once[1],
+            collective_s=self.collective_s + (n - 1) * once[2],
             adam_s=self.adam_s,
-            waiting_s=max(0.0, backward_end_s - compute_s),
-            step_s=end_s - backward_end_s,
+            waiting_s=n * max(0.0, backward_end_s - compute_s),
+            step_s=step_s,
         )
         peak = beside_rcache_bytes(self.plan.chunks, moments(self.profile), self.scheme, accumulates=self.accumulates)
         recorder = self.recorder or _Recorder()
@@ -357,7 +367,8 @@ class _Run:
         share the host's memory, and slow each other down."""
         compute_s = cpu_s = start_s
         slowdown = self._joint_slowdown()
-        self._remember(start_s, 0)
+        is_streaming = any(c.is_update_streamed for c in self.plan.chunks)
+        self._remember(start_s, 0, self.scheme.stream_bytes if is_streaming else 0)
         self.grad_bytes = self.start_grad_bytes
         streamed: list[tuple[float, str]] = []
         written: list[tuple[float, float, str]] = []  # when the host has made the new values, seconds of the bus
@@ -416,13 +427,13 @@ class _Run:
         if self.recorder is not None and end_s > start_s:
             self.recorder.spans.append(Span(lane, start_s, end_s, label))
 
-    def _remember(self, at_s: float, non_model_bytes: int) -> None:
+    def _remember(self, at_s: float, non_model_bytes: int, stream_bytes: int = 0) -> None:
         if self.recorder is not None:
             point = MemoryPoint(
                 at_s,
                 self.resident_bytes,
                 self.rcache.used_blocks * self.plan.block_bytes,
-                self.grad_block_bytes + self.grad_bytes,
+                self.grad_block_bytes + self.grad_bytes + stream_bytes,
                 non_model_bytes,
             )
             self.recorder.memory.append(point)

@@ -46,7 +46,7 @@ class _Scale:
 
 def memory_picture(data: ReportData, timeline: Timeline) -> Markup:
     """The picture with its legend; empty without memory points."""
-    points = thinned(timeline.memory, timeline.times.total_s)
+    points = thinned(timeline.memory, timeline.end_s)
     if not points:
         return Markup("")
     measured = data.measured.memory if data.measured else ()
@@ -55,7 +55,7 @@ def memory_picture(data: ReportData, timeline: Timeline) -> Markup:
     limit = data.gpu_limit_bytes
     is_limit_drawn = limit is not None and limit <= FAR_LIMIT * peak
     top = max(peak, limit if limit is not None and is_limit_drawn else 0) * 1.02
-    end_s = max([timeline.times.total_s, *(at for at, _ in measured)]) or 1.0
+    end_s = max([timeline.end_s, *(at for at, _ in measured)]) or 1.0
     scale = _Scale(end_s, top)
     items = [(swatch(colour), text) for _, text, colour in KINDS]
     if limit is not None:
@@ -64,7 +64,7 @@ def memory_picture(data: ReportData, timeline: Timeline) -> Markup:
         items.append((_line_swatch("measured"), "measured"))
     content = [
         _grid(scale),
-        *_areas(points, scale, timeline.times.total_s),
+        *_areas(points, scale, timeline.end_s),
         _phase_marks(timeline, scale),
         _measured_line(measured, scale),
         _peak_label(points, scale, limit if is_limit_drawn else None),

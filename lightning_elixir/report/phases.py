@@ -17,7 +17,7 @@ class Phase:
 def phases(timeline: Timeline) -> list[Phase]:
     """The step's phases in order. Forward and backward are told apart where spans of the compute lane say which they
     are."""
-    end_s, backward_end_s = timeline.times.total_s, timeline.backward_end_s
+    end_s, backward_end_s = timeline.end_s, timeline.backward_end_s
     turn_s = next((s.start_s for s in timeline.spans if s.lane == "compute" and s.label.startswith("backward")), None)
     if turn_s is None:
         found = [Phase("forward and backward", 0.0, backward_end_s)]

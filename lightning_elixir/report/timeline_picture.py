@@ -68,7 +68,7 @@ def timeline_picture(timeline: Timeline) -> Markup:
     """The lanes with their legend; empty without spans."""
     lanes = [(key, name, [s for s in timeline.spans if s.lane == key]) for key, name in LANES]
     lanes = [lane for lane in lanes if lane[2]]
-    end_s = max([timeline.times.total_s, *(s.end_s for _, _, spans in lanes for s in spans)], default=0.0)
+    end_s = max([timeline.end_s, *(s.end_s for _, _, spans in lanes for s in spans)], default=0.0)
     if not lanes or end_s <= 0:
         return Markup("")
     height = TOP + len(lanes) * (LANE_HEIGHT + LANE_GAP) + BOTTOM

@@ -602,14 +602,21 @@ class Engine:
                 if notify is not None:
                     notify()
         except BaseException as error:
-            self.phase = Phase.CLOSED
-            self._why_closed = (
-                f"this ElixirModule failed half way to another placement ({type(error).__name__}), so its parameters"
-                " and optimizer states are not whole any more: start again from a checkpoint, with a lower"
-                " gpu_memory_limit if memory ran out"
-            )
+            self.give_up(f"half way to another placement ({type(error).__name__})")
             raise
         self._give_back_all()
+
+    def give_up(self, where: str) -> None:
+        """What the engine holds is not whole any more: everything that needs it raises from here on.
+
+        Args:
+            where: At what it failed, for the message.
+        """
+        self.phase = Phase.CLOSED
+        self._why_closed = (
+            f"this ElixirModule failed {where}, so its parameters and optimizer states are not whole any more: start"
+            " again from a checkpoint, with a lower gpu_memory_limit if memory ran out"
+        )
 
     def _give_back_all(self) -> None:
         self.device.give_back()

@@ -239,3 +239,27 @@ def test_host_waits_for_nothing_until_the_end(monkeypatch: pytest.MonkeyPatch) -
         ]
     assert [entry for entry in log if entry.startswith("issue")] == [f"issue {i}" for i in range(num_pieces)]
     assert [entry for entry in log if "host waits" in entry] == [f"host waits for {i}" for i in range(num_pieces)]
+
+
+def test_pieces_are_cut_for_the_slots_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots become smaller where memory is short, and pieces must fit them."""
+    slot_bytes = 8 * 2**20
+    stream = StateStream(make_device(torch.device("cpu")), slot_bytes, slot_bytes)
+    allocate, calls = stream._allocate, []
+
+    def short(nbytes: int) -> Tensor:
+        calls.append(nbytes)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("full")
+        return allocate(nbytes)
+
+    monkeypatch.setattr(stream, "_allocate", short)
+    numel = slot_bytes // 4
+    tensors = [torch.randn(numel) for _ in range(3)] + [torch.rand(numel)]
+    part = (UpdatePart(0, numel, 1, hyper()),)
+    expected = FlatUpdate(*(t.clone() for t in tensors), part)
+    expected.run()
+    actual = FlatUpdate(*tensors, part)
+    stream.run([actual])
+    assert len(calls) > 3
+    assert torch.equal(actual.param, expected.param)

@@ -25,6 +25,7 @@ from lightning_elixir.planning import (
     timeline_of,
 )
 from lightning_elixir.profiling.memory import profile_memory
+from tests.helpers.dist import run_ranks
 
 KIB = 1024
 MIB = 2**20
@@ -341,3 +342,15 @@ def test_a_profile_leaves_room_for_activations() -> None:
     assert int(fixed.notes["gpu_bytes"]) <= limit
     with pytest.raises(PlanError, match="needs the layout"):
         make_plan(model, profile=StepProfile(AccessTrace(()), ()))
+
+
+def search_with_unequal_memory(rank_bytes: tuple[int, ...]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "current_device_memory_bytes", lambda: 700 * KIB)
+        patch.setattr(planning, "available_host_bytes", lambda: rank_bytes[torch.distributed.get_rank()])
+        return simple_search(encoder(), 2, overlap=True).fingerprint()
+
+
+def test_ranks_with_unequal_memory_plan_alike() -> None:
+    first, second = run_ranks(search_with_unequal_memory, 2, (10 * MIB, 64 * MIB))
+    assert first == second

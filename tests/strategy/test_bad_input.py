@@ -232,3 +232,11 @@ def test_strategy_name_without_the_import() -> None:
     code = f"from {pl.__name__} import Trainer; Trainer(strategy='elixir', accelerator='cpu')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "invalid strategy name" in done.stderr
+
+
+def test_a_given_plan_is_held_against_the_limits() -> None:
+    trainer = fit(ElixirStrategy(placement_policy="cuda", **CHUNK))[0]
+    plan = trainer.strategy.plan
+    with pytest.raises(CapacityError, match=r"GPU memory: the given plan needs .* but there are 20.0 KiB"):
+        fit(ElixirStrategy(plan=plan, gpu_memory_limit="20KiB"))
+    fit(ElixirStrategy(plan=plan, gpu_memory_limit="20MiB"))

@@ -341,3 +341,31 @@ def _rank(phase: str) -> None:
 def test_on_several_ranks_the_error_names_the_cure(phase: str) -> None:
     with pytest.raises(RankError, match="rank 1 ran out of device memory .* lower gpu_memory_limit"):
         run_ranks(_rank, 2, phase, init_group=False, timeout_s=60.0)
+
+
+class ValidatedNet(Net):
+    """Runs out of memory in a validation batch, once or always."""
+
+    def __init__(self, num_failures: int = 0) -> None:
+        super().__init__()
+        self.num_failures = num_failures
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().validation_step(batch, batch_idx)
+        if batch_idx == 1 and self.num_failures:
+            self.num_failures -= 1
+            raise torch.OutOfMemoryError(MESSAGE)
+        return loss
+
+
+def test_a_validation_batch_is_run_again() -> None:
+    expected = fit(ElixirStrategy(**TIGHT), ValidatedNet, val=lambda: make_data(seed=3))[2]
+    _, model, actual = fit(ElixirStrategy(**TIGHT), lambda: ValidatedNet(1), val=lambda: make_data(seed=3))
+    assert model.num_failures == 0
+    assert actual.metrics["val_loss"] == expected.metrics["val_loss"]
+    assert_same_state(actual.state, expected.state)
+
+
+def test_a_validation_batch_that_never_fits_is_refused() -> None:
+    with pytest.raises(CapacityError, match="ran out of memory"):
+        fit(ElixirStrategy(**TIGHT), lambda: ValidatedNet(100), val=lambda: make_data(seed=3))
