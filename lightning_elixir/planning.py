@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_PREFETCH_DEPTH = 2
 DEFAULT_N_GRIDS = 128
+_LEAST_PROGRESS = 0.9
 
 
 def make_plan(
@@ -171,11 +172,14 @@ def make_plan(
             return decide([sizes.layout(numel) for numel in numels])
         except CapacityError as error:
             # The smallest rCache is a few chunks: where the user left their size to us, smaller ones may fit.
-            refusal = error if refusal is None else min(refusal, error, key=distance)
+            lacking, before = error.lacking_bytes or 0, refusal
+            refusal = error if before is None else min(before, error, key=distance)
             numels = (min(numels) // 2,)
             # What the host lacks, and the whole GPU could not take, no chunk size brings.
-            is_hopeless = error.resource == "host" and (error.lacking_bytes or 0) > (gpu_bytes or 0)
-            if is_hopeless or not sizes.is_free or gpu_bytes is None or numels[0] < sizes.least_numel:
+            is_hopeless = error.resource == "host" and lacking > (gpu_bytes or 0)
+            if before is not None and before.resource == error.resource:  # halving has to bring something
+                is_hopeless |= lacking > _LEAST_PROGRESS * (before.lacking_bytes or 0)
+            if is_hopeless or not sizes.is_free or gpu_bytes is None or numels[0] < ALIGN_NUMEL:
                 raise refusal from None
 
 
@@ -291,11 +295,6 @@ class _ChunkSizes:
     @property
     def is_free(self) -> bool:
         return self.chunk_size is None and self.search_range is None and self.min_chunk_size is None
-
-    @property
-    def least_numel(self) -> int:
-        """Smaller chunks than the largest parameter need no less memory: it takes several blocks then."""
-        return max((s.numel for s in self.specs), default=ALIGN_NUMEL)
 
     def candidates(self) -> tuple[int, ...]:
         """Elements of a chunk; the size with the least waste first."""

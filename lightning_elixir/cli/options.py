@@ -85,7 +85,11 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the machine", "sizes are bytes, or strings such as 24GiB")
     group.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU that may be used")
     group.add_argument("--cpu-memory", metavar="SIZE", help="host memory for all GPUs together")
-    group.add_argument("--nvme-memory", metavar="SIZE", help="NVMe space for optimizer states; default: none")
+    group.add_argument(
+        "--nvme-memory",
+        metavar="SIZE",
+        help="NVMe space for optimizer states, to see what it would bring: training with it comes with a later version",
+    )
     group.add_argument("--gpus", type=_positive, default=1, metavar="N", help="GPUs, all of one host; default: 1")
     group.add_argument(
         "--hardware",
@@ -116,6 +120,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--precision", choices=PRECISIONS, default="bf16-mixed", help="default: bf16-mixed")
     group.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     group.add_argument("--accumulate", type=_positive, default=1, metavar="N", help="micro-batches of a step")
+    group.add_argument(
+        "--optimizer",
+        choices=("hybrid", "torch"),
+        default="hybrid",
+        help="HybridAdam or CPUAdam, whose updates may be streamed to the GPU, or Adam of torch.optim; default: hybrid",
+    )
     group.add_argument("--policy", choices=("auto", "cpu", "cuda"), default="auto", help="where chunks may live")
     group.add_argument("--chunk-size", metavar="SIZE", help="bytes of a chunk; default: searched")
 

@@ -23,7 +23,7 @@ from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.io import plan_to_dict, save_plan
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.timeline import Timeline
-from lightning_elixir.plan.types import Plan
+from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.planning import make_plan, norm_parameters, timeline_of
 from lightning_elixir.precision import ElixirPrecision
 from lightning_elixir.profiling.memory import profile_memory
@@ -48,6 +48,14 @@ class Found:
     def step_s(self) -> float:
         """Predicted seconds of one step: so many times forward and backward, and one update."""
         return self.timeline.times.total_s
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What to keep in mind."""
+        remarks = self.machine.remarks
+        if any(c.optim_tier is Tier.NVME for c in self.plan.chunks):
+            remarks += ("states on NVMe: training with them comes with a later version; this plan cannot be run yet",)
+        return remarks
 
     @property
     def num_tokens(self) -> int | None:
@@ -120,7 +128,7 @@ def find(options: argparse.Namespace) -> Found:
             master_weights=precision.is_mixed,
             accumulates=options.accumulate > 1,
             num_backwards=options.accumulate,
-            can_stream=True,
+            can_stream=options.optimizer == "hybrid",
             world_size=options.gpus,
             gpu_bytes=machine.gpu_bytes,
             cpu_bytes=machine.cpu_bytes,
@@ -170,7 +178,7 @@ def _report_data(found: Found, options: argparse.Namespace) -> ReportData:
         num_tokens=found.num_tokens,
         num_samples=found.num_samples,
         facts=tuple(facts),
-        remarks=found.machine.remarks,
+        remarks=found.remarks,
     )
 
 
@@ -194,7 +202,7 @@ def _content(found: Found) -> dict[str, object]:
             "flops": profile.flops,
         },
         "hardware": found.machine.hardware.to_dict(),
-        "remarks": list(found.machine.remarks),
+        "remarks": list(found.remarks),
         "plan": plan_to_dict(found.plan),
     }
 

@@ -34,7 +34,7 @@ def print_plan(found: Found, options: argparse.Namespace) -> None:
         console.print(f"\n[bold]The limit:[/] {escape(forecast.binding)}")
         if forecast.alternatives:
             console.print(_alternatives(found.plan))
-    for remark in found.machine.remarks:
+    for remark in found.remarks:
         console.print(f"[dim]assumed: {escape(remark)}[/]")
     for what, path in (("plan", options.save_plan), ("report", options.html)):
         if path:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lightning_elixir.plan.types import AccessTrace, Acquire
+from lightning_elixir.plan.types import AccessTrace
 
 # A look at the device's memory takes about as long as an access without a fetch: so many in a step do not show.
 _MAX_LOOKS = 32
@@ -109,19 +109,4 @@ def needed_blocks(trace: AccessTrace, cost_blocks: Mapping[int, int]) -> int:
     Args:
         cost_blocks: Blocks of every chunk that is not persistent.
     """
-    pins: dict[int, int] = {}
-    most = 0
-    for event in trace.events:
-        if isinstance(event, Acquire):
-            at_once = {*pins, *event.ids, *event.held}
-            most = max(most, sum(cost_blocks.get(i, 0) for i in at_once))
-            if event.is_pinned:
-                for chunk_id in dict.fromkeys(event.ids):
-                    pins[chunk_id] = pins.get(chunk_id, 0) + 1
-            continue
-        for chunk_id in dict.fromkeys(event.ids):
-            if pins.get(chunk_id, 0) <= 1:
-                pins.pop(chunk_id, None)
-            else:
-                pins[chunk_id] -= 1
-    return most
+    return max((sum(cost_blocks.get(i, 0) for i in ids) for ids in trace.in_use()), default=0)

@@ -11,7 +11,7 @@ from lightning_elixir.plan.memory import Budget, MemoryUse, ModelDataBytes, Sche
 from lightning_elixir.plan.packing import PackedChunk, padding_bytes, waste_bytes
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.timeline import beside_rcache_bytes, moments
-from lightning_elixir.plan.types import AccessTrace, Acquire, ChunkSpec, Plan, Tier
+from lightning_elixir.plan.types import AccessTrace, ChunkSpec, Plan, Tier
 
 POLICIES = ("auto", "cpu", "cuda", "const", "static")
 
@@ -164,7 +164,7 @@ class Needs:
         # Whatever the modules say (a parameter that none of them is known to own): each chunk must fit by itself.
         for i, chunk in enumerate(packed):
             self._sets.setdefault(frozenset((i,)), chunk.members[0].fqn)
-        for in_use in _in_use(trace) if trace is not None else ():
+        for in_use in trace.in_use() if trace is not None else ():
             self._sets.setdefault(in_use, " and ".join(packed[i].members[0].fqn for i in sorted(in_use)[:3]))
 
     def smallest(self, managed: Collection[int]) -> tuple[int, str]:
@@ -339,24 +339,6 @@ class Placer:
             resource="host",
             lacking_bytes=use.host_bytes - limit,
         )
-
-
-def _in_use(trace: AccessTrace) -> set[frozenset[int]]:
-    """The sets of chunks that are in use at once at some access."""
-    pins: dict[int, int] = {}
-    found: set[frozenset[int]] = set()
-    for event in trace.events:
-        if isinstance(event, Acquire):
-            found.add(frozenset((*pins, *event.ids, *event.held)))
-            if event.is_pinned:
-                for chunk_id in event.ids:
-                    pins[chunk_id] = pins.get(chunk_id, 0) + 1
-            continue
-        for chunk_id in event.ids:
-            pins[chunk_id] = pins.get(chunk_id, 0) - 1
-            if pins[chunk_id] <= 0:
-                del pins[chunk_id]
-    return found
 
 
 def _managed(chunks: Sequence[ChunkSpec]) -> set[int]:

@@ -217,3 +217,22 @@ class AccessTrace:
 
     def acquires(self) -> Iterator[Acquire]:
         return (e for e in self.events if isinstance(e, Acquire))
+
+    def in_use(self) -> set[frozenset[int]]:
+        """The sets of chunks that are in use at once, at any access: pinned, held and needed."""
+        pins: dict[int, int] = {}
+        found: set[frozenset[int]] = set()
+        for event in self.events:
+            ids = dict.fromkeys(event.ids)  # one acquire pins each once
+            if isinstance(event, Acquire):
+                found.add(frozenset((*pins, *ids, *event.held)))
+                if event.is_pinned:
+                    for chunk_id in ids:
+                        pins[chunk_id] = pins.get(chunk_id, 0) + 1
+                continue
+            for chunk_id in ids:
+                if pins.get(chunk_id, 0) <= 1:
+                    pins.pop(chunk_id, None)
+                else:
+                    pins[chunk_id] -= 1
+        return found

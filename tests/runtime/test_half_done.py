@@ -47,9 +47,7 @@ def test_an_exception_in_an_update_ends_the_engine(
     with pytest.raises(KeyboardInterrupt):
         step(module, optimizer)
     for use in (module.full_state_dict, optimizer.state_dict, lambda: step(module, optimizer)):
-        with pytest.raises(
-            StateError, match="in the middle of an optimizer step .KeyboardInterrupt.*checkpoint"
-        ):
+        with pytest.raises(StateError, match="in the middle of an optimizer step .KeyboardInterrupt.*checkpoint"):
             use()
 
 
