@@ -180,7 +180,7 @@ class Asked:
         monkeypatch.setattr(Planner, "refined_plan", self._refined_plan)
 
     def _refined_plan(
-        self, model: Any, current: Plan, budget: Any, profile: StepProfile, **options: Any
+        self, model: Any, current: Plan, budget: Any, profile: StepProfile, optimizer: Any
     ) -> Plan | None:
         self.asked.append((self.steps, profile))
         return replace(current, prefetch_depth=current.prefetch_depth + 1) if self._has_better else None
