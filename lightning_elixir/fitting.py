@@ -70,7 +70,8 @@ class FitRun:
             holding,
             planner,
             comm,
-            optimizer=self._optimizer_facts,
+            # Not a method: in a cycle, the states would stay until the collector comes.
+            optimizer=lambda: OptimizerFacts(optimizer.can_stream, optimizer.num_states),
             is_searched=config.placement_policy == "auto" and config.plan is None,
             is_profile_wanted=config.report_dir is not None,
         )
@@ -85,9 +86,6 @@ class FitRun:
                 is_reporting=self._report is not None,
             )
             trainer.callbacks.insert(0, self._monitor)  # type: ignore[attr-defined]
-
-    def _optimizer_facts(self) -> OptimizerFacts:
-        return OptimizerFacts(self._optimizer.can_stream, self._optimizer.num_states)
 
     # Steps
 
