@@ -146,7 +146,14 @@ def _fake_model(
             memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = _fake_like(buffer, None)
-    return copy.deepcopy(model, memo)
+    for module in model.modules():  # tensors that are attributes and nothing else, such as `example_input_array`
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = _fake_input(value, None)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise _refusal("copying the model", error) from error
 
 
 def _fake_input(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -405,3 +405,26 @@ def test_cross_entropy_of_16_bits_under_autocast_casts_its_logarithms() -> None:
     size = 4096 * 32768
     at_least = 2 * size + 4 * size + 4 * size  # logarithms, in fp32, gradient of those
     assert at_least <= found.activation_bytes - 32 * MIB <= at_least + 2 * MIB
+
+
+class WithTensor(nn.Module):
+    """A tensor that is an attribute and neither parameter nor buffer, as `example_input_array` is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.example_input_array = torch.randn(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x + self.example_input_array)
+        return result
+
+
+def test_tensors_that_are_attributes_come_along() -> None:
+    def step(model: nn.Module, inp: Any) -> None:
+        model(inp["x"]).sum().backward()
+
+    inp = {"x": torch.zeros(4, 8)}
+    made, given = profile_memory(WithTensor, inp, step), profile_memory(WithTensor(), inp, step)
+    assert made.param_bytes == given.param_bytes == 4 * 72
+    assert made.peak_bytes == given.peak_bytes
