@@ -106,7 +106,7 @@ class ElixirConfig:
         if self.nvme_offload_fraction > 0 or self.nvme_offload_dir is not None:
             raise PlanError(
                 "NVMe offload (nvme_offload_fraction, nvme_offload_dir, strategy 'elixir_nvme') comes with a later"
-                " version of lightning_elixir; use placement_policy='cpu' or 'auto' for now"
+                " version of lightning_elixir; use placement_policy='cpu' or 'auto' instead"
             )
 
     def _check_policy(self) -> None:

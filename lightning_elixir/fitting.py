@@ -132,11 +132,9 @@ class FitRun:
 
     def _timeline(self) -> Timeline | None:
         profile = self.warm_up.profile
-        return (
-            None
-            if profile is None
-            else self._planner.simulated(self._holding.engine.plan, profile, self._optimizer.num_states)
-        )
+        if profile is None:
+            return None
+        return self._planner.simulated(self._holding.engine.plan, profile, self._optimizer.num_states)
 
     def _num_samples(self) -> int | None:
         """Of one step over all ranks, where the data loader tells."""

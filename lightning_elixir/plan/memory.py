@@ -91,14 +91,6 @@ class Scheme:
         blocks = sorted((max(self.block_bytes, c.nbytes) for c in chunks if c.requires_grad), reverse=True)
         return sum(blocks[:GRAD_BLOCKS])
 
-    def pinned_gpu_bytes(self, chunk: ChunkSpec) -> int:
-        """What the chunk takes on the GPU all the time, its gradient left out."""
-        if chunk.is_persistent:
-            params = chunk.nbytes  # on the GPU tier the shard is a slice of it
-        else:
-            params = self.param_shard_bytes(chunk) if chunk.param_tier is Tier.GPU else 0
-        return params + (self.state_bytes(chunk) if chunk.optim_tier is Tier.GPU else 0)
-
 
 @dataclass(frozen=True)
 class MemoryUse:

@@ -6,7 +6,7 @@ The runtime and the simulator drive this same class, so predicted and real count
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, KeysView, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.policy import CachePolicy
@@ -41,19 +41,6 @@ class CacheCounters:
     """Accesses that the recorded trace did not foresee."""
 
 
-@dataclass
-class _Count:
-    """`CacheCounters` under way."""
-
-    accesses: int = 0
-    hits: int = 0
-    fetches: int = 0
-    prefetches: int = 0
-    evictions: int = 0
-    overflows: int = 0
-    misses_of_trace: int = 0
-
-
 class RCache:
     """Bookkeeping of resident replicas.
 
@@ -76,14 +63,19 @@ class RCache:
         self._position = 0
         self._suspected: int | None = None  # where the trace goes on if the last, unexpected access was a leap
         self.peak_blocks = 0
-        self._count = _Count()
+        self._counts = asdict(CacheCounters())
 
     # Queries
 
     @property
     def counters(self) -> CacheCounters:
         """Counts since the last reset."""
-        return CacheCounters(**vars(self._count))
+        return CacheCounters(**self._counts)
+
+    @property
+    def overflows(self) -> int:
+        """Of the counters, the one that is looked at with every access."""
+        return self._counts["overflows"]
 
     @property
     def resident(self) -> frozenset[int]:
@@ -134,9 +126,9 @@ class RCache:
         protected = {*needed, *held}
         room = sum(self._cost[i] for i in missing)
         evict = self._make_room(room, protected)
-        count = self._count
+        counts = self._counts
         if self._used_blocks + room > self.budget_blocks:
-            count.overflows += 1
+            counts["overflows"] += 1
         for chunk_id in missing:
             self._add(chunk_id)
         self._clock += 1
@@ -144,10 +136,10 @@ class RCache:
             self._resident[chunk_id] = self._clock
             if pin:
                 self._pins[chunk_id] = self._pins.get(chunk_id, 0) + 1
-        count.accesses += 1
-        count.hits += len(needed) - len(missing)
-        count.fetches += len(missing)
-        count.evictions += len(evict)
+        counts["accesses"] += 1
+        counts["hits"] += len(needed) - len(missing)
+        counts["fetches"] += len(missing)
+        counts["evictions"] += len(evict)
         return Decision(evict, missing)
 
     def drop(self, ids: Iterable[int]) -> None:
@@ -213,8 +205,8 @@ class RCache:
             self._add(chunk_id)
             self._resident[chunk_id] = self._clock
             fetch.append(chunk_id)
-        self._count.prefetches += len(fetch)
-        self._count.evictions += len(evict)
+        self._counts["prefetches"] += len(fetch)
+        self._counts["evictions"] += len(evict)
         return Decision(tuple(evict), tuple(fetch))
 
     def release(self, ids: Iterable[int]) -> tuple[int, ...]:
@@ -230,7 +222,7 @@ class RCache:
     def shrink(self, held: Collection[int] = ()) -> tuple[int, ...]:
         """Give up what is above the budget, as far as it can go, the furthest next use first; returns it."""
         evict = self._make_room(0, held)
-        self._count.evictions += len(evict)
+        self._counts["evictions"] += len(evict)
         return evict
 
     def unpin_all(self) -> None:
@@ -238,7 +230,7 @@ class RCache:
         self._pins.clear()
 
     def reset_counters(self) -> None:
-        self._count = _Count()
+        self._counts = asdict(CacheCounters())
         self.peak_blocks = self._used_blocks
 
     # Internals
@@ -260,7 +252,7 @@ class RCache:
                 self._position = found + 1
                 self._suspected = None
                 return
-        self._count.misses_of_trace += 1
+        self._counts["misses_of_trace"] += 1
         found = policy.find(ids, self._position, _RESYNC_WINDOW)
         self._suspected = None if found is None else found + 1
 

@@ -81,13 +81,13 @@ class Residency:
         if held is None:
             is_missing = any(i in self._managed and i not in resident for i in ids)
             held = self.held() if is_missing or rcache.used_blocks > rcache.budget_blocks else ()
-        overflows = rcache.counters.overflows
+        overflows = rcache.overflows
         decision = rcache.acquire(ids, pin=pin, held=held, is_traced=is_traced)
         self._needed = ids
         try:
             if decision.evict:
                 self.evict(decision.evict)
-            if rcache.counters.overflows > overflows:
+            if rcache.overflows > overflows:
                 self._report_overflow(ids, overflows)
             together = decision.fetch and self._fetch_alone(decision.fetch)
             ahead: tuple[int, ...] = ()
