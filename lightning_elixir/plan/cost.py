@@ -52,7 +52,7 @@ class Costs:
         return self.hardware.d2h.seconds(chunk.nbytes // self.scheme.world_size)
 
     def update_s(self, chunk: ChunkSpec) -> float:
-        """Adam over this rank's shard, where the plan has it run; on NVMe, the longer of it and of reading and writing."""
+        """Adam over this rank's shard, where the plan has it run; on NVMe, or reading and writing if longer."""
         hardware = self.hardware
         numel = chunk.numel // self.scheme.world_size
         if chunk.optim_tier is Tier.GPU:

@@ -63,7 +63,7 @@ class RCache:
         self._position = 0
         self._suspected: int | None = None  # where the trace goes on if the last, unexpected access was a leap
         self.peak_blocks = 0
-        self._counts = asdict(CacheCounters())
+        self._counts: dict[str, int] = asdict(CacheCounters())
 
     # Queries
 
