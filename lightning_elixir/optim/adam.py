@@ -1,54 +1,48 @@
 """One Adam or AdamW update over flat tensors, bitwise the same on every device and for every way of cutting them.
 
-[Note: written sequence] The update is a fixed list of single IEEE 754 operations, each rounded once to the compute
-dtype (fp32; fp64 for fp64 parameters): no operation that one backend contracts into a fused multiply-add and another
-does not (`lerp`, `addcmul`, `addcdiv`, `add` with alpha), no reduction, no approximate function. Every element sees
-the same operations wherever it lies, so neither device, nor thread count, nor position in a piece can change a bit.
-A compiled kernel may replace this module as long as it keeps the sequence and switches contraction off.
-
-Two operations need care in torch. `sqrt` on the CPU goes through MKL, which misses the correctly rounded fp32 root
-for one mantissa in six; `rsqrt` on the CPU is an IEEE root followed by an IEEE division, but on CUDA it is an
-approximation. Dividing by a Python scalar is a division on the CPU and a multiplication by a reciprocal on CUDA: the
-sequence only ever multiplies by scalars. The scalars are computed in double and rounded once to the compute dtype.
+What every element goes through is [Note: written sequence] in `kernels/sequence.py`; compiled kernels carry it out
+where they can, torch's operations everywhere else.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from lightning_elixir.plan.types import ALIGN_NUMEL
+from lightning_elixir.kernels import cpu
+from lightning_elixir.kernels.sequence import SCRATCH_ROWS, Scalars, Table, piece_numel, run_sequence
 
-_CPU_PIECE_NUMEL_PER_THREAD = 65536
-"""Measured best on 16 threads; the parameter, two moments and two scratch buffers of this size stay in a core's cache,
-and torch gives every thread the same part of a piece in all operations."""
-
-SCRATCH_ROWS = 5
-"""Most scratch elements that one element of a parameter needs: two, and one for each 16-bit operand."""
-
-_DEVICE_PIECE_NUMEL = 4 * 1024 * 1024
-"""Bounds the scratch memory on other devices to 16 MiB a buffer; larger pieces were no faster on an H200."""
+__all__ = ["SCRATCH_ROWS", "Scalars", "adam_scalars", "adam_update_", "piece_numel", "update_parts_"]
 
 
-class _Scalars(NamedTuple):
-    """The Python floats of one update, computed in double."""
-
-    grad_factor: float
-    """Multiplies the gradient; negative to maximise."""
-    l2: float
-    """Weight decay added to the gradient (Adam), 0 for none."""
-    shrink: float
-    """Factor on the parameter (AdamW), 1 for none."""
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    eps: float
-    """`eps` scaled by the root of the second bias correction."""
-    minus_step_size: float
+def adam_scalars(
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    adamw_mode: bool,
+    bias_correction: bool,
+    maximize: bool = False,
+    grad_factor: float = 1.0,
+) -> Scalars:
+    """The numbers of the written sequence, from settings as `adam_update_` takes them."""
+    correction1 = 1.0 - beta1**step if bias_correction else 1.0
+    correction2_root = math.sqrt(1.0 - beta2**step) if bias_correction else 1.0
+    return Scalars(
+        grad_factor=-grad_factor if maximize else grad_factor,
+        l2=0.0 if adamw_mode else weight_decay,
+        shrink=1.0 - lr * weight_decay if adamw_mode else 1.0,
+        beta1=beta1,
+        one_minus_beta1=1.0 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1.0 - beta2,
+        eps=eps * correction2_root,
+        minus_step_size=-lr * correction2_root / correction1,
+    )
 
 
 def adam_update_(
@@ -103,97 +97,72 @@ def adam_update_(
         maximize: Climb instead of descend.
         grad_factor: Multiplies the gradient first (loss unscaling and clipping in one).
         compute_param: Receives the updated parameter, rounded to its own dtype, `[numel]`, while it is still in cache.
+            May be the gradient's own memory, in the gradient's dtype.
         scratch: Memory to work in, uint8, 1-D, same device, aligned for the compute dtype; at least `SCRATCH_ROWS` rows
-            of `ALIGN_NUMEL` elements of it. With more, one pass covers more. None: allocated here.
+            of `ALIGN_NUMEL` elements of it. With more, one pass covers more. None: allocated here, where it is needed.
 
     Raises:
         ValueError: Tensors that are not flat, not floating, or do not fit each other.
     """
-    compute_dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-    operands = [param, exp_avg, exp_avg_sq]
-    _check_operands(operands, grad, compute_param)
-    numel = param.numel()
-    if not numel:
-        return
-    correction1 = 1.0 - beta1**step if bias_correction else 1.0
-    correction2_root = math.sqrt(1.0 - beta2**step) if bias_correction else 1.0
-    scalars = _Scalars(
-        grad_factor=-grad_factor if maximize else grad_factor,
-        l2=0.0 if adamw_mode else weight_decay,
-        shrink=1.0 - lr * weight_decay if adamw_mode else 1.0,
+    scalars = adam_scalars(
+        step=step,
+        lr=lr,
         beta1=beta1,
-        one_minus_beta1=1.0 - beta1,
         beta2=beta2,
-        one_minus_beta2=1.0 - beta2,
-        eps=eps * correction2_root,
-        minus_step_size=-lr * correction2_root / correction1,
+        eps=eps,
+        weight_decay=weight_decay,
+        adamw_mode=adamw_mode,
+        bias_correction=bias_correction,
+        maximize=maximize,
+        grad_factor=grad_factor,
     )
-    is_wide = [x.dtype == compute_dtype for x in operands]
-    num_rows = 2 + is_wide.count(False)
-    if scratch is None:
-        piece = piece_numel(param.device)
-        rows = torch.empty(num_rows, min(numel, piece), dtype=compute_dtype, device=param.device).unbind()
-    else:
-        piece = scratch.nbytes // compute_dtype.itemsize // num_rows // ALIGN_NUMEL * ALIGN_NUMEL
-        rows = scratch.view(compute_dtype)[: num_rows * piece].view(num_rows, piece).unbind()
-    with torch.no_grad():
-        for start in range(0, numel, piece):
-            length = min(piece, numel - start)
-            stored = [_part(x, start, length) for x in operands]
-            first, second, *widened = [_part(buffer, 0, length) for buffer in rows]
-            p, m, v = (x if is_kept else widened.pop().copy_(x) for x, is_kept in zip(stored, is_wide, strict=True))
-            _update_piece(p, m, v, _part(grad, start, length), first, second, scalars)
-            for narrow, updated, is_kept in zip(stored, (p, m, v), is_wide, strict=True):
-                if not is_kept:
-                    narrow.copy_(updated)
-            if compute_param is not None:
-                _part(compute_param, start, length).copy_(stored[0])
+    table = [(0, param.numel(), scalars)]
+    update_parts_(param, grad, exp_avg, exp_avg_sq, table, compute=compute_param, scratch=scratch)
 
 
-def piece_numel(device: torch.device) -> int:
-    """How many elements one pass over the sequence covers on this device."""
-    if device.type == "cpu":
-        return _CPU_PIECE_NUMEL_PER_THREAD * torch.get_num_threads()
-    return _DEVICE_PIECE_NUMEL
+def update_parts_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    table: Table,
+    *,
+    compute: Tensor | None = None,
+    scratch: Tensor | None = None,
+    num_threads: int | None = None,
+) -> None:
+    """Update parts of flat tensors, each with its own numbers, in one call of a compiled kernel where there is one.
+
+    Args:
+        param, grad, exp_avg, exp_avg_sq, compute, scratch: As for `adam_update_`.
+        table: What to update; elements outside stay as they are.
+        num_threads: Host threads of the compiled kernel; None: as `core.threads.default_num_threads` says.
+
+    Raises:
+        ValueError: Tensors that are not flat, not floating, or do not fit each other, or a part outside them.
+    """
+    _check_operands(param, exp_avg, exp_avg_sq, grad, *(() if compute is None else (compute,)))
+    for start, numel, _ in table:
+        if not 0 <= start <= start + numel <= param.numel():
+            raise ValueError(f"a part of {numel} elements from {start} on is not within {param.numel()} elements")
+    if not param.numel():
+        return
+    if param.device.type == "cpu":
+        if cpu.adam_update(param, grad, exp_avg, exp_avg_sq, table, compute, num_threads):
+            return
+    elif param.device.type == "cuda":
+        from lightning_elixir.kernels import gpu
+
+        if gpu.adam_update(param, grad, exp_avg, exp_avg_sq, table, compute):
+            return
+    for start, numel, scalars in table:
+        if numel:
+            p, g, m, v = (x[start : start + numel] for x in (param, grad, exp_avg, exp_avg_sq))
+            run_sequence(p, g, m, v, scalars, None if compute is None else compute[start : start + numel], scratch)
 
 
-def _part(x: Tensor, start: int, length: int) -> Tensor:
-    return x if length == x.numel() else x[start : start + length]
-
-
-def _update_piece(p: Tensor, m: Tensor, v: Tensor, grad: Tensor, a: Tensor, b: Tensor, k: _Scalars) -> None:
-    """The written sequence over one piece; `a` and `b` are scratch of the compute dtype, `grad` is read only."""
-    g = grad
-    if g.dtype != a.dtype or k.grad_factor != 1.0 or k.l2 != 0.0:
-        g = a.copy_(grad)
-    if k.grad_factor != 1.0:
-        g.mul_(k.grad_factor)
-    if k.shrink != 1.0:
-        p.mul_(k.shrink)
-    if k.l2 != 0.0:
-        g.add_(torch.mul(p, k.l2, out=b))
-
-    torch.sub(g, m, out=b)
-    if k.one_minus_beta1 < 0.5:
-        m.add_(b.mul_(k.one_minus_beta1))
-    else:
-        torch.sub(g, b.mul_(k.beta1), out=m)
-
-    torch.mul(g, k.one_minus_beta2, out=b)
-    v.mul_(k.beta2).add_(b.mul_(g))
-
-    if v.device.type == "cpu":
-        torch.rsqrt(v, out=b)
-    else:
-        torch.sqrt(v, out=b).reciprocal_()
-    b.reciprocal_().add_(k.eps)
-    p.add_(torch.mul(m, k.minus_step_size, out=a).div_(b))
-
-
-def _check_operands(operands: list[Tensor], grad: Tensor, compute_param: Tensor | None) -> None:
-    param = operands[0]
-    others = [*operands, grad] if compute_param is None else [*operands, grad, compute_param]
-    for x in others:
+def _check_operands(param: Tensor, *others: Tensor) -> None:
+    for x in (param, *others):
         if x.dim() != 1 or not x.is_contiguous() or not x.is_floating_point():
             raise ValueError(
                 f"adam_update_ takes 1-D contiguous floating tensors, got shape {tuple(x.shape)}, stride {x.stride()}, "

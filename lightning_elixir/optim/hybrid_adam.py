@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.errors import PlanError
+from lightning_elixir.kernels.cpu import implementation
 from lightning_elixir.optim.adam import adam_update_
 
 logger = logging.getLogger(__name__)
@@ -95,8 +97,8 @@ class HybridAdam(Optimizer):
         }
         super().__init__(params, defaults)
         if simd_log:
-            name, threads = type(self).__name__, torch.get_num_threads()
-            logger.info("%s: element-wise torch operations, %d CPU threads", name, threads)
+            name, threads = type(self).__name__, default_num_threads()
+            logger.info("%s: on the CPU %s, %d threads", name, implementation(), threads)
 
     @property
     def adamw_mode(self) -> bool:

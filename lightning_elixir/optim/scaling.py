@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.kernels import cpu, gpu
 from lightning_elixir.plan.types import ALIGN_NUMEL
 
 _MAX_PIECE_NUMEL = 4 * 1024 * 1024
@@ -136,6 +137,13 @@ def square_sums(shard: Tensor, segments: Sequence[Segment], scale: float = 1.0, 
         ValueError: A shard that is not flat, or a segment that is not aligned or not inside it.
     """
     _check_segments(shard, segments)
+    compiled: Tensor | None = None
+    if shard.device.type == "cuda":
+        compiled = gpu.square_sums(shard, tuple(segments), scale, clamp)
+    elif shard.device.type == "cpu":
+        compiled = cpu.square_sums(shard, segments, scale, clamp)
+    if compiled is not None:
+        return compiled
     filled = [(offset, numel) for offset, numel in segments if numel]
     first = min((offset for offset, _ in filled), default=0) // ALIGN_NUMEL
     last = max((_num_blocks(offset + numel) for offset, numel in filled), default=first)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_elixir.optim.adam import adam_update_
+from lightning_elixir.kernels.sequence import Scalars, Table
+from lightning_elixir.optim.adam import adam_scalars, update_parts_
 from lightning_elixir.optim.hybrid_adam import AdamHyper
 from lightning_elixir.plan.types import ALIGN_NUMEL
 
@@ -35,7 +36,7 @@ class FlatUpdate:
     param: Tensor
     """The master, or the compute shard where there is none."""
     grad: Tensor
-    """Any floating dtype; read only."""
+    """Any floating dtype; read only, unless `compute` is the same memory."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
     parts: tuple[UpdatePart, ...]
@@ -45,7 +46,8 @@ class FlatUpdate:
     change_grad: Callable[[Tensor], None] | None = None
     """Changes a copy of the gradient, at least fp32, in place and element by element, before the update."""
     compute: Tensor | None = None
-    """Receives the new values in its own dtype; None where `param` is what forward reads."""
+    """Receives the new values in its own dtype; None where `param` is what forward reads. May be the gradient's own
+    memory, in the gradient's dtype."""
     is_compute_on_device: bool = False
     """Whether `compute` is on the compute device rather than in host memory."""
 
@@ -85,12 +87,15 @@ class FlatUpdate:
                 compute=None if self.compute is None else self.compute[start:stop],
             )
 
-    def run(self, *, changed_grad: Tensor | None = None, scratch: Tensor | None = None) -> None:
+    def run(
+        self, *, changed_grad: Tensor | None = None, scratch: Tensor | None = None, num_threads: int | None = None
+    ) -> None:
         """Carry the update out where the tensors are; `compute` must be on the same device.
 
         Args:
             changed_grad: Memory for `change_grad`, 1-D, `changed_grad_dtype`, `[numel]`. None: allocated here.
             scratch: See `adam_update_`.
+            num_threads: Host threads of the compiled kernel; None: as `core.threads.default_num_threads` says.
         """
         grad = self.grad
         if self.change_grad is not None:
@@ -98,19 +103,27 @@ class FlatUpdate:
                 changed_grad = torch.empty_like(grad, dtype=self.changed_grad_dtype)
             grad = changed_grad.copy_(grad)
             self.change_grad(grad)
+        update_parts_(
+            self.param,
+            grad,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self._table(),
+            compute=self.compute,
+            scratch=scratch,
+            num_threads=num_threads,
+        )
+
+    def _table(self) -> Table:
+        """The parts with their numbers, which are the same for most."""
+        numbers: dict[tuple[int, int], Scalars] = {}
+        table: Table = []
         for part in self.parts:
-            span = slice(part.start, part.start + part.numel)
-            adam_update_(
-                self.param[span],
-                grad[span],
-                self.exp_avg[span],
-                self.exp_avg_sq[span],
-                step=part.step,
-                grad_factor=self.grad_factor,
-                compute_param=None if self.compute is None else self.compute[span],
-                scratch=scratch,
-                **part.hyper,
-            )
+            key = (part.step, id(part.hyper))
+            if key not in numbers:
+                numbers[key] = adam_scalars(step=part.step, grad_factor=self.grad_factor, **part.hyper)
+            table.append((part.start, part.numel, numbers[key]))
+        return table
 
 
 def _clipped(parts: tuple[UpdatePart, ...], start: int, stop: int) -> Iterator[UpdatePart]:

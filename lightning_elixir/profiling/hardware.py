@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from dataclasses import asdict, dataclass, replace
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from lightning_elixir.core.device import (
     release_cached_memory,
 )
 from lightning_elixir.core.host import available_host_bytes, cpu_model, num_usable_cores
+from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.errors import PlanError
+from lightning_elixir.kernels.cpu import implementation
 from lightning_elixir.plan.hardware import HARDWARE_SCHEMA, HardwareSpec
 from lightning_elixir.profiling.hardware_cache import HardwareCache, default_cache_dir
 from lightning_elixir.profiling.nvme_speed import free_disk_bytes, measure_disk
@@ -49,6 +51,17 @@ class _Memory:
     host_bytes: int
     gpu_bytes: int | None
     nvme_bytes: int | None
+
+
+@dataclass(frozen=True)
+class FoundHardware:
+    """Figures, and where they are from."""
+
+    spec: HardwareSpec
+    path: Path | None
+    """The file in which they are kept, on rank 0; None: they are not."""
+    stored_at: datetime | None
+    """Local time at which they were put there, on rank 0, if they were read; None: measured just now."""
 
 
 def profile_hardware(
@@ -82,6 +95,31 @@ def profile_hardware(
         PlanError: `local_world_size`, `budget_s` or `max_bytes` out of range.
         StorageError: `nvme_dir` cannot be written to; on every rank.
     """
+    return find_hardware(
+        device=device,
+        comm=comm,
+        local_world_size=local_world_size,
+        nvme_dir=nvme_dir,
+        refresh=refresh,
+        cache_dir=cache_dir,
+        budget_s=budget_s,
+        max_bytes=max_bytes,
+    ).spec
+
+
+def find_hardware(
+    *,
+    device: torch.device | None = None,
+    comm: Comm | None = None,
+    local_world_size: int = 1,
+    nvme_dir: str | Path | None = None,
+    refresh: bool = False,
+    cache_dir: str | Path | None = None,
+    budget_s: float = 10.0,
+    max_bytes: int = 2**30,
+) -> FoundHardware:
+    """`profile_hardware`, telling whether the figures were kept ones, and where they are. The same arguments and
+    errors."""
     if local_world_size < 1 or budget_s <= 0 or max_bytes < 4 * _MIN_ARENA_BYTES:
         raise PlanError(
             f"profile_hardware needs local_world_size >= 1, budget_s > 0 and max_bytes >= {4 * _MIN_ARENA_BYTES}, got "
@@ -107,12 +145,13 @@ def profile_hardware(
             )
             # Rank 0 decides for all: one rank alone cannot measure.
             found = kept.load() if ranks.rank == 0 and not refresh else None
+            stored_at = None if found is None else kept.stored_at()
+            is_kept = found is not None
             spec: HardwareSpec | None = ranks.exchange_objects(found)[0]
             if spec is None:
                 spec = _measured(runtime_device, ranks, memory, facts, local_world_size, folder, budget_s, max_bytes)
-                if ranks.rank == 0:
-                    kept.store(spec)
-            return replace(spec, **asdict(memory))
+                is_kept = ranks.rank == 0 and kept.store(spec)
+            return FoundHardware(replace(spec, **asdict(memory)), kept.path if is_kept else None, stored_at)
     finally:
         if comm is None:
             ranks.close()
@@ -180,7 +219,8 @@ def _identity(facts: DeviceFacts) -> dict[str, Any]:
         "host": socket.gethostname(),
         "cpu": cpu_model(),
         "num_cores": num_usable_cores(),
-        "num_threads": torch.get_num_threads(),
+        "num_threads": default_num_threads(),
+        "host_adam": implementation(),
         "device": asdict(facts),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "versions": _versions(facts),

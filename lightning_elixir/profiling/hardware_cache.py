@@ -9,23 +9,16 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from lightning_elixir.core.cache import default_cache_dir
 from lightning_elixir.plan.hardware import HardwareSpec
 
+__all__ = ["HardwareCache", "default_cache_dir"]
+
 log = logging.getLogger(__name__)
-
-
-def default_cache_dir() -> Path | None:
-    """`lightning_elixir` in `$XDG_CACHE_HOME` or `~/.cache`; None where there is no home."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(given):  # the XDG specification has relative paths ignored
-        return Path(given) / "lightning_elixir"
-    try:
-        return Path.home() / ".cache" / "lightning_elixir"
-    except RuntimeError:
-        return None
 
 
 class HardwareCache:
@@ -56,10 +49,23 @@ class HardwareCache:
             log.warning("the measured figures in %s cannot be used and are measured again: %s", self.path, error)
             return None
 
-    def store(self, spec: HardwareSpec) -> None:
-        """Keep the figures. Readers see the old file or the new one, never a part."""
+    def stored_at(self) -> datetime | None:
+        """Local time at which the figures were stored; None if there are none."""
         if self.path is None:
-            return
+            return None
+        try:
+            return datetime.fromtimestamp(self.path.stat().st_mtime)
+        except OSError:
+            return None
+
+    def store(self, spec: HardwareSpec) -> bool:
+        """Keep the figures. Readers see the old file or the new one, never a part.
+
+        Returns:
+            Whether they are kept.
+        """
+        if self.path is None:
+            return False
         text = json.dumps({"identity": self._identity, "hardware": spec.to_dict()}, indent=1) + "\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,3 +80,5 @@ class HardwareCache:
                 raise
         except OSError as error:
             log.warning("the measured figures cannot be kept in %s: %s", self.path.parent, error)
+            return False
+        return True

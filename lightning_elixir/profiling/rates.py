@@ -27,8 +27,10 @@ _MATRIX_SIZES = tuple(2**n for n in range(7, 14))
 _MATMUL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NUM_TINY_OPS = 100
 _MAX_PIECES = 1024
-# Mixed precision: gradient and parameter in 16 bits beside master and two states in fp32.
-_ADAM_BYTES = 2 + 2 + 3 * 4
+# Mixed precision: gradient in 16 bits, which the parameter is written over, beside master and two states in fp32.
+_ADAM_BYTES = 2 + 3 * 4
+# What one update reads and writes: everything read, and all written again, the gradient's memory by the parameter.
+_ADAM_TRAFFIC_BYTES = 2 * _ADAM_BYTES
 _SCRATCH_PART = 16
 _NUM_PASSES = 8
 # Idle cores take some tenths of a second to reach full speed (seen: 1.7, then 2.7 Gparam/s), and in training they have
@@ -65,6 +67,7 @@ class Workbench:
             "gpu_adam_numel_per_s": self._adam_numel_per_s(self._near),
             "streamed_adam_numel_per_s": streamed_adam,
             "joint_adam_numel_per_s": self._joint_adam_numel_per_s(host_adam, streamed_adam),
+            "host_bytes_per_s": self._host_bytes_per_s(host_adam, h2d, d2h),
             "matmul_flops_per_s": {str(d).removeprefix("torch."): self._flops_per_s(d) for d in _MATMUL_DTYPES},
             "device_bytes_per_s": self._elementwise_bytes_per_s(),
             "launch_s": self._launch_s(),
@@ -180,9 +183,33 @@ class Workbench:
         num_on_host = round(num_passes * host_numel_per_s / streamed_numel_per_s)
         on_host = [update] * min(max(num_on_host, 1), 4 * num_passes)
         streamed = [update] * num_passes
-        seconds = self._watch.seconds(lambda: _run_both(runner, streamed, on_host))
+        try:
+            seconds = self._watch.seconds(lambda: _run_both(runner, streamed, on_host))
+        finally:
+            runner.close()
         release_cached_memory(self._device.torch_device)
         return update.numel * (len(on_host) + len(streamed)) / seconds
+
+    def _host_bytes_per_s(self, host_numel_per_s: float, h2d: BandwidthCurve, d2h: BandwidthCurve) -> float | None:
+        """All bytes that the host's memory reads and writes while the host updates and both directions of the bus are
+        busy; None where there is no bus."""
+        if self._device.is_synchronous:
+            return None
+        update = _update_in(self._host)
+        up_bytes, down_bytes = h2d.points[-1][0], d2h.points[-1][0]
+        up, down = self._upload(up_bytes), self._download(down_bytes)
+        update_s = update.numel / host_numel_per_s
+        num_up = _times_in(update_s, h2d.seconds(up_bytes))
+        num_down = _times_in(update_s, d2h.seconds(down_bytes))
+
+        def work() -> None:
+            for transfer, count in ((up, num_up), (down, num_down)):
+                for _ in range(count):
+                    transfer()
+            update.run()
+
+        nbytes = update.numel * _ADAM_TRAFFIC_BYTES + num_up * up_bytes + num_down * down_bytes
+        return nbytes / self._watch.seconds(work)
 
     # Arithmetic
 
@@ -227,6 +254,11 @@ def _pairs(source: Tensor, target: Tensor, nbytes: int) -> Iterator[tuple[Tensor
     return cycle([(source[start : start + nbytes], target[start : start + nbytes]) for start in starts])
 
 
+def _times_in(span_s: float, once_s: float) -> int:
+    """How often something is done in a time, at least once."""
+    return min(max(1, round(span_s / once_s)), _MAX_PIECES)
+
+
 def _run_both(runner: UpdateRunner, streamed: list[FlatUpdate], on_host: list[FlatUpdate]) -> None:
     runner.run((), streamed, on_host)
 
@@ -236,10 +268,13 @@ def _multiply(left: Tensor, right: Tensor, product: Tensor) -> None:
 
 
 def _update_in(arena: Tensor) -> FlatUpdate:
-    """Mixed-precision AdamW whose tensors fill the arena, unscaling or clipping included."""
+    """Mixed-precision AdamW whose tensors fill the arena, unscaling or clipping included.
+
+    New parameters take the gradient's place, as in a step; that later runs read them as gradients changes no time.
+    """
     numel = arena.numel() // _ADAM_BYTES // ALIGN_NUMEL * ALIGN_NUMEL
     master, exp_avg, exp_avg_sq = arena[: 12 * numel].view(torch.float32).zero_().view(3, numel).unbind()
-    grad, compute = arena[12 * numel : 16 * numel].view(torch.bfloat16).view(2, numel).unbind()
+    grad = arena[12 * numel : 14 * numel].view(torch.bfloat16)
     grad.fill_(0.01)
     hyper = AdamHyper(
         lr=1e-3,
@@ -252,4 +287,4 @@ def _update_in(arena: Tensor) -> FlatUpdate:
         maximize=False,
     )
     parts = (UpdatePart(0, numel, 1, hyper),)
-    return FlatUpdate(master, grad, exp_avg, exp_avg_sq, parts, grad_factor=0.5, compute=compute)
+    return FlatUpdate(master, grad, exp_avg, exp_avg_sq, parts, grad_factor=0.5, compute=grad)

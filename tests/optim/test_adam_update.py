@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_elixir.optim import adam
-from lightning_elixir.optim.adam import adam_update_
+from lightning_elixir.kernels import sequence
+from lightning_elixir.optim.adam import adam_scalars, adam_update_, update_parts_
 
 
 class Settings(TypedDict):
@@ -163,7 +163,7 @@ def test_thread_count_does_not_matter(num_threads: int) -> None:
 def test_piece_size_does_not_matter(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     start = random_start(1234, torch.bfloat16, torch.bfloat16, torch.bfloat16)
     expected = run_steps(start, SETTINGS["adam"])
-    monkeypatch.setattr(adam, "_CPU_PIECE_NUMEL_PER_THREAD", piece)
+    monkeypatch.setattr(sequence, "_CPU_PIECE_NUMEL_PER_THREAD", piece)
     assert_same_bits(run_steps(start, SETTINGS["adam"]), expected)
 
 
@@ -245,6 +245,13 @@ def test_tensors_that_do_not_fit_raise(broken: dict[str, Tensor], message: str) 
         adam_update_(**{**good, **broken}, step=1, **SETTINGS["adamw"])
 
 
+@pytest.mark.parametrize(("start", "numel"), [(-1, 2), (0, 5), (3, 2), (2, -1)])
+def test_part_outside_the_tensors_raises(start: int, numel: int) -> None:
+    tensors = [torch.zeros(4) for _ in range(4)]
+    with pytest.raises(ValueError, match=f"part of {numel} elements from {start} on is not within 4"):
+        update_parts_(*tensors, [(start, numel, adam_scalars(step=1, **SETTINGS["adamw"]))])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize(("param_dtype", "grad_dtype", "state_dtype"), DTYPES)
@@ -260,5 +267,5 @@ def test_cuda_gives_the_bits_of_the_cpu(
 def test_cuda_piece_size_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     start = random_start(1_000_003, grad_dtype=torch.float16)
     expected = run_steps(start, SETTINGS["adamw"], device="cuda")
-    monkeypatch.setattr(adam, "_DEVICE_PIECE_NUMEL", 100_001)
+    monkeypatch.setattr(sequence, "_DEVICE_PIECE_NUMEL", 100_001)
     assert_same_bits(run_steps(start, SETTINGS["adamw"], device="cuda"), expected)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.kernels.cpu import implementation
 from lightning_elixir.optim import CPUAdam, HybridAdam, hybrid_adam
 
 TORCH_CLASS: dict[bool, type[torch.optim.Adam]] = {True: torch.optim.AdamW, False: torch.optim.Adam}
@@ -357,7 +358,7 @@ def test_argument_order_of_the_ancestors() -> None:
 def test_simd_log_names_the_implementation(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning_elixir"):
         CPUAdam(make_parameters(), simd_log=True)
-    assert "CPUAdam" in caplog.text
+    assert f"CPUAdam: on the CPU {implementation()}, 1 threads" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,14 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.optim import LossScaler, absolute_max, clip_coefficient, scaling, square_sums
 from lightning_elixir.plan.types import ALIGN_NUMEL
 
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def _implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiled sums of the host, and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(scaling.cpu, "square_sums", lambda *operands: None)
+
+
 # Loss scale
 
 
@@ -293,9 +301,21 @@ def test_clip_coefficient_of_nan_is_nan() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["0", "1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_cuda_gives_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
+def test_cuda_gives_the_bits_of_the_cpu(dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ELIXIR_KERNELS", kernels)
     shard, segments = pack(make_tensors(dtype, [*SIZES, 5_000_000]))
     for norm in (square_sums, absolute_max):
         expected = norm(shard, segments, scale=0.3, clamp=2.0)
         assert torch.equal(norm(shard.cuda(), segments, scale=0.3, clamp=2.0).cpu(), expected)
+
+
+@pytest.mark.gpu
+def test_cuda_shards_go_to_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    result = torch.ones(1)
+    monkeypatch.setattr(scaling.gpu, "square_sums", lambda *operands: seen.append(operands) or result)
+    shard = torch.ones(600, device="cuda")
+    assert square_sums(shard, [(0, 600)], 0.5, 2.0) is result
+    assert seen == [(shard, ((0, 600),), 0.5, 2.0)]

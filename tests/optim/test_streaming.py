@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -141,13 +141,13 @@ def test_memory_is_bounded_and_known(device: torch.device) -> None:
     stream = StateStream(runtime)
     assert stream.device_bytes == STREAM_BYTES == NUM_SLOTS * SLOT_BYTES + SCRATCH_BYTES
     small = StateStream(runtime, **SMALL)
-    with small.running([new_update("mixed", runtime.host_empty)]):
-        assert small.held_bytes() == {"update_slot": small.device_bytes}
-        assert small.device_bytes == NUM_SLOTS * SMALL["slot_bytes"] + SMALL["scratch_bytes"]
-    assert small.held_bytes() == {}
     small.reserve()
+    small.issue(new_update("mixed", runtime.host_empty)).synchronize()
     assert small.held_bytes() == {"update_slot": small.device_bytes}
-    small.run([])
+    assert small.device_bytes == NUM_SLOTS * SMALL["slot_bytes"] + SMALL["scratch_bytes"]
+    small.release()
+    assert small.held_bytes() == {}
+    small.run([new_update("mixed", runtime.host_empty)])
     assert small.held_bytes() == {}
 
 
@@ -186,15 +186,20 @@ def test_no_memory_is_said_before_anything_changes() -> None:
     assert_same(actual, expected)
 
 
-def test_an_error_beside_it_loses_no_piece_under_way(device: torch.device) -> None:
+def test_an_error_loses_no_piece_under_way(device: torch.device) -> None:
     runtime = make_device(device)
     stream = StateStream(runtime, **SMALL)
     expected, actual = (new_update("mixed", runtime.host_empty) for _ in range(2))
     expected.run()
-    with pytest.raises(KeyboardInterrupt), stream.running([actual]):
+
+    def interrupted() -> Iterator[FlatUpdate]:
+        yield actual
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stream.run(interrupted())
     assert stream.held_bytes() == {}
-    assert_same(actual, expected)  # few pieces: all had been issued
+    assert_same(actual, expected)  # it had been issued
 
 
 class _SlowEvent:
@@ -214,7 +219,7 @@ class _SlowEvent:
         self._is_over = True
 
 
-def test_host_waits_for_nothing_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_waits_only_while_much_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = StateStream(make_device(torch.device("cpu")), **SMALL)
     log: list[str] = []
     issue = StateStream._issue
@@ -228,17 +233,18 @@ def test_host_waits_for_nothing_until_the_end(monkeypatch: pytest.MonkeyPatch) -
     updates = [new_update("mixed", lambda n, d: torch.empty(n, dtype=d)) for _ in range(6)]
     num_pieces = sum(len(list(u.pieces(stream._piece_numel(u)))) for u in updates)
     assert num_pieces > _MAX_QUEUED
-    with stream.running(updates) as advance:
-        for _ in range(3):
-            advance()
-        assert not any("host waits" in entry for entry in log)
-        assert [entry for entry in log if entry.startswith("issue")] == [f"issue {i}" for i in range(_MAX_QUEUED)]
-        # A slot is filled again when the piece that had it has come back.
-        assert [entry for entry in log if entry.startswith("slot")] == [
-            f"slot of {i}" for i in range(_MAX_QUEUED - NUM_SLOTS)
-        ]
+    stream.reserve()
+    for update in updates:
+        stream.issue(update)
     assert [entry for entry in log if entry.startswith("issue")] == [f"issue {i}" for i in range(num_pieces)]
-    assert [entry for entry in log if "host waits" in entry] == [f"host waits for {i}" for i in range(num_pieces)]
+    # A slot is filled again when the piece that had it has come back.
+    assert [entry for entry in log if entry.startswith("slot")] == [
+        f"slot of {i}" for i in range(num_pieces - NUM_SLOTS)
+    ]
+    # Each piece that is too many has the host wait for the oldest, and for no more.
+    waits = [entry for entry in log if "host waits" in entry]
+    assert waits == [f"host waits for {i}" for i in range(num_pieces - _MAX_QUEUED)]
+    assert log.index("host waits for 0") == log.index(f"issue {_MAX_QUEUED}") - 1
 
 
 def test_pieces_are_cut_for_the_slots_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
