@@ -22,7 +22,7 @@ from lightning_elixir.plan.memory import Budget, memory_use
 from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.timeline import Timeline, scheme_of
-from lightning_elixir.plan.types import Plan
+from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.planning import data_bytes_of, make_plan, norm_parameters, param_specs, timeline_of
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,16 @@ class OptimizerFacts:
     """Whether its updates may be streamed to the device."""
     num_states: int = 2
     """States for each element of a parameter."""
+    can_update_behind_forward: bool = True
+    """Whether its updates on the host may go on while the next forward runs."""
+    can_update_inside_backward: bool = False
+    """Whether an update needs nothing but its own chunk's gradients: no clipping, no loss scale."""
+
+    @property
+    def update_timing(self) -> UpdateTiming:
+        if not self.can_update_behind_forward:
+            return UpdateTiming.AFTER_BACKWARD
+        return UpdateTiming.INSIDE_BACKWARD if self.can_update_inside_backward else UpdateTiming.BEHIND_FORWARD
 
 
 @dataclass(frozen=True)
@@ -143,14 +153,22 @@ class Planner:
             device.append(self._config.gpu_limit_bytes)
         return Budget(min(device, default=None), min(per_rank))
 
-    def first_plan(self, model: nn.Module, budget: Budget, *, is_training: bool) -> tuple[Plan, bool]:
+    def first_plan(
+        self, model: nn.Module, budget: Budget, *, is_training: bool, optimizer: OptimizerFacts | None = None
+    ) -> tuple[Plan, bool]:
         """The plan to build with, and whether it is final.
+
+        Args:
+            model: For the parameters and the order of its modules.
+            budget: Limits of one rank.
+            is_training: Whether a fit follows.
+            optimizer: What matters of it; None: there is none yet.
 
         Raises:
             PlanError: An option or a given plan does not suit the model.
             CapacityError: A limit cannot hold what the policy needs.
         """
-        return self._share(lambda: self._decide(model, budget, is_training))
+        return self._share(lambda: self._decide(model, budget, is_training, optimizer))
 
     def warm_up_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
         """A placement of `current`'s chunks that needs as little device memory as possible."""
@@ -218,13 +236,15 @@ class Planner:
             first = replace(first, intervals=tuple(replace(i, non_model_bytes=peak) for i in first.intervals))
         return first.with_margin(current.block_bytes)
 
-    def _decide(self, model: nn.Module, budget: Budget, is_training: bool) -> tuple[Plan, bool]:
+    def _decide(
+        self, model: nn.Module, budget: Budget, is_training: bool, optimizer: OptimizerFacts | None
+    ) -> tuple[Plan, bool]:
         given = self._config.plan
         if given is not None:
             plan = given if isinstance(given, Plan) else load_plan(str(given))
             self._check_given(plan, budget)
             return plan, True
-        plan = self._make(model, budget)
+        plan = self._make(model, budget, optimizer=optimizer)
         is_fixed = self._config.placement_policy == "cuda" or plan.is_all_resident
         if self._config.placement_policy == "auto":
             is_fixed = budget.gpu_bytes is None
@@ -258,10 +278,15 @@ class Planner:
             return current
 
     def _safe_plan(self, model: nn.Module, plan: Plan, budget: Budget) -> Plan:
-        """As little on the device as possible: nobody knows yet what the activations take."""
+        """As little on the device as possible: nobody knows yet what the activations take. Updates run when `plan` has
+        them run."""
+        facts = OptimizerFacts(
+            can_update_behind_forward=plan.update_timing is not UpdateTiming.AFTER_BACKWARD,
+            can_update_inside_backward=plan.update_timing is UpdateTiming.INSIDE_BACKWARD,
+        )
         try:
-            largest = self._make(model, budget, layout=plan, policy="cpu")
-            smallest = self._make(model, replace(budget, gpu_bytes=None), layout=plan, policy="cpu")
+            largest = self._make(model, budget, layout=plan, policy="cpu", optimizer=facts)
+            smallest = self._make(model, replace(budget, gpu_bytes=None), layout=plan, policy="cpu", optimizer=facts)
         except CapacityError as error:  # the host cannot hold everything
             log.info("no room to start with everything on the host (%s)", error)
             return plan
@@ -311,6 +336,8 @@ class Planner:
             accumulates=self._accumulates,
             num_backwards=self._num_backwards,
             can_stream=facts.can_stream,
+            update_timing=facts.update_timing,
+            can_reuse_compute_shard=self._master_weights,
             profile=profile,
             hardware=self._hardware,
             layout=layout,

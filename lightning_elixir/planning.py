@@ -24,7 +24,7 @@ from lightning_elixir.plan.space import Candidate, Problem
 from lightning_elixir.plan.streaming import STREAM_BYTES
 from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
-from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, ParamSpec, Plan
+from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, ParamSpec, Plan, UpdateTiming
 from lightning_elixir.profiling.hardware import profile_hardware
 from lightning_elixir.profiling.memory import StepFn, profile_memory
 from lightning_elixir.profiling.parameters import dtype_name, module_accesses, norm_parameters, param_specs
@@ -71,6 +71,8 @@ def make_plan(
     accumulates: bool = False,
     num_backwards: int = 1,
     can_stream: bool = False,
+    update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD,
+    can_reuse_compute_shard: bool = False,
     world_size: int = 1,
     gpu_bytes: int | None = None,
     cpu_bytes: int | None = None,
@@ -105,6 +107,10 @@ def make_plan(
         accumulates: Gradients of several backwards are added up, in fp32.
         num_backwards: Micro-batches before each update, which count in the predicted step.
         can_stream: Whether the optimizer's updates may be streamed to the device (`HybridAdam`, `CPUAdam`).
+        update_timing: When updates of states beside the device may run; what `num_backwards` and `accumulates` do not
+            allow is left out.
+        can_reuse_compute_shard: Whether gradients may land in compute shards where host memory would not suffice
+            otherwise. Training must then have one backward before each update.
         world_size: Ranks that share a chunk.
         gpu_bytes: Device memory of one rank; None: not known, treated as unlimited.
         cpu_bytes: Host memory of one rank; None: not known, treated as unlimited.
@@ -139,6 +145,7 @@ def make_plan(
     sizes = _ChunkSizes(
         specs, main_dtype, world_size, chunk_size, chunk_search_range, chunk_search_n_grids, min_chunk_size
     )
+    has_one_backward = num_backwards == 1 and not accumulates
     problem = Problem(
         request=request,
         budget=Budget(gpu_bytes, cpu_bytes, non_model_bytes, nvme_bytes),
@@ -150,16 +157,19 @@ def make_plan(
         accumulates=accumulates,
         num_backwards=num_backwards,
         is_time_guessed=profile is None,
+        update_timing=_possible_timing(update_timing, has_one_backward=has_one_backward),
+        can_reuse_compute_shard=can_reuse_compute_shard and has_one_backward,
     )
 
     def decide(layouts: Sequence[Layout]) -> Plan:
         if placement_policy == "auto":
             return search([Candidate(one, _profile_over(one, profile, problem)) for one in layouts], problem)
-        known = None if profile is None else _profile_over(layouts[0], profile, problem)
-        plan = place(
-            layouts[0], request, problem.budget, world_size, problem.data_bytes, profile=known, accumulates=accumulates
-        )
-        return plan if known is None else with_forecast(plan, known, problem)
+        try:
+            return _placed(layouts[0], profile, problem)
+        except CapacityError as error:
+            if error.resource != "host" or not problem.can_reuse_compute_shard:
+                raise
+            return _placed(layouts[0], profile, problem.reusing())
 
     if layout is not None:
         kept = Layout(_packed_layout(layout, specs, world_size), layout.block_bytes, main_dtype)
@@ -181,6 +191,30 @@ def make_plan(
                 is_hopeless |= lacking > _LEAST_PROGRESS * (before.lacking_bytes or 0)
             if is_hopeless or not sizes.is_free or gpu_bytes is None or numels[0] < ALIGN_NUMEL:
                 raise refusal from None
+
+
+def _possible_timing(wanted: UpdateTiming, *, has_one_backward: bool) -> UpdateTiming:
+    """Gradients that are still to be added to cannot be used yet."""
+    if wanted is UpdateTiming.INSIDE_BACKWARD and not has_one_backward:
+        return UpdateTiming.BEHIND_FORWARD
+    return wanted
+
+
+def _placed(layout: Layout, profile: MemoryProfile | StepProfile | None, problem: Problem) -> Plan:
+    """The plan of a fixed policy."""
+    known = None if profile is None else _profile_over(layout, profile, problem)
+    plan = place(
+        layout,
+        problem.request,
+        problem.budget,
+        problem.world_size,
+        problem.data_bytes,
+        profile=known,
+        accumulates=problem.accumulates,
+        update_timing=problem.update_timing,
+        grad_reuses_compute_shard=problem.grad_reuses_compute_shard,
+    )
+    return plan if known is None else with_forecast(plan, known, problem)
 
 
 def data_bytes_of(*, master_weights: bool, num_states: int = 2, accumulates: bool = False) -> dict[str, ModelDataBytes]:
@@ -391,6 +425,7 @@ def simple_search(
     min_chunk_size: int | None = None,
     hardware: HardwareSpec | None = None,
     can_stream: bool = False,
+    update_timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD,
 ) -> Plan:
     """Like `minimum_waste_search`, within limits of your own, and simulating several chunk sizes.
 
@@ -411,6 +446,7 @@ def simple_search(
         min_chunk_size: Bytes of the smallest chunk size.
         hardware: Figures of the machine, such as `profile_hardware()` measures; None: `HardwareSpec.nominal()`.
         can_stream: Whether updates may be streamed to the device: the optimizer is `HybridAdam` or `CPUAdam`.
+        update_timing: When updates of states beside the device may run.
 
     Raises:
         PlanError: The model or a limit cannot be used as given.
@@ -434,6 +470,7 @@ def simple_search(
         min_chunk_size=min_chunk_size,
         hardware=hardware,
         can_stream=can_stream,
+        update_timing=update_timing,
     )
 
 
@@ -455,6 +492,7 @@ def optimal_search(
     min_chunk_size: int | None = None,
     hardware: HardwareSpec | None = None,
     can_stream: bool = False,
+    update_timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD,
 ) -> Plan:
     """Like `simple_search`, knowing what a step touches, computes and takes, and what the machine reaches.
 
@@ -477,6 +515,7 @@ def optimal_search(
         hardware: Figures of the machine; None: `profile_hardware()` where there is a GPU (collective if the default
             process group has been started, and only then with several ranks), else `HardwareSpec.nominal()`.
         can_stream: Whether updates may be streamed to the device: the optimizer is `HybridAdam` or `CPUAdam`.
+        update_timing: When updates of states beside the device may run.
 
     Raises:
         PlanError: The model, a limit or `step_fn` cannot be used as given.
@@ -508,6 +547,7 @@ def optimal_search(
         min_chunk_size=min_chunk_size,
         hardware=hardware,
         can_stream=can_stream,
+        update_timing=update_timing,
         profile=profile,
     )
 
@@ -519,6 +559,7 @@ def _searched(
     overlap: bool,
     verbose: bool,
     budget: Budget,
+    update_timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD,
     **options: Any,
 ) -> Plan:
     plan = make_plan(
@@ -530,6 +571,7 @@ def _searched(
         gpu_bytes=budget.gpu_bytes,
         cpu_bytes=budget.cpu_bytes,
         non_model_bytes=budget.non_model_bytes,
+        update_timing=update_timing,
         **options,
     )
     if verbose:

@@ -16,10 +16,11 @@ import pytest
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.io import load_plan
 from lightning_elixir.plan.timeline import MemoryPoint, Span, Timeline
-from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Member, Plan, StepTimes, Tier
+from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Member, Plan, StepTimes, Tier, UpdateTiming
 from lightning_elixir.report import Measured, ReportData, render_report
 from lightning_elixir.report.markup import byte_ticks, element, format_count, format_seconds, time_ticks
 from lightning_elixir.report.memory_picture import KINDS, thinned
+from lightning_elixir.report.phases import phases
 from lightning_elixir.report.timeline_picture import MAX_RECTANGLES, lane_bars
 
 ROOT = Path(__file__).parents[1]
@@ -396,3 +397,42 @@ def test_example_inspects_plans(tmp_path: Path) -> None:
         assert plan.forecast.peak_gpu_bytes <= gib * GIB
         page = parsed((tmp_path / f"plan_{gib}gib.html").read_text())
         assert len(list(page.all("g", "chunk"))) == len(plan.chunks)
+
+
+def test_what_the_plan_counts_with_beside_what_is_drawn() -> None:
+    data = make_data()
+    assert data.plan.forecast is not None
+    assert data.timeline is not None
+    drawn = data.timeline.peak_gpu_bytes
+    for more, is_said in ((0, False), (GIB, True)):
+        forecast = replace(data.plan.forecast, peak_gpu_bytes=drawn + more)
+        page = render_report(replace(data, plan=replace(data.plan, forecast=forecast)))
+        assert ("The plan counts with 1.0 GiB more than is drawn" in page) == is_said
+
+
+def test_when_updates_run_and_what_waits_for_them() -> None:
+    data = make_data()
+    plan = data.plan
+    assert plan.forecast is not None
+    times = replace(plan.forecast.times, update_waiting_s=0.125)
+    plan = replace(plan, update_timing=UpdateTiming.BEHIND_FORWARD, forecast=replace(plan.forecast, times=times))
+    page = render_report(replace(data, plan=plan))
+    assert "Updates on the host run behind the next forward" in page
+    assert "waiting for updates" in page
+    assert "125 ms" in page
+    chunks = tuple(replace(c, optim_tier=Tier.GPU) for c in plan.chunks)
+    assert "Updates on the host run" not in render_report(replace(data, plan=replace(plan, chunks=chunks)))
+
+
+def test_every_micro_batch_has_its_phases() -> None:
+    names = ("forward", "backward", "backward", "forward", "backward")
+    spans = tuple(Span("compute", i, i + 1.0, f"{name} chunk {i}") for i, name in enumerate(names))
+    timeline = Timeline(StepTimes(6.0, 5.0, 0, 0, 0, 1, 0, 1.0), 0, 5.0, spans)
+    found = [(phase.name, phase.start_s, phase.end_s) for phase in phases(timeline)]
+    assert found == [
+        ("forward", 0.0, 1.0),
+        ("backward", 1.0, 3.0),
+        ("forward", 3.0, 4.0),
+        ("backward", 4.0, 5.0),
+        ("update", 5.0, 6.0),
+    ]

@@ -18,12 +18,12 @@ from lightning_elixir.cli.machine import Machine, machine_of
 from lightning_elixir.cli.subject import Subject, module_subject
 from lightning_elixir.cli.tables import print_plan
 from lightning_elixir.cli.transformers_subject import transformers_subject
-from lightning_elixir.config import parse_bytes
+from lightning_elixir.cli.wording import size_of, speaking_of_options
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.io import plan_to_dict, save_plan
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.timeline import Timeline
-from lightning_elixir.plan.types import Plan, Tier
+from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
 from lightning_elixir.planning import make_plan, norm_parameters, timeline_of
 from lightning_elixir.precision import ElixirPrecision
 from lightning_elixir.profiling.memory import profile_memory
@@ -52,9 +52,12 @@ class Found:
     @property
     def remarks(self) -> tuple[str, ...]:
         """What to keep in mind."""
-        remarks = self.machine.remarks
+        remarks = (*self.subject.remarks, *self.machine.remarks)
         if any(c.optim_tier is Tier.NVME for c in self.plan.chunks):
             remarks += ("states on NVMe: training with them comes with a later version; this plan cannot be run yet",)
+        has_host_states = any(c.requires_grad and c.optim_tier is not Tier.GPU for c in self.plan.chunks)
+        if has_host_states and self.plan.update_timing is UpdateTiming.INSIDE_BACKWARD:
+            remarks += ("gradients are not clipped: with clipping, updates only begin after backward",)
         return remarks
 
     @property
@@ -114,21 +117,24 @@ def find(options: argparse.Namespace) -> Found:
     precision = ElixirPrecision(options.precision)
     dtype = precision.compute_dtype
     machine = machine_of(options, dtype_name(dtype or torch.float32))
+    chunk_size = size_of(options.chunk_size, "--chunk-size")
     with _telling(options, "looking at the model"):
         subject = module_subject(options) if options.module else transformers_subject(options)
-    with _telling(options, "running a training step without values"):
+    with _telling(options, "running a training step without values"), speaking_of_options():
         profile = profile_memory(subject.model, subject.inp, subject.step_fn, dtype, autocast=precision.has_autocast)
-    with _telling(options, "looking for the fastest placement"):
+    with _telling(options, "looking for the fastest placement"), speaking_of_options():
         plan = make_plan(
             subject.model,
             placement_policy=options.policy,
-            chunk_size=None if options.chunk_size is None else parse_bytes(options.chunk_size),
+            chunk_size=chunk_size,
             compute_dtype=dtype,
             keep_fp32=norm_parameters(subject.model, is_alone=False) if precision.is_mixed else (),
             master_weights=precision.is_mixed,
             accumulates=options.accumulate > 1,
             num_backwards=options.accumulate,
             can_stream=options.optimizer == "hybrid",
+            update_timing=update_timing_of(options),
+            can_reuse_compute_shard=precision.is_mixed,
             world_size=options.gpus,
             gpu_bytes=machine.gpu_bytes,
             cpu_bytes=machine.cpu_bytes,
@@ -146,6 +152,14 @@ def find(options: argparse.Namespace) -> Found:
         )
     num_params = sum(spec.numel for spec in param_specs(subject.model))
     return Found(subject, machine, profile, plan, timeline, num_params, options.accumulate)
+
+
+def update_timing_of(options: argparse.Namespace) -> UpdateTiming:
+    """When updates of states beside the GPU may run, if gradients are not clipped."""
+    if options.optimizer != "hybrid":
+        return UpdateTiming.AFTER_BACKWARD
+    has_loss_scale = options.precision == "16-mixed"
+    return UpdateTiming.BEHIND_FORWARD if has_loss_scale else UpdateTiming.INSIDE_BACKWARD
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_elixir.plan.describe import describe_updates
 from lightning_elixir.plan.hardware import HardwareSpec, hardware_table
 from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.types import Plan, Tier
@@ -59,6 +60,9 @@ def _summary(found: Found, options: argparse.Namespace) -> Table:
     table.show_header = False
     table.add_row("parameters", f"{format_count(found.num_params)}, {options.precision}")
     table.add_row("placement", describe_chunks(plan))
+    updates = describe_updates(plan)
+    if updates:
+        table.add_row("updates on the host", updates)
     table.add_row("one step", format_seconds(step_s))
     for unit, count in (("tokens", found.num_tokens), ("samples", found.num_samples)):
         if count and step_s:
@@ -111,21 +115,22 @@ def _memory(found: Found) -> Table:
 
 
 def _times(found: Found) -> Table:
-    times, num = found.timeline.times, found.num_accumulated
+    times = found.timeline.times
     table = _table("One step", "", "time", "share")
     parts = (
-        ("forward and backward", num * times.compute_s),
-        ("waiting for chunks or gradient blocks", num * times.waiting_s),
-        ("update, after backward", times.step_s),
+        ("forward and backward", times.compute_s),
+        ("waiting for updates", times.update_waiting_s),
+        ("waiting for chunks or gradient blocks", times.waiting_s - times.update_waiting_s),
+        ("update, before the next forward", times.step_s),
     )
     for what, seconds in parts:
         table.add_row(what, format_seconds(seconds), f"{seconds / found.step_s:.0%}" if found.step_s else "")
     table.add_section()
     table.add_row("together", format_seconds(found.step_s), "")
     beside = (
-        ("bus to the GPU", num * times.h2d_s),
-        ("bus from the GPU", num * times.d2h_s),
-        ("between ranks", num * times.collective_s),
+        ("bus to the GPU", times.h2d_s),
+        ("bus from the GPU", times.d2h_s),
+        ("between ranks", times.collective_s),
         ("Adam, wherever it runs", times.adam_s),
     )
     table.add_section()

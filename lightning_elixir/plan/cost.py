@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Scheme
+from lightning_elixir.plan.streaming import SLOT_BYTES
 from lightning_elixir.plan.types import ChunkSpec, Tier
 
 
@@ -63,6 +64,29 @@ class Costs:
         if chunk.optim_tier is Tier.NVME:
             update_s = max(update_s, self.nvme_s(chunk))
         return update_s
+
+    def stream_s(self, chunk: ChunkSpec) -> tuple[int, float, float]:
+        """A streamed update that shares the bus: in how many pieces, and how long one of them has the bus up and
+        down; no longer than the measured rate allows."""
+        data = self.scheme.data_bytes[chunk.dtype]
+        numel = chunk.numel // self.scheme.world_size
+        piece_numel = min(numel, max(1, SLOT_BYTES // (data.optim + data.compute)))
+        most_s = piece_numel / self.hardware.streamed_adam_numel_per_s
+        down = data.optim - data.grad + (data.compute if chunk.param_tier is not Tier.GPU else 0)
+        up_s = self.hardware.h2d.seconds(piece_numel * data.optim)
+        down_s = self.hardware.d2h.seconds(piece_numel * down)
+        return math.ceil(numel / piece_numel), min(up_s, most_s), min(down_s, most_s)
+
+    def update_traffic_bytes(self, chunk: ChunkSpec) -> int:
+        """Bytes that an update reads and writes in host memory, and those of its gradients landing there: 28 and 2 a
+        parameter with 16-bit gradients and values beside fp32 states."""
+        if chunk.optim_tier is Tier.GPU or not chunk.requires_grad:
+            return 0
+        data = self.scheme.data_bytes[chunk.dtype]
+        each = data.grad + 2 * (data.master + data.states) + data.compute
+        if chunk.param_tier is Tier.GPU:  # values go up again, or never come down
+            each += -data.compute if chunk.is_update_streamed else data.compute
+        return (each + data.compute) * (chunk.numel // self.scheme.world_size)
 
     def nvme_s(self, chunk: ChunkSpec) -> float:
         """Reading and writing master and states, one after the other; infinite where no NVMe was measured."""

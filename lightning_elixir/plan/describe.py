@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_elixir.plan.types import ChunkSpec, Tier
+from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
+
+_TIMINGS = {
+    UpdateTiming.AFTER_BACKWARD: "after backward, and the next forward waits for all of them",
+    UpdateTiming.BEHIND_FORWARD: "behind the next forward, which waits for each chunk's own when it needs that",
+    UpdateTiming.INSIDE_BACKWARD: "from inside backward on, as gradients land, until the next forward needs the chunk",
+}
 
 
 def describe_placement(chunks: Sequence[ChunkSpec], blocks: int, depth: int) -> str:
@@ -29,3 +35,13 @@ def describe_placement(chunks: Sequence[ChunkSpec], blocks: int, depth: int) -> 
             parts.append(f"shards of {shards} on the GPU")
         parts.append(f"the others through an rCache of {blocks} block{'s' * (blocks != 1)}, fetched {depth} ahead")
     return ", ".join(parts)
+
+
+def describe_updates(plan: Plan) -> str:
+    """When updates of states beside the GPU run, and where their gradients land; empty if there are none."""
+    if not any(c.requires_grad and c.optim_tier is not Tier.GPU for c in plan.chunks):
+        return ""
+    text = _TIMINGS[plan.update_timing]
+    if plan.grad_reuses_compute_shard:
+        text += "; gradients take the place of the parameters in host memory, which saves 2 bytes each"
+    return text

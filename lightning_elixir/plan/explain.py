@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_elixir.plan.describe import describe_placement
+from lightning_elixir.plan.describe import describe_placement, describe_updates
 from lightning_elixir.plan.placement import format_bytes, format_seconds
 from lightning_elixir.plan.types import Plan, StepTimes
 
 _PARTS = (
     ("compute_s", "computing in forward and backward"),
-    ("waiting_s", "waiting for chunks and gradient blocks, not hidden"),
-    ("step_s", "the update, after backward"),
+    ("waiting_s", "waiting for chunks, their updates and gradient blocks, not hidden"),
+    ("step_s", "the update, between backward and the next forward"),
+    ("update_waiting_s", "of the waiting: for updates that are not done yet"),
     ("adam_s", "Adam, wherever it runs"),
     ("h2d_s", "the bus to the device is busy"),
     ("d2h_s", "the bus from the device is busy"),
@@ -24,6 +25,9 @@ def explain(plan: Plan) -> str:
         f" {len(plan.chunks)} chunks of up to {format_bytes(plan.block_bytes)}",
         f"  {describe_placement(plan.chunks, plan.rcache_blocks, plan.prefetch_depth)}",
     ]
+    updates = describe_updates(plan)
+    if updates:
+        lines.append(f"  updates of states beside the GPU run {updates}")
     forecast = plan.forecast
     if forecast is None:
         lines += [f"  {name}: {format_bytes(v)}" for name, v in plan.notes.items() if isinstance(v, int) and v]

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_elixir.errors import PlanError
 
-HARDWARE_SCHEMA = 1
+HARDWARE_SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,9 @@ class HardwareSpec:
     """The same with states in host memory that go up to the device, are updated there, and come back."""
     joint_adam_numel_per_s: float = math.inf
     """What the host and the stream reach together, at the same time: host memory serves both."""
+    host_bytes_per_s: float | None = None
+    """All that is read and written in host memory while the host updates and both directions of the bus are busy. None:
+    nobody has measured it."""
     matmul_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     """By compute dtype, for large matrices."""
     device_bytes_per_s: float = math.inf
@@ -170,11 +173,19 @@ _RATES = (
     "gpu_adam_numel_per_s",
     "streamed_adam_numel_per_s",
     "joint_adam_numel_per_s",
+    "host_bytes_per_s",
     "device_bytes_per_s",
     "nvme_read_bytes_per_s",
     "nvme_write_bytes_per_s",
 )
-_NULLABLE = ("gpu_bytes", "gpu_total_bytes", "nvme_bytes", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
+_NULLABLE = (
+    "gpu_bytes",
+    "gpu_total_bytes",
+    "host_bytes_per_s",
+    "nvme_bytes",
+    "nvme_read_bytes_per_s",
+    "nvme_write_bytes_per_s",
+)
 
 
 def _check_values(values: Mapping[str, Any]) -> None:
@@ -248,6 +259,9 @@ def hardware_table(spec: HardwareSpec) -> list[tuple[str, str]]:
     ]
     if math.isfinite(spec.joint_adam_numel_per_s):
         rows.append(("Adam, host and streamed at once", _adam_text(spec.joint_adam_numel_per_s)))
+    if spec.host_bytes_per_s:
+        rate = f"{spec.host_bytes_per_s / 1e9:.3g} GB/s read and written"
+        rows.append(("host memory, with Adam and both directions at once", rate))
     rows += [(f"matmul {name}", f"{rate / 1e12:.3g} TFLOP/s") for name, rate in spec.matmul_flops_per_s.items()]
     if math.isfinite(spec.device_bytes_per_s):
         rows.append(("element-wise operators", f"{spec.device_bytes_per_s / 1e9:.3g} GB/s read and written"))

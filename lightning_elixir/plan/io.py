@@ -20,6 +20,7 @@ from lightning_elixir.plan.types import (
     Plan,
     StepTimes,
     Tier,
+    UpdateTiming,
 )
 
 _PLAN_KEYS = (
@@ -31,6 +32,8 @@ _PLAN_KEYS = (
     "rcache_blocks",
     "prefetch_depth",
     "is_storage_distributed",
+    "update_timing",
+    "grad_reuses_compute_shard",
     "notes",
     "forecast",
     "chunks",
@@ -60,6 +63,8 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
         "rcache_blocks": plan.rcache_blocks,
         "prefetch_depth": plan.prefetch_depth,
         "is_storage_distributed": plan.is_storage_distributed,
+        "update_timing": plan.update_timing.value,
+        "grad_reuses_compute_shard": plan.grad_reuses_compute_shard,
         "notes": dict(plan.notes),
         "forecast": None if plan.forecast is None else _forecast_to_dict(plan.forecast),
         "chunks": [
@@ -99,6 +104,8 @@ def plan_from_dict(content: object) -> Plan:
         rcache_blocks=fields.integer("rcache_blocks", least=0),
         prefetch_depth=fields.integer("prefetch_depth", least=0),
         is_storage_distributed=fields.boolean("is_storage_distributed"),
+        update_timing=UpdateTiming(fields.choice("update_timing", [t.value for t in UpdateTiming])),
+        grad_reuses_compute_shard=fields.boolean("grad_reuses_compute_shard"),
         notes=_notes(fields.get("notes")),
         forecast=_forecast(fields.get("forecast")),
         chunks=tuple(_chunk(item, i) for i, item in enumerate(fields.items("chunks"))),
@@ -264,6 +271,8 @@ def _member(content: object, where: str) -> Member:
 
 def _check_layout(plan: Plan) -> None:
     """What the runtime relies on and JSON types cannot say."""
+    if plan.grad_reuses_compute_shard and plan.update_timing is UpdateTiming.INSIDE_BACKWARD:
+        raise PlanError("grad_reuses_compute_shard and updates inside backward exclude each other")
     seen: set[str] = set()
     multiple = plan.world_size * ALIGN_NUMEL
     needed_blocks = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Tier
+from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Tier, UpdateTiming
 
 GRAD_BLOCKS = 2
 """Blocks for gradients on the compute device: one fills up while another is being reduced."""
@@ -68,7 +68,11 @@ class Scheme:
     data_bytes: Mapping[str, ModelDataBytes]
     """For every dtype of the chunks."""
     stream_bytes: int = 0
-    """Device memory of the buffers through which streamed updates run, where there are any: after backward."""
+    """Device memory of the buffers through which streamed updates run, where there are any."""
+    update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD
+    """When those run, and so when the buffers are there."""
+    grad_reuses_compute_shard: bool = False
+    """As in the plan."""
 
     @property
     def is_shard_whole(self) -> bool:
@@ -80,6 +84,18 @@ class Scheme:
 
     def grad_shard_bytes(self, chunk: ChunkSpec) -> int:
         return chunk.numel // self.world_size * self.data_bytes[chunk.dtype].grad if chunk.requires_grad else 0
+
+    def host_grad_bytes(self, chunk: ChunkSpec) -> int:
+        """What gradients take in host memory beside the compute shard."""
+        if chunk.optim_tier is Tier.GPU or (self.grad_reuses_compute_shard and self.can_reuse(chunk)):
+            return 0
+        return self.grad_shard_bytes(chunk)
+
+    def can_reuse(self, chunk: ChunkSpec) -> bool:
+        """Whether a chunk's gradients could land in its compute shard."""
+        data = self.data_bytes[chunk.dtype]
+        is_on_host = chunk.param_tier is Tier.CPU and chunk.optim_tier is Tier.CPU
+        return is_on_host and data.master > 0 and data.grad <= data.compute
 
     def state_bytes(self, chunk: ChunkSpec) -> int:
         """Master and optimizer states of one rank."""
@@ -144,7 +160,7 @@ def memory_use(chunks: Sequence[ChunkSpec], rcache_blocks: int, scheme: Scheme, 
             gpu_state += scheme.state_bytes(chunk)
             gpu_grad += scheme.grad_shard_bytes(chunk)
             continue
-        host_grad += scheme.grad_shard_bytes(chunk)
+        host_grad += scheme.host_grad_bytes(chunk)
         if chunk.optim_tier is Tier.NVME:
             nvme += scheme.state_bytes(chunk)
         else:

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_elixir.errors import CapacityError, PlanError
-from lightning_elixir.plan.memory import Budget, MemoryUse, ModelDataBytes, Scheme, memory_use
+from lightning_elixir.plan.memory import GRAD_BLOCKS, Budget, MemoryUse, ModelDataBytes, Scheme, memory_use
 from lightning_elixir.plan.packing import PackedChunk, padding_bytes, waste_bytes
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.timeline import beside_rcache_bytes, moments
-from lightning_elixir.plan.types import AccessTrace, ChunkSpec, Plan, Tier
+from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, Plan, Tier, UpdateTiming
 
 POLICIES = ("auto", "cpu", "cuda", "const", "static")
 
@@ -72,6 +72,8 @@ def place(
     *,
     profile: StepProfile | None = None,
     accumulates: bool = False,
+    update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD,
+    grad_reuses_compute_shard: bool = False,
 ) -> Plan:
     """Place chunks by a fixed policy, within the budget; for "auto", see `plan/search.py`.
 
@@ -83,6 +85,8 @@ def place(
         data_bytes: Bytes per element, for every dtype of the chunks.
         profile: What a step takes beside the chunks, when; None: `budget.non_model_bytes` all the time.
         accumulates: Gradients of several backwards are added up, so they are there in forward as well.
+        update_timing: When updates by the host may run.
+        grad_reuses_compute_shard: As in the plan.
 
     Returns:
         The plan; `notes` holds the predicted bytes of one rank by kind (`MemoryUse`).
@@ -92,7 +96,17 @@ def place(
         CapacityError: A limit cannot hold what the policy needs.
     """
     check_request(request, world_size)
-    placer = Placer(layout, request, budget, world_size, data_bytes, profile=profile, accumulates=accumulates)
+    placer = Placer(
+        layout,
+        request,
+        budget,
+        world_size,
+        data_bytes,
+        profile=profile,
+        accumulates=accumulates,
+        update_timing=update_timing,
+        grad_reuses_compute_shard=grad_reuses_compute_shard,
+    )
     policy = {"static": "const"}.get(request.policy, request.policy)
     if policy == "cuda":
         return placer.plan([RESIDENT] * len(layout.packed), policy)
@@ -203,11 +217,21 @@ class Placer:
         profile: StepProfile | None = None,
         accumulates: bool = False,
         stream_bytes: int = 0,
+        update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD,
+        grad_reuses_compute_shard: bool = False,
     ) -> None:
         self.layout, self.request, self.budget = layout, request, budget
         self.profile, self.accumulates = profile, accumulates
         self._moments = () if profile is None else moments(profile)
-        self.scheme = Scheme(world_size, request.distributed_storage, layout.block_bytes, data_bytes, stream_bytes)
+        self.scheme = Scheme(
+            world_size,
+            request.distributed_storage,
+            layout.block_bytes,
+            data_bytes,
+            stream_bytes,
+            update_timing,
+            grad_reuses_compute_shard,
+        )
         trace = None if profile is None else profile.trace
         self.needs = Needs(layout.packed, request.accesses, layout.block_bytes, trace)
 
@@ -250,6 +274,12 @@ class Placer:
         """Highest moment of a step on the device."""
         return self.beside_rcache(chunks) + blocks * self.layout.block_bytes
 
+    def saved_by_smaller_chunks(self, chunks: Sequence[ChunkSpec], blocks: int) -> int:
+        """Device bytes that the blocks of rCache and gradients could do without, were every parameter a chunk."""
+        largest = max((m.numel * DTYPE_BYTES[c.dtype] for c in chunks for m in c.members), default=0)
+        num_blocks = blocks + min(GRAD_BLOCKS, sum(c.requires_grad for c in chunks))
+        return num_blocks * max(0, self.layout.block_bytes - largest)
+
     def plan(self, sites: Sequence[Site], policy: str, *, prefetch_depth: int | None = None) -> Plan:
         """The plan with these sites and the largest rCache that fits.
 
@@ -270,6 +300,8 @@ class Placer:
             prefetch_depth=self.request.prefetch_depth if prefetch_depth is None else prefetch_depth,
             chunks=chunks,
             is_storage_distributed=self.request.distributed_storage,
+            update_timing=self.scheme.update_timing,
+            grad_reuses_compute_shard=self.scheme.grad_reuses_compute_shard,
             policy=policy,
             notes={
                 "gpu_param_bytes": use.gpu_param_bytes,
@@ -310,12 +342,19 @@ class Placer:
                 f"the smallest rCache, {blocks} block{'s' * (blocks > 1)} of {format_bytes(self.layout.block_bytes)}"
                 f" for {module or 'the model'}, {format_bytes(use.rcache_bytes)}",
             )
-            cure = "Raise gpu_memory_limit, lower chunk_size, or keep less on the GPU"
+            cures = ["raise gpu_memory_limit"]
+            if gpu_bytes - limit <= self.saved_by_smaller_chunks(chunks, blocks):
+                cures.append("lower chunk_size")
+            if use.gpu_param_bytes + use.gpu_state_bytes:
+                cures.append("keep less on the GPU")
+            if use.non_model_bytes > gpu_bytes - limit:
+                cures.append("use a smaller batch or activation checkpointing")
         else:
-            cure = 'Use placement_policy="auto" or "cpu", or more ranks'
+            cures = ['use placement_policy="auto" or "cpu"', "more ranks"]
+        cure = ", or ".join(cures)
         raise CapacityError(
             f"GPU memory: the plan needs {format_bytes(gpu_bytes)} on each rank ({'; '.join(parts)}), but there are"
-            f" {format_bytes(limit)}: {format_bytes(gpu_bytes - limit)} too few. {cure}.",
+            f" {format_bytes(limit)}: {format_bytes(gpu_bytes - limit)} too few. {cure[0].upper()}{cure[1:]}.",
             resource="GPU",
             lacking_bytes=gpu_bytes - limit,
         )

@@ -40,10 +40,13 @@ from lightning_elixir.plan.space import (
     rank,
 )
 from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
-from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier
+from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier, UpdateTiming
 
 _NUM_ALTERNATIVES = 6
 _SAME = 1e-3  # relative difference of predictions below which two placements are as fast
+_HIDDEN = 5e-3  # part of the step below which nobody has to be told of a cost
+# Activations cannot be cut to less than this part: of a batch of eight, one sample and checkpointing would be left.
+_LEAST_ACTIVATIONS = 10
 # A climb tries about twenty neighbours a round; more than a few rounds bring nothing.
 _MOST_ROUNDS = 6
 _MOST_SIMULATIONS = 80
@@ -73,6 +76,20 @@ def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
             f"states may take {format_bytes(problem.budget.nvme_bytes)} of NVMe, but nobody has measured how fast it is"
             ": run `lightning-elixir bench-hardware --nvme-dir FOLDER`"
         )
+    try:
+        plan = _searched(candidates, problem)
+    except CapacityError as error:
+        if error.resource != "host" or not problem.can_reuse_compute_shard:
+            raise
+        return _searched(candidates, problem.reusing())
+    if problem.can_reuse_compute_shard and any(c.optim_tier is Tier.NVME for c in plan.chunks):
+        other = _searched(candidates, problem.reusing())
+        if _seconds(other) < _seconds(plan):
+            return other
+    return plan
+
+
+def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
     different: dict[Layout, Candidate] = {}  # some sizes come to the same chunks
     for candidate in candidates:
         different.setdefault(candidate.layout, candidate)
@@ -94,6 +111,10 @@ def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
     outcome, one = best
     outcome = one.refined(outcome)
     return one.plan_of(outcome, [(s, o) for s in searches for o in s.outcomes.values()])
+
+
+def _seconds(plan: Plan) -> float:
+    return math.inf if plan.forecast is None else plan.forecast.times.total_s
 
 
 def distance(refusal: CapacityError) -> tuple[bool, int]:
@@ -221,6 +242,9 @@ class _LayoutSearch(Space):
                 yield replace(base, kept=kept * half // 2)
         # Where chunks differ in size, others may fit; and more of them without the buffers of the stream.
         bases = [Choice(pattern=pattern, streamed_share=share, depth=depth) for pattern in PATTERNS[1:]]
+        if share and self.problem.update_timing is not UpdateTiming.AFTER_BACKWARD:  # perhaps the host alone hides all
+            most = self._most_resident(Choice())
+            bases += [Choice(resident=most * quarter // 4, depth=depth) for quarter in range(4)]
         for base in (*bases, Choice(depth=depth)):
             full = replace(base, resident=self._most_resident(base))
             yield full
@@ -356,13 +380,16 @@ class _LayoutSearch(Space):
         if any(c.optim_tier is Tier.NVME for c in outcome.chunks):
             where = "the host's memory, which sends states to NVMe"
         costs = {
-            "updates of states beside the GPU": times.step_s,
-            "waiting for chunks and gradients": times.waiting_s,
+            "updates of states beside the GPU": times.step_s + times.update_waiting_s,
+            "waiting for chunks and gradients": times.waiting_s - times.update_waiting_s,
         }
         dearest = max(costs, key=lambda name: costs[name])
+        share = f"of which {dearest} {format_seconds(costs[dearest])}"
+        if costs[dearest] < _HIDDEN * times.total_s:
+            share = "nearly all of it computing: transfers and updates are hidden behind that"
         return (
             f"{where}: with {format_bytes(max(0, lacking))} more on the GPU everything would stay there. The step takes"
-            f" {format_seconds(times.total_s)}, of which {dearest} {format_seconds(costs[dearest])}"
+            f" {format_seconds(times.total_s)}, {share}"
         )
 
     def refusal(self) -> CapacityError:
@@ -387,9 +414,10 @@ class _LayoutSearch(Space):
         parts.append(f"activations and other data {format_bytes(other)}")
         cures = [f"{format_bytes(needed - limit, is_rounded_up=True)} more GPU memory"]
         share = 100 * (limit - needed + other) // other if other else 0
-        if share > 0:
+        if share >= _LEAST_ACTIVATIONS:
             cures.append(f"activations cut to {share}% (a batch that much smaller, or activation checkpointing)")
-        cures.append("a smaller chunk_size")
+        if needed - limit <= placer.saved_by_smaller_chunks(smallest, blocks):
+            cures.append("a smaller chunk_size")
         return CapacityError(
             f"GPU memory: even with as much as possible beside it, a rank needs {format_bytes(needed)}"
             f" ({'; '.join(parts)}), but there are {format_bytes(limit)}. What would fit: {', or '.join(cures)}.",
@@ -454,13 +482,15 @@ def _alternatives(
         )
         if kind not in kinds or rank(outcome) < rank(kinds[kind][1]):
             kinds[kind] = one, outcome
-    fitting = sorted(kinds.values(), key=lambda item: rank(item[1]))[:_NUM_ALTERNATIVES]
-    result = []
-    for one, outcome in fitting:
+    said = {describe_placement(best.chunks, best.blocks, best.choice.depth)}
+    result: list[Alternative] = []
+    for one, outcome in sorted(kinds.values(), key=lambda item: rank(item[1])):
         text = describe_placement(outcome.chunks, outcome.blocks, outcome.choice.depth)
         if one is not winner:
             text = f"chunks of {format_bytes(one.layout.block_bytes)}: {text}"
-        result.append(Alternative(text, outcome.total_s, _why(outcome, best)))
+        if text not in said and len(result) < _NUM_ALTERNATIVES:
+            said.add(text)
+            result.append(Alternative(text, outcome.total_s, _why(outcome, best)))
     most = winner.look(winner.everything)
     if most.timeline is None:
         lacking = most.gpu_bytes - (winner.problem.budget.gpu_bytes or 0)
@@ -475,7 +505,10 @@ def _why(loser: Outcome, best: Outcome) -> str:
     ours, theirs = best.timeline.times, loser.timeline.times
     more = {
         "in the update": theirs.step_s - ours.step_s,
-        "of waiting in forward and backward": theirs.waiting_s - ours.waiting_s,
+        "of waiting for updates": theirs.update_waiting_s - ours.update_waiting_s,
+        "of waiting for chunks and gradients in forward and backward": (
+            theirs.waiting_s - theirs.update_waiting_s - ours.waiting_s + ours.update_waiting_s
+        ),
     }
     parts = [
         f"{format_seconds(abs(seconds))} {'more' if seconds > 0 else 'less'} {name}"

@@ -10,7 +10,7 @@ from lightning_elixir.plan.memory import Budget, ModelDataBytes, memory_use
 from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, PlacementRequest, Placer, Site
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.timeline import Timeline, compressed, simulate_step
-from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
+from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
 
 KEPT = Site(Tier.GPU, Tier.CPU, True)
 SHARDED = Site(Tier.GPU, Tier.GPU, False)
@@ -46,6 +46,19 @@ class Problem:
     """Micro-batches before each update, as far as that is known."""
     is_time_guessed: bool = False
     """Nobody has measured the computing; it is assumed to take as long as fetching."""
+    update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD
+    """When updates beside the device may run, as far as the training allows it."""
+    can_reuse_compute_shard: bool = False
+    """Whether gradients may land in compute shards, where the host's memory would not suffice otherwise."""
+    grad_reuses_compute_shard: bool = False
+    """They do: as in the plan."""
+
+    def reusing(self) -> Problem:
+        """The same with gradients in compute shards; those must stay as they are while backward runs."""
+        timing = self.update_timing
+        if timing is UpdateTiming.INSIDE_BACKWARD:
+            timing = UpdateTiming.BEHIND_FORWARD
+        return replace(self, grad_reuses_compute_shard=True, update_timing=timing)
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,8 @@ class Space:
             profile=candidate.profile,
             accumulates=problem.accumulates,
             stream_bytes=problem.stream_bytes,
+            update_timing=problem.update_timing,
+            grad_reuses_compute_shard=problem.grad_reuses_compute_shard,
         )
         packed = candidate.layout.packed
         self.trainable = [i for i, c in enumerate(packed) if c.requires_grad]
@@ -209,6 +224,8 @@ class Space:
             prefetch_depth=depth,
             chunks=chunks,
             is_storage_distributed=self.problem.request.distributed_storage,
+            update_timing=self.problem.update_timing,
+            grad_reuses_compute_shard=self.problem.grad_reuses_compute_shard,
             policy="auto",
         )
 

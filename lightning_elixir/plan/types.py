@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-SCHEMA = 2
+SCHEMA = 3
 
 # Every parameter starts on a multiple of this many elements inside its chunk, and every shard is a multiple
 # of it, so that the fixed blocks over which the gradient norm is summed never cross a shard's border: the norm is
@@ -26,6 +26,18 @@ class Tier(enum.Enum):
     GPU = "gpu"
     CPU = "cpu"
     NVME = "nvme"
+
+
+class UpdateTiming(enum.Enum):
+    """When updates by the host, and streamed ones, may run. In this order, each hides more than the one before."""
+
+    AFTER_BACKWARD = "after_backward"
+    """Inside `optimizer.step()`, which returns when all is done."""
+    BEHIND_FORWARD = "behind_forward"
+    """`step()` starts them; whoever needs a chunk next waits for that chunk's own update."""
+    INSIDE_BACKWARD = "inside_backward"
+    """Also, a chunk's update starts when its gradients have landed, while backward still runs: only where an update
+    needs nothing from other chunks (no clipping, no loss scale, one backward a step)."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,8 @@ class ChunkSpec:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Predicted seconds of one step. The parts overlap, so their sum is more than `total_s`."""
+    """Predicted seconds of one step, from one forward to the next. The parts overlap, so their sum is more than
+    `total_s`."""
 
     total_s: float
     compute_s: float
@@ -104,9 +117,12 @@ class StepTimes:
     adam_s: float
     """Updates, wherever they run."""
     waiting_s: float
-    """Forward and backward stand still because a chunk is not there, or a gradient block is not free."""
+    """Forward and backward stand still because a chunk is not there or not updated yet, or a gradient block is not
+    free."""
     step_s: float
-    """From the end of backward to the end of the update."""
+    """From the end of backward until the next forward may begin. Updates that run behind that are not part of it."""
+    update_waiting_s: float = 0.0
+    """The part of `waiting_s` that is for updates which are not done yet."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +168,11 @@ class Plan:
     chunks: tuple[ChunkSpec, ...]
     is_storage_distributed: bool = True
     """False: every rank keeps its parameter shards whole and only gathers after an update."""
+    update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD
+    """When updates by the host, and streamed ones, may run; the runtime takes less where it cannot do this."""
+    grad_reuses_compute_shard: bool = False
+    """Chunks with parameters and states in host memory and a master have no gradient shard of their own: gradients
+    land in the compute shard, which is made again from the master. One backward a step, none inside of it."""
     policy: str = "cpu"
     """Which placement policy made the plan."""
     notes: dict[str, float | int | str] = field(default_factory=dict, compare=False)

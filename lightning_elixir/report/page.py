@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from lightning_elixir.plan.describe import describe_updates
 from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.report.chunk_picture import chunk_picture
 from lightning_elixir.report.data import ReportData
@@ -167,7 +168,8 @@ def _pictures(data: ReportData) -> list[Markup]:
             f"{device[0].upper()}{device[1:]} memory over one step",
             memory,
             note="Predicted, from the beginning of forward to the end of the update"
-            + ("; the thin line is what was measured." if data.measured and data.measured.memory else "."),
+            + ("; the thin line is what was measured." if data.measured and data.measured.memory else ".")
+            + _margin_note(data),
         ),
         _section(
             "Where the chunks live",
@@ -178,9 +180,27 @@ def _pictures(data: ReportData) -> list[Markup]:
         _section(
             "What happens when",
             lanes,
-            note="The predicted step, lane by lane, with the share of the step that each is busy.",
+            note="The predicted step, lane by lane, with the share of the step that each is busy."
+            + _updates_note(data),
         ),
     ]
+
+
+def _margin_note(data: ReportData) -> str:
+    """The plan counts with more than what is drawn."""
+    forecast, timeline = data.plan.forecast, data.timeline
+    margin = forecast.peak_gpu_bytes - timeline.peak_gpu_bytes if forecast and timeline else 0
+    if margin <= 0:
+        return ""
+    return (
+        f" The plan counts with {format_bytes(margin)} more than is drawn, for what the allocator cannot use and for"
+        " batches that take a little more."
+    )
+
+
+def _updates_note(data: ReportData) -> str:
+    updates = describe_updates(data.plan)
+    return f" Updates on the host run {updates}." if updates else ""
 
 
 def _figures(data: ReportData) -> list[Markup]:

@@ -121,8 +121,9 @@ def step_table(times: StepTimes) -> Markup:
     """How a predicted step is spent: the parts that add up, and what runs beside them."""
     parts = (
         ("forward and backward", "blue", times.compute_s),
-        ("waiting for chunks or gradient blocks", "red", times.waiting_s),
-        ("update, after backward", "purple", times.step_s),
+        ("waiting for updates", "yellow", times.update_waiting_s),
+        ("waiting for chunks or gradient blocks", "red", times.waiting_s - times.update_waiting_s),
+        ("update, before the next forward", "purple", times.step_s),
     )
     rows: list[Row] = [
         (element("span", swatch(colour), text, class_="key"), format_seconds(s), _percent(s, times.total_s))

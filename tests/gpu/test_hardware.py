@@ -38,6 +38,8 @@ def test_larger_copies_take_longer(spec: HardwareSpec) -> None:
 def test_the_device_is_faster_than_the_bus_and_the_host(spec: HardwareSpec) -> None:
     assert spec.gpu_adam_numel_per_s > spec.streamed_adam_numel_per_s
     assert spec.gpu_adam_numel_per_s > spec.cpu_adam_numel_per_s
+    assert spec.host_bytes_per_s is not None
+    assert spec.host_bytes_per_s > 14 * spec.cpu_adam_numel_per_s  # half of what an update alone moves
     assert spec.device_bytes_per_s > spec.h2d.bytes_per_s(64 * MIB)
     assert spec.matmul_flops_per_s["bfloat16"] > spec.matmul_flops_per_s["float32"]
 

@@ -105,6 +105,8 @@ class Case:
             profile=self.profile,
             accumulates=p.accumulates,
             stream_bytes=p.stream_bytes,
+            update_timing=p.update_timing,
+            grad_reuses_compute_shard=p.grad_reuses_compute_shard,
         )
 
     def search(self) -> Plan:
@@ -141,6 +143,8 @@ def bare_plan(case: Case, chunks: Sequence[ChunkSpec], blocks: int, depth: int) 
         prefetch_depth=depth,
         chunks=tuple(chunks),
         is_storage_distributed=case.problem.request.distributed_storage,
+        update_timing=case.problem.update_timing,
+        grad_reuses_compute_shard=case.problem.grad_reuses_compute_shard,
         policy="auto",
     )
 

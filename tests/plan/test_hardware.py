@@ -101,6 +101,7 @@ def test_a_profile_survives_the_round_trip(spec: HardwareSpec, tmp_path: Path) -
         ({"gpu_adam_numel_per_s": -1.0}, "gpu_adam_numel_per_s must be"),
         ({"streamed_adam_numel_per_s": "quick"}, "streamed_adam_numel_per_s must be"),
         ({"joint_adam_numel_per_s": math.nan}, "joint_adam_numel_per_s must be"),
+        ({"host_bytes_per_s": 0}, "host_bytes_per_s must be"),
         ({"device_bytes_per_s": True}, "device_bytes_per_s must be"),
         ({"launch_s": -1e-6}, "launch_s must be"),
         ({"matmul_flops_per_s": {"float32": 0}}, "matmul_flops_per_s"),

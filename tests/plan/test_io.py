@@ -11,7 +11,7 @@ import pytest
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.io import load_plan, plan_from_dict, plan_to_dict, save_plan
-from lightning_elixir.plan.types import Plan, Tier
+from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
 from tests.plan.models import random_specs
 from tests.plan.problems import constant_hardware, layers, place_specs
 from tests.plan.traces import make_chunk, make_plan_of
@@ -119,6 +119,16 @@ def test_what_is_refused_of_streaming(plan: Plan, edit: Callable[[dict[str, Any]
         plan_from_dict(edited(plan, lambda content: edit(content["chunks"][1])))
 
 
+@pytest.mark.parametrize("timing", UpdateTiming)
+def test_when_updates_run_survives_the_round_trip(plan: Plan, timing: UpdateTiming, tmp_path: Path) -> None:
+    is_inside = timing is UpdateTiming.INSIDE_BACKWARD
+    timed = replace(plan, update_timing=timing, grad_reuses_compute_shard=not is_inside)
+    save_plan(timed, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == timed
+    assert timed.fingerprint() != plan.fingerprint()
+    assert timed.layout_fingerprint() == plan.layout_fingerprint()
+
+
 def test_the_file_is_readable(plan: Plan, tmp_path: Path) -> None:
     save_plan(plan, tmp_path / "plan.json")
     lines = (tmp_path / "plan.json").read_text().splitlines()
@@ -143,7 +153,7 @@ def edited(plan: Plan, edit: Callable[[dict[str, Any]], object]) -> object:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda c: c.update(schema=99), "the plan has schema 99, this version reads 2"),
+        (lambda c: c.update(schema=99), "the plan has schema 99, this version reads 3"),
         (lambda c: c.pop("schema"), "plan has no 'schema'"),
         (lambda c: c.pop("chunks"), "plan has no 'chunks'"),
         (lambda c: c.update(rcache_block=3), "plan has unknown keys: rcache_block"),
@@ -155,6 +165,13 @@ def edited(plan: Plan, edit: Callable[[dict[str, Any]], object]) -> object:
         (lambda c: c.update(compute_dtype="int8"), "compute_dtype must be one of float64, float32"),
         (lambda c: c.update(policy=None), "policy must be a string, got None"),
         (lambda c: c.update(is_storage_distributed=1), "is_storage_distributed must be true or false, got 1"),
+        (lambda c: c.update(update_timing="soon"), "update_timing must be one of after_backward, behind_forward"),
+        (lambda c: c.pop("update_timing"), "plan has no 'update_timing'"),
+        (lambda c: c.update(grad_reuses_compute_shard=1), "grad_reuses_compute_shard must be true or false, got 1"),
+        (
+            lambda c: c.update(grad_reuses_compute_shard=True, update_timing="inside_backward"),
+            "grad_reuses_compute_shard and updates inside backward exclude each other",
+        ),
         (lambda c: c.update(notes=[]), "notes must be an object, not list"),
         (lambda c: c.update(notes={"a": []}), "notes: 'a' must be a number or a string"),
         (lambda c: c.update(chunks={}), "chunks must be a list"),
@@ -196,7 +213,7 @@ def test_errors_name_the_file(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"broken\.json: Expecting property name"):
         load_plan(path)
     path.write_text(json.dumps(plan_to_dict(replace(plan, schema=1))))
-    with pytest.raises(PlanError, match=r"broken\.json: the plan has schema 1, this version reads 2"):
+    with pytest.raises(PlanError, match=r"broken\.json: the plan has schema 1, this version reads 3"):
         load_plan(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(PlanError, match=r"broken\.json: 'utf-8' codec"):

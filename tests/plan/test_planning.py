@@ -14,7 +14,8 @@ from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.types import ALIGN_NUMEL, AccessTrace, Plan, Tier
+from lightning_elixir.plan.types import ALIGN_NUMEL, AccessTrace, Plan, Tier, UpdateTiming
+from lightning_elixir.planner import OptimizerFacts
 from lightning_elixir.planning import (
     detect_budget,
     make_plan,
@@ -227,6 +228,39 @@ def test_one_huge_parameter_on_meta() -> None:
     assert plan.rcache_blocks == 1
 
 
+@pytest.mark.parametrize("options", [{"num_backwards": 2}, {"accumulates": True}, {}])
+def test_updates_inside_backward_need_one_backward(options: dict[str, Any]) -> None:
+    inside = UpdateTiming.INSIDE_BACKWARD
+    for policy in ("auto", "cpu"):
+        plan = make_plan(encoder(), placement_policy=policy, update_timing=inside, **options)
+        assert plan.update_timing is (UpdateTiming.BEHIND_FORWARD if options else inside)
+        assert make_plan(encoder(), placement_policy=policy).update_timing is UpdateTiming.AFTER_BACKWARD
+
+
+def test_what_an_optimizer_allows() -> None:
+    assert OptimizerFacts().update_timing is UpdateTiming.BEHIND_FORWARD
+    assert OptimizerFacts(can_update_inside_backward=True).update_timing is UpdateTiming.INSIDE_BACKWARD
+    none = OptimizerFacts(can_update_behind_forward=False, can_update_inside_backward=True)
+    assert none.update_timing is UpdateTiming.AFTER_BACKWARD
+
+
+def test_a_host_too_small_for_gradients_of_their_own() -> None:
+    options: dict[str, Any] = {
+        "placement_policy": "cpu",
+        "compute_dtype": torch.bfloat16,
+        "update_timing": UpdateTiming.INSIDE_BACKWARD,
+        "can_reuse_compute_shard": True,
+    }
+    needed = int(make_plan(encoder(), **options).notes["host_bytes"])
+    assert not make_plan(encoder(), cpu_bytes=needed, **options).grad_reuses_compute_shard
+    plan = make_plan(encoder(), cpu_bytes=needed - 1, **options)
+    assert (plan.grad_reuses_compute_shard, plan.update_timing) == (True, UpdateTiming.BEHIND_FORWARD)
+    assert plan.notes["host_bytes"] == needed * 14 // 16
+    for refused in ({"can_reuse_compute_shard": False}, {"num_backwards": 2}, {"accumulates": True}):
+        with pytest.raises(CapacityError, match="host memory"):
+            make_plan(encoder(), cpu_bytes=needed - 1, **{**options, **refused})
+
+
 # The ancestors' searches
 
 
@@ -252,7 +286,7 @@ def test_searches_take_what_the_ancestors_took(search: Any, machine: dict[str, i
 def test_searches_obey_the_memory_of_the_machine(search: Any, machine: dict[str, int | None]) -> None:
     machine["gpu"] = MIB
     plan = search(encoder())
-    assert not plan.is_all_resident
+    assert not plan.is_all_resident or any(c.optim_tier is not Tier.GPU for c in plan.chunks)
     assert int(plan.notes["gpu_bytes"]) <= MIB
     machine["host"] = KIB
     with pytest.raises(CapacityError, match="host memory"):

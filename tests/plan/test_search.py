@@ -21,7 +21,7 @@ from lightning_elixir.plan.search import search
 from lightning_elixir.plan.space import Candidate, Problem
 from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.timeline import simulate_step
-from lightning_elixir.plan.types import AccessTrace, Acquire, Forecast, ParamSpec, Plan, Tier
+from lightning_elixir.plan.types import AccessTrace, Acquire, Forecast, ParamSpec, Plan, Tier, UpdateTiming
 from tests.plan.models import accesses_of, random_specs, spec
 from tests.plan.problems import (
     HARDWARE,
@@ -370,13 +370,13 @@ def test_the_missing_gpu_memory_is_told_to_the_byte() -> None:
 
 def test_less_activations_are_advised_where_they_help() -> None:
     advice = 0
-    for case, error in gpu_refusals(18, 15):
+    for case, error in gpu_refusals(18, 40):
         match = re.search(r"activations cut to (\d+)%", str(error))
         limit, lacking = case.problem.budget.gpu_bytes, error.lacking_bytes
         assert limit is not None
         assert lacking is not None
         if match is None:
-            assert case.profile.peak_non_model_bytes * 99 // 100 <= lacking
+            assert case.profile.peak_non_model_bytes * 90 // 100 <= lacking
             continue
         advice += 1
         share = int(match[1])
@@ -464,7 +464,20 @@ def test_the_gpu_error_says_what_is_needed_for_which_module() -> None:
     assert "2 blocks of 4.0 KiB for attention" in text
     assert "gradient blocks 8.0 KiB" in text
     assert "activations and other data 1.0 KiB" in text
-    assert "there are 15.0 KiB. What would fit: 2.0 KiB more GPU memory, or a smaller chunk_size." in text
+    assert "there are 15.0 KiB. What would fit: 2.0 KiB more GPU memory." in text
+
+
+def test_smaller_chunks_are_advised_where_they_help() -> None:
+    specs = [spec(f"l{i}.w", 1024) for i in range(4)]
+    for chunk_numel, is_advised in ((4096, True), (1024, False)):
+        with pytest.raises(CapacityError) as caught:
+            place_specs(specs, gpu=chunk_numel * 4, chunk_numel=chunk_numel)
+        assert ("or a smaller chunk_size" in str(caught.value)) == is_advised
+        with pytest.raises(CapacityError) as caught:
+            place_specs(specs, "cpu", gpu=chunk_numel * 4, chunk_numel=chunk_numel)
+        assert ("or lower chunk_size" in str(caught.value)) == is_advised
+        assert "keep less" not in str(caught.value)  # nothing is kept
+    place_specs(specs, gpu=4096 * 4, chunk_numel=1024)
 
 
 def test_a_refused_option() -> None:
@@ -513,6 +526,7 @@ def test_what_lost_is_slower_or_does_not_fit() -> None:
         assert timed == sorted(timed)
         assert [a.total_s for a in forecast.alternatives].count(None) <= 1
         assert len(timed) <= 6
+        assert len({a.description for a in forecast.alternatives}) == len(forecast.alternatives)
         for other in forecast.alternatives:
             if other.total_s is None:
                 assert "too many" in other.reason
@@ -558,9 +572,11 @@ def opt_175b() -> list[ParamSpec]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 8])
+@pytest.mark.parametrize(
+    ("world_size", "timing"), [(1, UpdateTiming.INSIDE_BACKWARD), (8, UpdateTiming.AFTER_BACKWARD)]
+)
 def test_a_model_of_175_billion_takes_a_bounded_number_of_simulations(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
+    world_size: int, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     specs = opt_175b()
     assert 174e9 < sum(s.numel for s in specs) < 176e9
@@ -582,7 +598,9 @@ def test_a_model_of_175_billion_takes_a_bounded_number_of_simulations(
     monkeypatch.setattr(space_module, "simulate_step", counted)
     budget = Budget(139 * 2**30, 3200 * 2**30 // world_size)
     request = PlacementRequest(accesses=accesses, prefetch_depth=2)
-    problem = Problem(request, budget, world_size, MIXED, hardware, can_stream=True, stream_bytes=2**29)
+    problem = Problem(
+        request, budget, world_size, MIXED, hardware, can_stream=True, stream_bytes=2**29, update_timing=timing
+    )
     plan = search(candidates, problem)
     assert int(plan.notes["gpu_bytes"]) <= 139 * 2**30
     assert any(c.optim_tier is Tier.CPU for c in plan.chunks)

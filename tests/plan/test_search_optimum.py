@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from lightning_elixir.errors import CapacityError
+from lightning_elixir.plan.types import UpdateTiming
 from tests.plan.problems import HARDWARE, Case, every_placement, random_case
 
 DEPTHS = (2, 4, 8)
@@ -45,6 +47,31 @@ def test_the_search_finds_the_best_placement_on_two_ranks(name: str) -> None:
     random = Random(name)
     cases = [random_case(random, most_chunks=3, world_size=2, hardware=HARDWARE[name]) for _ in range(6)]
     assert sum(check(case) for case in cases) >= 3
+
+
+OVERLAPPED = (UpdateTiming.BEHIND_FORWARD, UpdateTiming.INSIDE_BACKWARD)
+
+
+def overlapped(case: Case, timing: UpdateTiming) -> Case:
+    return replace(case, problem=replace(case.problem, update_timing=timing))
+
+
+@pytest.mark.parametrize("timing", OVERLAPPED)
+@pytest.mark.parametrize("name", ["nominal", "slow host Adam", "streaming is fast"])
+def test_the_search_finds_the_best_placement_where_updates_overlap(name: str, timing: UpdateTiming) -> None:
+    random = Random(name)
+    cases = [random_case(random, most_chunks=3, hardware=HARDWARE[name]) for _ in range(8)]
+    assert sum(check(overlapped(case, timing)) for case in cases) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("timing", OVERLAPPED)
+def test_the_search_finds_the_best_of_more_overlapped_placements(timing: UpdateTiming) -> None:
+    random = Random(7)
+    found = sum(check(overlapped(random_case(random, most_chunks=4), timing)) for _ in range(30))
+    found += sum(check(overlapped(random_case(random, most_chunks=3, world_size=2), timing)) for _ in range(10))
+    assert found >= 20
 
 
 @pytest.mark.slow

@@ -1,0 +1,212 @@
+"""Updates that run beside forward and backward: who does them, in which order, and when each is done.
+
+The host's worker updates one chunk after the other; another thread streams pieces of chunks through the device, over
+the bus that fetches and gradients use as well. Both take the first chunk of their queue whose gradients have landed.
+Nothing happens by itself: `advance` lets them work up to a moment, `done_s` makes one chunk the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lightning_elixir.plan.lanes import Bus
+from lightning_elixir.plan.streaming import NUM_SLOTS
+
+Record = Callable[[str, float, float, str], None]
+"""Lane, begin, end, label."""
+
+
+@dataclass
+class Work:
+    """The update of one chunk."""
+
+    chunk_id: int
+    seconds: float
+    """With nobody in the way."""
+    write_back_s: float = 0.0
+    """Of the bus to the device, when the host has made the new values."""
+    num_pieces: int = 0
+    """Streamed: pieces that are left."""
+    up_s: float = 0.0
+    """Streamed: of the bus to the device, a piece."""
+    down_s: float = 0.0
+    """Streamed: of the bus from the device, a piece."""
+    ready_s: float = math.inf
+    """When its gradients are there."""
+    is_before_step: bool = False
+    """Backward still reads the old values: the new ones may not go up yet."""
+    is_begun: bool = False
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.num_pieces > 0
+
+
+class _Site:
+    """A queue and the one who works it off."""
+
+    def __init__(self, h2d: Bus, d2h: Bus, record: Record, done: dict[int, float]) -> None:
+        self.h2d, self.d2h, self.record, self.done = h2d, d2h, record, done
+        self.free_s = 0.0
+        self.waiting: list[Work] = []
+
+    def advance(self, until_s: float) -> None:
+        """Do what begins before `until_s`."""
+        while self.waiting:
+            work = self._next()
+            if max(self.free_s, work.ready_s) >= until_s:
+                return
+            self._do(work, until_s)
+
+    def finish(self, work: Work, now_s: float) -> None:
+        """Do one next: after what has begun, before all that has not, unless its gradients have yet to land."""
+        begun = self.waiting[0]
+        if begun.is_begun and begun is not work:
+            self._finish(begun)
+        self.free_s = max(self.free_s, now_s)
+        while work.ready_s > self.free_s:
+            other = self._next()
+            if max(other.ready_s, self.free_s) >= work.ready_s:
+                break
+            self._finish(other)
+        self._finish(work)
+
+    def _finish(self, work: Work) -> None:
+        while work.chunk_id not in self.done:
+            self._do(work, math.inf)
+
+    def _next(self) -> Work:
+        first = self.waiting[0]
+        if first.is_begun or first.ready_s <= self.free_s:
+            return first
+        ready = next((w for w in self.waiting if w.ready_s <= self.free_s), None)
+        return ready or min(self.waiting, key=lambda w: w.ready_s)  # the first of equals
+
+    def _do(self, work: Work, until_s: float) -> None:
+        raise NotImplementedError
+
+    def _done(self, work: Work, at_s: float) -> None:
+        self.waiting.remove(work)
+        self.done[work.chunk_id] = at_s
+
+
+class _Host(_Site):
+    def __init__(self, h2d: Bus, d2h: Bus, record: Record, done: dict[int, float]) -> None:
+        super().__init__(h2d, d2h, record, done)
+        self._held: list[tuple[Work, float]] = []  # updated, with values that may not go up yet
+
+    def _do(self, work: Work, until_s: float) -> None:
+        start_s = max(self.free_s, work.ready_s)
+        self.free_s = start_s + work.seconds
+        self.record("cpu", start_s, self.free_s, f"update {work.chunk_id}")
+        if work.write_back_s and work.is_before_step:
+            self._held.append((work, self.free_s))
+            self.waiting.remove(work)
+        else:
+            self._done(work, self._write_back(work, self.free_s))
+
+    def let_go(self, now_s: float) -> None:
+        """The step has come: new values may go up."""
+        for work, done_s in self._held:
+            self.done[work.chunk_id] = self._write_back(work, max(done_s, now_s))
+        self._held.clear()
+
+    def _write_back(self, work: Work, from_s: float) -> float:
+        begin_s, end_s = self.h2d.reserve(from_s, work.write_back_s)
+        self.record("h2d", begin_s, end_s, f"write back {work.chunk_id}")
+        return end_s
+
+
+class _Stream(_Site):
+    def _do(self, work: Work, until_s: float) -> None:
+        """As many pieces as go up in a row before somebody else has the bus, and before `until_s`."""
+        start_s, gap_s = self.h2d.room(max(self.free_s, work.ready_s))
+        if start_s >= until_s:
+            self.free_s = start_s
+            return
+        if not work.is_begun:
+            work.is_begun = True
+            self.waiting.remove(work)
+            self.waiting.insert(0, work)
+        piece_s = work.seconds / work.num_pieces
+        count = work.num_pieces
+        if piece_s > 0:
+            for most_s, whole in ((until_s - start_s, math.ceil), (gap_s, math.floor)):
+                if most_s < count * piece_s:
+                    count = min(count, max(1, whole(most_s / piece_s)))
+        begin_s, up_end_s = self.h2d.reserve(start_s, count * work.up_s)
+        down_s, end_s = self.d2h.reserve(begin_s + work.up_s, count * work.down_s)
+        end_s = max(end_s, begin_s + count * piece_s)
+        self.record("h2d", begin_s, up_end_s, f"update {work.chunk_id}")
+        self.record("d2h", down_s, down_s + count * work.down_s, f"update {work.chunk_id}")
+        # A piece needs a slot, which one that still comes down has.
+        self.free_s = max(begin_s + count * piece_s, end_s - (NUM_SLOTS - 1) * piece_s)
+        work.num_pieces -= count
+        work.seconds -= count * piece_s
+        if work.num_pieces == 0:
+            self._done(work, end_s)
+
+
+class Backlog:
+    """All updates of one step after the other that states beside the device need.
+
+    Args:
+        h2d: The bus to the device, shared with fetches.
+        d2h: The bus from the device, shared with gradients.
+        record: Told what is done when.
+    """
+
+    def __init__(self, h2d: Bus, d2h: Bus, record: Record) -> None:
+        self._done: dict[int, float] = {}
+        self._pending: dict[int, tuple[_Site, Work]] = {}
+        self._host = _Host(h2d, d2h, record, self._done)
+        self._stream = _Stream(h2d, d2h, record, self._done)
+
+    def __contains__(self, chunk_id: int) -> bool:
+        """Whether somebody who needs this chunk's new values has to wait for them. Backward needs the old ones."""
+        return chunk_id in self._pending and not self._pending[chunk_id][1].is_before_step
+
+    def add(self, work: Work, ready_s: float, *, is_before_step: bool = False) -> None:
+        """One more update at the end of its queue.
+
+        Args:
+            work: The update.
+            ready_s: When its gradients have landed.
+            is_before_step: Whether backward still runs; `step` will end that.
+        """
+        if work.chunk_id in self._pending:  # nobody needed it since
+            ready_s = max(ready_s, self.done_s(work.chunk_id, ready_s))
+        work.ready_s, work.is_before_step = ready_s, is_before_step
+        site = self._stream if work.is_streamed else self._host
+        site.waiting.append(work)
+        self._pending[work.chunk_id] = site, work
+
+    def advance(self, until_s: float) -> None:
+        """Let both work up to a moment."""
+        if self._pending:
+            self._host.advance(until_s)
+            self._stream.advance(until_s)
+
+    def left_s(self, now_s: float) -> float:
+        """Seconds of work that `now_s` leaves to both together."""
+        sites = (self._host, self._stream)
+        return sum(max(0.0, s.free_s - now_s) + sum(w.seconds for w in s.waiting) for s in sites)
+
+    def step(self, needed: Mapping[int, int], now_s: float) -> None:
+        """Backward is over: what has not begun is done in the order of `needed` from now on."""
+        self.advance(now_s)
+        for _, work in self._pending.values():
+            work.is_before_step = False
+        self._host.let_go(now_s)
+        for site in (self._host, self._stream):
+            site.waiting.sort(key=lambda w: (not w.is_begun, needed.get(w.chunk_id, len(needed))))
+
+    def done_s(self, chunk_id: int, now_s: float) -> float:
+        """When a chunk's update is done that somebody needs from `now_s` on; asked once an update."""
+        self.advance(now_s)
+        site, work = self._pending.pop(chunk_id)
+        if chunk_id not in self._done:
+            site.finish(work, now_s)
+        return self._done.pop(chunk_id)

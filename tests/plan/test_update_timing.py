@@ -1,0 +1,343 @@
+"""Simulated steps whose updates run behind forward or inside backward, against forms that can be written down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from lightning_elixir.errors import CapacityError
+from lightning_elixir.plan import clocks as clocks_module
+from lightning_elixir.plan.cost import Costs
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.memory import Budget, Scheme, memory_use
+from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.spans import Timeline
+from lightning_elixir.plan.structure import structural_profile
+from lightning_elixir.plan.timeline import scheme_of, simulate_step
+from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
+from tests.plan.models import accesses_of
+from tests.plan.problems import (
+    HARDWARE,
+    KEPT,
+    KIB,
+    MIXED,
+    OFFLOADED,
+    RESIDENT,
+    SHARDED_PARAMS,
+    Candidate,
+    PlacementRequest,
+    Problem,
+    constant_hardware,
+    layers,
+    layout_of,
+    search,
+)
+from tests.plan.test_timeline import NUMEL, chunks_at, machine, random_problem, there_and_back
+from tests.plan.traces import BLOCK_BYTES, make_plan_of
+
+AFTER, BEHIND, INSIDE = UpdateTiming
+STREAMED = replace(OFFLOADED, is_update_streamed=True)
+
+
+def run(plan: Plan, timing: UpdateTiming, profile: StepProfile, hardware: HardwareSpec, **options: Any) -> Timeline:
+    plan = replace(plan, update_timing=timing)
+    return simulate_step(plan, profile, hardware, scheme_of(plan, MIXED), **options)
+
+
+def offloaded(count: int, site: Any = OFFLOADED, **options: Any) -> Plan:
+    is_gone = not site.is_persistent
+    return make_plan_of(chunks_at(site, count, **options), count if is_gone else 0, 2 * is_gone)
+
+
+# Closed forms: a fetch, a download and a write-back take 1 ms, an update on the host 4, a streamed one 2
+
+
+@pytest.mark.parametrize(
+    ("timing", "waiting_s", "step_s"), [(AFTER, 2e-3, 16e-3), (BEHIND, 9e-3, 0), (INSIDE, 6e-3, 0)]
+)
+def test_what_computing_hides_of_updates(timing: UpdateTiming, waiting_s: float, step_s: float) -> None:
+    """Four chunks that compute long. Behind forward: the first one's gradients land 1 ms after the step, when another
+    one's update has begun: 4 + 4 and the fetch. Inside backward only the first one is left: 1 + 4 and the fetch."""
+    times = run(offloaded(4), timing, there_and_back(4, 20e-3), machine()).times
+    assert (times.waiting_s, times.step_s) == pytest.approx((waiting_s, step_s))
+    assert times.total_s == pytest.approx(8 * 20e-3 + waiting_s + step_s)
+    assert times.adam_s == pytest.approx(16e-3)
+    assert times.update_waiting_s == pytest.approx(0 if timing is AFTER else waiting_s - 1e-3)
+
+
+@pytest.mark.parametrize(("timing", "waiting_s"), [(BEHIND, 9e-3), (INSIDE, 6e-3)])
+def test_parameters_that_stay_wait_for_their_update_and_the_way_up(timing: UpdateTiming, waiting_s: float) -> None:
+    timeline = run(offloaded(4, KEPT), timing, there_and_back(4, 20e-3), machine(), is_detailed=True)
+    times = timeline.times
+    assert (times.waiting_s, times.update_waiting_s, times.step_s) == pytest.approx((waiting_s, waiting_s, 0))
+    assert times.h2d_s == pytest.approx(4e-3)
+    waits = [s for s in timeline.spans if s.label.startswith("wait")]
+    assert [s.label for s in waits] == ["wait for the update of chunk 0"]
+    assert (waits[0].start_s, waits[0].end_s) == pytest.approx((0, waiting_s))
+
+
+def test_updates_on_the_device_stay_in_the_step() -> None:
+    plan = make_plan_of([*chunks_at(RESIDENT, 1), *chunks_at(KEPT, 4)[1:]], 0)
+    times = run(plan, INSIDE, there_and_back(4, 20e-3), machine()).times
+    assert (times.step_s, times.waiting_s) == pytest.approx((1e-4, 0))
+
+
+def test_nothing_changes_where_all_states_are_on_the_device() -> None:
+    plan = offloaded(4, RESIDENT)
+    after = run(plan, AFTER, there_and_back(4, 2e-3), machine(), is_detailed=True)
+    for timing in (BEHIND, INSIDE):
+        assert run(plan, timing, there_and_back(4, 2e-3), machine(), is_detailed=True) == after
+
+
+@pytest.mark.parametrize(("timing", "least_s"), [(BEHIND, 16e-3), (INSIDE, 16e-3)])
+def test_a_host_that_is_always_busy_is_the_step(timing: UpdateTiming, least_s: float) -> None:
+    """Next to no computing: the worker is waited for."""
+    times = run(offloaded(4), timing, there_and_back(4, 1e-5), machine()).times
+    after = run(offloaded(4), AFTER, there_and_back(4, 1e-5), machine()).times
+    assert least_s <= times.total_s < after.total_s
+    assert times.update_waiting_s > 0.5 * times.waiting_s
+
+
+def test_only_the_first_micro_batch_waits_for_updates() -> None:
+    once = run(offloaded(4), BEHIND, there_and_back(4, 20e-3), machine()).times
+    times = run(offloaded(4), BEHIND, there_and_back(4, 20e-3), machine(), num_backwards=3).times
+    others_s = 8 * 20e-3 + 1e-3  # the first chunk is fetched
+    assert times.total_s == pytest.approx(once.total_s + 2 * others_s)
+    assert times.compute_s == pytest.approx(3 * once.compute_s)
+    assert times.h2d_s == pytest.approx(3 * once.h2d_s)
+    assert times.update_waiting_s == pytest.approx(once.update_waiting_s)
+
+
+@pytest.mark.parametrize("options", [{"num_backwards": 2}, {"accumulates": True}])
+def test_gradients_that_are_added_to_are_not_used_inside_backward(options: dict[str, Any]) -> None:
+    profile = there_and_back(4, 20e-3)
+    inside, behind = (run(offloaded(4), timing, profile, machine(), **options).times for timing in (INSIDE, BEHIND))
+    assert inside == behind
+
+
+def test_streamed_updates_share_the_bus_with_fetches() -> None:
+    """Four streamed chunks of one piece each, two milliseconds of the bus each way at most."""
+    slow = machine(h2d=BLOCK_BYTES / 1e-3, streamed_adam_numel_per_s=NUMEL / 8e-3)
+    plan = offloaded(4, STREAMED)
+    timeline = run(plan, INSIDE, there_and_back(4, 20e-3), slow, is_detailed=True)
+    up = sum(s.end_s - s.start_s for s in timeline.spans if s.lane == "h2d" and s.label.startswith("update"))
+    scheme = scheme_of(plan, MIXED)
+    pieces, up_s, down_s = Costs(slow, scheme).stream_s(plan.chunks[0])
+    # fp32: gradients and two states go up, states and parameters come down, four bytes each
+    assert (pieces, up_s, down_s) == pytest.approx((1, 3e-3, 3e-3))
+    assert up == pytest.approx(4 * 3e-3)
+    assert timeline.times.total_s > 8 * 20e-3 + 8e-3  # the first chunk's own
+    hidden = run(plan, INSIDE, there_and_back(4, 20e-3), machine()).times
+    assert hidden.waiting_s == pytest.approx(1e-3 + 4e-3 + 1e-3, abs=2e-3)
+
+
+def test_ranks_wait_for_an_update_before_they_gather() -> None:
+    plan = make_plan_of(chunks_at(OFFLOADED, 3, world_size=2), 3, 0, 2)
+    hardware = machine(all_gather=2 * BLOCK_BYTES / 1e-3)
+    timeline = run(plan, INSIDE, there_and_back(3, 20e-3), hardware, is_detailed=True)
+    waits = [s.label for s in timeline.spans if "the update" in s.label]
+    assert waits == ["wait for the update of chunk 0"]
+    assert timeline.times.step_s == 0
+    assert timeline.times.update_waiting_s == pytest.approx(1e-3 + 4e-3)
+
+
+def test_ranks_wait_even_for_what_they_fetch_ahead() -> None:
+    """Chunks 1, 0, 2 are updated in this order, and all three are fetched at the first access."""
+    waiting_s = {}
+    for world_size in (1, 2):
+        plan = make_plan_of(chunks_at(OFFLOADED, 3, world_size=world_size), 3, 3, world_size)
+        hardware = machine(all_gather=1e18)
+        times = run(plan, BEHIND, there_and_back(3, 20e-3), hardware).times
+        waiting_s[world_size] = times.update_waiting_s
+    assert waiting_s == pytest.approx({1: 8e-3, 2: 12e-3})
+
+
+def test_replicas_that_all_ranks_keep_are_gathered_at_the_step() -> None:
+    plan = make_plan_of(chunks_at(KEPT, 3, world_size=2), 0, 0, 2)
+    hardware = machine(all_gather=1e18)
+    behind = run(plan, BEHIND, there_and_back(3, 20e-3), hardware).times
+    assert behind.step_s == pytest.approx(3 * 4e-3 + 1e-3)  # as if they ran after backward, landing hidden
+    inside = run(plan, INSIDE, there_and_back(3, 20e-3), hardware).times
+    assert inside.step_s == pytest.approx(1e-3 + 4e-3 + 1e-3)
+
+
+def test_the_memory_of_the_host_is_a_wall() -> None:
+    """fp32: an update reads and writes 4 + 2 * 8 + 4 bytes, landing and two fetches 4 each; all chunks stay after
+    forward, so each is fetched once."""
+    plan, profile = offloaded(4), there_and_back(4, 5e-3)
+    nbytes = 4 * NUMEL * (4 + 16 + 4 + 4 + 4)
+    free = run(plan, INSIDE, profile, machine()).times
+    wide = run(plan, INSIDE, profile, machine(host_bytes_per_s=2 * nbytes / free.total_s)).times
+    assert wide == free
+    for factor in (1.2, 3.0):
+        hardware = machine(host_bytes_per_s=nbytes / (factor * free.total_s))
+        narrow = run(plan, INSIDE, profile, hardware).times
+        assert narrow.total_s == pytest.approx(factor * free.total_s, rel=0.02)
+        assert narrow.total_s >= factor * free.total_s * (1 - 1e-9)
+        assert narrow.compute_s + narrow.waiting_s + narrow.step_s == pytest.approx(narrow.total_s)
+        assert narrow.update_waiting_s - free.update_waiting_s == pytest.approx(narrow.total_s - free.total_s, rel=0.1)
+
+
+# Properties
+
+
+def test_the_books_of_overlapped_steps_balance() -> None:
+    random = Random(71)
+    for _ in range(150):
+        plan, profile, hardware = random_problem(random)
+        timing = random.choice((BEHIND, INSIDE))
+        timeline = run(plan, timing, profile, hardware, is_detailed=True)
+        times, costs = timeline.times, Costs(hardware, scheme_of(plan, MIXED))
+        assert times.waiting_s + times.compute_s + times.step_s == pytest.approx(times.total_s)
+        assert -1e-12 <= times.update_waiting_s <= times.waiting_s + 1e-12
+        after = run(plan, AFTER, profile, hardware).times
+        assert (times.compute_s, times.adam_s) == pytest.approx((after.compute_s, after.adam_s))
+        assert (times.h2d_s, times.d2h_s) == pytest.approx((after.h2d_s, after.d2h_s))
+        assert times.collective_s == pytest.approx(after.collective_s)
+        assert timeline.end_s == pytest.approx(times.total_s)
+        assert times.total_s >= max(times.compute_s, times.h2d_s) - 1e-9
+        # One lane does one thing at a time; what begins before the picture is cut off.
+        for lane in ("compute", "h2d", "cpu"):
+            spans = sorted((s.start_s, s.end_s) for s in timeline.spans if s.lane == lane)
+            assert all(a[1] <= b[0] + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
+            assert all(0 <= a <= b <= timeline.end_s + 1e-12 for a, b in spans)
+        # Chunks that nothing uses are updated at some time, and all others in every step.
+        used = {i for e in profile.trace.acquires() for i in e.ids}
+        on_host = [c for c in plan.chunks if c.requires_grad and c.optim_tier is not Tier.GPU and c.id in used]
+        if not any(c.is_update_streamed for c in plan.chunks):
+            busy_s = sum(s.end_s - s.start_s for s in timeline.spans if s.lane == "cpu")
+            assert busy_s >= sum(costs.update_s(c) for c in on_host) * 0.5
+            longest_s = max((costs.update_s(c) for c in on_host), default=0.0)
+            assert times.total_s <= after.total_s + 2 * longest_s
+
+
+def test_further_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for odd ones, where a chunk trains that forward does not need."""
+    random = Random(72)
+    odd = 0
+    for _ in range(60):
+        plan, profile, hardware = random_problem(random)
+        timing = random.choice((BEHIND, INSIDE))
+        few = run(plan, timing, profile, hardware).times
+        monkeypatch.setattr(clocks_module, "_SAME", -1.0)
+        monkeypatch.setattr(clocks_module, "_MOST_STEPS", 9)
+        many = run(plan, timing, profile, hardware).times
+        monkeypatch.undo()
+        odd += few.total_s != pytest.approx(many.total_s, rel=0.02)
+        assert few.total_s == pytest.approx(many.total_s, abs=8e-3)  # an update of the largest chunk
+    assert odd <= 2
+
+
+# Memory
+
+
+def test_the_buffers_of_the_stream_stay_while_it_may_be_needed() -> None:
+    plan = offloaded(3, STREAMED)
+    profile = there_and_back(3)
+    profile = replace(profile, intervals=tuple(replace(i, non_model_bytes=9_000) for i in profile.intervals))
+    peaks = []
+    for timing in UpdateTiming:
+        scheme = Scheme(1, True, BLOCK_BYTES, MIXED, stream_bytes=5_000, update_timing=timing)
+        timed = replace(plan, update_timing=timing)
+        timeline = simulate_step(timed, profile, machine(), scheme, is_detailed=True)
+        peaks.append(timeline.peak_gpu_bytes)
+        assert max(p.total_bytes for p in timeline.memory) <= timeline.peak_gpu_bytes
+    assert peaks == [5 * BLOCK_BYTES + 9_000, *[5 * BLOCK_BYTES + 14_000] * 2]
+
+
+def test_gradients_in_compute_shards_take_no_host_memory() -> None:
+    chunks = [replace(c, dtype="bfloat16") for c in chunks_at(OFFLOADED, 2)]
+    scheme = Scheme(1, True, BLOCK_BYTES, MIXED)
+    reusing = replace(scheme, grad_reuses_compute_shard=True)
+    assert memory_use(chunks, 2, scheme).host_bytes == 2 * NUMEL * 16
+    assert memory_use(chunks, 2, reusing).host_bytes == 2 * NUMEL * 14
+    for others in (chunks_at(OFFLOADED, 2), [replace(c, dtype="bfloat16") for c in chunks_at(KEPT, 2)]):
+        assert memory_use(others, 2, reusing) == memory_use(others, 2, scheme)  # no master; no compute shard there
+    in_fp32 = {d: replace(data, grad=4) for d, data in MIXED.items()}
+    scheme, reusing = replace(scheme, data_bytes=in_fp32), replace(reusing, data_bytes=in_fp32)
+    assert memory_use(chunks, 2, reusing) == memory_use(chunks, 2, scheme)  # they would not fit
+
+
+# The search
+
+
+def problem_of(host_bytes: int | None, **options: Any) -> tuple[list[Candidate], Problem]:
+    """Eight chunks of 1024 bf16 parameters on a GPU that holds next to nothing."""
+    specs = layers(8, dtype="bfloat16")
+    layout, accesses = layout_of(specs), accesses_of(specs)
+    hardware = options.pop("hardware", HARDWARE["nominal"])
+    profile = structural_profile(layout, accesses, hardware)
+    request = PlacementRequest(accesses=accesses, prefetch_depth=2)
+    problem = Problem(request, Budget(6 * KIB, host_bytes), 1, MIXED, hardware, **options)
+    return [Candidate(layout, profile)], problem
+
+
+def test_gradients_go_to_compute_shards_only_where_memory_would_not_suffice() -> None:
+    candidates, problem = problem_of(8 * 16 * KIB, update_timing=INSIDE, can_reuse_compute_shard=True)
+    plan = search(candidates, problem)
+    assert (plan.grad_reuses_compute_shard, plan.update_timing) == (False, INSIDE)
+    for short in (1, 8 * 2 * KIB):
+        candidates, problem = problem_of(8 * 16 * KIB - short, update_timing=INSIDE, can_reuse_compute_shard=True)
+        plan = search(candidates, problem)
+        assert (plan.grad_reuses_compute_shard, plan.update_timing) == (True, BEHIND)
+        assert plan.notes["host_bytes"] == 8 * 14 * KIB
+        assert plan.forecast is not None
+        assert plan.forecast.host_bytes == 8 * 14 * KIB
+        assert "which saves 2 bytes each" in plan.explain()
+        with pytest.raises(CapacityError, match="host memory"):
+            search(candidates, replace(problem, can_reuse_compute_shard=False))
+    candidates, problem = problem_of(8 * 14 * KIB - 1, can_reuse_compute_shard=True)
+    with pytest.raises(CapacityError, match=r"needs 112\.0 KiB on the host"):
+        search(candidates, problem)
+
+
+def test_gradients_go_to_compute_shards_rather_than_states_to_nvme() -> None:
+    disk = constant_hardware(nvme_read_bytes_per_s=3e9, nvme_write_bytes_per_s=2e9)
+    candidates, problem = problem_of(8 * 15 * KIB, hardware=disk, update_timing=BEHIND)
+    problem = replace(problem, budget=replace(problem.budget, nvme_bytes=100 * KIB))
+    on_disk = search(candidates, problem)
+    assert any(c.optim_tier is Tier.NVME for c in on_disk.chunks)
+    plan = search(candidates, replace(problem, can_reuse_compute_shard=True))
+    assert plan.grad_reuses_compute_shard
+    assert not any(c.optim_tier is Tier.NVME for c in plan.chunks)
+
+
+def test_what_hides_more_is_never_predicted_to_be_slower() -> None:
+    random = Random(73)
+    for _ in range(6):
+        hardware = HARDWARE[random.choice(("nominal", "slow bus", "slow host Adam"))]
+        totals = []
+        for timing in UpdateTiming:
+            candidates, problem = problem_of(None, hardware=hardware, update_timing=timing)
+            plan = search(candidates, problem)
+            assert plan.forecast is not None
+            assert plan.update_timing is timing
+            totals.append(plan.forecast.times.total_s)
+        assert totals[2] <= totals[1] * 1.001
+        assert totals[1] <= totals[0] * 1.001
+
+
+@pytest.mark.parametrize(
+    ("timing", "text"),
+    [
+        (AFTER, "after backward, and the next forward waits for all of them"),
+        (BEHIND, "behind the next forward"),
+        (INSIDE, "from inside backward on"),
+    ],
+)
+def test_a_plan_says_when_its_updates_run(timing: UpdateTiming, text: str) -> None:
+    candidates, problem = problem_of(None, update_timing=timing)
+    assert f"updates of states beside the GPU run {text}" in search(candidates, problem).explain()
+    everything = replace(problem, budget=Budget(None, None))
+    assert "updates of states" not in search(candidates, everything).explain()
+
+
+def test_shards_on_the_device_wait_for_their_write_back() -> None:
+    plan = make_plan_of(chunks_at(SHARDED_PARAMS, 2, world_size=2), 2, 0, 2)
+    hardware = machine(all_gather=1e18)
+    timeline = run(plan, INSIDE, there_and_back(2, 20e-3), hardware, is_detailed=True)
+    assert timeline.times.update_waiting_s == pytest.approx(1e-3 + 4e-3 + 1e-3)
+    assert timeline.times.h2d_s == pytest.approx(2e-3)
