@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -31,14 +32,21 @@ class _Mean:
     total: float = 0.0
     count: int = 0
 
-    def add(self, value: float | None) -> None:
-        if value is not None:
-            self.total += value
-            self.count += 1
+    def add(self, value: float) -> None:
+        self.total += value
+        self.count += 1
 
     @property
     def value(self) -> float | None:
         return self.total / self.count if self.count else None
+
+
+def _seconds() -> deque[float]:
+    return deque(maxlen=_MOST_STEPS)
+
+
+def _median(values: deque[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 @dataclass
@@ -47,10 +55,12 @@ class _Steady:
 
     plan: Plan
     num_steps: int = 0
-    step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
-    compute_s: _Mean = field(default_factory=_Mean)
-    waiting_s: _Mean = field(default_factory=_Mean)
-    update_s: _Mean = field(default_factory=_Mean)
+    step_s: deque[float] = field(default_factory=_seconds)
+    # Of the steps that were timed. An update may be over long after its step: the first one that is seen may still be
+    # that of the first step under the plan, which allocates. So medians are asked for.
+    compute_s: deque[float] = field(default_factory=_seconds)
+    waiting_s: deque[float] = field(default_factory=_seconds)
+    update_s: deque[float] = field(default_factory=_seconds)
     counters: dict[str, int] = field(default_factory=dict)
     """Summed over `num_steps` steps."""
     held_bytes: dict[str, int] = field(default_factory=dict)
@@ -66,12 +76,19 @@ class StepMonitor(Callback):
 
     Only in steps whose metrics are logged does the host wait for the device.
 
+    Attributes:
+        is_blind_to_gradients: For `precision.is_update_unobserved`: its hook between backward and step looks at neither
+            gradients nor parameters.
+
     Args:
         engine: Whose steps these are.
         time_steps: Turns the timing of steps on and off.
-        update_times: Of the optimizer's last step.
+        update_times: Of the last step whose updates are all over, which may be an earlier one than the last; None: of
+            none, since nothing was updated or all of it is still under way. Must not wait.
         is_reporting: Whether there will be a report, so that some steps are timed in any case.
     """
+
+    is_blind_to_gradients = True
 
     def __init__(
         self,
@@ -92,6 +109,7 @@ class StepMonitor(Callback):
         self._counted: dict[str, int] = {}  # in steps since the last log
         self._counters: dict[str, int] = {}  # when the batch under way began
         self._plan: Plan = engine.plan  # then
+        self._seen_times: UpdateTimes | None = None  # so that no step's update counts twice
 
     # Hooks
 
@@ -113,7 +131,10 @@ class StepMonitor(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._is_timed and self._steady is not None:
+        if not self._is_timed:
+            return
+        self._update_times()  # last chance to see those of the step before, where updates run behind the forward
+        if self._steady is not None:
             self._steady.see_bytes(self._engine.held_bytes())  # with the gradients
 
     @override
@@ -159,6 +180,7 @@ class StepMonitor(Callback):
         if steady is None or steady.plan is not plan:
             # The first step under a plan allocates, and may record; it is not like the others.
             self._steady = _Steady(plan)
+            self._seen_times = self._update_times()  # of that step, or of one under an earlier plan
         elif since_s is not None:
             steady.num_steps += 1
             steady.step_s.append(now_s - since_s)
@@ -186,10 +208,14 @@ class StepMonitor(Callback):
             return
         steady.see_bytes(stats.held_bytes)
         if steady.num_steps:
-            steady.compute_s.add(stats.compute_s)
-            steady.waiting_s.add(stats.exposed_wait_s)
+            if stats.compute_s is not None:
+                steady.compute_s.append(stats.compute_s)
+            if stats.exposed_wait_s is not None:
+                steady.waiting_s.append(stats.exposed_wait_s)
             times = self._update_times()
-            steady.update_s.add(None if times is None else times.update_s)
+            if times is not None and times != self._seen_times:
+                self._seen_times = times
+                steady.update_s.append(times.update_s)
 
     # Metrics
 
@@ -227,9 +253,9 @@ class StepMonitor(Callback):
             peak_gpu_bytes=engine.device.peak_bytes() if engine.device.is_counting else None,
             host_bytes=sum(nbytes for kind, nbytes in steady.held_bytes.items() if kind.startswith("cpu_")),
             step_s=tuple(steady.step_s),
-            compute_s=steady.compute_s.value,
-            waiting_s=steady.waiting_s.value,
-            adam_s=steady.update_s.value,
+            compute_s=_median(steady.compute_s),
+            waiting_s=_median(steady.waiting_s),
+            adam_s=_median(steady.update_s),
             counters=_per_step(steady),
         )
         return measured, dict(sorted(steady.held_bytes.items()))

@@ -15,6 +15,7 @@ from lightning_elixir.plan.hardware import HardwareSpec, load_hardware
 from lightning_elixir.plan.types import Plan
 
 PolicyName = Literal["auto", "cpu", "cuda", "const", "static"]
+TimingName = Literal["auto", "after_backward", "behind_forward", "inside_backward"]
 
 if TYPE_CHECKING:
     PlanOption = Plan | str | os.PathLike[str] | None
@@ -69,6 +70,7 @@ class ElixirConfig:
     enable_distributed_storage: bool = True
     pin_memory: bool = True
     prefetch: bool = True
+    update_timing: TimingName = "auto"
     force_outputs_fp32: bool = False
     autocast: bool = True
     gpu_margin_mem_ratio: float | None = None
@@ -110,6 +112,9 @@ class ElixirConfig:
             )
 
     def _check_policy(self) -> None:
+        if self.update_timing not in get_args(TimingName):
+            timings = ", ".join(get_args(TimingName))
+            raise PlanError(f"unknown update_timing {self.update_timing!r}: choose one of {timings}")
         known = get_args(PolicyName)
         if self.placement_policy not in known:
             raise PlanError(f"unknown placement_policy {self.placement_policy!r}: choose one of {', '.join(known)}")

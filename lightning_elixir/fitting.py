@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +45,7 @@ class FitRun:
         comm: The ranks.
         hardware: The figures that plans are made with.
         config: The user's options.
+        facts: When updates may run.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class FitRun:
         comm: Comm,
         hardware: HardwareSpec | None,
         config: ElixirConfig,
+        facts: OptimizerFacts,
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -71,7 +74,12 @@ class FitRun:
             planner,
             comm,
             # Not a method: in a cycle, the states would stay until the collector comes.
-            optimizer=lambda: OptimizerFacts(optimizer.can_stream, optimizer.num_states),
+            optimizer=lambda: replace(
+                facts,
+                can_stream=optimizer.can_stream,
+                num_states=optimizer.num_states,
+                can_update_behind_forward=facts.can_update_behind_forward and optimizer.can_stream,
+            ),
             is_searched=config.placement_policy == "auto" and config.plan is None,
             is_profile_wanted=config.report_dir is not None,
         )
@@ -113,7 +121,10 @@ class FitRun:
     def write_report(self) -> None:
         """Write the report, if one is wanted. What goes wrong is logged, since the training itself is over."""
         monitor, report, trainer = self._monitor, self._report, self._trainer
-        if monitor is None or report is None or not trainer.is_global_zero or self._holding.engine.is_closed:
+        if monitor is None or report is None or not trainer.is_global_zero:
+            return
+        if self._holding.engine.is_closed:
+            log.warning("no report is written to %s: the engine is closed, and what it knew is gone", report.folder)
             return
         try:
             measured, held_bytes = monitor.measured()

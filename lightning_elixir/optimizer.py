@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_elixir.errors import PlanError, StateError
-from lightning_elixir.optim.execution import UpdateRunner, UpdateTimes
+from lightning_elixir.core.device import Event
+from lightning_elixir.core.labels import label
+from lightning_elixir.core.worker import Task, TaskEvent
+from lightning_elixir.errors import CapacityError, PlanError, StateError
+from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRunner, UpdateTimes
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.optim.scaling import LossScaler, absolute_max, clip_coefficient, square_sums
 from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace, elementwise_class, is_scalar_state
 from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.segments import Segment, segments_of
-from lightning_elixir.plan.types import Plan, Tier
+from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.engine import Engine
@@ -48,6 +51,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         hysteresis: Overflows before the scale backs off.
         init_step: Allocate the optimizer states now, by a step that changes nothing.
         max_norm: Clip the total gradient norm to this in every step; 0: do not.
+        num_update_threads: Threads that update what lives on the host; None: as many as torch has, or the
+            environment's `LIGHTNING_ELIXIR_NUM_THREADS`.
 
     Raises:
         PlanError: If the optimizer is not element-wise, holds parameters that are not the model's, or cannot stream
@@ -67,6 +72,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         hysteresis: int = 1,
         init_step: bool = False,
         max_norm: float = 0.0,
+        num_update_threads: int | None = None,
     ) -> None:
         self._cls = elementwise_class(optimizer)
         self._engine: Engine = module.engine
@@ -91,9 +97,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._transforms: list[tuple[str, float]] = []
         self._last_norm: float | None = None
         self._scratches: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._runner = UpdateRunner(self._engine.device)
-        self.last_step_times: UpdateTimes | None = None
-        """Of the last step's update; None before the first, and after one that was skipped."""
+        self._runner = UpdateRunner(self._engine.device, num_update_threads)
+        self._early: dict[int, Task] = {}  # chunk id -> its update, begun inside backward
+        self._record: UpdateRecord | None = None  # of the updates begun there
+        self._last_record: UpdateRecord | None = None  # of the last step, until its updates are over
+        self._times: UpdateTimes | None = None
         self._shape: tuple[int, ...] = ()
         self._segments: dict[int, tuple[Segment, ...]] = {}
         self._members: dict[int, set[int]] = {}  # chunk id -> members that this optimizer updates
@@ -156,6 +164,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _rebuild(self) -> None:
         """After the shards have moved, or a parameter group was added: the same states over the new tensors."""
         earlier = self._inner
+        self._runner.release_stream()
         self._inner = {}
         self._build_inner()
         # One chunk's states at a time are there twice; what leaves the device makes room for what comes to it.
@@ -234,49 +243,225 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        with label("step"):
+            self._step()
+        # The user's own `step` never runs; a learning-rate scheduler built on it would warn about that.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return result
+
+    def _step(self) -> None:
         engine = self._engine
         engine.begin_step()
         if tuple(len(g["params"]) for g in self.param_groups) != self._shape:
             check_parameters(engine, self)
+            engine.synchronize()
             self._rebuild()
         used = self._used()
         if self.max_norm > 0:
             self._clip(self.max_norm, used)
         self.is_step_skipped = self.scaler.enabled and not self._is_finite(used)
-        self.last_step_times = None if self.is_step_skipped else self._update(used)
+        if self.is_step_skipped:
+            self._times = self._last_record = None
+        else:
+            self._update(used)
         self.scaler.update(self.is_step_skipped)
         with self._all_or_nothing():
             engine.end_step([] if self.is_step_skipped else sorted(used))
         self._transforms = []
-        # The user's own `step` never runs; a learning-rate scheduler built on it would warn about that.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, whatever `set_to_none` says: managed parameters keep none."""
-        self._engine.reducer.clear()
+        self._engine.drop_gradients()
         self._transforms = []
 
     @torch.no_grad()
-    def _update(self, used: Mapping[int, set[int]]) -> UpdateTimes:
-        chunks = [self._engine.chunks[i] for i in sorted(used) if self._engine.store[i].grad is not None]
+    def _update(self, used: Mapping[int, set[int]]) -> None:
+        """Update what is used, or have that begun, as the plan's timing says."""
+        engine = self._engine
+        chunks = [engine.chunks[i] for i in sorted(used) if engine.store[i].grad is not None]
         if not self.can_stream:
             with self._all_or_nothing():
-                return self._update_by_torch(chunks, used)
+                self._times = self._update_by_torch(chunks, used)
+            return
         # What may fail for want of memory comes before the first step is counted.
         for chunk in chunks:
             self._inner[chunk.id].allocate_moments()
-        if any(chunk.spec.is_update_streamed for chunk in chunks):
+        if any(c.spec.is_update_streamed for c in chunks):
             self._runner.reserve_stream()
-        on_device: list[FlatUpdate] = []
-        streamed: list[FlatUpdate] = []
-        on_host: list[FlatUpdate] = []
+        needs = engine.first_needs()
+        early, self._early = self._early, {}
+        record, self._record = self._record or UpdateRecord(), None
+        record.start()
         with self._all_or_nothing():
-            for chunk in chunks:
-                spec = chunk.spec
-                site = on_device if spec.optim_tier is Tier.GPU else streamed if spec.is_update_streamed else on_host
-                site += self._adam_updates(chunk, used[chunk.id])
-            return self._runner.run(on_device, streamed, on_host)
+            near = [c for c in chunks if c.spec.optim_tier is Tier.GPU]
+            others = sorted((c for c in chunks if c.spec.optim_tier is not Tier.GPU), key=lambda c: _place(c, needs))
+            now = engine.device.compute_event()  # all reads of old values come before
+            if early:
+                self._runner.reorder({task: _place(engine.chunks[i], needs) for i, task in early.items()})
+            for chunk in others:
+                order = _place(chunk, needs)
+                if chunk.id in early:
+                    self._take_over(chunk, early[chunk.id], now, record, order)
+                else:
+                    self._begin_update(chunk, used[chunk.id], now, record, order)
+            updates = [u for c in near for u in self._adam_updates(c, used[c.id], self._write_back_target(c))]
+            has_gone_down = self._runner.run_on_device(updates, record)
+            if self._timing is UpdateTiming.AFTER_BACKWARD:
+                record.wait()
+                self._runner.release_stream()
+                if has_gone_down:
+                    engine.device.compute_event().synchronize()
+                record.note_end()
+        self._times, self._last_record = self.last_step_times, record  # somebody may ask for the earlier ones yet
+
+    @property
+    def _timing(self) -> UpdateTiming:
+        return self._engine.plan.update_timing
+
+    @property
+    def last_step_times(self) -> UpdateTimes | None:
+        """Of the last step all of whose updates are over; None before there was one, and after a step that was skipped.
+        Waits for nothing."""
+        if self._last_record is not None:
+            times = self._last_record.times()
+            if times is not None:
+                self._times, self._last_record = times, None
+        return self._times
+
+    def synchronize(self) -> None:
+        """Make the host wait until all updates are over and every shard holds its new values.
+
+        Raises:
+            StateError: An update has failed.
+        """
+        self._engine.synchronize()
+
+    # Updates of what is in host memory
+
+    def _begin_update(self, chunk: Chunk, members: set[int], now: Event, record: UpdateRecord, order: float) -> None:
+        """Have a chunk updated, now that its step has come.
+
+        Args:
+            now: All that the compute stream has read of the chunk comes before.
+        """
+        shard = self._engine.store.settle(chunk.id)
+        target, grad = self._write_back_target(chunk), shard.grad
+        ready = [e for e in (self._engine.reducer.take_download(chunk.id), chunk.ready) if e is not None]
+        is_near = self._is_param_near(chunk)
+        is_streamed = chunk.spec.is_update_streamed
+        if grad is not None and self._fits_over_grad(chunk, target, grad, members) and not (is_near and is_streamed):
+            updates = self._adam_updates(chunk, members, grad)
+            job = ChunkUpdate(updates, is_streamed, tuple(ready), now, self._ways_up(chunk, members))
+            task = self._runner.submit(job, record, order=order)
+            self._exchange(chunk)
+        elif shard.is_param_overwritten and shard.param is not None and shard.master is not None:
+            # Gradients lie where parameters were that get no update: those come from the master again.
+            updates = self._adam_updates(chunk, members, None)
+            job = ChunkUpdate(updates, is_streamed, tuple(ready), now, cast=(shard.master, shard.param))
+            task = self._runner.submit(job, record, order=order)
+            shard.is_param_overwritten = False
+        else:
+            updates = self._adam_updates(chunk, members, target, is_compute_on_device=is_near)
+            task = self._runner.submit(ChunkUpdate(updates, is_streamed, tuple(ready), now), record, order=order)
+        self._announce(chunk, task)
+
+    def _begin_early(self, chunk: Chunk) -> None:
+        """Have a chunk updated while backward runs, if that is possible: all its gradients are on their way to host
+        memory. The values that backward reads stay as they are until the step."""
+        inner, shard = self._inner.get(chunk.id), self._engine.store[chunk.id]
+        members, grad, target = self._members.get(chunk.id, set()), shard.grad, self._write_back_target(chunk)
+        if inner is None or grad is None or not inner.has_states or shard.is_param_overwritten:
+            return
+        if not self._fits_over_grad(chunk, target, grad, members):
+            return
+        if self._record is None:
+            self._record = UpdateRecord()
+        is_streamed = chunk.spec.is_update_streamed
+        if is_streamed:
+            try:
+                self._runner.reserve_stream()
+            except CapacityError:
+                return  # the step says so
+        download = self._engine.reducer.take_download(chunk.id)
+        with torch.no_grad(), self._all_or_nothing():
+            updates = self._adam_updates(chunk, members, grad)
+            job = ChunkUpdate(updates, is_streamed, () if download is None else (download,))
+            self._engine.reducer.note_begun(chunk)
+            self._early[chunk.id] = self._runner.submit(job, self._record, order=len(self._early))
+
+    def _take_over(self, chunk: Chunk, task: Task, now: Event, record: UpdateRecord, order: float) -> None:
+        """The step of an update that has begun in backward: its values take effect."""
+        uploads = self._ways_up(chunk, self._members[chunk.id])
+        if uploads:
+            job = ChunkUpdate((), chunk.spec.is_update_streamed, (), now, uploads)
+            task = self._runner.submit(job, record, order=order, after=task)
+        else:
+            self._exchange(chunk)
+        self._announce(chunk, task)
+
+    def _ways_up(self, chunk: Chunk, members: set[int]) -> list[tuple[Tensor, Tensor]]:
+        """Where new values that lie over the gradients go, if parameters are on the device."""
+        grad, target = self._engine.store[chunk.id].grad, self._write_back_target(chunk)
+        if grad is None or target is None or not self._is_param_near(chunk):
+            return []
+        return [(grad[span], target[span]) for span in self._inner[chunk.id].spans(members)]
+
+    def _exchange(self, chunk: Chunk) -> None:
+        """The new values come to lie over the gradients: where those are beside the parameters, both change roles."""
+        shard = self._engine.store[chunk.id]
+        if shard.is_param_overwritten:  # they lie where the parameters were already
+            shard.is_param_overwritten = False
+        elif not self._is_param_near(chunk):
+            shard.param, shard.grad_buffer = shard.grad, shard.param
+
+    def _announce(self, chunk: Chunk, task: Task) -> None:
+        """Whoever needs the values waits for this."""
+        self._engine.store[chunk.id].update = task
+        if chunk.spec.is_persistent:
+            chunk.ready = TaskEvent(task)
+
+    def _is_param_near(self, chunk: Chunk) -> bool:
+        """Whether the parameters are on the compute device, in the replica or in a shard."""
+        return self._engine.store[chunk.id].param is None or chunk.spec.param_tier is Tier.GPU
+
+    def _fits_over_grad(self, chunk: Chunk, target: Tensor | None, grad: Tensor, members: set[int]) -> bool:
+        """Whether the new values may be written over the gradients: every one of them is a new value then."""
+        if target is None or (target.dtype, target.numel()) != (grad.dtype, grad.numel()):
+            return False
+        shard = self._engine.store[chunk.id]
+        if shard.param is not None and shard.param.numel() != grad.numel():
+            return False  # a whole chunk, of which this rank has updated a slice
+        if self._is_param_near(chunk):
+            return True
+        return all(s.member_index in members for s in self._segments[chunk.id] if s.numel)
+
+    @contextmanager
+    def unobserved(self, is_unobserved: bool = True) -> Iterator[None]:
+        """Inside, backward comes and then `step`, and nobody looks at gradients or parameters in between, changes a
+        learning rate, or decides not to step. Where the plan says so and nothing global is needed, updates then begin
+        inside backward.
+
+        Args:
+            is_unobserved: False: none of this is promised.
+
+        Raises:
+            StateError: No step came, though updates had begun. As after any exception in between, the engine is of no
+                use then.
+        """
+        engine = self._engine
+        is_possible = is_unobserved and self.can_stream and self._timing is UpdateTiming.INSIDE_BACKWARD
+        if not is_possible or self.scaler.enabled or self._transforms or engine.reducer.is_tracking_square_sums:
+            yield
+            return
+        engine.reducer.on_landed = self._begin_early
+        try:
+            yield
+        finally:
+            engine.reducer.on_landed = None
+            if self._early:
+                self._early, self._record = {}, None
+                engine.give_up("between the begin of its updates, inside backward, and the step")
+        engine.check_open()
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -287,10 +472,15 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self._engine.give_up(f"in the middle of an optimizer step ({type(error).__name__})")
             raise
 
-    def _adam_updates(self, chunk: Chunk, members: set[int]) -> list[FlatUpdate]:
+    def _adam_updates(
+        self, chunk: Chunk, members: set[int], compute: Tensor | None, *, is_compute_on_device: bool | None = None
+    ) -> list[FlatUpdate]:
+        """One more step of a chunk, with its values to go to `compute` in the compute dtype."""
         shard = self._engine.store[chunk.id]
         if shard.grad is None:
             return []
+        if is_compute_on_device is None:
+            is_compute_on_device = chunk.spec.optim_tier is Tier.GPU and self._is_param_near(chunk)
         is_product = all(kind == "factor" for kind, _ in self._transforms)
         factors = [value for _, value in self._transforms]
         return self._inner[chunk.id].adam_updates(
@@ -298,14 +488,18 @@ class ElixirOptimizer(torch.optim.Optimizer):
             members,
             self.param_groups,
             grad_factor=math.prod(factors, start=self._inverse_scale) if is_product else 1.0,
-            change_grad=None if is_product else self._change_grad,
-            compute=self._write_back_target(chunk),
-            is_compute_on_device=shard.param is None or chunk.spec.param_tier is Tier.GPU,
+            change_grad=None if is_product else self._change_of_grads(),
+            compute=compute,
+            is_compute_on_device=is_compute_on_device,
         )
 
     def _update_by_torch(self, chunks: Sequence[Chunk], used: Mapping[int, set[int]]) -> UpdateTimes:
         """One of torch's own optimizers, each shard where it is."""
         start_s = time.perf_counter()
+        self._engine.reducer.wait_for_downloads()
+        for chunk in chunks:
+            if chunk.ready is not None:  # an upload that nobody needed may still read a host shard
+                chunk.ready.synchronize()
         adam_s = 0.0
         numel = dict.fromkeys(Tier, 0)
         for chunk in chunks:
@@ -368,18 +562,15 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if not self._has_transforms():
             return grad
         result = grad.clone()
-        self._change_grad(result)
+        self._change_of_grads()(result)
         return result
 
-    def _change_grad(self, grad: Tensor) -> None:
-        """Unscale and clip in place."""
+    def _change_of_grads(self) -> Callable[[Tensor], None]:
+        """Unscales and clips in place, as it is now: an update may run later."""
+        transforms = list(self._transforms)
         if self.scaler.enabled:
-            grad.mul_(self.scaler.inverse_scale)
-        for kind, value in self._transforms:
-            if kind == "factor":
-                grad.mul_(value)
-            else:
-                grad.clamp_(-value, value)
+            transforms.insert(0, ("factor", self.scaler.inverse_scale))
+        return partial(_change_grad, transforms)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the total norm in the coming step, as `torch.nn.utils.clip_grad_norm_` does. Collective.
@@ -453,6 +644,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         bounds = [(s.shard_offset, s.numel) for s in self._segments[chunk_id]]
         if grad is None:
             return torch.zeros(len(bounds), dtype=torch.float64)
+        self._engine.reducer.wait_for_download(chunk_id)
         measure = absolute_max if is_max else square_sums
         if self._transforms:
             wide = grad if grad.dtype.itemsize >= 4 else grad.float()
@@ -602,6 +794,19 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self.optimizer.add_param_group(param_group)
         else:
             super().add_param_group(param_group)
+
+
+def _change_grad(transforms: Sequence[tuple[str, float]], grad: Tensor) -> None:
+    for kind, value in transforms:
+        if kind == "factor":
+            grad.mul_(value)
+        else:
+            grad.clamp_(-value, value)
+
+
+def _place(chunk: Chunk, needs: Mapping[int, int]) -> float:
+    """Where a chunk comes in the order in which the next forward needs them; the order of registration is the guess."""
+    return needs.get(chunk.id, len(needs) + chunk.id)
 
 
 def check_parameters(engine: Engine, optimizer: torch.optim.Optimizer) -> None:

@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_elixir._lightning import (
+    Callback,
     HalfPrecision,
     LightningModule,
     LightningOptimizer,
     MixedPrecision,
     Precision,
+    is_overridden,
 )
 from lightning_elixir.errors import PlanError
 
@@ -154,12 +156,14 @@ class ElixirPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        # The closure runs here and not inside `step`: clipping needs the gradients of the whole closure.
-        result = closure()
-        self._after_closure(model, optimizer)
-        is_skipped = result is None and model.automatic_optimization and self.precision == "16-mixed"
-        if not is_skipped:  # as a GradScaler, which has nothing to unscale
-            _unwrap(optimizer).step(**kwargs)
+        elixir = _unwrap(optimizer)
+        with elixir.unobserved(is_update_unobserved(model)):
+            # The closure runs here and not inside `step`: clipping needs the gradients of the whole closure.
+            result = closure()
+            self._after_closure(model, optimizer)
+            is_skipped = result is None and model.automatic_optimization and self.precision == "16-mixed"
+            if not is_skipped:  # as a GradScaler, which has nothing to unscale
+                elixir.step(**kwargs)
         return result
 
     @override
@@ -199,6 +203,26 @@ def elixir_precision(plugin: Precision, *, autocast: bool) -> ElixirPrecision:
         f"{type(plugin).__name__} (precision {plugin.precision!r}) does not work with ElixirStrategy: choose precision"
         f" {', '.join(dict.fromkeys(_NAMES.values()))}"
     )
+
+
+# What runs between backward and step, and may look at gradients, change them or the learning rate, or keep the step
+# from happening.
+_HOOKS_IN_BETWEEN = ("on_after_backward", "on_before_optimizer_step")
+_MODULE_HOOKS_IN_BETWEEN = (*_HOOKS_IN_BETWEEN, "configure_gradient_clipping", "optimizer_step", "backward")
+
+
+def is_update_unobserved(model: LightningModule) -> bool:
+    """Whether nobody comes between a backward and its step, so that updates may begin inside backward.
+
+    A callback with a hook there counts as somebody, unless it says `is_blind_to_gradients = True` of itself.
+    """
+    trainer = model._trainer
+    if trainer is None or not model.automatic_optimization or trainer.gradient_clip_val:
+        return False
+    if any(is_overridden(name, model, LightningModule) for name in _MODULE_HOOKS_IN_BETWEEN):
+        return False
+    callbacks = [c for c in trainer.callbacks if not getattr(c, "is_blind_to_gradients", False)]  # type: ignore[attr-defined]
+    return not any(is_overridden(name, c, Callback) for c in callbacks for name in _HOOKS_IN_BETWEEN)
 
 
 def _unwrap(optimizer: Any) -> ElixirOptimizer:

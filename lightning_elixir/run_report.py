@@ -8,6 +8,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,22 @@ class RunReport:
     """The folder of one run's report. Rank 0's business.
 
     Args:
-        folder: Made if missing.
+        folder: Made if missing, by `write`.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
     def prepare(self) -> None:
-        """Make the folder, and see that files can be written there.
+        """See that files can be written to the folder, and leave nothing behind: a run that ends before its first step,
+        such as one that does not fit, has nothing to report.
 
         Raises:
             PlanError: They cannot; the message names the folder.
         """
+        missing: list[Path] = []
         try:
+            missing += [path for path in (self.folder, *self.folder.parents) if not path.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
@@ -45,6 +49,10 @@ class RunReport:
                 f"report_dir: cannot write to {self.folder} ({error.strerror}): give the path of a folder that can be"
                 " written to"
             ) from error
+        finally:
+            for path in missing:  # innermost first
+                with suppress(OSError):  # somebody has put something there
+                    path.rmdir()
 
     def write(self, data: ReportData, held_bytes: Mapping[str, int]) -> None:
         """Write `plan.json`, `report.json` and `report.html`.
@@ -57,6 +65,7 @@ class RunReport:
             OSError: A file could not be written.
         """
         data = replace(data, plan=_with_times(data))
+        self.folder.mkdir(parents=True, exist_ok=True)
         save_plan(data.plan, self.folder / "plan.json")
         text = json.dumps(_finite(_summary(data, held_bytes)), indent=1, allow_nan=False) + "\n"
         (self.folder / "report.json").write_text(text, encoding="utf-8")

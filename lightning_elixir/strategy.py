@@ -36,14 +36,16 @@ from lightning_elixir.building import (
     run_together,
     skeleton_of,
 )
-from lightning_elixir.config import ElixirConfig, HardwareOption, PlanOption, PolicyName
+from lightning_elixir.config import ElixirConfig, HardwareOption, PlanOption, PolicyName, TimingName
+from lightning_elixir.core.threads import ThreadPlan, thread_plan
+from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.fitting import FitRun, accumulates_gradients
 from lightning_elixir.holding import BuildOptions, Holding
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.planner import Planner
-from lightning_elixir.precision import ElixirPrecision, elixir_precision
+from lightning_elixir.planner import OptimizerFacts, Planner
+from lightning_elixir.precision import ElixirPrecision, elixir_precision, is_update_unobserved
 from lightning_elixir.processes import ProcessStrategy, StartMethod
 from lightning_elixir.profiling.hardware import profile_hardware
 from lightning_elixir.retry import RepeatableStep
@@ -78,6 +80,7 @@ class ElixirStrategy(ProcessStrategy):
         enable_distributed_storage: bool = True,
         pin_memory: bool = True,
         prefetch: bool = True,
+        update_timing: TimingName = "auto",
         force_outputs_fp32: bool = False,
         autocast: bool = True,
         gpu_margin_mem_ratio: float | None = None,
@@ -125,6 +128,13 @@ class ElixirStrategy(ProcessStrategy):
                 and communicates only after an update.
             pin_memory: Page-lock host memory, which makes transfers faster.
             prefetch: Fetch chunks ahead of need.
+            update_timing: When updates of states on the host may run. "after_backward": inside the optimizer's step.
+                "behind_forward": behind the next forward, where whoever needs a parameter waits for its own update.
+                "inside_backward": also as soon as a chunk's gradients are there, under automatic optimization, with
+                bf16 mixed precision, one backward a step, no clipping, and no hook between backward and step
+                (`on_after_backward`, `on_before_optimizer_step`, ...); an exception between the two then ends the
+                run, for nothing may be saved from half an update. Default: the last, where it is possible, else the
+                second. No number depends on it.
             force_outputs_fp32: Cast what the steps of the model return to fp32.
             autocast: Mixed precision: run steps under `torch.autocast`. False: cast the inputs instead, and compute all
                 in 16 bits.
@@ -169,6 +179,7 @@ class ElixirStrategy(ProcessStrategy):
         self._hardware: HardwareSpec | None = None
         self._accumulates = False
         self._num_backwards = 1
+        self._threads: ThreadPlan | None = None
         self._evaluation: RepeatableStep | None = None
         self._fit_run: FitRun | None = None
         super().__init__(
@@ -188,6 +199,8 @@ class ElixirStrategy(ProcessStrategy):
     def setup_environment(self) -> None:
         self.precision_plugin.check_device(self.root_device.type)
         super().setup_environment()
+        self._threads = thread_plan(self.local_rank, max(1, self.num_processes))
+        apply_threads(self._threads)
         # Before the model takes memory
         run_together(self._comm, self._check_files if self.is_global_zero else lambda: None)
 
@@ -260,6 +273,7 @@ class ElixirStrategy(ProcessStrategy):
                 self._comm,
                 self._hardware,
                 self._config,
+                self._facts(),
             )
         self.setup_precision_plugin()
 
@@ -304,7 +318,9 @@ class ElixirStrategy(ProcessStrategy):
         planner = self._planner()
         planner.check_model(module, is_training=is_training)
         budget = planner.budget(module)
-        plan, is_final = planner.first_plan(module, budget, is_training=is_training)
+        plan, is_final = planner.first_plan(
+            module, budget, is_training=is_training, optimizer=self._facts() if is_training else None
+        )
         skeleton = skeleton_of(module)
         engine = ElixirModule(
             module,
@@ -322,6 +338,27 @@ class ElixirStrategy(ProcessStrategy):
         holding = Holding(engine, options, budget, skeleton, is_warm=is_final)
         holding.attach()
         return holding
+
+    def _facts(self) -> OptimizerFacts:
+        """When updates may run, as far as that is known without the optimizer."""
+        config, plugin = self._config, self.precision_plugin
+        wanted = config.update_timing
+        can_begin_early = (
+            plugin.is_mixed
+            and plugin.precision != "16-mixed"
+            and config.reduction_dtype is None
+            and is_update_unobserved(self._module)
+        )
+        if wanted == "inside_backward" and not can_begin_early:
+            log.warning(
+                "update_timing='inside_backward' is not possible here (it takes bf16-mixed precision, automatic "
+                "optimization, no clipping, no reduce_dtype and no hook between backward and step): updates run behind "
+                "the next forward"
+            )
+        return OptimizerFacts(
+            can_update_behind_forward=wanted != "after_backward",
+            can_update_inside_backward=wanted in ("auto", "inside_backward") and can_begin_early,
+        )
 
     def _build_options(self) -> BuildOptions:
         plugin = self.precision_plugin
@@ -405,6 +442,7 @@ class ElixirStrategy(ProcessStrategy):
             growth_interval=config.growth_interval,
             hysteresis=config.hysteresis,
             init_step=config.init_step,
+            num_update_threads=None if self._threads is None else self._threads.num_update_threads,
         )
         self.precision_plugin.attach_optimizer(self._elixir_optimizer)
         return self._elixir_optimizer

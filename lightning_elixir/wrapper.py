@@ -109,7 +109,7 @@ class ElixirModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, whatever `set_to_none` says: managed parameters keep none."""
-        self.engine.reducer.clear()
+        self.engine.drop_gradients()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A plain, whole copy of the wrapped model."""

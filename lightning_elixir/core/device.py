@@ -346,21 +346,25 @@ class Uploads:
 
     Args:
         device: Where it goes.
+        lane: On which it goes.
     """
 
     _NUM_BUFFERS = 2
     _PIECE_NUMEL = 16 * 1024 * 1024
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, lane: Lane) -> None:
         self._device = device
+        self._lane = lane
         self._buffers: list[tuple[Tensor, Event]] = []
 
     def upload(self, source: Tensor, target: Tensor) -> None:
-        """`target` (device, 1-D) receives `source` (host, same numel) in its own dtype, on the compute stream."""
+        """`target` (device, 1-D) receives `source` (host, same numel) in its own dtype, as if on the compute stream."""
+        with self._lane.issue():  # what the compute stream does with `target` comes first
+            pass
         for start in range(0, source.numel(), self._PIECE_NUMEL):
             part = source[start : start + self._PIECE_NUMEL]
             self.take(part.numel(), target.dtype).copy_(part)
-            self.send(target[start : start + self._PIECE_NUMEL])
+            self.send(target[start : start + self._PIECE_NUMEL]).wait()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer to write to, 1-D; waits until an earlier one has been sent. `send` must follow."""
@@ -370,14 +374,17 @@ class Uploads:
             sent.synchronize()
         if held is None or held.numel() < numel * dtype.itemsize:
             held = self._device.host_empty(numel * dtype.itemsize, torch.uint8)
-        self._buffers.append((held, self._device.compute_event()))
+        self._buffers.append((held, self._lane.record()))
         return held[: numel * dtype.itemsize].view(dtype)
 
-    def send(self, target: Tensor) -> None:
-        """`target` (device, 1-D) receives what was written to the buffer taken last, on the compute stream."""
+    def send(self, target: Tensor) -> Event:
+        """`target` (device, 1-D) receives what was written to the buffer taken last. Returns when it has."""
         buffer, _ = self._buffers.pop()
-        target.copy_(buffer[: target.nbytes].view(target.dtype), non_blocking=True)
-        self._buffers.append((buffer, self._device.compute_event()))
+        with self._lane.resume():
+            target.copy_(buffer[: target.nbytes].view(target.dtype), non_blocking=True)
+            sent = self._lane.record()
+        self._buffers.append((buffer, sent))
+        return sent
 
 
 def make_device(device: torch.device | None = None, pin_memory: bool = True) -> Device:

@@ -1,24 +1,38 @@
-"""Carries out a step's Adam updates, each where it belongs, all sites at the same time."""
+"""Carries out Adam updates, each where it belongs, all sites at the same time, while the program goes on.
+
+[Note: updates under way] What the device keeps is updated on the compute stream, in its turn. Everything else is done
+by threads: one kind runs the host's own updates, chunk after chunk (two threads, so that the next update is there when
+one ends, although both may have to wait for the interpreter), another issues streamed ones. A chunk's update is one
+`Task`: whoever needs the new values waits for that and for nothing else, so the order of the tasks matters, and may
+change while they wait. Results do not depend on any of this: an update reads and writes its own chunk alone.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_elixir.core.device import Device, Uploads
-from lightning_elixir.optim.adam import piece_numel
+from lightning_elixir.core.device import Device, Event, Uploads, current_device
+from lightning_elixir.core.labels import label
+from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.optim.updates import FlatUpdate
 
-# Passes over the cores' caches between two looks at the lanes of streamed updates: a few milliseconds on any host.
-_HOST_PASSES = 4
+# Bounds temporary memory on the device, and for changed gradients everywhere.
+_DEVICE_PIECE_NUMEL = _CHANGED_NUMEL = 16 * 1024 * 1024
 
-# Bounds temporary memory on the device.
-_DEVICE_PIECE_NUMEL = 16 * 1024 * 1024
+# Elements that are updated by the host before they are sent to the device, while the next ones are.
+_STAGED_NUMEL = 16 * 1024 * 1024
+
+# Streamed chunks whose last pieces are under way when the next one is issued.
+_STREAMED_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
@@ -26,8 +40,7 @@ class UpdateTimes:
     """What the update of one step did and took on this rank, by the host's clock; nothing is waited for to measure."""
 
     update_s: float
-    """The whole update, until host memory holds all results. Of updates where the device keeps the states, only the
-    launches."""
+    """From `step` until the last result was there. Of updates where the device keeps the states, only the launches."""
     adam_s: float
     """The host's own arithmetic."""
     gpu_numel: int
@@ -38,24 +51,102 @@ class UpdateTimes:
     """Parameters updated by the host."""
 
 
+class UpdateRecord:
+    """What one step's updates have come to."""
+
+    def __init__(self) -> None:
+        self._start_s = time.perf_counter()
+        self._end_s = self._start_s
+        self._adam_s: list[float] = []
+        self._tasks: list[Task] = []
+        self.gpu_numel = self.streamed_numel = self.cpu_numel = 0
+
+    def start(self) -> None:
+        """The step is called; its first updates may have begun before."""
+        self._start_s = self._end_s = time.perf_counter()
+
+    def note_adam(self, seconds: float) -> None:
+        self._adam_s.append(seconds)
+
+    def watch(self, task: Task) -> None:
+        """One of the updates."""
+        self._tasks.append(task)
+        task.then(self.note_end)
+
+    def note_end(self) -> None:
+        """Something of it is over."""
+        self._end_s = max(self._end_s, time.perf_counter())
+
+    def wait(self) -> None:
+        """Make the host wait for all updates.
+
+        Raises:
+            BaseException: What the first of those that failed raised; the others are over all the same.
+        """
+        errors = []
+        for task in self._tasks:
+            try:
+                task.wait()
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def times(self) -> UpdateTimes | None:
+        """None while any update is under way."""
+        if not all(task.is_over() for task in self._tasks):
+            return None
+        return UpdateTimes(
+            update_s=self._end_s - self._start_s,
+            adam_s=sum(self._adam_s),
+            gpu_numel=self.gpu_numel,
+            streamed_numel=self.streamed_numel,
+            cpu_numel=self.cpu_numel,
+        )
+
+
+@dataclass(frozen=True)
+class ChunkUpdate:
+    """All updates of one chunk whose states are in host memory."""
+
+    updates: Sequence[FlatUpdate]
+    is_streamed: bool = False
+    """The device does it; otherwise the host."""
+    ready: tuple[Event, ...] = ()
+    """Moments to wait for first: gradients are there, nobody reads what will be written."""
+    may_write: Event | None = None
+    """When the compute stream has stopped reading what the update writes on the device."""
+    uploads: Sequence[tuple[Tensor, Tensor]] = ()
+    """Host tensors with new values and where on the device they go, 1-D, of one dtype; after the update."""
+    cast: tuple[Tensor, Tensor] | None = None
+    """A host tensor and one of another dtype that receives its values, 1-D, of one numel; after the update."""
+
+
 class UpdateRunner:
     """Carries out `FlatUpdate`s on the compute device, through it, and on the host.
 
     Args:
         device: The compute device.
+        num_threads: Of the host's own updates; None: as `core.threads.default_num_threads` says.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, num_threads: int | None = None) -> None:
         self._device = device
-        self._uploads = Uploads(device)
+        self._num_threads = num_threads
+        self._lane = device.new_lane()  # of new values on their way to the device
+        self._uploads = Uploads(device, self._lane)
+        self._staging = threading.Lock()
         self._stream = StateStream(device)
+        context = partial(_working, device.torch_device)
+        self._host = Worker("elixir-update", num_threads=2, context=context)
+        self._streamer = Worker("elixir-stream", context=context, most_in_flight=_STREAMED_IN_FLIGHT)
 
     def held_bytes(self) -> dict[str, int]:
         """Device memory held now, by the engine's kinds."""
         return self._stream.held_bytes()
 
     def reserve_stream(self) -> None:
-        """Take the device memory that the streamed updates of the next `run` need.
+        """Take the device memory that streamed updates need; it stays until `release_stream`.
 
         Raises:
             CapacityError: If it is not there.
@@ -63,7 +154,8 @@ class UpdateRunner:
         self._stream.reserve()
 
     def release_stream(self) -> None:
-        """Give it back unused."""
+        """Give it back, when all streamed updates are over."""
+        self._streamer.wait()
         self._stream.release()
 
     @torch.no_grad()
@@ -80,29 +172,139 @@ class UpdateRunner:
         Raises:
             CapacityError: If the device has no memory for streaming; no update has begun then.
         """
+        record = UpdateRecord()
+        now = self._device.compute_event()
+        if streamed:
+            self.reserve_stream()
+        try:
+            for updates, is_streamed in ((streamed, True), (on_host, False)):
+                for update in updates:
+                    self.submit(ChunkUpdate([update], is_streamed, may_write=now), record)
+            self.run_on_device(on_device, record)
+            record.wait()
+        finally:
+            if streamed:
+                self.release_stream()
+        self._device.compute_event().synchronize()
+        record.note_end()
+        times = record.times()
+        if times is None:
+            raise RuntimeError("updates that were waited for are not over")
+        return times
+
+    @torch.no_grad()
+    def run_on_device(self, updates: Iterable[FlatUpdate], record: UpdateRecord) -> bool:
+        """Give the compute stream updates of what is on the device.
+
+        Returns:
+            Whether new values are on their way to host memory.
+        """
+        has_gone_down = False
+        for update in updates:
+            record.gpu_numel += update.used_numel
+            has_gone_down |= self._run_on_device(update)
+        record.note_end()
+        return has_gone_down
+
+    def submit(self, job: ChunkUpdate, record: UpdateRecord, *, order: float = 0.0, after: Task | None = None) -> Task:
+        """Have one chunk updated, and its new values sent up; memory for streaming must have been reserved.
+
+        Args:
+            job: What to do.
+            record: Learns of it.
+            order: The lowest goes first, among the host's updates and among streamed ones.
+            after: A task of the same kind to come first.
+        """
+        numel = sum(update.used_numel for update in job.updates)
+        if job.is_streamed:
+            record.streamed_numel += numel
+        else:
+            record.cpu_numel += numel
+        worker = self._streamer if job.is_streamed else self._host
+        work = partial(self._stream_up if job.is_streamed else self._update_on_host, job, record)
+        task = worker.submit(work, order=order, after=after, event=_All(job.ready) if job.ready else None)
+        record.watch(task)
+        return task
+
+    def reorder(self, orders: dict[Task, float]) -> None:
+        """Have tasks that have not begun carried out in another order."""
+        for worker in (self._host, self._streamer):
+            worker.reorder(orders.get)
+
+    def close(self) -> None:
+        """Finish what is under way and end the threads."""
+        self._host.close()
+        self._streamer.close()
+        self._stream.release()
+
+    # On the threads
+
+    def _stream_up(self, job: ChunkUpdate, record: UpdateRecord) -> Event | None:
+        end: Event | None = None
+        with label("streamed update"):
+            for update in job.updates:
+                end = self._stream.issue(update, job.may_write)
+        if not job.uploads and job.cast is None:
+            return end
+        if end is not None:
+            end.synchronize()  # the new values are in host memory
+        return self._finish(job)
+
+    def _update_on_host(self, job: ChunkUpdate, record: UpdateRecord) -> Event | None:
+        end: Event | None = None
+        with label("update on the host"):
+            for update in job.updates:
+                if update.compute is not None and update.is_compute_on_device:
+                    end = self._update_staged(update, job.may_write, record)
+                else:
+                    self._run_timed(update, record)
+        return self._finish(job) or end
+
+    def _finish(self, job: ChunkUpdate) -> Event | None:
+        if job.cast is not None:
+            source, target = job.cast
+            target.copy_(source)
+        if not job.uploads:
+            return None
+        with self._lane.resume():
+            if job.may_write is not None:
+                job.may_write.wait()
+            for source, target in job.uploads:
+                target.copy_(source, non_blocking=True)
+            return self._lane.record()
+
+    def _update_staged(self, update: FlatUpdate, may_write: Event | None, record: UpdateRecord) -> Event | None:
+        """New values are cast while they are in the cache, so that only the compute dtype crosses the bus, from
+        page-locked memory."""
+        end: Event | None = None
+        with self._staging:
+            if may_write is not None:
+                with self._lane.resume():
+                    may_write.wait()
+            for piece in update.pieces(_STAGED_NUMEL):
+                compute = piece.compute
+                if compute is None:
+                    continue
+                staged = self._uploads.take(compute.numel(), compute.dtype)
+                if piece.used_numel < piece.numel:
+                    staged.zero_()  # padding goes up as well
+                self._run_timed(replace(piece, compute=staged), record)
+                end = self._uploads.send(compute)
+        return end
+
+    def _run_timed(self, update: FlatUpdate, record: UpdateRecord) -> None:
         start_s = time.perf_counter()
-        adam_s = 0.0
-        with self._stream.running(streamed) as advance:
-            has_gone_down = [self._run_on_device(update) for update in on_device]
-            for update in on_host:
-                for piece in update.pieces(_HOST_PASSES * piece_numel(update.param.device)):
-                    adam_s += self._run_on_host(piece)
-                    advance()
-        if any(has_gone_down):
-            self._device.compute_event().synchronize()
-        return UpdateTimes(
-            update_s=time.perf_counter() - start_s,
-            adam_s=adam_s,
-            gpu_numel=_total_numel(on_device),
-            streamed_numel=_total_numel(streamed),
-            cpu_numel=_total_numel(on_host),
-        )
+        for piece in _bounded(update):
+            piece.run(num_threads=self._num_threads)
+        record.note_adam(time.perf_counter() - start_s)
+
+    # On the compute stream
 
     def _run_on_device(self, update: FlatUpdate) -> bool:
         """Returns whether new values are on their way to host memory."""
         compute = update.compute
         if compute is None or update.is_compute_on_device:
-            for piece in update.pieces(_DEVICE_PIECE_NUMEL):
+            for piece in _bounded(update):
                 piece.run()
             return False
         for piece in update.pieces(_DEVICE_PIECE_NUMEL):
@@ -111,23 +313,6 @@ class UpdateRunner:
                 piece.compute.copy_(piece.param.to(compute.dtype), non_blocking=True)
         return True
 
-    def _run_on_host(self, piece: FlatUpdate) -> float:
-        """Returns the seconds of the arithmetic."""
-        compute = piece.compute
-        if compute is None or not piece.is_compute_on_device:
-            start_s = time.perf_counter()
-            piece.run()
-            return time.perf_counter() - start_s
-        # Cast while it is in the cache, so that only the compute dtype crosses the bus, from page-locked memory.
-        staged = self._uploads.take(compute.numel(), compute.dtype)
-        start_s = time.perf_counter()
-        if piece.used_numel < piece.numel:
-            staged.zero_()  # padding goes up as well
-        replace(piece, compute=staged).run()
-        seconds = time.perf_counter() - start_s
-        self._uploads.send(compute)
-        return seconds
-
     def write_back(self, master: Tensor, target: Tensor) -> None:
         """`target` (any device) receives a master (any device) in its own dtype. Cast where the master is."""
         if master.device == target.device or master.dtype == target.dtype:
@@ -135,8 +320,35 @@ class UpdateRunner:
         elif master.device.type != "cpu":
             target.copy_(master.to(target.dtype))
         else:
-            self._uploads.upload(master, target)
+            with self._staging:
+                self._uploads.upload(master, target)
 
 
-def _total_numel(updates: Iterable[FlatUpdate]) -> int:
-    return sum(update.used_numel for update in updates)
+def _bounded(update: FlatUpdate) -> Iterable[FlatUpdate]:
+    """The update in as few pieces as temporary memory allows."""
+    return [update] if update.change_grad is None else update.pieces(_CHANGED_NUMEL)
+
+
+class _All:
+    """Several moments as one."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.wait()
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+    def is_over(self) -> bool:
+        return all(event.is_over() for event in self._events)
+
+
+@contextmanager
+def _working(device: torch.device) -> Iterator[None]:
+    """What a thread of ours needs around its work."""
+    with torch.no_grad(), current_device(device):
+        yield

@@ -137,6 +137,16 @@ class SegmentOptimizer:
         """Whether updates are described by `adam_updates` rather than carried out by `step`."""
         return isinstance(self._inner, HybridAdam)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether Adam's moments have been made."""
+        return bool(self._moments)
+
+    def spans(self, members: Collection[int]) -> list[slice]:
+        """Where in the shard the used segments lie, runs of them as one; what `adam_updates` describes."""
+        runs = self._runs(members)
+        return [_span(self.places[run[0]], self.places[run[-1]]) for run in runs]
+
     def allocate_moments(self) -> None:
         """Make Adam's moments, uninitialised, if there are none yet; nothing for other optimizers."""
         if self.is_adam and not self._moments:
@@ -178,8 +188,8 @@ class SegmentOptimizer:
         hyper = {g: HybridAdam.hyper_parameters(groups[g]) for g in self._group_indices}
         updates = []
         for run in self._runs(members):
-            first, last = self.places[run[0]], self.places[run[-1]]
-            span = slice(first.shard_offset, last.shard_offset + last.numel)
+            first = self.places[run[0]]
+            span = _span(first, self.places[run[-1]])
             parts = []
             for position in run:
                 place, state = self.places[position], self.state_of(position)
@@ -294,6 +304,10 @@ class SegmentOptimizer:
             for k, v in state.items()
             if isinstance(v, Tensor) and not is_scalar_state(k, v) and not (self.is_adam and k in _MOMENTS)
         )
+
+
+def _span(first: SegmentPlace, last: SegmentPlace) -> slice:
+    return slice(first.shard_offset, last.shard_offset + last.numel)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 
@@ -28,8 +27,8 @@ from lightning_elixir.plan.types import ALIGN_NUMEL
 
 log = logging.getLogger(__name__)
 
-# Pieces that the lanes were given and have not finished: enough to keep them busy while the host updates a piece of its
-# own, and few enough that the queues of the driver, some thousand entries long, never make the host wait.
+# Pieces that the lanes were given and have not finished: enough to keep them busy while the thread that issues waits
+# for its turn, and few enough that the queues of the driver, some thousand entries long, are never full.
 _MAX_QUEUED = 16
 
 # Below this, transfers are too short to be worth it.
@@ -59,6 +58,9 @@ class StateStream:
         self._slots: list[Tensor] = []  # uint8; there while updates run
         self._scratch: Tensor | None = None  # likewise
         self._up_lane, self._update_lane, self._down_lane = (device.new_lane() for _ in range(3))
+        self._num_issued = 0
+        self._ends: deque[Event] = deque()  # of pieces that may be under way
+        self._last_ends: deque[Event] = deque(maxlen=NUM_SLOTS)
 
     @property
     def device_bytes(self) -> int:
@@ -70,7 +72,7 @@ class StateStream:
         return {} if self._scratch is None else {"update_slot": self.device_bytes}
 
     def reserve(self) -> None:
-        """Take the device memory for the next run, less of it where there is not so much; a run does so by itself.
+        """Take the device memory, less of it where there is not so much; `run` does so by itself.
 
         Raises:
             CapacityError: If not even small slots fit.
@@ -79,6 +81,9 @@ class StateStream:
             try:
                 self._slots = [self._allocate(self._slot_bytes) for _ in range(NUM_SLOTS)]
                 self._scratch = self._allocate(self._scratch_bytes)
+                for lane in (self._up_lane, self._update_lane, self._down_lane):
+                    with lane.issue():  # whoever had this memory before is done
+                        pass
             except torch.OutOfMemoryError as error:
                 self._slots = []
                 if self._slot_bytes // 2 < _LEAST_SLOT_BYTES:
@@ -94,20 +99,14 @@ class StateStream:
                 )
 
     def release(self) -> None:
-        """Give the device memory back; a run does so by itself."""
+        """Give the device memory back, when all that was issued is over."""
         self._slots, self._scratch = [], None
+        self._ends.clear()
+        self._last_ends.clear()
 
     def run(self, updates: Iterable[FlatUpdate]) -> None:
-        """Carry out all updates; the host tensors hold the result when this returns."""
-        with self.running(updates):
-            pass
-
-    @contextmanager
-    def running(self, updates: Iterable[FlatUpdate]) -> Iterator[Callable[[], None]]:
-        """Carry out all updates while the host does other things inside; waits for them at the end.
-
-        Yields:
-            A function to call every few milliseconds: gives the lanes more to do, and waits for nothing.
+        """Carry out all updates, after all that the compute stream was given; the host tensors hold the result when
+        this returns. Takes the device memory, and gives it back.
 
         Raises:
             CapacityError: If the device has no memory for it; no update has begun then.
@@ -115,26 +114,41 @@ class StateStream:
         waiting = iter(updates)
         first = next(waiting, None)
         if first is None:
-            try:
-                yield _do_nothing
-            finally:
-                self.release()
             return
-        self.reserve()  # which may make the slots smaller, and so the pieces
-        pieces = (piece for update in chain((first,), waiting) for piece in update.pieces(self._piece_numel(update)))
-        queue = _Queue(next(pieces), pieces, self._issue)
+        self.reserve()
+        now = self._device.compute_event()
         try:
-            for lane in (self._up_lane, self._update_lane, self._down_lane):
-                with lane.issue():  # whoever had this memory before, or reads the targets, is done
-                    pass
-            queue.advance()
-            yield queue.advance
-            queue.finish()
+            for update in chain((first,), waiting):
+                end = self.issue(update, now)
+            end.synchronize()
         except BaseException:
             self._device.synchronize()  # the lanes may still use the memory that goes now
             raise
         finally:
             self.release()
+
+    def issue(self, update: FlatUpdate, may_write: Event | None = None) -> Event:
+        """Queue an update on the lanes, after those issued before; the host waits while many pieces are under way.
+
+        Args:
+            update: Its host tensors must be ready; memory must have been reserved.
+            may_write: When the compute stream has stopped reading the update's `compute`, where that is on the device.
+
+        Returns:
+            When the host tensors hold the result.
+        """
+        if may_write is not None and update.is_compute_on_device:
+            with self._update_lane.resume():
+                may_write.wait()
+        for piece in update.pieces(self._piece_numel(update)):
+            while len(self._ends) >= _MAX_QUEUED:
+                self._ends.popleft().synchronize()
+            is_free = self._last_ends[0] if len(self._last_ends) == NUM_SLOTS else None
+            end = self._issue(piece, self._num_issued, is_free)
+            self._ends.append(end)
+            self._last_ends.append(end)
+            self._num_issued += 1
+        return end
 
     def _allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
@@ -207,43 +221,3 @@ class _Slot:
 
     def filled(self, source: Tensor) -> Tensor:
         return self.take(source.numel(), source.dtype).copy_(source, non_blocking=True)
-
-
-class _Queue:
-    """Pieces that are still to go, and those under way."""
-
-    def __init__(
-        self,
-        first: FlatUpdate,
-        others: Iterator[FlatUpdate],
-        issue: Callable[[FlatUpdate, int, Event | None], Event],
-    ) -> None:
-        self._next: FlatUpdate | None = first
-        self._others = others
-        self._issue = issue
-        self._num_issued = 0
-        self._ends: deque[Event] = deque()  # of pieces that may be under way
-        self._last_ends: deque[Event] = deque(maxlen=NUM_SLOTS)
-
-    def advance(self) -> None:
-        """Issue what there is room for."""
-        while self._ends and self._ends[0].is_over():
-            self._ends.popleft()
-        while self._next is not None and len(self._ends) < _MAX_QUEUED:
-            is_free = self._last_ends[0] if len(self._last_ends) == NUM_SLOTS else None
-            end = self._issue(self._next, self._num_issued, is_free)
-            self._ends.append(end)
-            self._last_ends.append(end)
-            self._num_issued += 1
-            self._next = next(self._others, None)
-
-    def finish(self) -> None:
-        """Issue the rest as room comes, and make the host wait until all has come back."""
-        self.advance()
-        while self._ends:
-            self._ends.popleft().synchronize()
-            self.advance()
-
-
-def _do_nothing() -> None:
-    return

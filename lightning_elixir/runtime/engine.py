@@ -6,7 +6,7 @@ import enum
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_elixir.core.device import Device, release_cached_memory
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.rcache import RCache
-from lightning_elixir.plan.types import AccessTrace, Drop, Plan
+from lightning_elixir.plan.types import AccessTrace, Drop, Plan, Tier, UpdateTiming
 from lightning_elixir.runtime.agreement import Agreement, Meeting
 from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all_ranks
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
@@ -102,7 +102,7 @@ class Engine:
             lambda: self.reducer.num_ready,
             lambda count: self.reducer.issue_until(count),
         )
-        store = ShardStore(device, comm.world_size, plan.is_storage_distributed)
+        store = self._new_store(plan)
         self.chunks = Builder(module, plan, device, comm, store, precision).build()
         self._home = {id(p): (c, i) for c in self.chunks for i, p in enumerate(c.parameters)}
         self.interception = Interception(self, self.chunks)
@@ -135,6 +135,11 @@ class Engine:
         self.store = store
         self._cost = {c.id: plan.blocks_of(c.id) for c in plan.chunks if not c.is_persistent}
         self._needs_agreement = self.comm.world_size > 1 and bool(self._cost)
+        # Whether a forward meets parameters that may not be there yet.
+        self._is_watching = bool(self._cost) or (
+            plan.update_timing is not UpdateTiming.AFTER_BACKWARD
+            and any(c.requires_grad and c.optim_tier is not Tier.GPU for c in plan.chunks)
+        )
         depth = plan.prefetch_depth if self._has_prefetch else 0
         self.rcache = RCache(self._cost, plan.rcache_blocks, depth)
         self.fetcher = Fetcher(self.device, self.comm, store, plan.is_storage_distributed, self.moved)
@@ -166,7 +171,12 @@ class Engine:
         self.reducer.is_tracking_square_sums = is_tracking
         grad_itemsize = None if self._reduce_dtype is None else self._reduce_dtype.itemsize
         self.iterations.adopt(plan, self.rcache, self.residency, self.reducer, store, grad_itemsize)
-        self._hooks.watch_forwards(self._watched if self._cost else self._entrances())
+        self._hooks.watch_forwards(self._watched if self._is_watching else self._entrances())
+
+    def _new_store(self, plan: Plan) -> ShardStore:
+        return ShardStore(
+            self.device, self.comm.world_size, plan.is_storage_distributed, plan.grad_reuses_compute_shard
+        )
 
     def _entrances(self) -> list[nn.Module]:
         """Where everything is resident no layer needs a hook: only what users call by themselves, the model and the
@@ -253,8 +263,8 @@ class Engine:
                     self.comm.broadcast_from_first(buffer)
 
     def _open_resident(self) -> None:
-        """Where everything is resident, parameters are plain in forward and backward, and nothing is intercepted."""
-        if not self._cost:
+        """Where everything is there, parameters are plain in forward and backward, and nothing is intercepted."""
+        if not self._is_watching:
             with self.iterations.sampler.waiting():
                 for chunk in self.chunks:
                     chunk.wait_ready()
@@ -331,6 +341,7 @@ class Engine:
         self.check_open()
         if self.phase is not Phase.IDLE:
             raise StateError(f"backward cannot start in phase {self.phase.value}")
+        self._check_late({*self.reducer.begun_now()})
         self.interception.check_unwritten(self._versions, "forward and backward")
         self.iterations.begin_backward()
         self._is_bare_backward = False
@@ -342,20 +353,31 @@ class Engine:
         if self.phase is not Phase.BACKWARD:
             return
         reducer = self.reducer
-        waiting, late = reducer.waiting_ids(), reducer.late_ids()
+        waiting, late, begun = reducer.waiting_ids(), reducer.late_ids(), reducer.begun_now()
         self.iterations.end_backward(waiting)
         self._close_backward()
         if self.comm.world_size > 1:
-            rows = self._agreement.meet(Meeting.BACKWARD_END, [len(waiting), *waiting, *late])
+            message = [len(waiting), *waiting, len(late), *late, *begun]
+            parts = [_split(row) for row in self._agreement.meet(Meeting.BACKWARD_END, message)]
             # What was waiting when this rank came here may have been reduced while it served the others.
-            waiting = [i for row in rows for i in row[1 : 1 + row[0]]]
-            late = [i for row in rows for i in row[1 + row[0] :]]
+            waiting, late, begun = ([i for part in parts for i in part[kind]] for kind in range(3))
+        self._check_late({*late} & {*begun})
         order = reducer.finish_order()
         reducer.flush(waiting, late)
         if not self._is_order_known:
             self._is_order_known = True
             reducer.set_order(self.comm.exchange_objects(order)[0])
         self.interception.check_unwritten(self._versions, "forward and backward")
+
+    def _check_late(self, ids: set[int]) -> None:
+        """Gradients for chunks whose update has begun, with less; known to all ranks."""
+        if ids:
+            self.give_up("in a backward that went on after updates had begun")
+            raise StateError(
+                f"a parameter of {self.chunks[min(ids)].spec} got another gradient when its optimizer step had begun: "
+                "its values are not whole any more. Something runs backward several times (reentrant activation "
+                "checkpointing around a shared layer): use use_reentrant=False, or update_timing='behind_forward'"
+            )
 
     def abort_backward(self) -> None:
         """Call when backward raised: its gradients are dropped. Those of earlier backwards stay if none of its have
@@ -519,13 +541,14 @@ class Engine:
         self._aliased_ids = sorted({i for row in rows for i in row})
 
     def meet(self, meeting: Meeting) -> None:
-        """Come to a point between steps, together with all ranks.
+        """Come to a point between steps, together with all ranks; updates under way are waited for.
 
         Raises:
             StateError: Inside forward or backward.
             DivergenceError: If the ranks are at different points.
         """
         self._prepare_meeting(meeting)
+        self.synchronize()
         if self.comm.world_size > 1:
             self._agreement.meet(meeting)
 
@@ -534,10 +557,40 @@ class Engine:
         if self.phase is not Phase.IDLE:
             raise StateError(f"{meeting.name.lower()} is not possible inside {self.phase.value}")
         self.absorb_touched()
+
+    def synchronize(self) -> None:
+        """Make the host wait until all updates and transfers are over: every shard holds what it shall.
+
+        Raises:
+            StateError: An update has failed, or has begun inside backward and waits for its step.
+        """
+        self.check_whole()
+        self.store.settle_all()
         self.reducer.wait_for_downloads()
-        for chunk in self.chunks:  # an upload that nobody needed may still read a host shard
-            if chunk.ready is not None:
-                chunk.ready.synchronize()
+        self.device.synchronize()  # what the device writes to host shards, or reads of them
+
+    def check_whole(self) -> None:
+        """Raises `StateError` between the begin of updates inside backward and their step."""
+        if self.reducer.begun:
+            raise StateError(
+                "updates have begun inside backward, and no step has followed: parameters and optimizer states are not "
+                "whole. Look at them after the step, or use update_timing='behind_forward'"
+            )
+
+    def drop_gradients(self) -> None:
+        """What `zero_grad` does.
+
+        Raises:
+            StateError: Updates have begun with these gradients.
+        """
+        self.check_whole()
+        self.reducer.clear()
+
+    def first_needs(self) -> dict[int, int]:
+        """Chunk id -> its place in the order in which a forward needs the chunks, as far as that is known."""
+        trace = self.traces.get("train", AccessTrace(()))
+        ids = dict.fromkeys(i for event in trace.acquires() for i in event.ids)
+        return {chunk_id: place for place, chunk_id in enumerate(ids)}
 
     def end_step(self, updated: Iterable[int]) -> None:
         """The shards of `updated` hold new values: replicas made from the old ones go."""
@@ -547,6 +600,8 @@ class Engine:
             chunk = self.chunks[chunk_id]
             if chunk.spec.is_persistent:
                 if self.comm.world_size > 1:
+                    self.store.settle(chunk_id)
+                    chunk.wait_ready()
                     chunk.to_state(ChunkState.STALE)
                     self.fetcher.gather_in_place(chunk)
                 continue
@@ -593,7 +648,7 @@ class Engine:
         self.iterations.end()
         self._give_back_all()  # what lasts shall not come to lie in the gaps that activations have left
         try:
-            store = ShardStore(self.device, self.comm.world_size, plan.is_storage_distributed)
+            store = self._new_store(plan)
             move_chunks(self, plan, store)
             self.device.synchronize()  # uploads still read the shards that go now
             self._adopt(plan, store)
@@ -671,6 +726,8 @@ class Engine:
         """Remove all hooks and free replicas and shards; the parameters raise when they are used."""
         if self.phase is Phase.CLOSED:
             return
+        with suppress(StateError):  # a failed update has nothing left to lose
+            self.store.settle_all()
         self._abort_region()
         self.device.synchronize()
         self._hooks.remove()
@@ -678,8 +735,8 @@ class Engine:
         self.interception.guard_all()
         for chunk in self.chunks:
             chunk.close()
-        self.store.close()
         self.reducer.clear()
+        self.store.close()
         self.comm.close()
 
     def whole_values(self, on_all_ranks: bool = True) -> dict[str, Tensor]:
@@ -771,6 +828,13 @@ class Engine:
     def check_open(self) -> None:
         if self.phase is Phase.CLOSED:
             raise StateError(self._why_closed)
+
+
+def _split(row: Sequence[int]) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """A message at the end of backward: the chunks that wait and those that are late, after their number; the begun."""
+    late_at = 1 + row[0]
+    begun_at = late_at + 1 + row[late_at]
+    return row[1:late_at], row[late_at + 1 : begun_at], row[begun_at:]
 
 
 def _check_unmanaged(module: nn.Module) -> None:

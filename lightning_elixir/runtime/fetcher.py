@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.core.device import Device
+from lightning_elixir.core.device import Device, Event, current_device
+from lightning_elixir.core.labels import label
+from lightning_elixir.core.worker import LateEvent, Task
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
@@ -50,18 +52,45 @@ class Fetcher:
             return False
         return self._is_distributed or self._store[chunk.id].is_param_outdated
 
+    def would_wait(self, chunk: Chunk) -> bool:
+        """Whether fetching it now would make the host wait for its update."""
+        update = self._store[chunk.id].update
+        return update is not None and not update.is_over() and self.is_collective(chunk)
+
     def fetch(self, chunk: Chunk) -> None:
-        """Allocate the replica and start filling it. If collective, every rank fetches or serves the chunk now."""
+        """Allocate the replica and start filling it, or have that done as soon as the chunk's update is over. If
+        collective, every rank fetches or serves the chunk now, and so waits for its update."""
         shard = self._source(chunk)
-        chunk.allocate()
-        with self._device.fetch_lane.issue():
-            self._fill(chunk, chunk.flat, shard)
-            chunk.ready = self._device.fetch_lane.record()
+        if self.is_collective(chunk) or shard.update is None or shard.update.is_over():
+            shard = self._store.settle(chunk.id)
+            chunk.allocate()
+            with self._device.fetch_lane.issue(), label("fetch"):
+                self._fill(chunk, chunk.flat, shard)
+                chunk.ready = self._device.fetch_lane.record()
+        else:
+            chunk.allocate()
+            chunk.ready = self._fill_later(chunk, shard, shard.update)
         chunk.to_state(ChunkState.RESIDENT)
+
+    def _fill_later(self, chunk: Chunk, shard: Shard, update: Task) -> Event:
+        """Fill the replica, without its peers, when `update` is over; on whatever thread finds that out."""
+        device, is_allocated = self._device, self._device.compute_event()
+        if chunk.spec.param_tier is not Tier.GPU:
+            self._moved.h2d += chunk.spec.nbytes
+
+        def issue() -> Event:
+            with torch.no_grad(), current_device(device.torch_device), device.fetch_lane.resume(), label("fetch"):
+                is_allocated.wait()
+                if shard.param is not None:
+                    chunk.flat.copy_(shard.param, non_blocking=True)
+                return device.fetch_lane.record()
+
+        return LateEvent(update, issue)
 
     def serve(self, chunk: Chunk) -> None:
         """Take part in the peers' fetch of a chunk that this rank does not want."""
-        shard = self._source(chunk)
+        self._source(chunk)
+        shard = self._store.settle(chunk.id)
         scratch = torch.empty(chunk.spec.numel, dtype=chunk.dtype, device=self._device.torch_device)
         with self._device.fetch_lane.issue():
             self._fill(chunk, scratch, shard)
@@ -88,6 +117,8 @@ class Fetcher:
             return
         comm, spec = self._comm, chunk.spec
         is_upload = spec.param_tier is not Tier.GPU
+        if shard.is_param_overwritten and shard.master is not None:
+            param = shard.master.to(chunk.dtype)  # the same bits; rare, so from memory that is not page-locked
         if not self.is_collective(chunk):
             flat.copy_(param, non_blocking=True)
             self._moved.h2d += param.nbytes if is_upload else 0

@@ -221,9 +221,17 @@ class Interception:
 
         Where there is a master, only the elements whose compute-dtype value changed are taken: the others keep the bits
         that the compute dtype does not have.
+
+        Raises:
+            StateError: The chunk's update has begun inside backward, and nobody can tell old values from written ones.
         """
         engine = self._engine
-        shard = engine.store[chunk.id]
+        if engine.reducer.has_begun(chunk.id):
+            raise StateError(
+                f"{chunk.spec} was used between backward and step, when its update had begun already: do that after "
+                "the step, or use update_timing='behind_forward'"
+            )
+        shard = engine.store.settle(chunk.id)
         with torch.no_grad():
             mine = chunk.shard_of(chunk.flat, engine.comm.rank, engine.comm.world_size)
             if shard.master is not None:
@@ -232,14 +240,14 @@ class Interception:
                 changed = written.view(bits) != shard.master.to(chunk.dtype).view(bits)
                 if bool(changed.any()):
                     shard.master[changed] = written[changed].to(shard.master.dtype)
-            if shard.param is not None:
+            if shard.param is not None and not shard.is_param_overwritten:
                 shard.param.copy_(mine if engine.plan.is_storage_distributed else chunk.flat)
 
     def _write_master(self, parameter: Tensor, value: Tensor) -> None:
         """After `p.copy_(value)`: the master takes the value as given, not as rounded to the compute dtype."""
         engine = self._engine
         chunk, index = self._at(parameter)
-        master = engine.store[chunk.id].master
+        master = engine.store.settle(chunk.id).master
         if master is None or not isinstance(value, Tensor) or value.dtype == chunk.dtype:
             return
         stride = chunk.strides[index]

@@ -8,7 +8,7 @@ block is reduced over the ranks into this rank's gradient shard and goes down to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.core.comm import Comm, Work
 from lightning_elixir.core.device import Device, Event
+from lightning_elixir.core.labels import label
 from lightning_elixir.optim.scaling import square_sums
 from lightning_elixir.plan.memory import GRAD_BLOCKS
 from lightning_elixir.plan.segments import Segment, segments_of
@@ -45,6 +46,7 @@ class _InFlight:
     work: Work | None
     event: Event | None
     is_late: bool
+    is_whole: bool  # every parameter that can have one had a gradient, on this rank
     earlier: Tensor | None = None  # what the result is added to: the lane reads it, the compute stream could reuse it
 
 
@@ -91,13 +93,20 @@ class Reducer:
         self._reduced_now: set[int] = set()
         self._finished: dict[int, None] = {}  # chunk ids, in the order of completion
         self._in_flight: deque[_InFlight] = deque()
-        self._downloads: list[Event] = []  # ends of copies to host memory that no one on the host has waited for
+        self._downloads: dict[
+            int, Event
+        ] = {}  # chunk id -> end of its copy to host memory, if nobody has waited for it
         # Earlier backwards
         self._expected: dict[int, int] = {}  # arrivals per chunk in the last complete backward
         # Since the last step
         self.used: set[tuple[int, int]] = set()  # (chunk id, member index) that got a gradient on this rank
         self._used_now: set[tuple[int, int]] = set()  # of these, in this backward for the first time
         self.has_lost_gradients = False  # a backward failed when earlier gradients had been mixed with its own
+        self.on_landed: Callable[[Chunk], None] | None = None
+        """Called when all gradients that a chunk can have are on their way to host memory: may begin its update, which
+        `note_begun` tells. Further gradients of it are an error then."""
+        self._begun: set[int] = set()  # chunks whose update has begun inside backward, until the step
+        self._begun_before: set[int] = set()  # of these, those of an earlier, failed backward over the same batch
         self.is_tracking_square_sums = False
         self.square_sums: dict[int, Tensor] = {}  # chunk id -> fp64, one per segment, of the whole gradient shard
 
@@ -107,7 +116,7 @@ class Reducer:
         """Take over `parameter.grad` and reduce what is complete. Returns whether the chunk has become complete."""
         with torch._C.DisableTorchFunctionSubclass():  # this is not the user touching `.grad`
             grad, parameter.grad = parameter.grad, None
-        if grad is None:
+        if grad is None or chunk.id in self._begun_before:
             return False
         collected = self._collected.get(chunk.id)
         if collected is None:
@@ -171,22 +180,49 @@ class Reducer:
         self._expected = {**self._expected, **self._arrivals}
         self._begin()
 
+    def begun_now(self) -> list[int]:
+        """Chunks whose update has begun in this backward."""
+        return sorted(self._begun - self._begun_before)
+
     def abandon(self) -> None:
-        """Forget this backward (it raised). Earlier gradients stay, unless some of it has been added to them."""
+        """Forget this backward (it raised). Earlier gradients stay, unless some of it has been added to them. Those of
+        chunks whose update has begun count: a second backward over the same batch finds the same ones."""
         self._retire(0)
         self._collected.clear()
-        self.used -= self._used_now
-        if self._reduced_now:
-            is_lost = bool(self.used) or self.has_lost_gradients
-            self.clear()
+        self.used -= {key for key in self._used_now if key[0] not in self._begun}
+        if self._reduced_now - self._begun:
+            is_lost = any(i not in self._begun for i, _ in self.used) or self.has_lost_gradients
+            self._drop([i for i in self.order if i not in self._begun])
             self.has_lost_gradients = is_lost
+        self._begun_before = set(self._begun)
         self._begin()
+
+    def note_begun(self, chunk: Chunk) -> None:
+        """The chunk's update has begun, with the gradients that it has now."""
+        self._begun.add(chunk.id)
+
+    @property
+    def begun(self) -> frozenset[int]:
+        """Chunks whose update has begun before the step, which must come."""
+        return frozenset(self._begun)
+
+    def has_begun(self, chunk_id: int) -> bool:
+        return chunk_id in self._begun
 
     def wait_for_downloads(self) -> None:
         """Make the host wait until the gradient shards in its memory are there: streams wait for each other only."""
-        for event in self._downloads:
+        for chunk_id in list(self._downloads):
+            self.wait_for_download(chunk_id)
+
+    def wait_for_download(self, chunk_id: int) -> None:
+        """As `wait_for_downloads`, for one chunk."""
+        event = self._downloads.pop(chunk_id, None)
+        if event is not None:
             event.synchronize()
-        self._downloads.clear()
+
+    def take_download(self, chunk_id: int) -> Event | None:
+        """The end of the chunk's copy to host memory, for somebody else to wait for."""
+        return self._downloads.pop(chunk_id, None)
 
     def drop_member(self, chunk: Chunk, index: int) -> None:
         """Drop the gradient of one parameter, as `p.grad = None` does. The same call on every rank."""
@@ -202,11 +238,17 @@ class Reducer:
                     grad[segment.shard_offset : segment.shard_offset + segment.numel].zero_()
 
     def clear(self) -> None:
-        """Drop all gradients."""
-        self._store.clear_grads()
-        self.used.clear()
-        self.square_sums.clear()
+        """Drop all gradients; where updates had begun, the step has taken them over."""
+        self._drop(self.order)
+        self._begun.clear()
+        self._begun_before.clear()
         self.has_lost_gradients = False
+
+    def _drop(self, chunk_ids: Collection[int]) -> None:
+        self._store.clear_grads(chunk_ids)
+        self.used = {key for key in self.used if key[0] not in chunk_ids}
+        for chunk_id in chunk_ids:
+            self.square_sums.pop(chunk_id, None)
 
     def finish_order(self) -> tuple[int, ...]:
         """`order` rearranged as the chunks completed in the backward under way; incomplete ones last."""
@@ -262,17 +304,18 @@ class Reducer:
             if index not in collected.arrived and parameter.numel() > 0:
                 chunk.slice_of(collected.block, index).zero_()
         self._reduced_now.add(chunk.id)
+        is_whole = not is_late and len(collected.arrived) >= self._trainable[chunk.id]
         if self._comm.world_size == 1:
-            item = _InFlight(chunk, collected.block, collected.block, None, None, is_late)
+            item = _InFlight(chunk, collected.block, collected.block, None, None, is_late, is_whole)
         else:
-            item = self._start_reduction(chunk, collected.block, is_late)
+            item = self._start_reduction(chunk, collected.block, is_late, is_whole)
         if item.work is None:
             self._land(item)
         self._in_flight.append(item)
         if not self._device.is_synchronous or item.work is None:
             self._retire(_MAX_IN_FLIGHT)
 
-    def _start_reduction(self, chunk: Chunk, block: Tensor, is_late: bool) -> _InFlight:
+    def _start_reduction(self, chunk: Chunk, block: Tensor, is_late: bool, is_whole: bool) -> _InFlight:
         sent = block if self._reduce_dtype is None else block.to(self._reduce_dtype)
         result = torch.empty(chunk.spec.numel // self._comm.world_size, dtype=sent.dtype, device=block.device)
         with self._device.reduce_lane.issue():
@@ -281,7 +324,7 @@ class Reducer:
                 work.wait()  # the lane, not the host
                 work = None
         self._moved.reduced += sent.nbytes
-        return _InFlight(chunk, sent, result, work, None, is_late)
+        return _InFlight(chunk, sent, result, work, None, is_late, is_whole)
 
     def _retire(self, keep: int) -> None:
         """Finish the oldest reductions until `keep` are under way; their blocks become free."""
@@ -296,9 +339,9 @@ class Reducer:
     def _land(self, item: _InFlight) -> None:
         """Bring a reduced gradient to its tier and add it to what is there."""
         chunk, result = item.chunk, item.result[: self._store.optim_numel(item.chunk.spec)]
-        shard = self._store[chunk.id]
+        shard = self._store.settle(chunk.id)
         item.earlier = shard.grad
-        with self._device.reduce_lane.issue():
+        with self._device.reduce_lane.issue(), label("gradients"):
             if self.is_tracking_square_sums and shard.grad is None:
                 bounds = [(s.shard_offset, s.numel) for s in self._segments(chunk)]
                 self.square_sums[chunk.id] = square_sums(result, bounds)
@@ -313,7 +356,9 @@ class Reducer:
             item.event = self._device.reduce_lane.record()
         if chunk.spec.optim_tier is not Tier.GPU:
             self._moved.d2h += result.nbytes
-            self._downloads.append(item.event)
+            self._downloads[chunk.id] = item.event
+            if self.on_landed is not None and item.is_whole and item.earlier is None:
+                self.on_landed(chunk)
 
     def _accumulate(self, chunk: Chunk, result: Tensor, is_late: bool) -> None:
         """Add to earlier gradients: in fp32 across backwards; within one backward as autograd would, in its dtype."""
@@ -332,6 +377,7 @@ class Reducer:
             earlier = total
             total = self._store.set_grad(chunk.spec, wide)
             total.copy_(earlier)
+            self._store.restore_param(shard)
         total.add_(added)
 
     def _segments(self, chunk: Chunk) -> Sequence[Segment]:

@@ -93,6 +93,8 @@ class Residency:
             ahead: tuple[int, ...] = ()
             if together and self._agreement is not None:
                 candidates = rcache.prefetch_candidates({*held, *ids}) if is_traced else ()
+                # What is prefetched is what all ranks propose: each leaves out what it would have to wait for.
+                candidates = tuple(i for i in candidates if not self._fetcher.would_wait(self._chunks[i]))
                 ahead = self._agreement.want(together, candidates)
             elif is_traced and self._agreement is None:
                 ahead = rcache.prefetch_candidates(())

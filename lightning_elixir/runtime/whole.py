@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def own_shard(engine: Engine, chunk: Chunk) -> Tensor:
     """This rank's current values of a chunk, 1-D, `[chunk.numel / world_size]`: master, else compute shard; no copy."""
-    shard = engine.store[chunk.id]
+    shard = engine.store.settle(chunk.id)
     if shard.master is not None:
         return shard.master
     whole = chunk.flat if shard.param is None else shard.param
@@ -104,13 +104,14 @@ def write_whole(engine: Engine, values: Mapping[str, Tensor]) -> None:
 
 
 def _write_chunk(engine: Engine, chunk: Chunk, named: list[tuple[int, Tensor]]) -> None:
-    shard, comm = engine.store[chunk.id], engine.comm
+    shard, comm = engine.store.settle(chunk.id), engine.comm
     chunk.wait_ready()
     segments = segments_of(chunk.spec, comm.rank, comm.world_size)
     for index, value in named:
         member = chunk.spec.members[index]
         flat = in_memory_order(chunk, index, value)
-        for target in (shard.master, shard.param if engine.plan.is_storage_distributed else None):
+        has_param = engine.plan.is_storage_distributed and not shard.is_param_overwritten
+        for target in (shard.master, shard.param if has_param else None):
             if target is None:
                 continue
             for segment in segments:

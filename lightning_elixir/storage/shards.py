@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_elixir.core.device import Device
-from lightning_elixir.errors import PlanError
+from lightning_elixir.core.worker import Task
+from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.plan.types import ChunkSpec, Tier
 
 
@@ -27,6 +29,11 @@ class Shard:
     when more have been added. None: no gradient yet."""
     grad_buffer: Tensor | None = None
     """Host memory that `grad` reuses from step to step (CPU tier only)."""
+    update: Task | None = None
+    """The last update of this chunk, if it may still be under way: `param` and `master` hold the new values only when
+    it is over. Whoever reads them calls `ShardStore.settle` first, or waits for it in its own way."""
+    is_param_overwritten: bool = False
+    """The gradient lies where `param` was (`Plan.grad_reuses_compute_shard`): that is `master`, cast."""
     is_param_outdated: bool = False
     """Storage not distributed: only this rank's slice of `param` has seen the last update."""
 
@@ -38,10 +45,12 @@ class ShardStore:
         device: The compute device; also knows how to get host memory for fast transfers.
         world_size: Ranks that share the chunks.
         is_distributed: False: parameter shards are whole on every rank.
+        is_param_reused: Gradients land in the memory of the compute shard, where that lies beside a master on the host.
     """
 
-    def __init__(self, device: Device, world_size: int, is_distributed: bool) -> None:
+    def __init__(self, device: Device, world_size: int, is_distributed: bool, is_param_reused: bool = False) -> None:
         self._device = device
+        self._is_param_reused = is_param_reused
         self._world_size = world_size
         self._is_distributed = is_distributed
         self._shards: dict[int, Shard] = {}
@@ -70,21 +79,68 @@ class ShardStore:
             return self._device.host_empty(numel, dtype)
         raise PlanError("the NVMe tier is not part of this version; use the GPU and CPU tiers")
 
+    def settle(self, chunk_id: int) -> Shard:
+        """The shard of a chunk, its values up to date: waits for the chunk's update.
+
+        Raises:
+            StateError: The update has failed.
+        """
+        shard = self._shards[chunk_id]
+        if shard.update is not None:
+            try:
+                shard.update.wait()
+            except Exception as error:
+                raise StateError(
+                    f"the update of {self._specs[chunk_id]} has failed ({type(error).__name__}: {error}), so its "
+                    "parameters and optimizer states are not whole any more: start again from a checkpoint"
+                ) from error
+            shard.update = None
+        return shard
+
+    def settle_all(self) -> None:
+        """Wait for the updates of all chunks.
+
+        Raises:
+            StateError: One of them has failed.
+        """
+        for chunk_id in self._shards:
+            self.settle(chunk_id)
+
     def set_grad(self, spec: ChunkSpec, dtype: torch.dtype) -> Tensor:
         """An uninitialised gradient shard on the optimizer tier; host memory is reused."""
-        shard = self._shards[spec.id]
+        shard = self.settle(spec.id)  # an update may still read the last one
         numel = self.optim_numel(spec)
         if spec.optim_tier is Tier.GPU:
             shard.grad = self.empty(numel, dtype, Tier.GPU)
             return shard.grad
+        if self._may_reuse_param(spec, dtype):
+            shard.grad, shard.is_param_overwritten = shard.param, True
+            return shard.param  # type: ignore[return-value]
         if shard.grad_buffer is None or shard.grad_buffer.dtype != dtype:
             shard.grad_buffer = self.empty(numel, dtype, Tier.CPU)
         shard.grad = shard.grad_buffer
         return shard.grad
 
-    def clear_grads(self) -> None:
-        for shard in self._shards.values():
+    def _may_reuse_param(self, spec: ChunkSpec, dtype: torch.dtype) -> bool:
+        if not self._is_param_reused or spec.param_tier is not Tier.CPU:
+            return False
+        shard = self._shards[spec.id]
+        param = shard.param
+        if param is None or shard.master is None or shard.is_param_overwritten:
+            return False
+        return (param.dtype, param.numel()) == (dtype, self.optim_numel(spec))
+
+    def restore_param(self, shard: Shard) -> None:
+        """Have the compute shard hold the parameters again, where gradients lie in it that nobody needs any more."""
+        if shard.is_param_overwritten and shard.param is not None and shard.master is not None:
+            shard.param.copy_(shard.master)
+            shard.is_param_overwritten = False
+
+    def clear_grads(self, chunk_ids: Iterable[int] | None = None) -> None:
+        """Drop the gradients of these chunks; None: of all."""
+        for shard in self._shards.values() if chunk_ids is None else [self._shards[i] for i in chunk_ids]:
             shard.grad = None
+            self.restore_param(shard)
 
     def grad_bytes_on_device(self) -> int:
         """What gradient shards take on the GPU tier."""
@@ -101,6 +157,8 @@ class ShardStore:
         for chunk_id, shard in self._shards.items():
             spec = self._specs[chunk_id]
             grad = shard.grad if shard.grad is not None else shard.grad_buffer
+            if shard.is_param_overwritten:
+                grad = None  # counted as parameters
             kinds = (
                 ("param", shard.param, spec.param_tier),
                 ("master", shard.master, spec.optim_tier),

@@ -11,13 +11,16 @@ import pytest
 from torch import Tensor
 
 from lightning_elixir._lightning import pl
+from lightning_elixir.callbacks import StepMonitor
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.optim.execution import UpdateTimes
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, save_hardware
 from lightning_elixir.plan.io import load_plan
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import RankError, run_ranks
 from tests.strategy.models import CHUNK, TIGHT, Net, fit, make_data, make_trainer
+from tests.strategy.test_callbacks import MemoryLogger
 from tests.strategy.test_retry import TightNet
 
 AUTO: dict[str, Any] = {**CHUNK, "gpu_memory_limit": "96KiB"}
@@ -87,6 +90,59 @@ def test_accumulation_and_given_plan(tmp_path: Path) -> None:
     assert report["facts"]["samples in a step"] == "8"
 
 
+class LateUpdates(pl.Callback):
+    """Stands in for an optimizer whose updates run behind the next forward, for nobody knows how long.
+
+    What `last_step_times` tells is the last step whose updates are all over; those of a step that nobody asked for
+    before the next step are lost.
+    """
+
+    def __init__(self, seconds: list[float | None]) -> None:
+        self.seconds = iter(seconds)  # of each step; None: it was skipped
+        self.running: UpdateTimes | None = None
+        self.over: UpdateTimes | None = None
+        self.last: UpdateTimes | None = None
+
+    def __call__(self) -> UpdateTimes | None:
+        if self.over is not None:
+            self.last, self.over = self.over, None
+        return self.last
+
+    def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        (monitor,) = [c for c in trainer.callbacks if isinstance(c, StepMonitor)]  # type: ignore[attr-defined]
+        monitor._update_times = self
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.over, self.running = self.running or self.over, None
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        update_s = next(self.seconds)
+        if update_s is not None:
+            self.over, self.running = None, UpdateTimes(update_s, update_s, 0, 0, 1)
+
+
+def test_updates_that_are_over_later_count_once(tmp_path: Path) -> None:
+    logger = MemoryLogger()
+    late = LateUpdates([50, 9, 1, 2, None, 3, 4, 5])
+    strategy = ElixirStrategy(**TIGHT, report_dir=str(tmp_path / "r"))
+    fit(strategy, callbacks=[late], logger=logger, log_every_n_steps=1)
+    assert list(late.seconds) == []
+    logged = [row.get("elixir/update_s") for _, row in logger.rows if "elixir/step_s" in row]
+    assert logged == [None, 50, 9, 1, 2, 2, 3, 4]
+    # The median of 50, 9, 1, 2, 3 and 4: the first step allocates, which says nothing about the others.
+    assert _read(tmp_path / "r")["measured"]["times"]["adam_s"] == 3.5
+
+
+def test_updates_of_which_nothing_is_known(tmp_path: Path) -> None:
+    logger = MemoryLogger()
+    strategy = ElixirStrategy(**TIGHT, report_dir=str(tmp_path / "r"))
+    fit(strategy, callbacks=[LateUpdates([None] * 8)], logger=logger, log_every_n_steps=1)
+    assert not any("elixir/update_s" in row for _, row in logger.rows)
+    times = _read(tmp_path / "r")["measured"]["times"]
+    assert times["adam_s"] is None
+    assert times["compute_s"] > 0
+
+
 def test_earlier_files_are_overwritten_and_others_left(tmp_path: Path) -> None:
     folder = tmp_path / "r"
     folder.mkdir()
@@ -126,6 +182,19 @@ def test_an_error_in_the_first_batch_leaves_the_plan(tmp_path: Path) -> None:
     assert report["measured"]["bytes"]["cpu_param"] > 0
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_run_that_does_not_fit_leaves_no_folder(tmp_path: Path, is_there: bool) -> None:
+    folder = tmp_path / "a" / "b"
+    if is_there:
+        folder.mkdir(parents=True)
+    options: dict[str, Any] = {"placement_policy": "cuda", "gpu_memory_limit": "1KiB"}
+    with pytest.raises(CapacityError, match="GPU memory"):
+        fit(ElixirStrategy(**options, report_dir=str(folder)))
+    assert folder.exists() is is_there
+    assert folder.parent.exists() is is_there
+    assert not is_there or not list(folder.iterdir())
+
+
 @pytest.mark.parametrize("below", ["", "r"])
 def test_a_folder_that_cannot_be_written_to_is_refused_first(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("")
@@ -143,13 +212,12 @@ def test_a_folder_that_cannot_be_written_to_is_refused_first(tmp_path: Path, bel
 def test_a_report_that_cannot_be_written_in_the_end_is_a_warning(tmp_path: Path, caplog: Any) -> None:
     folder = tmp_path / "r"
 
-    class Removing(pl.Callback):
+    class Blocking(pl.Callback):
         def on_train_end(self, *args: Any) -> None:
-            folder.rmdir()
             folder.write_text("in the way")
 
     with caplog.at_level(logging.WARNING, "lightning_elixir"):
-        fit(ElixirStrategy(**AUTO, report_dir=str(folder)), callbacks=[Removing()])
+        fit(ElixirStrategy(**AUTO, report_dir=str(folder)), callbacks=[Blocking()])
     assert "could not write the report" in caplog.text
 
 

@@ -1,0 +1,299 @@
+"""Threads that do what the main thread must not wait for, in an order that may change while the work waits."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from lightning_elixir.core.device import Event
+from lightning_elixir.core.labels import label
+
+Work = Callable[[], Event | None]
+"""What a task does. If it returns an event, the task is over when that moment has come, and the thread goes on."""
+
+
+class Task:
+    """Work given to a `Worker`."""
+
+    def __init__(self, pool: _Pool, work: Work, order: float, after: Task | None, event: Event | None) -> None:
+        self._pool = pool
+        self._work: Work | None = work
+        self._order = order
+        self._after = after
+        self._event = event
+        self._is_over = False
+        self._error: BaseException | None = None
+        self._followers: list[Callable[[], None]] = []
+
+    def is_over(self) -> bool:
+        """Whether the work is done, or has failed; waits for nothing."""
+        return self._is_over
+
+    def wait(self) -> None:
+        """Make the host wait until the work is done; if it has not begun, it comes before all other.
+
+        Raises:
+            BaseException: What the work raised, every time.
+        """
+        if not self._is_over:
+            with label("wait for update"):
+                self._pool.wait_for(self)
+        if self._error is not None:
+            raise self._error
+
+    def then(self, follower: Callable[[], None]) -> None:
+        """Call it when the work is over, failed or not: on the thread that did it, or right here if that is past."""
+        with self._pool.changed:
+            if not self._is_over:
+                self._followers.append(follower)
+                return
+        follower()
+
+    # For the pool
+
+    def _can_begin(self) -> bool:
+        return self._after is None or self._after._is_over
+
+    def _is_prepared(self) -> bool:
+        return self._event is None or self._event.is_over()
+
+    def _run(self) -> Event | None:
+        work, self._work = self._work, None
+        if self._after is not None and self._after._error is not None:
+            raise self._after._error
+        if self._event is not None:
+            self._event.synchronize()
+        return work() if work is not None else None
+
+
+class TaskEvent:
+    """The end of a task, as an `Event`: device and host alike wait for it on the host."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def wait(self) -> None:
+        self._task.wait()
+
+    def synchronize(self) -> None:
+        self._task.wait()
+
+    def is_over(self) -> bool:
+        return self._task.is_over()
+
+
+class LateEvent:
+    """An event that only exists when a task is over: what was issued then.
+
+    Args:
+        task: To wait for.
+        issue: Called once, when the task is over; gives the event.
+    """
+
+    def __init__(self, task: Task, issue: Callable[[], Event]) -> None:
+        self._task = task
+        self._issue: Callable[[], Event] | None = issue
+        self._event: Event | None = None
+        self._error: BaseException | None = None
+        self._is_issued = threading.Event()
+        task.then(self._on_over)
+
+    def wait(self) -> None:
+        self._issued().wait()
+
+    def synchronize(self) -> None:
+        self._issued().synchronize()
+
+    def is_over(self) -> bool:
+        return self._event is not None and self._event.is_over()
+
+    def _on_over(self) -> None:
+        issue, self._issue = self._issue, None
+        try:
+            self._task.wait()  # raises what the task raised
+            if issue is not None:
+                self._event = issue()
+        except BaseException as error:
+            self._error = error
+        self._is_issued.set()
+
+    def _issued(self) -> Event:
+        if not self._is_issued.is_set():
+            self._task.wait()
+            self._is_issued.wait()
+        if self._error is not None or self._event is None:
+            raise self._error or RuntimeError("nothing was issued")
+        return self._event
+
+
+class _Pool:
+    """What the threads of one worker share. They know this, and not the worker, so that it may go."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[None]], most_in_flight: int) -> None:
+        self.changed = threading.Condition()
+        self._context = context
+        self._most_in_flight = most_in_flight
+        self._waiting: list[Task] = []
+        self._num_unfinished = 0
+        self._is_stopped = False
+        self._process = os.getpid()
+
+    def add(self, task: Task) -> None:
+        with self.changed:
+            self._waiting.append(task)
+            self._num_unfinished += 1
+            self.changed.notify_all()
+
+    def wait_for(self, task: Task) -> None:
+        with self.changed:
+            needed: Task | None = task
+            while needed is not None:
+                needed._order = float("-inf")
+                needed = needed._after
+            while not task._is_over:
+                self.changed.wait()
+
+    def wait_for_all(self) -> None:
+        with self.changed:
+            while self._num_unfinished:
+                self.changed.wait()
+
+    def reorder(self, order_of: Callable[[Task], float | None]) -> None:
+        with self.changed:
+            for task in self._waiting:
+                order = order_of(task)
+                if order is not None:
+                    task._order = order
+
+    def stop(self, threads: list[threading.Thread]) -> None:
+        if os.getpid() != self._process:
+            return  # a fork has our lock, perhaps closed, and none of our threads
+        with self.changed:
+            self._is_stopped = True
+            self.changed.notify_all()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def serve(self) -> None:
+        """What each thread does."""
+        in_flight: list[tuple[Task, Event]] = []
+        with self._context():
+            while True:
+                task = self._next(bool(in_flight), len(in_flight) < self._most_in_flight)
+                if task is not None:
+                    try:
+                        event = task._run()
+                    except BaseException as error:  # whoever waits for the task gets it
+                        self._finish(task, error)
+                    else:
+                        if event is None:
+                            self._finish(task, None)
+                        else:
+                            in_flight.append((task, event))
+                elif in_flight:
+                    self._land(in_flight, must_wait=True)
+                elif self._is_stopped:
+                    return
+                while in_flight and self._land(in_flight, must_wait=False):
+                    pass
+                task = None  # or its tensors would live until the next one comes
+
+    def _land(self, in_flight: list[tuple[Task, Event]], *, must_wait: bool) -> bool:
+        """Finish the oldest task, if the device has; returns whether it did."""
+        task, event = in_flight[0]
+        error: BaseException | None = None
+        try:
+            if must_wait:
+                event.synchronize()
+            elif not event.is_over():
+                return False
+        except BaseException as raised:  # the device failed: nobody shall wait for ever
+            error = raised
+        in_flight.pop(0)
+        self._finish(task, error)
+        return True
+
+    def _next(self, has_in_flight: bool, has_room: bool) -> Task | None:
+        """The next task, if there is one to begin; waits for one where there is nothing else to do."""
+        with self.changed:
+            while True:
+                ready = [t for t in self._waiting if t._can_begin()] if has_room else []
+                if ready:
+                    # Those that need not wait for the device first; among them by order, then as they came.
+                    task = min(ready, key=lambda t: (not t._is_prepared(), t._order))
+                    self._waiting.remove(task)
+                    return task
+                if has_in_flight or (self._is_stopped and not self._waiting):
+                    return None
+                self.changed.wait()
+
+    def _finish(self, task: Task, error: BaseException | None) -> None:
+        with self.changed:
+            task._error = error
+            task._is_over = True
+            task._after = task._event = None
+            followers, task._followers = task._followers, []
+            self._num_unfinished -= 1
+            self.changed.notify_all()
+        for follower in followers:
+            follower()  # raises nothing: each keeps its errors for whoever asks
+
+
+class Worker:
+    """Threads that carry out tasks, those with the lowest order first; they end, all tasks done, when this object goes.
+
+    Args:
+        name: Of the threads.
+        num_threads: More than one, if a thread may be late in taking up its next task.
+        context: Entered on every thread, around all of its work.
+        most_in_flight: Tasks of one thread that may be under way on the device, when the next is begun.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_threads: int = 1,
+        context: Callable[[], AbstractContextManager[None]] = nullcontext,
+        most_in_flight: int = 2,
+    ) -> None:
+        self._name = name
+        self._num_threads = num_threads
+        self._pool = _Pool(context, most_in_flight)
+        self._threads: list[threading.Thread] = []
+        # Also when the interpreter ends, while there are modules yet.
+        self._finalizer = weakref.finalize(self, self._pool.stop, self._threads)
+
+    def submit(self, work: Work, *, order: float = 0.0, after: Task | None = None, event: Event | None = None) -> Task:
+        """Have work done.
+
+        Args:
+            work: What to do.
+            order: The lowest goes first.
+            after: It begins when this task of the same worker is over; if that failed, it fails likewise.
+            event: It waits for this moment; work that need not wait may go before.
+        """
+        if not self._threads:
+            for number in range(self._num_threads):
+                thread = threading.Thread(target=self._pool.serve, name=f"{self._name}-{number}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        task = Task(self._pool, work, order, after, event)
+        self._pool.add(task)
+        return task
+
+    def reorder(self, order_of: Callable[[Task], float | None]) -> None:
+        """Give the tasks that have not begun another order; None: keep it."""
+        self._pool.reorder(order_of)
+
+    def wait(self) -> None:
+        """Make the host wait until all tasks are over; raises nothing."""
+        self._pool.wait_for_all()
+
+    def close(self) -> None:
+        """Do what is left and end the threads. No task may follow."""
+        self._finalizer()

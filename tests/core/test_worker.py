@@ -1,0 +1,263 @@
+"""Tasks on threads: their order, their errors, and their end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lightning_elixir.core.worker import LateEvent, Task, TaskEvent, Worker
+
+
+class Moment:
+    """An event that comes when the test says so."""
+
+    def __init__(self) -> None:
+        self.come = threading.Event()
+
+    def wait(self) -> None:
+        self.come.wait()
+
+    def synchronize(self) -> None:
+        self.come.wait()
+
+    def is_over(self) -> bool:
+        return self.come.is_set()
+
+
+def held_worker(**options: int) -> tuple[Worker, threading.Event]:
+    """A worker whose threads are busy until the event is set."""
+    worker, gate, begun = Worker("test", **options), threading.Event(), []
+    count = options.get("num_threads", 1)
+    for _ in range(count):
+        worker.submit(lambda: begun.append(1) or (gate.wait() and None), order=-1.0)
+    while len(begun) < count:
+        time.sleep(0.001)
+    return worker, gate
+
+
+def noting(log: list[str], name: str) -> Callable[[], None]:
+    return lambda: log.append(name)
+
+
+def test_the_lowest_order_goes_first_and_equals_as_they_came() -> None:
+    worker, gate = held_worker()
+    log: list[str] = []
+    for name, order in (("c", 3.0), ("a", 1.0), ("b", 2.0), ("a2", 1.0)):
+        worker.submit(noting(log, name), order=order)
+    gate.set()
+    worker.wait()
+    assert log == ["a", "a2", "b", "c"]
+    worker.close()
+
+
+def test_order_may_change_while_tasks_wait_and_what_is_waited_for_goes_first() -> None:
+    worker, gate = held_worker()
+    log: list[str] = []
+    tasks = {name: worker.submit(noting(log, name), order=i) for i, name in enumerate("abcd")}
+    new = {tasks["c"]: -1.0, tasks["a"]: 9.0}
+    worker.reorder(new.get)
+    waiting = threading.Thread(target=tasks["d"].wait)
+    waiting.start()
+    while tasks["d"]._order != float("-inf"):
+        time.sleep(0.001)
+    gate.set()
+    waiting.join()
+    worker.wait()
+    assert log == ["d", "c", "b", "a"]
+    worker.close()
+
+
+def test_a_task_comes_after_another_and_what_it_needs_is_hurried_too() -> None:
+    worker, gate = held_worker(num_threads=2)
+    log: list[str] = []
+    first = worker.submit(lambda: time.sleep(0.02) or log.append("first"), order=5.0)
+    other = worker.submit(noting(log, "other"), order=4.0)
+    second = worker.submit(noting(log, "second"), order=0.0, after=first)
+    waiting = threading.Thread(target=second.wait)
+    waiting.start()
+    while first._order != float("-inf"):
+        time.sleep(0.001)
+    gate.set()
+    waiting.join()
+    other.wait()
+    assert log.index("first") < log.index("second")
+    worker.close()
+
+
+def test_work_that_must_wait_for_the_device_lets_others_go_before() -> None:
+    worker, gate = held_worker()
+    log: list[str] = []
+    moment = Moment()
+    worker.submit(noting(log, "late"), order=0.0, event=moment)
+    early = worker.submit(noting(log, "early"), order=1.0)
+    gate.set()
+    early.wait()
+    assert log == ["early"]
+    moment.come.set()
+    worker.wait()
+    assert log == ["early", "late"]
+    worker.close()
+
+
+def test_a_task_on_the_device_is_over_when_its_event_is_and_holds_nobody_up() -> None:
+    worker = Worker("test", most_in_flight=2)
+    moments = [Moment() for _ in range(3)]
+    begun: list[int] = []
+
+    def work(number: int) -> Callable[[], Moment]:
+        return lambda: begun.append(number) or moments[number]
+
+    tasks = [worker.submit(work(i)) for i in range(3)]
+    while len(begun) < 2:
+        time.sleep(0.001)
+    time.sleep(0.02)
+    assert begun == [0, 1]
+    assert not any(t.is_over() for t in tasks)
+    moments[0].come.set()
+    tasks[0].wait()
+    moments[1].come.set()
+    moments[2].come.set()
+    worker.wait()
+    assert begun == [0, 1, 2]
+    worker.close()
+
+
+def test_an_error_reaches_everybody_who_waits_and_no_one_else() -> None:
+    worker = Worker("test")
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    failing = worker.submit(fail)
+    after = worker.submit(lambda: None, after=failing)
+    late = LateEvent(failing, lambda: Moment())
+    for wait in (failing.wait, failing.wait, after.wait, late.wait, late.synchronize, TaskEvent(failing).wait):
+        with pytest.raises(ValueError, match="broken"):
+            wait()
+    assert not late.is_over()
+    worker.submit(lambda: None).wait()
+    worker.close()
+
+
+def test_a_failing_device_leaves_nobody_waiting() -> None:
+    class Broken(Moment):
+        def synchronize(self) -> None:
+            raise RuntimeError("device gone")
+
+    class BrokenLater(Broken):
+        def is_over(self) -> bool:
+            raise RuntimeError("device gone")
+
+    worker = Worker("test")
+    for moment in (Broken(), BrokenLater()):
+        with pytest.raises(RuntimeError, match="device gone"):
+            worker.submit(lambda moment=moment: moment).wait()  # type: ignore[misc]
+    worker.close()
+
+
+def test_what_follows_a_task_runs_once_whether_early_or_late() -> None:
+    worker, gate = held_worker()
+    log: list[str] = []
+    task = worker.submit(noting(log, "work"))
+    task.then(lambda: log.append(threading.current_thread().name))
+    gate.set()
+    task.wait()
+    worker.wait()
+    while len(log) < 2:
+        time.sleep(0.001)
+    task.then(lambda: log.append("here"))
+    assert log == ["work", "test-0", "here"]
+    worker.close()
+
+
+def test_a_late_event_is_issued_when_its_task_is_over() -> None:
+    worker, gate = held_worker()
+    moment = Moment()
+    moment.come.set()
+    issued: list[str] = []
+    task = worker.submit(lambda: None)
+    event = LateEvent(task, lambda: issued.append(threading.current_thread().name) or moment)
+    assert issued == []
+    assert not event.is_over()
+    gate.set()
+    event.wait()
+    assert issued == ["test-0"]
+    assert event.is_over()
+    assert LateEvent(task, lambda: moment).is_over()
+    worker.close()
+
+
+def test_threads_work_side_by_side_inside_their_context() -> None:
+    entered: list[str] = []
+
+    @contextmanager
+    def context():  # type: ignore[no-untyped-def]
+        entered.append(threading.current_thread().name)
+        yield
+        entered.append("left")
+
+    worker = Worker("test", num_threads=2, context=context)
+    barrier = threading.Barrier(2)
+    tasks = [worker.submit(lambda: (barrier.wait(5), None)[1]) for _ in range(2)]
+    for task in tasks:
+        task.wait()
+    worker.close()
+    assert sorted(entered[:2]) == ["test-0", "test-1"]
+    assert entered[2:] == ["left", "left"]
+
+
+def test_work_is_done_and_threads_end_when_the_worker_goes() -> None:
+    before = threading.active_count()
+    done: list[int] = []
+    worker = Worker("test")
+    for i in range(20):
+        worker.submit(lambda i=i: done.append(i))  # type: ignore[misc]
+    gone = weakref.ref(worker)
+    del worker
+    gc.collect()
+    assert gone() is None
+    assert done == list(range(20))
+    assert threading.active_count() == before
+
+
+def test_tensors_of_finished_work_are_not_kept() -> None:
+    class Big:
+        pass
+
+    worker = Worker("test")
+    big = Big()
+    gone = weakref.ref(big)
+
+    def use(x: Big) -> Callable[[], None]:
+        return lambda: None if x else None
+
+    task: Task = worker.submit(use(big))
+    del big
+    task.wait()
+    worker.submit(lambda: None).wait()
+    gc.collect()
+    assert gone() is None
+    worker.close()
+
+
+def test_the_interpreter_ends_with_work_under_way() -> None:
+    code = (
+        "import time\n"
+        "from lightning_elixir.core.worker import Worker\n"
+        "worker = Worker('test')\n"
+        "for i in range(3): worker.submit(lambda i=i: time.sleep(0.05) or print(i, flush=True))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["0", "1", "2"], "")

@@ -1,0 +1,100 @@
+"""Updates behind forward and inside backward, with real lanes, page-locked memory and threads beside the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_elixir.core import device as core_device
+from lightning_elixir.plan.types import UpdateTiming
+from tests.helpers.zoo import ZOO
+from tests.runtime import test_streamed_updates as streamed_bodies
+from tests.runtime import test_update_timing as bodies
+from tests.runtime.test_streamed_updates import HOWS, assert_same, use_small_slots
+from tests.runtime.test_update_timing import SITES, TIMINGS
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("name", ["bf16", "fp32", "accumulated", "clipped", "scaled_clipped", "unused", "groups"])
+def test_timing_changes_no_bit(name: str, site: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = HOWS[name]
+    use_small_slots(monkeypatch)
+    expected = streamed_bodies.train(how, "host", CUDA)
+    with bodies.slow_updates(monkeypatch):
+        actual = bodies.train(how, site, timing, CUDA)
+    assert_same(actual, expected)
+    assert actual.norms == expected.norms
+
+
+@contextmanager
+def _late(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
+    """Everything that lanes begin this way begins late: who does not wait for it sees old bytes."""
+    real = getattr(core_device._CudaLane, name)
+
+    @contextmanager
+    def late(self: Any) -> Iterator[None]:
+        with real(self):
+            torch.cuda._sleep(1_000_000)
+            yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core_device._CudaLane, name, late)
+        yield
+
+
+@pytest.mark.parametrize("lane", ["issue", "resume"])
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("site", SITES)
+def test_slow_lanes_are_waited_for(site: str, timing: UpdateTiming, lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = HOWS["bf16"]
+    expected = streamed_bodies.train(how, "host", CUDA)
+    with _late(monkeypatch, lane):
+        assert_same(bodies.train(how, site, timing, CUDA), expected)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("site", SITES)
+def test_a_busy_compute_stream_reads_old_values(site: str, timing: UpdateTiming) -> None:
+    """The device is far behind the host: new values must not come before it has read the old ones."""
+    how = HOWS["bf16"]
+    expected = streamed_bodies.train(how, "host", CUDA)
+    module, optimizer = bodies.new_training(how, site, CUDA, timing)
+    for number in range(how.steps):
+        torch.cuda._sleep(50_000_000)
+        bodies.step(module, optimizer, how, number)
+    assert_same(streamed_bodies.result_of(module, optimizer), expected)
+    module.close()
+
+
+@pytest.mark.parametrize("timing", [UpdateTiming.AFTER_BACKWARD, UpdateTiming.BEHIND_FORWARD])
+@pytest.mark.parametrize("name", ["bf16", "accumulated", "scaled", "unused"])
+def test_gradients_in_the_place_of_parameters(name: str, timing: UpdateTiming) -> None:
+    how = HOWS[name]
+    expected = streamed_bodies.train(how, "host", CUDA)
+    assert_same(bodies.train(how, "mixed", timing, CUDA, is_reusing=True), expected)
+
+
+def test_step_returns_while_the_device_still_computes() -> None:
+    how = HOWS["bf16"]
+    module, optimizer = bodies.new_training(how, "host", CUDA, UpdateTiming.BEHIND_FORWARD)
+    for number in range(3):
+        bodies.step(module, optimizer, how, number)
+    optimizer.synchronize()
+    torch.cuda._sleep(500_000_000)  # some tenths of a second
+    with optimizer.unobserved(False):
+        optimizer.backward(ZOO[how.name].loss(module, 0))
+        optimizer.step()
+    is_over = core_device.make_device(CUDA).compute_event()
+    assert not is_over.is_over()
+    optimizer.synchronize()
+    assert is_over.is_over()
+    module.close()

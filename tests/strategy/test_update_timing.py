@@ -1,0 +1,210 @@
+"""The Trainer decides when updates may run; no number depends on it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_elixir._lightning import Callback, Trainer
+from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.plan.types import UpdateTiming
+from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.dist import run_ranks
+from tests.runtime.test_update_timing import slow_updates
+from tests.strategy.models import TIGHT, Net, assert_same_run, fit, make_data
+from tests.strategy.test_retry import TightNet
+
+BF16 = {"precision": "bf16-mixed"}
+
+
+class HybridNet(Net):
+    """Notes how many updates have begun when backward is over."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"optimizer": "hybrid", **options})
+        self.begun: list[int] = []
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:  # of the batch; backward comes later
+        reducer = self.trainer.strategy.model.engine.reducer  # type: ignore[union-attr]
+        if "flush" in vars(reducer):
+            return
+        flush = reducer.flush
+
+        def noted(*args: Any) -> None:
+            flush(*args)
+            self.begun.append(len(reducer.begun))
+
+        reducer.flush = noted
+
+
+class Looking(Callback):
+    """Somebody who sees gradients."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
+        self.norms.append(float(trainer.strategy.grad_norm()))  # type: ignore[attr-defined]
+
+
+def num_with_master(trainer: Trainer) -> int:
+    """On the CPU, norms are fp32: their parameters are updated in place, and so not before the step."""
+    count = sum(c.dtype == "bfloat16" for c in trainer.strategy.plan.chunks)  # type: ignore[attr-defined]
+    assert 0 < count < len(trainer.strategy.plan.chunks)  # type: ignore[attr-defined]
+    return count
+
+
+def strategy(timing: str = "auto") -> ElixirStrategy:
+    return ElixirStrategy(**TIGHT, update_timing=timing)  # type: ignore[arg-type]
+
+
+def test_updates_begin_inside_backward_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, expected = fit(strategy("after_backward"), HybridNet, **BF16)
+    assert set(model.begun) == {0}
+    with slow_updates(monkeypatch):
+        trainer, model, actual = fit(strategy(), HybridNet, **BF16)
+    assert_same_run(actual, expected)
+    assert trainer.strategy.plan.update_timing is UpdateTiming.INSIDE_BACKWARD
+    assert model.begun == [0] + [num_with_master(trainer)] * 7  # the first step makes the states
+    with slow_updates(monkeypatch):
+        trainer, model, actual = fit(strategy("behind_forward"), HybridNet, **BF16)
+    assert_same_run(actual, expected)
+    assert set(model.begun) == {0}
+
+
+class OverriddenNet(HybridNet):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+class SteppingNet(HybridNet):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (HybridNet, {"gradient_clip_val": 0.5, **BF16}),
+        (HybridNet, {"callbacks": True, **BF16}),
+        (HybridNet, {"accumulate_grad_batches": 2, **BF16}),
+        (HybridNet, {}),  # the parameters themselves are updated
+        (OverriddenNet, BF16),
+        (SteppingNet, BF16),
+        (lambda: HybridNet(optimizer="adamw"), BF16),
+    ],
+)
+def test_updates_wait_for_the_step_where_somebody_may_look(
+    make: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(timing: str) -> Any:
+        looking = Looking()
+        callbacks = {"callbacks": [looking]} if "callbacks" in options else {}
+        return (*fit(strategy(timing), make, **{**options, **callbacks})[1:], looking.norms)
+
+    _, expected, expected_norms = run("after_backward")
+    with slow_updates(monkeypatch, 0.001):
+        model, actual, norms = run("auto")
+    assert_same_run(actual, expected)
+    assert norms == expected_norms
+    assert set(model.begun) == {0}
+
+
+def test_the_monitor_does_not_count_as_somebody(tmp_path: Any) -> None:
+    trainer, model, _ = fit(strategy(), HybridNet, logger=True, default_root_dir=tmp_path, log_every_n_steps=1, **BF16)
+    assert trainer.strategy.plan.update_timing is UpdateTiming.INSIDE_BACKWARD
+    assert max(model.begun) == num_with_master(trainer)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_repeated_step_takes_up_the_updates_that_have_begun(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those chunks' gradients are not used twice, and nobody else's are lost."""
+
+    def make(*batches: int) -> TightNet:
+        return TightNet(phase, batches, optimizer="hybrid")
+
+    expected = fit(strategy("after_backward"), make, **BF16)[2]
+    with slow_updates(monkeypatch):
+        trainer, model, actual = fit(strategy(), lambda: make(2, 5), **BF16)
+    assert model.shortage.left == []
+    assert trainer.strategy.plan.update_timing is UpdateTiming.INSIDE_BACKWARD
+    assert_same_run(actual, expected)
+
+
+class InterruptedNet(HybridNet):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 3:
+            first = next(self.parameters())
+            first.register_hook(self._interrupt)
+        return loss
+
+    @staticmethod
+    def _interrupt(grad: Tensor) -> Tensor:
+        raise ValueError("enough")
+
+
+def test_an_error_inside_backward_saves_nothing_half_done(tmp_path: Any) -> None:
+    held: list[Trainer] = []
+
+    class Keep(Callback):
+        def on_exception(self, trainer: Trainer, *args: Any) -> None:
+            held.append(trainer)
+            with pytest.raises(StateError, match="from a checkpoint"):
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    with pytest.raises(ValueError, match="enough"):
+        fit(strategy(), InterruptedNet, callbacks=[Keep()], **BF16)
+    assert len(held) == 1
+    assert not (tmp_path / "half.ckpt").exists()
+
+
+def test_a_wish_that_cannot_be_met_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lightning_elixir"):
+        trainer, _, _ = fit(strategy("inside_backward"), HybridNet, gradient_clip_val=1.0, **BF16)
+    assert "update_timing='inside_backward' is not possible here" in caplog.text
+    assert trainer.strategy.plan.update_timing is UpdateTiming.BEHIND_FORWARD
+    with pytest.raises(PlanError, match="unknown update_timing 'never'.*behind_forward"):
+        strategy("never")
+
+
+def test_validation_and_checkpoints_see_updated_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    class Saving(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / f"{len(list(tmp_path.iterdir()))}.ckpt")
+
+    def run(timing: str) -> Any:
+        return fit(
+            strategy(timing),
+            HybridNet,
+            callbacks=[Saving()],
+            val=lambda: make_data(8, seed=5),
+            val_check_interval=2,
+            **BF16,
+        )[2]
+
+    expected = run("after_backward")
+    with slow_updates(monkeypatch):
+        assert_same_run(run("auto"), expected)
+    first, second = (torch.load(tmp_path / f"{i}.ckpt", weights_only=False) for i in range(2))
+    assert [k for k, v in first["state_dict"].items() if not torch.equal(second["state_dict"][k], v)] == []
+
+
+def _fit_on_ranks(timing: str) -> Any:
+    trainer, model, run = fit(strategy(timing), HybridNet, devices=2, train=lambda: make_data(64), **BF16)
+    return [x.item() for x in model.losses], run.state, model.begun
+
+
+def test_ranks_begin_updates_inside_backward() -> None:
+    after = run_ranks(_fit_on_ranks, 2, "after_backward", init_group=False)
+    inside = run_ranks(_fit_on_ranks, 2, "auto", init_group=False)
+    for one, other in zip(inside, after, strict=True):
+        assert one[0] == other[0]
+        assert [k for k, v in other[1].items() if not torch.equal(one[1][k], v)] == []
+        assert max(one[2]) > 0
+        assert max(other[2]) == 0
