@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -11,6 +12,8 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +25,16 @@ pytest.importorskip("rich")
 from lightning_elixir import ElixirStrategy
 from lightning_elixir._lightning import Trainer
 from lightning_elixir.cli import main
+from lightning_elixir.cli.bench import origin_text
 from lightning_elixir.cli.machine import machine_of, named_hardware
 from lightning_elixir.cli.options import make_parser
 from lightning_elixir.cli.shapes import SHAPES
 from lightning_elixir.cli.subject import key_values, module_subject
-from lightning_elixir.errors import PlanError
+from lightning_elixir.cli.wording import in_options, size_of, speaking_of_options
+from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware, save_hardware
 from lightning_elixir.plan.io import load_plan, plan_from_dict
+from lightning_elixir.profiling.hardware import FoundHardware, find_hardware
 from tests.helpers.dist import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -95,6 +101,15 @@ def tokens():
     return {"input_ids": torch.zeros(3, 7, dtype=torch.long)}
 
 
+class OtherStructure(Net):
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = torch.zeros(8, 16)
+
+    def training_step(self, batch):
+        return self.layers(batch["x"]).sum()
+
+
 not_callable = 3
 """
 
@@ -132,7 +147,7 @@ def test_plan_prints_and_writes_what_it_finds(capsys: pytest.CaptureFixture[str]
     assert main([*GPT, "--save-plan", "plan.json", "--html", "report.html"]) == 0
     output = capsys.readouterr().out
     assert "It fits: gpt2 with n_layer=2" in output
-    for part in ("everything on the GPU", "activations and other data", "forward and backward", "update, after"):
+    for part in ("everything on the GPU", "activations and other data", "forward and backward", "update, before"):
         assert part in output
     step = re.search(r"one step\s+([\d.]+) (us|ms|s)", output)
     assert step
@@ -178,6 +193,15 @@ def test_what_does_not_fit_exits_with_1(capsys: pytest.CaptureFixture[str]) -> N
     content = json.loads(capsys.readouterr().out)
     assert content["fits"] is False
     assert "What would fit" in content["reason"]
+
+
+@pytest.mark.parametrize("policy", ["auto", "cpu", "cuda"])
+def test_refusals_name_options_of_the_command(capsys: pytest.CaptureFixture[str], policy: str) -> None:
+    arguments = ["plan", "--model", "gpt2", *TINY, "--gpu-memory", "600KiB", "--cpu-memory", "8GiB"]
+    assert main([*arguments, "--policy", policy]) == 1
+    message = capsys.readouterr().err
+    of_python = [name for name in inspect.signature(ElixirStrategy).parameters if "_" in name]
+    assert not [name for name in of_python if name in message]
 
 
 def test_little_memory_offloads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,6 +318,7 @@ def test_example_input_is_the_batch(module_file: Path, capsys: pytest.CaptureFix
     assert main(["plan", "--module", f"{module_file}:WithExample", *MEMORY, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["samples_per_s"] == pytest.approx(8 / content["step_s"])
+    assert "a training batch is like example_input_array" in content["remarks"][0]
 
 
 def test_module_by_dotted_name(
@@ -303,6 +328,15 @@ def test_module_by_dotted_name(
     arguments = ["plan", "--module", "user_code:Plain", "--batch", "user_code:batch", *MEMORY]
     assert main(arguments) == 0
     assert "It fits: Plain" in capsys.readouterr().out
+
+
+def test_a_stand_in_for_a_batch_is_told(module_file: Path) -> None:
+    (remark,) = module_subject(parse("--module", f"{module_file}:WithExample")).remarks
+    assert "like example_input_array of WithExample" in remark
+    assert "--batch" in remark
+    for name in ("WithExample", "Plain"):
+        given = parse("--module", f"{module_file}:{name}", "--batch", f"{module_file}:batch")
+        assert module_subject(given).remarks == ()
 
 
 def test_tokens_are_counted(module_file: Path) -> None:
@@ -322,7 +356,9 @@ def test_tokens_are_counted(module_file: Path) -> None:
         (["--model", "gpt2", "--set", "n_layer"], "--set takes KEY=VALUE, got 'n_layer'"),
         (["--model", "gpt2", "--seq-len", "2048"], "add --set n_positions=2048"),
         (["--model", "gpt2", "--hardware", "abacus"], "no machine 'abacus'"),
-        (["--model", "gpt2", "--gpu-memory", "much"], "--gpu-memory: a size must be"),
+        (["--model", "gpt2", "--gpu-memory", "much"], "--gpu-memory takes bytes, or a size such as"),
+        (["--model", "gpt2", "--gpu-memory", "0"], "--gpu-memory must be more than 0"),
+        (["--model", "gpt2", "--chunk-size", "much"], "--chunk-size takes bytes, or a size such as"),
         (["--model", "gpt2", "--nvme-memory", "1GiB"], "--nvme-read-gb-s"),
         (["--model", "vit"], "no language model"),
         (["--module", "Net"], "--module takes package.module:Name"),
@@ -336,6 +372,12 @@ def test_tokens_are_counted(module_file: Path) -> None:
         (["--module", "FILE:batch"], "not a torch module"),
         (["--module", "FILE:Net", "--batch", "FILE:Net", "--checkpointing"], "turn it on in the module itself"),
         (["--module", "FILE:NoLoss", "--batch", "FILE:batch"], "gave no loss, but NoneType"),
+        (["--module", "FILE:OtherStructure"], "on example_input_array, which stands in for a training batch"),
+        (["--module", "FILE:WithExample", "--batch-size", "2"], "--batch-size: only with --model; with --module use"),
+        (
+            ["--model", "gpt2", "--init", "a=1", "--batch", "x:y"],
+            "--init, --batch: only with --module; with --model use",
+        ),
     ],
 )
 def test_what_cannot_be_used_exits_with_2(
@@ -349,6 +391,13 @@ def test_what_cannot_be_used_exits_with_2(
     assert message in captured.err
 
 
+def test_names_of_models_may_be_in_upper_case() -> None:
+    from lightning_elixir.cli.transformers_subject import _config
+
+    for name in ("GPT2-XL", "Llama-2-7B", "BERT"):
+        assert _config(name, {}).to_dict() == _config(name.lower(), {}).to_dict()
+
+
 @pytest.mark.parametrize("option", [["--batch-size", "0"], ["--h2d-gb-s", "-1"], ["--precision", "8"], ["--gpus", "x"]])
 def test_bad_values_are_usage_errors(capsys: pytest.CaptureFixture[str], option: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -360,6 +409,46 @@ def test_bad_values_are_usage_errors(capsys: pytest.CaptureFixture[str], option:
 def test_unwritable_output_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GPT, "--html", "no/such/folder/report.html"]) == 2
     assert "cannot write no/such/folder/report.html" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("Raise gpu_memory_limit, lower chunk_size, or", "Raise --gpu-memory, lower --chunk-size, or"),
+        ('Use placement_policy="auto" or "cpu"', 'Use --policy "auto" or "cpu"'),
+        ("world_size = 3", "--gpus 3"),
+        # An option already, other arguments, and parameters of a model.
+        ("--chunk-size", "--chunk-size"),
+        ("min_chunk_size", "min_chunk_size"),
+        ("layers.chunk_size, chunk_size.weight", "layers.chunk_size, chunk_size.weight"),
+        ("too slow; where plans are searched, give non_model_bytes instead", "too slow"),
+    ],
+)
+def test_messages_speak_of_options(message: str, expected: str) -> None:
+    assert in_options(message) == expected
+    with pytest.raises(CapacityError) as raised, speaking_of_options():
+        raise CapacityError(message, resource="GPU", lacking_bytes=3)
+    assert (str(raised.value), raised.value.resource, raised.value.lacking_bytes) == (expected, "GPU", 3)
+
+
+def test_what_the_users_code_said_stays_as_it_was() -> None:
+    cause = TypeError("forward() got an unexpected keyword argument 'chunk_size'")
+    with pytest.raises(PlanError) as raised, speaking_of_options():
+        raise PlanError(f"step_fn failed ({cause}). Or change chunk_size") from cause
+    assert str(raised.value) == f"the training step failed ({cause}). Or change --chunk-size"
+    told = PlanError("the step gave no loss")
+    with pytest.raises(PlanError) as raised, speaking_of_options():
+        raise PlanError(f"step_fn cannot be profiled ({told})") from told
+    assert raised.value is told
+
+
+def test_sizes_are_read() -> None:
+    assert size_of("24GiB", "--gpu-memory") == 24 * GIB
+    assert size_of("1073741824", "--gpu-memory") == GIB
+    assert size_of(None, "--gpu-memory") is None
+    assert size_of("0", "--nvme-memory", may_be_zero=True) == 0
+    with pytest.raises(PlanError, match="--chunk-size must be more than 0, got '0MiB'"):
+        size_of("0MiB", "--chunk-size")
 
 
 def test_values_are_json_where_they_can_be() -> None:
@@ -414,17 +503,19 @@ def test_packaged_machine_is_there() -> None:
     assert 120 * GIB < spec.gpu_bytes < 150 * GIB
     assert spec.matmul_flops_per_s["bfloat16"] > 100e12
     assert "H200" in spec.name
+    assert named_hardware("H200") == spec
 
 
 # bench-hardware
 
 
-def _measure(**options: Any) -> HardwareSpec:
-    return replace(HardwareSpec.nominal(None, 8 * GIB), name=f"measured with {sorted(options.items())}")
+def _find(**options: Any) -> FoundHardware:
+    spec = replace(HardwareSpec.nominal(None, 8 * GIB), name=f"measured with {sorted(options.items())}")
+    return FoundHardware(spec, None, None)
 
 
 def test_bench_prints_and_writes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("lightning_elixir.cli.bench.profile_hardware", _measure)
+    monkeypatch.setattr("lightning_elixir.cli.bench.find_hardware", _find)
     assert main(["bench-hardware", "--refresh", "--nvme-dir", "disk", "--out", "machine.json"]) == 0
     spec = load_hardware("machine.json")
     for option in ("'refresh', True", "'nvme_dir', 'disk'", "'local_world_size', 1"):
@@ -432,13 +523,38 @@ def test_bench_prints_and_writes(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     output = capsys.readouterr().out
     assert "8.0 GiB" in output
     assert "host to device" in output
+    assert "Measured just now. The figures could not be kept" in output
+    assert "plan --hardware machine.json" in output
+
+
+def test_bench_tells_kept_figures_from_measured_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    quick = partial(find_hardware, cache_dir=tmp_path, budget_s=0.1, max_bytes=2**24)
+    monkeypatch.setattr("lightning_elixir.cli.bench.find_hardware", quick)
+    assert main(["bench-hardware"]) == 0
+    output = capsys.readouterr().out
+    (path,) = tmp_path.glob("hardware-*.json")
+    assert f"Measured just now, and kept in {path} " in output
+    os.utime(path, (path.stat().st_atime, datetime(2024, 5, 6, 7, 8).timestamp()))
+    assert main(["bench-hardware"]) == 0
+    output = capsys.readouterr().out
+    assert f"Not measured now: kept since 2024-05-06 07:08 in {path}." in output
+    assert "lightning-elixir bench-hardware --refresh\n" in output
+    assert main(["bench-hardware", "--refresh"]) == 0
+    assert "Measured just now" in capsys.readouterr().out
+
+
+def test_the_way_to_measure_again_names_the_disk() -> None:
+    found = FoundHardware(HardwareSpec.nominal(), Path("kept.json"), datetime(2024, 5, 6))
+    assert origin_text(found, "my disk").endswith("bench-hardware --refresh --nvme-dir 'my disk'")
 
 
 def _bench_rank(folder: str) -> None:
     rank = dist.get_rank()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_elixir.cli.bench.profile_hardware", _measure)
+        patch.setattr("lightning_elixir.cli.bench.find_hardware", _find)
         assert main(["bench-hardware", "--out", f"{folder}/{rank}.json"]) == 0
 
 
@@ -480,6 +596,14 @@ def test_fit_trains_with_elixir(monkeypatch: pytest.MonkeyPatch) -> None:
     (trainer,) = trainers
     assert isinstance(trainer.strategy, ElixirStrategy)
     assert trainer.global_step == 8
+
+
+@pytest.mark.usefixtures("_lightning_cli")
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`", "ignore:.*LeafSpec:FutureWarning")
+def test_options_of_the_strategy_need_its_class(capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = ["--trainer.strategy=lightning_elixir.ElixirStrategy", "--trainer.strategy.placement_policy=cuda"]
+    assert main(["fit", "--seed_everything=1", *FIT, *strategy, "--trainer.strategy.gpu_memory_limit=1KiB"]) == 1
+    assert "GPU memory: the plan needs" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_lightning_cli")

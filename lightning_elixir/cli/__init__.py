@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_elixir.cli.options import TRAINING_COMMANDS, make_parser
-from lightning_elixir.errors import ElixirError, PlanError
+from lightning_elixir.errors import CapacityError, ElixirError, PlanError
 
 __all__ = ["main"]
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(make_parser().parse_args(given))
     except ElixirError as error:
         sys.stderr.write(f"lightning-elixir: {error}\n")
-        return UNUSABLE
+        return FITS_NOT if isinstance(error, CapacityError) else UNUSABLE
 
 
 def _run(options: argparse.Namespace) -> int:

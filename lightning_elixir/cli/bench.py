@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.markup import escape
 
 from lightning_elixir.cli.tables import print_hardware
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import save_hardware
-from lightning_elixir.profiling.hardware import profile_hardware
+from lightning_elixir.profiling.hardware import FoundHardware, find_hardware
 
 
 def run_bench(options: argparse.Namespace) -> int:
@@ -26,7 +29,7 @@ def run_bench(options: argparse.Namespace) -> int:
     with _ranks() as (rank, local_rank, local_world_size):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, local_rank)
-        spec = profile_hardware(
+        found = find_hardware(
             device=device,
             local_world_size=local_world_size,
             nvme_dir=options.nvme_dir,
@@ -34,13 +37,34 @@ def run_bench(options: argparse.Namespace) -> int:
         )
         if rank != 0:
             return 0
-        print_hardware(spec)
+        print_hardware(found.spec)
+        say = Console(highlight=False, soft_wrap=True).print
+        say(escape(origin_text(found, options.nvme_dir)))
         if options.out:
             try:
-                save_hardware(spec, options.out)
+                save_hardware(found.spec, options.out)
             except OSError as error:
                 raise PlanError(f"cannot write {options.out}: {error.strerror}") from error
+            say(escape(f"Written to {options.out}, for `lightning-elixir plan --hardware {shlex.quote(options.out)}`."))
     return 0
+
+
+def origin_text(found: FoundHardware, nvme_dir: str | None) -> str:
+    """Whether figures are kept ones, from when and where, and how to measure again.
+
+    Args:
+        found: The figures.
+        nvme_dir: The folder whose disk was measured as well.
+    """
+    if found.path is None:
+        return "Measured just now. The figures could not be kept: every run that needs them measures again."
+    if found.stored_at is None:
+        return f"Measured just now, and kept in {found.path} for the next time."
+    disk = "" if nvme_dir is None else f" --nvme-dir {shlex.quote(nvme_dir)}"
+    return (
+        f"Not measured now: kept since {found.stored_at:%Y-%m-%d %H:%M} in {found.path}. Only the sizes of memory are"
+        f" today's. To measure again: lightning-elixir bench-hardware --refresh{disk}"
+    )
 
 
 @contextmanager

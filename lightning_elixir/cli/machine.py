@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
-from lightning_elixir.config import parse_bytes
+from lightning_elixir.cli.wording import size_of
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, load_hardware
 
@@ -39,15 +39,15 @@ def machine_of(options: argparse.Namespace, dtype: str) -> Machine:
     """
     spec = named_hardware(options.hardware) if options.hardware else HardwareSpec.nominal()
     spec, remarks = _for_ranks(_with_figures(spec, options, dtype), options.gpus, options)
-    gpu_bytes = _size(options.gpu_memory, "--gpu-memory") or spec.gpu_bytes
-    host_bytes = _size(options.cpu_memory, "--cpu-memory") or spec.host_bytes
+    gpu_bytes = size_of(options.gpu_memory, "--gpu-memory") or spec.gpu_bytes
+    host_bytes = size_of(options.cpu_memory, "--cpu-memory") or spec.host_bytes
     if not gpu_bytes or not host_bytes:
         missing = [f"--{kind}-memory" for kind, size in (("gpu", gpu_bytes), ("cpu", host_bytes)) if not size]
         raise PlanError(
             f"how much memory is there? Give {' and '.join(missing)} (such as 24GiB), or --hardware with a machine"
             " that was measured"
         )
-    nvme_bytes = _size(options.nvme_memory, "--nvme-memory") or 0
+    nvme_bytes = size_of(options.nvme_memory, "--nvme-memory", may_be_zero=True) or 0
     if nvme_bytes and spec.nvme_read_bytes_per_s is None:
         raise PlanError("how fast is the disk? Give --nvme-read-gb-s and --nvme-write-gb-s, or measured figures")
     spec = replace(spec, gpu_bytes=gpu_bytes, host_bytes=host_bytes, nvme_bytes=nvme_bytes or None)
@@ -57,15 +57,16 @@ def machine_of(options: argparse.Namespace, dtype: str) -> Machine:
 
 
 def named_hardware(name: str) -> HardwareSpec:
-    """A machine by the name of a packaged profile, or by the path of one.
+    """A machine by the name of a packaged profile (in upper or lower case), or by the path of one.
 
     Raises:
         PlanError: Neither exists, or the file is no profile.
     """
     folder = files("lightning_elixir.plan") / "machines"
     known = sorted(item.name.removesuffix(".json") for item in folder.iterdir() if item.name.endswith(".json"))
-    if name in known:
-        return HardwareSpec.from_dict(json.loads((folder / f"{name}.json").read_text(encoding="utf-8")))
+    packaged = name if name in known or Path(name).exists() else name.lower()
+    if packaged in known:
+        return HardwareSpec.from_dict(json.loads((folder / f"{packaged}.json").read_text(encoding="utf-8")))
     if not Path(name).exists():
         raise PlanError(
             f"no machine {name!r}: it is neither a file nor one of {', '.join(known)}."
@@ -108,6 +109,8 @@ def _for_ranks(spec: HardwareSpec, num_ranks: int, options: argparse.Namespace) 
     changed: dict[str, object] = {"world_size": num_ranks}
     if options.cpu_adam is None:  # the ranks share the host's cores
         changed["cpu_adam_numel_per_s"] = spec.cpu_adam_numel_per_s * spec.world_size / num_ranks
+        if spec.host_bytes_per_s is not None:
+            changed["host_bytes_per_s"] = spec.host_bytes_per_s * spec.world_size / num_ranks
         remarks.append(f"Adam on the host: the figure of {_ranks(spec.world_size)}, shared by {_ranks(num_ranks)}")
     if num_ranks > 1 and spec.all_gather is None:
         nominal = HardwareSpec.nominal()
@@ -118,10 +121,3 @@ def _for_ranks(spec: HardwareSpec, num_ranks: int, options: argparse.Namespace) 
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
-
-
-def _size(text: str | None, option: str) -> int | None:
-    try:
-        return None if text is None else parse_bytes(text if not text.isdigit() else int(text))
-    except PlanError as error:
-        raise PlanError(f"{option}: {error}") from None

@@ -77,7 +77,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--batch",
         metavar="MODULE:FUNCTION",
         help="with --module: a function without arguments that returns one batch; default: the module's"
-        " example_input_array",
+        " example_input_array stands in for it",
     )
 
 
@@ -114,9 +114,13 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the training")
-    group.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="samples of one GPU; default: 8")
-    group.add_argument("--seq-len", type=_positive, metavar="N", help="tokens of a sample; default: 1024, or all the"
-        " model knows")  # fmt: skip
+    group.add_argument("--batch-size", type=_positive, metavar="N", help="with --model: samples of one GPU; default: 8")
+    group.add_argument(
+        "--seq-len",
+        type=_positive,
+        metavar="N",
+        help="with --model: tokens of a sample; default: 1024, or all the model knows",
+    )
     group.add_argument("--precision", choices=PRECISIONS, default="bf16-mixed", help="default: bf16-mixed")
     group.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     group.add_argument("--accumulate", type=_positive, default=1, metavar="N", help="micro-batches of a step")

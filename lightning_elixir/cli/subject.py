@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_elixir._lightning import LightningModule
 from lightning_elixir.errors import PlanError
 
+_OPTIONS_OF = {"model": ("--set", "--batch-size", "--seq-len"), "module": ("--init", "--batch")}
+
 StepFn = Callable[[nn.Module, Mapping[str, Any]], object]
 
 
@@ -36,6 +38,8 @@ class Subject:
     num_samples: int | None
     num_tokens: int | None
     """Of that micro-batch, where it has such a thing."""
+    remarks: tuple[str, ...] = ()
+    """What was assumed, for people."""
 
 
 def module_subject(options: argparse.Namespace) -> Subject:
@@ -45,22 +49,45 @@ def module_subject(options: argparse.Namespace) -> Subject:
         options: Of the command `plan`.
 
     Raises:
-        PlanError: Something cannot be imported, built without memory, or has no batch.
+        PlanError: Something cannot be imported, built without memory, or has no batch; or options of `--model`.
     """
+    check_options(options)
     make = _imported(options.module, "--module")
     arguments = key_values(options.init, "--init")
     model = _built(make, arguments, options.module)
     if options.checkpointing:
         enable_checkpointing(model)
-    batch = _batch(model, options.batch)
+    name, is_lightning = type(model).__name__, isinstance(model, LightningModule)
+    run: Callable[[nn.Module, Any], Tensor] = _training_step if is_lightning else _forward_step
+    remarks: tuple[str, ...] = ()
+    if options.batch is not None:
+        batch = _given_batch(options.batch)
+    else:
+        batch = _example_batch(model)
+        if is_lightning:
+            run = _explaining_stand_in(run)
+            remarks = (
+                f"a training batch is like example_input_array of {name}, which is what forward takes;"
+                " --batch FILE.py:FUNCTION gives a real one",
+            )
     samples, tokens = _size_of(batch)
-    is_lightning = isinstance(model, LightningModule)
-    run = _training_step if is_lightning else _forward_step
 
     def step(module: nn.Module, inp: Mapping[str, Any]) -> None:
         torch.autograd.backward(run(module, inp["batch"]))
 
-    return Subject(type(model).__name__, model.train(), {"batch": batch}, step, samples, tokens)
+    return Subject(name, model.train(), {"batch": batch}, step, samples, tokens, remarks)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse options that would do nothing, since they belong to the other of `--model` and `--module`.
+
+    Raises:
+        PlanError: There are such.
+    """
+    used, other = ("model", "module") if options.module is None else ("module", "model")
+    idle = [option for option in _OPTIONS_OF[other] if getattr(options, option[2:].replace("-", "_"))]
+    if idle:
+        raise PlanError(f"{', '.join(idle)}: only with --{other}; with --{used} use {', '.join(_OPTIONS_OF[used])}")
 
 
 def key_values(items: Sequence[str], option: str) -> dict[str, Any]:
@@ -158,13 +185,15 @@ def enable_checkpointing(model: nn.Module) -> None:
 # The batch
 
 
-def _batch(model: Any, place: str | None) -> Any:
-    if place is not None:
-        make = _imported(place, "--batch")
-        try:
-            return make()
-        except Exception as error:  # whatever the user's code raises
-            raise PlanError(f"--batch {place} failed ({type(error).__name__}: {error})") from error
+def _given_batch(place: str) -> Any:
+    make = _imported(place, "--batch")
+    try:
+        return make()
+    except Exception as error:  # whatever the user's code raises
+        raise PlanError(f"--batch {place} failed ({type(error).__name__}: {error})") from error
+
+
+def _example_batch(model: Any) -> Any:
     example = getattr(model, "example_input_array", None)
     if example is None:
         raise PlanError(
@@ -203,6 +232,25 @@ def _training_step(module: nn.Module, batch: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise PlanError(f"training_step of {type(module).__name__} gave no loss, but {type(result).__name__}")
     return loss
+
+
+def _explaining_stand_in(run: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
+    """`run` over an `example_input_array` in the place of a batch: where they are shaped differently, errors say so."""
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        try:
+            return run(module, batch)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            if isinstance(error, PlanError):
+                raise
+            name = type(module).__name__
+            raise PlanError(
+                f"training_step of {name} failed ({type(error).__name__}: {error}) on example_input_array, which stands"
+                " in for a training batch: if that looks different, give --batch path/to/file.py:function, a function"
+                " that returns one"
+            ) from error
+
+    return step
 
 
 def _ignore(*arguments: object, **options: object) -> None:

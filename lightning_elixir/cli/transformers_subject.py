@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from lightning_elixir.cli.shapes import SHAPES
-from lightning_elixir.cli.subject import Subject, enable_checkpointing, key_values
+from lightning_elixir.cli.subject import Subject, check_options, enable_checkpointing, key_values
 from lightning_elixir.errors import PlanError
 
+_DEFAULT_BATCH_SIZE = 8
 _DEFAULT_SEQ_LEN = 1024
 _POSITIONS = ("n_positions", "max_position_embeddings")
 # What a config file says about its making, and not about the model.
@@ -30,8 +31,9 @@ def transformers_subject(options: argparse.Namespace) -> Subject:
         options: Of the command `plan`.
 
     Raises:
-        PlanError: transformers is missing, or the config cannot be used.
+        PlanError: transformers is missing, the config cannot be used, or options of `--module`.
     """
+    check_options(options)
     if importlib.util.find_spec("transformers") is None:
         raise PlanError(
             "--model needs transformers: pip install transformers. Or use --module with a model of your own"
@@ -43,7 +45,8 @@ def transformers_subject(options: argparse.Namespace) -> Subject:
     model = _built(config, options.model)
     if options.checkpointing:
         enable_checkpointing(model)
-    tokens = torch.zeros(options.batch_size, seq_len, dtype=torch.long)
+    batch_size = options.batch_size or _DEFAULT_BATCH_SIZE
+    tokens = torch.zeros(batch_size, seq_len, dtype=torch.long)
     inp = {"input_ids": tokens, "labels": tokens}
     if config.is_encoder_decoder:
         inp["decoder_input_ids"] = tokens
@@ -53,7 +56,7 @@ def transformers_subject(options: argparse.Namespace) -> Subject:
 
     name = Path(options.model).stem if options.model.endswith(".json") else options.model
     changes = f" with {' '.join(options.set)}" if options.set else ""
-    return Subject(name + changes, model.train(), inp, step, options.batch_size, tokens.numel())
+    return Subject(name + changes, model.train(), inp, step, batch_size, tokens.numel())
 
 
 def _transformers() -> Any:
@@ -69,9 +72,11 @@ def _config(name: str, changes: Mapping[str, Any]) -> Any:
         if not isinstance(model_type, str):
             raise PlanError(f"{name} has no model_type: it is not the config of a transformers model")
     else:
-        model_type, shape = SHAPES.get(name, (name, {}))
+        model_type, shape = SHAPES.get(name.lower(), (name, {}))
         content = dict(shape)
     known = _transformers().CONFIG_MAPPING
+    if model_type not in known:
+        model_type = {other.lower(): other for other in known}.get(model_type.lower(), model_type)
     if model_type not in known:
         raise PlanError(
             f"no model {name!r}: known are {', '.join(SHAPES)}, every model type of transformers, and config files"
