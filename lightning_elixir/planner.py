@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 LEAST_GAIN = 0.05
 """Part of the step that a new placement must save to be worth moving to."""
 
+_SHARES_LEFT = (0.75, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03)
+"""Of the device's memory, for activations that nobody knows yet: the first that leaves room for the chunks."""
+
 T = TypeVar("T")
 
 
@@ -289,8 +292,18 @@ class Planner:
             smallest = self._make(model, replace(budget, gpu_bytes=None), layout=plan, policy="cpu", optimizer=facts)
         except CapacityError as error:  # the host cannot hold everything
             log.info("no room to start with everything on the host (%s)", error)
-            return plan
+            return self._roomy_plan(model, plan, budget, facts)
         return replace(largest, rcache_blocks=min(largest.rcache_blocks, smallest.rcache_blocks))
+
+    def _roomy_plan(self, model: nn.Module, plan: Plan, budget: Budget, facts: OptimizerFacts) -> Plan:
+        """As `_safe_plan`, where the device must take what the host cannot: the more is left to activations the better."""
+        for share in _SHARES_LEFT:
+            try:
+                roomy = replace(budget, non_model_bytes=int((budget.gpu_bytes or 0) * share))
+                return self._make(model, roomy, layout=plan, optimizer=facts)
+            except CapacityError:
+                continue
+        return plan
 
     def _evaluation_plan(self, model: nn.Module, plan: Plan, budget: Budget) -> Plan:
         """Half of the device for activations, which are small without a backward."""

@@ -293,6 +293,14 @@ def _ddp() -> list[float]:
 # Growth
 
 
+def test_first_step_leaves_room_where_the_host_cannot_hold_everything() -> None:
+    """Chunks take 400 KiB, most of which no host has; and nobody knows yet what activations take."""
+    plans = _plans(gpu_memory_limit="300KiB", cpu_memory_limit="250KiB")
+    on_gpu = [sum(c.numel for c in plan.chunks if c.optim_tier is Tier.GPU) for plan in (plans[0], plans[-1])]
+    total = sum(c.numel for c in plans[0].chunks)
+    assert 0 < on_gpu[0] < on_gpu[1] < total
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_steps_that_outgrow_the_plan_are_watched_again(world_size: int) -> None:
     results = run_ranks(_growing, world_size, world_size, init_group=False)
