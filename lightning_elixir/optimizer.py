@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ from lightning_elixir.runtime.whole import gather_whole, in_memory_order
 
 if TYPE_CHECKING:
     from lightning_elixir.wrapper import ElixirModule
+
+log = logging.getLogger(__name__)
 
 
 class ElixirOptimizer(torch.optim.Optimizer):
@@ -96,6 +99,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.is_step_skipped = False
         self._transforms: list[tuple[str, float]] = []
         self._last_norm: float | None = None
+        self._wanted_norm_type: float | None = None  # somebody asks for norms
         self._scratches: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._runner = UpdateRunner(self._engine.device, num_update_threads)
         self._early: dict[int, Task] = {}  # chunk id -> its update, begun inside backward
@@ -259,6 +263,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         used = self._used()
         if self.max_norm > 0:
             self._clip(self.max_norm, used)
+        elif self._wanted_norm_type is not None and not self._transforms:
+            self._last_norm = self._norm(used, self._wanted_norm_type)
         self.is_step_skipped = self.scaler.enabled and not self._is_finite(used)
         if self.is_step_skipped:
             self._times = self._last_record = None
@@ -592,13 +598,19 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Total norm of the gradients as they are now (unscaled, clipped if clipping was asked for), or, after a step,
-        of those that it found before clipping them. Collective. 0-dim fp32."""
+        of those that it found before clipping them. Collective. 0-dim fp32.
+
+        A step that does not clip computes a norm only once somebody has asked for one: nan after one that did not.
+        """
         engine = self._engine
         engine.meet(Meeting.GRADIENTS)
         engine.reducer.is_tracking_square_sums = True
         used = self._used()
-        if not used and self._last_norm is not None:
-            return torch.tensor(self._last_norm, dtype=torch.float32)
+        self._wanted_norm_type = norm_type
+        if not used:
+            if self._last_norm is None:
+                log.warning("the last step did not need the norm of its gradients; it is computed from now on")
+            return torch.tensor(math.nan if self._last_norm is None else self._last_norm, dtype=torch.float32)
         self._last_norm = self._norm(used, norm_type)
         return torch.tensor(self._last_norm, dtype=torch.float32)
 

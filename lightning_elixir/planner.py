@@ -296,7 +296,7 @@ class Planner:
         return replace(largest, rcache_blocks=min(largest.rcache_blocks, smallest.rcache_blocks))
 
     def _roomy_plan(self, model: nn.Module, plan: Plan, budget: Budget, facts: OptimizerFacts) -> Plan:
-        """As `_safe_plan`, where the device must take what the host cannot: the more is left to activations the better."""
+        """As `_safe_plan`, where the device must take what the host cannot: leaves as much to activations as it can."""
         for share in _SHARES_LEFT:
             try:
                 roomy = replace(budget, non_model_bytes=int((budget.gpu_bytes or 0) * share))
