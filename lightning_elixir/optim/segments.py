@@ -97,6 +97,7 @@ class SegmentOptimizer:
         self.work = work
         self._empty = empty
         self._moments: tuple[Tensor, ...] = ()  # Adam: `_MOMENTS`, once there are any
+        self._counts: dict[int, int] = {}  # Adam: position -> updates so far; as tensors they took most of a step's time
         # Where each segment's moments begin: as far apart as in the shard where segments follow each other there.
         sizes = [-(-p.numel // ALIGN_NUMEL) * ALIGN_NUMEL for p in places]
         self._starts = [0, *itertools.accumulate(sizes)]
@@ -156,9 +157,10 @@ class SegmentOptimizer:
         """Adam: zero moments and a step count of zero for the segments of `members` that have none yet."""
         self.allocate_moments()
         for position, place in enumerate(self.places):
-            if self._inner is not None and place.member_index in members and not self.state_of(position):
+            if self._inner is not None and place.member_index in members and position not in self._counts:
                 moments = {key: view.zero_() for key, view in self._moments_at(position).items()}
-                self._inner.state[self._tensors[position]] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+                self._inner.state[self._tensors[position]] = moments
+                self._counts[position] = 0
 
     def adam_updates(
         self,
@@ -192,10 +194,10 @@ class SegmentOptimizer:
             span = _span(first, self.places[run[-1]])
             parts = []
             for position in run:
-                place, state = self.places[position], self.state_of(position)
-                state["step"] += 1
+                place = self.places[position]
+                self._counts[position] += 1
                 start = place.shard_offset - first.shard_offset
-                parts.append(UpdatePart(start, place.numel, int(state["step"].item()), hyper[place.group_index]))
+                parts.append(UpdatePart(start, place.numel, self._counts[position], hyper[place.group_index]))
             exp_avg, exp_avg_sq = (
                 m[self._starts[run[0]] : self._starts[run[0]] + span.stop - span.start] for m in self._moments
             )
@@ -228,10 +230,12 @@ class SegmentOptimizer:
         return runs
 
     def state_of(self, position: int) -> dict[str, Any]:
-        """State of the segment at `places[position]`; empty before its first update."""
+        """State of the segment at `places[position]`, as torch's optimizers have it; empty before its first update."""
         if self._inner is None:
             return {}
         state: dict[str, Any] = self._inner.state.get(self._tensors[position], {})
+        if self.is_adam and state:
+            return {"step": torch.tensor(float(self._counts[position]), dtype=torch.float32), **state}
         return state
 
     def set_state(self, position: int, state: Mapping[str, Any]) -> None:
@@ -246,7 +250,8 @@ class SegmentOptimizer:
         """
         if self._inner is None:
             return
-        taken = {k: self._copied(k, v) for k, v in state.items() if not (self.is_adam and k in _MOMENTS)}
+        taken = {k: self._copied(k, v) for k, v in state.items() if not (self.is_adam and k in ("step", *_MOMENTS))}
+        self._counts.pop(position, None)
         if self.is_adam and state:
             missing = [key for key in ("step", *_MOMENTS) if key not in state]
             if missing:
@@ -254,7 +259,7 @@ class SegmentOptimizer:
                     f"a state to load into Adam holds {sorted(state)}, but not {missing}: it was saved by another "
                     "optimizer"
                 )
-            taken["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
+            self._counts[position] = int(state["step"])
             self.allocate_moments()
             for key, view in self._moments_at(position).items():
                 is_there = state[key].device == view.device and state[key].data_ptr() == view.data_ptr()
