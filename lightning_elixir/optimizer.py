@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_elixir.core.device import Event
 from lightning_elixir.core.labels import label
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.core.worker import Task, TaskEvent
 from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRunner, UpdateTimes
@@ -302,6 +304,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
             near = [c for c in chunks if c.spec.optim_tier is Tier.GPU]
             others = sorted((c for c in chunks if c.spec.optim_tier is not Tier.GPU), key=lambda c: _place(c, needs))
             now = engine.device.compute_event()  # all reads of old values come before
+            if early.keys() - {c.id for c in others}:
+                raise StateError("gradients were dropped whose updates had begun inside backward")
             if early:
                 self._runner.reorder({task: _place(engine.chunks[i], needs) for i, task in early.items()})
             for chunk in others:
@@ -363,11 +367,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
         elif shard.is_param_overwritten and shard.param is not None and shard.master is not None:
             # Gradients lie where parameters were that get no update: those come from the master again.
             updates = self._adam_updates(chunk, members, None)
+            ready.append(now)  # backward may still read the parameters
             job = ChunkUpdate(updates, is_streamed, tuple(ready), now, cast=(shard.master, shard.param))
             task = self._runner.submit(job, record, order=order)
             shard.is_param_overwritten = False
         else:
             updates = self._adam_updates(chunk, members, target, is_compute_on_device=is_near)
+            if not is_near:
+                ready.append(now)  # backward may still read the parameters that are written
             task = self._runner.submit(ChunkUpdate(updates, is_streamed, tuple(ready), now), record, order=order)
         self._announce(chunk, task)
 
@@ -377,6 +384,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         inner, shard = self._inner.get(chunk.id), self._engine.store[chunk.id]
         members, grad, target = self._members.get(chunk.id, set()), shard.grad, self._write_back_target(chunk)
         if inner is None or grad is None or not inner.has_states or shard.is_param_overwritten:
+            return
+        if self._engine.is_touched(chunk.id):
             return
         if not self._fits_over_grad(chunk, target, grad, members):
             return
@@ -445,7 +454,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def unobserved(self, is_unobserved: bool = True) -> Iterator[None]:
         """Inside, backward comes and then `step`, and nobody looks at gradients or parameters in between, changes a
         learning rate, or decides not to step. Where the plan says so and nothing global is needed, updates then begin
-        inside backward.
+        inside backward; Ctrl-C and the like then wait for the end of the step.
 
         Args:
             is_unobserved: False: none of this is promised.
@@ -455,19 +464,32 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 use then.
         """
         engine = self._engine
-        is_possible = is_unobserved and self.can_stream and self._timing is UpdateTiming.INSIDE_BACKWARD
-        if not is_possible or self.scaler.enabled or self._transforms or engine.reducer.is_tracking_square_sums:
+        if not is_unobserved or not self._can_begin_early():
             yield
             return
-        engine.reducer.on_landed = self._begin_early
-        try:
-            yield
-        finally:
-            engine.reducer.on_landed = None
-            if self._early:
-                self._early, self._record = {}, None
-                engine.give_up("between the begin of its updates, inside backward, and the step")
-        engine.check_open()
+        with deferred():
+            engine.reducer.on_landed = self._begin_early
+            try:
+                yield
+            finally:
+                engine.reducer.on_landed = None
+                if self._early:
+                    self._early, self._record = {}, None
+                    engine.give_up(
+                        "between the begin of its updates, inside backward, and the step",
+                        "or use update_timing='behind_forward', which begins no update before its step",
+                    )
+            engine.check_open()
+
+    def _can_begin_early(self) -> bool:
+        """Whether nothing that is known before backward speaks against it."""
+        if not self.can_stream or self._timing is not UpdateTiming.INSIDE_BACKWARD:
+            return False
+        if self.scaler.enabled or self.max_norm > 0 or self._transforms:
+            return False
+        has_new_groups = tuple(len(g["params"]) for g in self.param_groups) != self._shape
+        has_hooks = bool(self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        return not (has_new_groups or has_hooks or self._engine.reducer.is_tracking_square_sums)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -503,8 +525,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """One of torch's own optimizers, each shard where it is."""
         start_s = time.perf_counter()
         self._engine.reducer.wait_for_downloads()
+        self._engine.device.compute_event().synchronize()  # backward may still read host shards
         for chunk in chunks:
-            if chunk.ready is not None:  # an upload that nobody needed may still read a host shard
+            if chunk.ready is not None:  # and so may an upload that nobody needed
                 chunk.ready.synchronize()
         adam_s = 0.0
         numel = dict.fromkeys(Tier, 0)
@@ -656,6 +679,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         bounds = [(s.shard_offset, s.numel) for s in self._segments[chunk_id]]
         if grad is None:
             return torch.zeros(len(bounds), dtype=torch.float64)
+        if self._engine.reducer.has_begun(chunk_id):
+            self._engine.check_whole()
         self._engine.reducer.wait_for_download(chunk_id)
         measure = absolute_max if is_max else square_sums
         if self._transforms:

@@ -187,7 +187,7 @@ class CpuDevice:
 
 class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event(blocking=True)  # whoever waits on the host leaves its core to the updates
         self._event.record(stream)
 
     def wait(self) -> None:

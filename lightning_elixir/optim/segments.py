@@ -97,7 +97,7 @@ class SegmentOptimizer:
         self.work = work
         self._empty = empty
         self._moments: tuple[Tensor, ...] = ()  # Adam: `_MOMENTS`, once there are any
-        self._counts: dict[int, int] = {}  # Adam: position -> updates so far; as tensors they took most of a step's time
+        self._counts: dict[int, int] = {}  # Adam: position -> updates so far; no tensors, which took long
         # Where each segment's moments begin: as far apart as in the shard where segments follow each other there.
         sizes = [-(-p.numel // ALIGN_NUMEL) * ALIGN_NUMEL for p in places]
         self._starts = [0, *itertools.accumulate(sizes)]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_elixir.core.comm import Comm, Work
 from lightning_elixir.core.device import Device, Event
 from lightning_elixir.core.labels import label
+from lightning_elixir.errors import StateError
 from lightning_elixir.optim.scaling import square_sums
 from lightning_elixir.plan.memory import GRAD_BLOCKS
 from lightning_elixir.plan.segments import Segment, segments_of
@@ -126,7 +127,8 @@ class Reducer:
             target.add_(grad)
         else:
             target.copy_(grad)
-            collected.arrived.add(index)
+            if parameter.numel():
+                collected.arrived.add(index)
         if (chunk.id, index) not in self.used:
             self.used.add((chunk.id, index))
             self._used_now.add((chunk.id, index))
@@ -228,6 +230,11 @@ class Reducer:
         """Drop the gradient of one parameter, as `p.grad = None` does. The same call on every rank."""
         if (chunk.id, index) not in self.used:
             return
+        if chunk.id in self._begun:
+            raise StateError(
+                f"the gradient of {chunk.spec.members[index].fqn} cannot be dropped: its optimizer step has begun "
+                "inside backward; use update_timing='behind_forward'"
+            )
         self.wait_for_downloads()
         self.used.discard((chunk.id, index))
         self.square_sums.pop(chunk.id, None)
@@ -245,6 +252,11 @@ class Reducer:
         self.has_lost_gradients = False
 
     def _drop(self, chunk_ids: Collection[int]) -> None:
+        for chunk_id in chunk_ids:
+            if self._store[chunk_id].is_param_overwritten:
+                self.wait_for_download(chunk_id)  # or it would come after the parameters that are put back there
+            else:
+                self._downloads.pop(chunk_id, None)
         self._store.clear_grads(chunk_ids)
         self.used = {key for key in self.used if key[0] not in chunk_ids}
         for chunk_id in chunk_ids:
@@ -253,6 +265,11 @@ class Reducer:
     def finish_order(self) -> tuple[int, ...]:
         """`order` rearranged as the chunks completed in the backward under way; incomplete ones last."""
         return (*self._finished, *(i for i in self.order if i not in self._finished))
+
+    def take_over(self, earlier: Reducer) -> None:
+        """Go on with what an earlier reducer over the same chunks has learned."""
+        self._expected = dict(earlier._expected)
+        self.is_tracking_square_sums = earlier.is_tracking_square_sums
 
     def set_order(self, order: Sequence[int]) -> None:
         """Reduce in this order from the next backward on. The same call on every rank."""
@@ -342,6 +359,8 @@ class Reducer:
         shard = self._store.settle(chunk.id)
         item.earlier = shard.grad
         with self._device.reduce_lane.issue(), label("gradients"):
+            if chunk.ready is not None:  # an upload that nobody needed yet: it may read what gradients overwrite
+                chunk.ready.wait()
             if self.is_tracking_square_sums and shard.grad is None:
                 bounds = [(s.shard_offset, s.numel) for s in self._segments(chunk)]
                 self.square_sums[chunk.id] = square_sums(result, bounds)
@@ -357,7 +376,8 @@ class Reducer:
         if chunk.spec.optim_tier is not Tier.GPU:
             self._moved.d2h += result.nbytes
             self._downloads[chunk.id] = item.event
-            if self.on_landed is not None and item.is_whole and item.earlier is None:
+            is_known = chunk.id in self._expected  # how many gradients it gets in one backward
+            if self.on_landed is not None and is_known and item.is_whole and item.earlier is None:
                 self.on_landed(chunk)
 
     def _accumulate(self, chunk: Chunk, result: Tensor, is_late: bool) -> None:

@@ -101,10 +101,16 @@ class ShardStore:
         """Wait for the updates of all chunks.
 
         Raises:
-            StateError: One of them has failed.
+            StateError: One of them has failed; the others are over all the same.
         """
+        first: StateError | None = None
         for chunk_id in self._shards:
-            self.settle(chunk_id)
+            try:
+                self.settle(chunk_id)
+            except StateError as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     def set_grad(self, spec: ChunkSpec, dtype: torch.dtype) -> Tensor:
         """An uninitialised gradient shard on the optimizer tier; host memory is reused."""
