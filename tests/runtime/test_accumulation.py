@@ -108,11 +108,13 @@ def train(
     return replace(result, norms=[n for n in norms if n is not None], skipped=skipped)
 
 
-def check_bits(how: How, device: torch.device, sites: Sequence[str] = ("host", "mixed"), **options: Any) -> None:
+def check_bits(
+    how: How, device: torch.device, sites: Sequence[str] = ("host", "mixed"), *, num_buffers: int = 3, **options: Any
+) -> None:
     expected = train(how, "gpu", device)
     for site in sites:
         for is_known in (False, True):
-            with additions(0.001, options.pop("num_buffers", 3)) as slow:
+            with additions(0.001, num_buffers) as slow:
                 actual = train(how, site, device, is_known=is_known, **options)
             assert slow.names == {"elixir-gradients-0"}
             assert_same(actual, expected)
