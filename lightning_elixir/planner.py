@@ -260,7 +260,8 @@ class Planner:
     def _check_given(self, plan: Plan, budget: Budget) -> None:
         """Raises `CapacityError` if a plan of the user's takes more than there is, activations not counted."""
         data_bytes = data_bytes_of(master_weights=self._master_weights, accumulates=self._accumulates)
-        use = memory_use(plan.chunks, plan.rcache_blocks, scheme_of(plan, data_bytes))
+        scheme = scheme_of(plan, data_bytes, accumulates=self._accumulates)
+        use = memory_use(plan.chunks, plan.rcache_blocks, scheme)
         for name, nbytes, limit in (
             ("GPU memory", use.gpu_bytes, budget.gpu_bytes),
             ("host memory", use.host_bytes, budget.cpu_bytes),

@@ -47,11 +47,15 @@ class Task:
         Raises:
             BaseException: What the work raised, every time.
         """
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+    def join(self) -> None:
+        """As `wait`, whether or not the work has failed."""
         if not self._is_over:
             with label("wait for update"):
                 self._pool.wait_for(self)
-        if self.error is not None:
-            raise self.error
 
     def then(self, follower: Callable[[], None]) -> None:
         """Call it when the work is done, or has failed: on the thread that did it, before the task counts as over; or
@@ -86,16 +90,16 @@ class TaskEvent:
     """The end of a task, as an `Event`: device and host alike wait for it on the host."""
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        self.task = task
 
     def wait(self) -> None:
-        self._task.wait()
+        self.task.wait()
 
     def synchronize(self) -> None:
-        self._task.wait()
+        self.task.wait()
 
     def is_over(self) -> bool:
-        return self._task.is_over()
+        return self.task.is_over()
 
 
 class LateEvent:

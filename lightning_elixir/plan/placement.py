@@ -231,6 +231,7 @@ class Placer:
             stream_bytes,
             update_timing,
             grad_reuses_compute_shard,
+            accumulates,
         )
         trace = None if profile is None else profile.trace
         self.needs = Needs(layout.packed, request.accesses, layout.block_bytes, trace)

@@ -426,6 +426,11 @@ class Engine:
             sampler.grads_complete((chunk.id,))
         sampler.after_collect()
 
+    def expect_accumulation(self, is_expected: bool) -> None:
+        """Say whether several backwards come before each step: then host memory for their sums is taken in the first
+        backward. Otherwise, or without a word, that is seen in the second one."""
+        self.reducer.accumulates = is_expected
+
     # Access
 
     def acquire(self, ids: Sequence[int], *, pin: bool) -> None:
@@ -579,7 +584,7 @@ class Engine:
         """
         self.check_whole()
         self.store.settle_all()
-        self.reducer.wait_for_downloads()
+        self.reducer.finish_downloads()
         self.device.synchronize()  # what the device writes to host shards, or reads of them
 
     def check_whole(self) -> None:
@@ -665,7 +670,9 @@ class Engine:
             store = self._new_store(plan)
             move_chunks(self, plan, store)
             self.device.synchronize()  # uploads still read the shards that go now
+            accumulates = self.reducer.accumulates
             self._adopt(plan, store)
+            self.reducer.accumulates = accumulates
             for listener in self._replan_listeners:
                 notify = listener()
                 if notify is not None:
@@ -726,7 +733,8 @@ class Engine:
                     held[key] = held.get(key, 0) + nbytes
         held["replica"] = sum(c.device_bytes for c in self.chunks)
         held["grad_block"] = self.reducer.block_bytes_held()
-        return held
+        staging = self.reducer.staging_bytes_held()
+        return {**held, "cpu_grad_staging": staging} if staging else held
 
     def stats(self) -> Stats:
         """Counters since the last reset, and bytes held now."""
@@ -757,6 +765,7 @@ class Engine:
         for chunk in self.chunks:
             chunk.close()
         self.reducer.clear()
+        self.reducer.close()
         self.store.close()
         self.comm.close()
 

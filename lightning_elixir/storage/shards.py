@@ -26,7 +26,7 @@ class Shard:
     own copy."""
     grad: Tensor | None = None
     """1-D, on the optimizer tier: gradients reduced since the last step; in the reduce dtype after one backward, fp32
-    when more have been added. None: no gradient yet."""
+    when more have been added, or, in host memory, when that is expected. None: no gradient yet."""
     grad_buffer: Tensor | None = None
     """Host memory that `grad` reuses from step to step (CPU tier only)."""
     update: Task | None = None
