@@ -249,7 +249,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        with label("step"):
+        with label("step"), deferred():  # a step is done, or is not: half of it cannot be saved
             self._step()
         # The user's own `step` never runs; a learning-rate scheduler built on it would warn about that.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

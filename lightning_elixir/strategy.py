@@ -180,6 +180,7 @@ class ElixirStrategy(ProcessStrategy):
         self._accumulates = False
         self._num_backwards = 1
         self._threads: ThreadPlan | None = None
+        self._is_timing_told = False
         self._evaluation: RepeatableStep | None = None
         self._fit_run: FitRun | None = None
         super().__init__(
@@ -349,7 +350,8 @@ class ElixirStrategy(ProcessStrategy):
             and config.reduction_dtype is None
             and is_update_unobserved(self._module)
         )
-        if wanted == "inside_backward" and not can_begin_early:
+        if wanted == "inside_backward" and not can_begin_early and not self._is_timing_told:
+            self._is_timing_told = True
             log.warning(
                 "update_timing='inside_backward' is not possible here (it takes bf16-mixed precision, automatic "
                 "optimization, no clipping, no reduce_dtype and no hook between backward and step): updates run behind "

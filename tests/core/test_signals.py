@@ -54,6 +54,21 @@ def test_the_second_comes_at_once() -> None:
     assert done == []
 
 
+def test_inside_of_itself_the_outermost_decides(caplog: pytest.LogCaptureFixture) -> None:
+    done = []
+
+    def work() -> None:
+        with deferred():
+            with deferred():
+                send()
+            done.append("outer")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["outer"]
+    assert caplog.text.count("end of the step first") == 1
+
+
 def test_own_handlers_are_called_and_errors_stay() -> None:
     seen: list[int] = []
 

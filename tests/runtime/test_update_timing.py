@@ -778,16 +778,23 @@ def test_closing_after_a_failed_update_waits_for_the_others(monkeypatch: pytest.
     assert all(chunk.ready is None for chunk in module.engine.chunks)
 
 
-def test_ctrl_c_waits_for_the_step() -> None:
+@pytest.mark.parametrize("timing", list(UpdateTiming))
+def test_ctrl_c_waits_for_the_step(timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
+    module, optimizer = new_training(how, "host", CPU, timing)
     for number in range(2):
         step(module, optimizer, how, number)
+    update = type(optimizer)._update
+
+    def interrupted(self: ElixirOptimizer, used: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        update(self, used)
+
+    monkeypatch.setattr(type(optimizer), "_update", interrupted)
 
     def interrupted_step() -> None:
-        with optimizer.unobserved():
+        with optimizer.unobserved(timing is UpdateTiming.INSIDE_BACKWARD):
             optimizer.backward(ZOO[how.name].loss(module, 6))
-            os.kill(os.getpid(), signal.SIGINT)
             optimizer.step()
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
@@ -796,6 +803,7 @@ def test_ctrl_c_waits_for_the_step() -> None:
             interrupted_step()
     finally:
         signal.signal(signal.SIGINT, before)
+        monkeypatch.undo()
     values = module.full_state_dict()
     module.close()
     other, other_optimizer = new_training(how, "host", CPU, UpdateTiming.AFTER_BACKWARD)
