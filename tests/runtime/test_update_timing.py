@@ -65,6 +65,16 @@ def step(module: ElixirModule, optimizer: ElixirOptimizer, how: How, number: int
         return bodies.train_step(module, optimizer, last, (number + 1) * how.micro_batches - 1, rank)
 
 
+def trained(
+    how: How, site: str, device: torch.device, timing: UpdateTiming, **options: Any
+) -> tuple[ElixirModule, ElixirOptimizer]:
+    """After two steps: states and traces are there, and updates may begin inside backward."""
+    module, optimizer = new_training(how, site, device, timing, **options)
+    for number in range(2):
+        step(module, optimizer, how, number)
+    return module, optimizer
+
+
 def train(how: How, site: str, timing: UpdateTiming, device: torch.device = CPU, **options: Any) -> Result:
     module, optimizer = new_training(how, site, device, timing, **options)
     norms, skipped = [], []
@@ -91,6 +101,23 @@ def slow_updates(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.003) -> Ite
     with monkeypatch.context() as patch:
         patch.setattr(FlatUpdate, "run", slow)
         yield names
+
+
+@contextmanager
+def held_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No update runs until the event is set."""
+    run, gate = FlatUpdate.run, threading.Event()
+
+    def held_up(self: FlatUpdate, **options: Any) -> None:
+        gate.wait()
+        run(self, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatUpdate, "run", held_up)
+        try:
+            yield gate
+        finally:
+            gate.set()  # a failing test leaves no thread behind
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
@@ -159,19 +186,9 @@ def test_a_forward_before_the_step_sees_the_old_parameters() -> None:
 
 def test_step_waits_for_no_update_and_forward_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.BEHIND_FORWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.BEHIND_FORWARD)
     optimizer.synchronize()
-    gate = threading.Event()
-    run = FlatUpdate.run
-
-    def held_up(self: FlatUpdate, **options: Any) -> None:
-        gate.wait()
-        run(self, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FlatUpdate, "run", held_up)
+    with held_updates(monkeypatch) as gate:
         step(module, optimizer, how, 2)
         updates = [module.engine.store[c.id].update for c in module.engine.chunks]
         assert all(task is not None and not task.is_over() for task in updates)
@@ -224,9 +241,7 @@ def test_updates_begin_inside_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_next_forward_has_its_chunks_first(monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
     optimizer.synchronize()
     order: list[int] = []
     gate = threading.Event()
@@ -254,9 +269,7 @@ def test_the_next_forward_has_its_chunks_first(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("what", ["backward", "between", "no_step"])
 def test_no_step_after_updates_have_begun_ends_the_engine(what: str) -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
 
     def interrupt(grad: torch.Tensor) -> torch.Tensor:
         raise KeyboardInterrupt
@@ -279,9 +292,7 @@ def test_no_step_after_updates_have_begun_ends_the_engine(what: str) -> None:
 
 def test_looking_in_between_is_an_error_and_not_a_wrong_value() -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
     with optimizer.unobserved():
         optimizer.backward(ZOO[how.name].loss(module, 0))
         for use in (module.full_state_dict, optimizer.state_dict, optimizer.grad_norm, optimizer.zero_grad):
@@ -295,9 +306,7 @@ def test_looking_in_between_is_an_error_and_not_a_wrong_value() -> None:
 def test_a_parameter_used_in_between_is_an_error() -> None:
     """Its old value and the new master differ: that would look like something the user wrote."""
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
 
     def look_in_between() -> None:
         with optimizer.unobserved():
@@ -313,9 +322,7 @@ def test_a_parameter_used_in_between_is_an_error() -> None:
 
 def test_a_second_backward_after_updates_have_begun_ends_the_engine() -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
 
     def train_twice() -> None:
         with optimizer.unobserved():
@@ -331,20 +338,10 @@ def test_a_second_backward_after_updates_have_begun_ends_the_engine() -> None:
 def test_a_fetch_waits_on_no_thread_for_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replica is there at once, and filled when the update is over."""
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.BEHIND_FORWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.BEHIND_FORWARD)
     optimizer.synchronize()
-    gate = threading.Event()
-    run = FlatUpdate.run
-
-    def held_up(self: FlatUpdate, **options: Any) -> None:
-        gate.wait()
-        run(self, **options)
-
     engine = module.engine
-    with monkeypatch.context() as patch:
-        patch.setattr(FlatUpdate, "run", held_up)
+    with held_updates(monkeypatch) as gate:
         step(module, optimizer, how, 2)
         engine.residency.acquire((0, 1), True, None, False)
         chunk = engine.chunks[1]
@@ -538,9 +535,7 @@ class _LateLane:
 @pytest.mark.parametrize("what", ["zero_grad", "abandon", "not_in_the_optimizer"])
 def test_late_gradients_do_not_come_to_lie_where_parameters_are(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.BEHIND_FORWARD, is_reusing=True)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.BEHIND_FORWARD, is_reusing=True)
     optimizer.synchronize()
     engine, lane = module.engine, _LateLane()
     set_grad = ShardStore.set_grad
@@ -581,9 +576,7 @@ def test_kept_aliases_of_replicas_that_stay_see_new_values(
     how = HOWS["bf16"]
 
     def run(timing: UpdateTiming) -> list[Any]:
-        module, optimizer = new_training(how, "mixed_persistent", CPU, timing)
-        for number in range(2):
-            step(module, optimizer, how, number)
+        module, optimizer = trained(how, "mixed_persistent", CPU, timing)
         live = [p.data for p in module.module.parameters()]
         seen: list[Any] = []
         for number in range(2, 5):
@@ -627,9 +620,7 @@ def test_what_was_read_or_is_kept_does_not_begin_early(monkeypatch: pytest.Monke
 
 def test_new_groups_and_hooks_of_the_step_come_before_updates_begin() -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
     before = {k: v.clone() for k, v in module.full_state_dict().items()}
 
     def stand_still(*args: Any) -> None:
@@ -717,9 +708,7 @@ def test_a_layer_with_several_gradients_a_backward_is_known_before_updates_begin
 
 def test_a_failure_to_begin_closes_the_engine_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
 
     def fail(*args: Any, **options: Any) -> None:
         raise MemoryError
@@ -737,9 +726,7 @@ def test_a_failure_to_begin_closes_the_engine_for_good(monkeypatch: pytest.Monke
 
 def test_gradients_of_begun_updates_cannot_be_dropped() -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
     chunk = module.engine.chunks[-1]
 
     def drop() -> None:
@@ -753,9 +740,7 @@ def test_gradients_of_begun_updates_cannot_be_dropped() -> None:
 
 def test_closing_after_a_failed_update_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.BEHIND_FORWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.BEHIND_FORWARD)
     optimizer.synchronize()
     run, lock, count = FlatUpdate.run, threading.Lock(), []
 
@@ -781,9 +766,7 @@ def test_closing_after_a_failed_update_waits_for_the_others(monkeypatch: pytest.
 @pytest.mark.parametrize("timing", list(UpdateTiming))
 def test_ctrl_c_waits_for_the_step(timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, timing)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, timing)
     update = type(optimizer)._update
 
     def interrupted(self: ElixirOptimizer, used: Any) -> None:
