@@ -125,7 +125,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def _build_inner(self) -> None:
         engine = self._engine
-        self._shape = tuple(len(g["params"]) for g in self.param_groups)
+        self._shape = self._group_sizes()
         group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
         for chunk in engine.chunks:
             if not chunk.spec.requires_grad:
@@ -141,6 +141,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
             empty = partial(engine.store.empty, tier=chunk.spec.optim_tier)
             shard = engine.own_shard(chunk)
             self._inner[chunk.id] = SegmentOptimizer(self._cls, shard, places, self.param_groups, empty)
+
+    def _group_sizes(self) -> tuple[int, ...]:
+        return tuple(len(g["params"]) for g in self.param_groups)
 
     @property
     def can_stream(self) -> bool:
@@ -258,7 +261,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         engine = self._engine
         engine.begin_step()
-        if tuple(len(g["params"]) for g in self.param_groups) != self._shape:
+        if self._group_sizes() != self._shape:
             check_parameters(engine, self)
             engine.synchronize()
             self._rebuild()
@@ -296,13 +299,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self._inner[chunk.id].allocate_moments()
         if any(c.spec.is_update_streamed for c in chunks):
             self._runner.reserve_stream()
-        needs = engine.first_needs()
         early, self._early = self._early, {}
         record, self._record = self._record or UpdateRecord(), None
         record.start()
         with self._all_or_nothing():
             near = [c for c in chunks if c.spec.optim_tier is Tier.GPU]
-            others = sorted((c for c in chunks if c.spec.optim_tier is not Tier.GPU), key=lambda c: _place(c, needs))
+            others = [c for c in chunks if c.spec.optim_tier is not Tier.GPU]
+            needs = engine.first_needs() if others else {}
+            others.sort(key=lambda c: _place(c, needs))
             now = engine.device.compute_event()  # all reads of old values come before
             if early.keys() - {c.id for c in others}:
                 raise StateError("gradients were dropped whose updates had begun inside backward")
@@ -359,24 +363,22 @@ class ElixirOptimizer(torch.optim.Optimizer):
         ready = [e for e in (self._engine.reducer.take_download(chunk.id), chunk.ready) if e is not None]
         is_near = self._is_param_near(chunk)
         is_streamed = chunk.spec.is_update_streamed
+        uploads: list[tuple[Tensor, Tensor]] = []
+        cast: tuple[Tensor, Tensor] | None = None
         if grad is not None and self._fits_over_grad(chunk, target, grad, members) and not (is_near and is_streamed):
-            updates = self._adam_updates(chunk, members, grad)
-            job = ChunkUpdate(updates, is_streamed, tuple(ready), now, self._ways_up(chunk, members))
-            task = self._runner.submit(job, record, order=order)
+            updates, uploads = self._adam_updates(chunk, members, grad), self._ways_up(chunk, members)
             self._exchange(chunk)
         elif shard.is_param_overwritten and shard.param is not None and shard.master is not None:
             # Gradients lie where parameters were that get no update: those come from the master again.
-            updates = self._adam_updates(chunk, members, None)
-            ready.append(now)  # backward may still read the parameters
-            job = ChunkUpdate(updates, is_streamed, tuple(ready), now, cast=(shard.master, shard.param))
-            task = self._runner.submit(job, record, order=order)
+            updates, cast = self._adam_updates(chunk, members, None), (shard.master, shard.param)
             shard.is_param_overwritten = False
+            ready.append(now)  # backward may still read the parameters that are written
         else:
             updates = self._adam_updates(chunk, members, target, is_compute_on_device=is_near)
             if not is_near:
-                ready.append(now)  # backward may still read the parameters that are written
-            task = self._runner.submit(ChunkUpdate(updates, is_streamed, tuple(ready), now), record, order=order)
-        self._announce(chunk, task)
+                ready.append(now)  # likewise
+        job = ChunkUpdate(updates, is_streamed, tuple(ready), now, uploads, cast)
+        self._announce(chunk, self._runner.submit(job, record, order=order))
 
     def _begin_early(self, chunk: Chunk) -> None:
         """Have a chunk updated while backward runs, if that is possible: all its gradients are on their way to host
@@ -487,7 +489,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             return False
         if self.scaler.enabled or self.max_norm > 0 or self._transforms:
             return False
-        has_new_groups = tuple(len(g["params"]) for g in self.param_groups) != self._shape
+        has_new_groups = self._group_sizes() != self._shape
         has_hooks = bool(self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
         return not (has_new_groups or has_hooks or self._engine.reducer.is_tracking_square_sums)
 

@@ -450,6 +450,13 @@ def current_device(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
+@contextmanager
+def working_on(device: torch.device) -> Iterator[None]:
+    """What a thread of ours needs around its work: it inherits neither the device nor the gradient mode."""
+    with torch.no_grad(), current_device(device):
+        yield
+
+
 def release_cached_memory(device: torch.device) -> None:
     """Give back what torch keeps of the device's memory without using it, and the workspaces of its libraries."""
     if device.type == "cuda":

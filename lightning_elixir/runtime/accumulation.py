@@ -9,15 +9,14 @@ failed fails all later ones to the same sum, until the gradient is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_elixir.core.device import Device, Event, current_device
+from lightning_elixir.core.device import Device, Event, working_on
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.worker import Task, TaskEvent, Worker
 
@@ -63,7 +62,7 @@ class HostSums:
         self._num_buffers = num_buffers
         self._buffer_bytes = buffer_bytes
         self._slots: list[_Slot] = []  # the one that was taken first comes first; made when first needed
-        self._worker = Worker("elixir-gradients", context=partial(_working, device.torch_device))
+        self._worker = Worker("elixir-gradients", context=partial(working_on, device.torch_device))
 
     def submit(self, grad: Tensor, total: Tensor, addition: Addition, earlier: Event | None) -> tuple[Event, TaskEvent]:
         """Have a gradient brought to a sum. Waits for a buffer.
@@ -113,9 +112,3 @@ def add_up(total: Tensor, grad: Tensor, addition: Addition) -> None:
         for start in range(0, total.numel(), _PIECE_NUMEL):
             piece = slice(start, start + _PIECE_NUMEL)
             addition(total[piece], grad[piece])
-
-
-@contextmanager
-def _working(device: torch.device) -> Iterator[None]:
-    with torch.no_grad(), current_device(device):
-        yield

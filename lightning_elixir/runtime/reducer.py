@@ -221,11 +221,8 @@ class Reducer:
 
     def finish_downloads(self) -> None:
         """Make the host wait until nothing writes to gradient shards in its memory; says nothing of failed sums."""
-        for chunk_id, event in list(self._downloads.items()):
-            if isinstance(event, TaskEvent):
-                event.task.join()
-            else:
-                self.wait_for_download(chunk_id)
+        for event in self._downloads.values():
+            _finish(event)
 
     def wait_for_downloads(self) -> None:
         """Make the host wait until the gradient shards in its memory are there: streams wait for each other only."""
@@ -288,10 +285,8 @@ class Reducer:
     def _drop(self, chunk_ids: Collection[int]) -> None:
         for chunk_id in chunk_ids:  # what is under way writes to memory that others use next
             event = self._downloads.pop(chunk_id, None)
-            if isinstance(event, TaskEvent):
-                event.task.join()
-            elif event is not None:
-                event.synchronize()
+            if event is not None:
+                _finish(event)
         self._store.clear_grads(chunk_ids)
         self._single.difference_update(chunk_ids)
         self.used = {key for key in self.used if key[0] not in chunk_ids}
@@ -480,3 +475,11 @@ class Reducer:
         self._device.allocate(storage, max(self._block_bytes, chunk.spec.nbytes))
         block.set_(storage, 0, (chunk.spec.numel,), (1,))
         return block
+
+
+def _finish(event: Event) -> None:
+    """Make the host wait for what writes to host memory, whether or not it fails."""
+    if isinstance(event, TaskEvent):
+        event.task.join()
+    else:
+        event.synchronize()

@@ -142,9 +142,10 @@ class ShardStore:
             shard.param.copy_(shard.master)
             shard.is_param_overwritten = False
 
-    def clear_grads(self, chunk_ids: Iterable[int] | None = None) -> None:
-        """Drop the gradients of these chunks; None: of all."""
-        for shard in self._shards.values() if chunk_ids is None else [self._shards[i] for i in chunk_ids]:
+    def clear_grads(self, chunk_ids: Iterable[int]) -> None:
+        """Drop the gradients of these chunks."""
+        for chunk_id in chunk_ids:
+            shard = self._shards[chunk_id]
             shard.grad = None
             self.restore_param(shard)
 
