@@ -102,7 +102,7 @@ def run_here(job: Job) -> dict[str, Any]:
         return {"unsupported": "there is no GPU here (--device cpu)"}
     if job.is_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)  # warn_only would leave attention as it is
     try:
         result = runner_of(job.system)(job)
     except Unsupported as error:

@@ -148,6 +148,11 @@ class SegmentOptimizer:
         runs = self._runs(members)
         return [_span(self.places[run[0]], self.places[run[-1]]) for run in runs]
 
+    @property
+    def has_moments(self) -> bool:
+        """Whether memory for Adam's moments was taken."""
+        return bool(self._moments)
+
     def allocate_moments(self) -> None:
         """Make Adam's moments, uninitialised, if there are none yet; nothing for other optimizers."""
         if self.is_adam and not self._moments:

@@ -56,6 +56,11 @@ class CachePolicy:
                 return at
         return None
 
+    def same_ahead_until(self, position: int) -> int:
+        """Where `upcoming` begins to give less than it gives at `position`."""
+        index = bisect_left(self._turns, (position, -1))
+        return self._turns[index][0] + 1 if index < len(self._turns) else len(self.accesses)
+
     def upcoming(self, position: int) -> Iterator[tuple[int, int]]:
         """(position, chunk id) of the accesses from `position` to the end of the trace, repeats left out."""
         start = bisect_left(self._turns, (position, -1))

@@ -73,7 +73,7 @@ def profile_hardware(
     refresh: bool = False,
     cache_dir: str | Path | None = None,
     budget_s: float = 10.0,
-    max_bytes: int = 2**30,
+    max_bytes: int = 4 * 2**30,
 ) -> HardwareSpec:
     """What one rank may count on while all ranks do the same. Collective: every rank makes the same call.
 
@@ -116,7 +116,7 @@ def find_hardware(
     refresh: bool = False,
     cache_dir: str | Path | None = None,
     budget_s: float = 10.0,
-    max_bytes: int = 2**30,
+    max_bytes: int = 4 * 2**30,
 ) -> FoundHardware:
     """`profile_hardware`, telling whether the figures were kept ones, and where they are. The same arguments and
     errors."""

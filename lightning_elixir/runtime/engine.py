@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +48,26 @@ class Phase(enum.Enum):
 SavedHooks = torch.autograd.graph.saved_tensors_hooks
 
 
-@dataclass
+@dataclass(slots=True)
 class _Frame:
     """A module whose forward runs."""
 
     module: nn.Module
     ids: tuple[int, ...] = ()
+    covered: frozenset[int] = frozenset()
+    """Modules (by id) for whose parameters nothing is left to be done inside."""
+    depth: int = 0
+    """How often the module's forward runs inside itself."""
     is_pinned: bool = False
     hooks: SavedHooks | None = None
+
+
+class _Access(NamedTuple):
+    """What a module's forward needs."""
+
+    ids: tuple[int, ...]
+    covered: frozenset[int]
+    """Modules (by id) that need no more than that, itself and below."""
 
 
 class Engine:
@@ -108,7 +120,7 @@ class Engine:
         self._home = {id(p): (c, i) for c in self.chunks for i, p in enumerate(c.parameters)}
         self.interception = Interception(self, self.chunks)
         self._saved = SavedTensors({c.storage_key: c for c in self.chunks}, self._need_in_backward)
-        self._pinned_ids = _ids_by_module(module, self._home)
+        self._accesses = _accesses_by_module(module, self._home)
         # Region and iteration
         self._is_bare_backward = False  # begun by autograd, which does not tell of errors
         self._frames: list[_Frame] = []
@@ -127,6 +139,9 @@ class Engine:
         self._statistics = [m for m in module.modules() if getattr(m, "track_running_stats", False)]
         self._has_own_statistics = False
         self._watched = [m for m in module.modules() if any(True for _ in m.parameters())]
+        # Met in the first iterations: below a module that brings all they need, and by themselves.
+        self._covered_ids: set[int] = set()
+        self._entered_ids: set[int] = set()
         self._hooks = Hooks(self._watched, [c for c in self.chunks if c.spec.requires_grad], self)
         self._adopt(plan, store)
 
@@ -175,6 +190,16 @@ class Engine:
         self.iterations.adopt(plan, self.rcache, self.residency, self.reducer, store, grad_itemsize)
         self._hooks.watch_forwards(self._watched if self._is_watching else self._entrances())
 
+    def _leave_covered(self) -> None:
+        """Once the order of accesses is known: modules that were only met below others, which bring all that they need,
+        lose their hooks, each of which costs some microseconds. If one is called by itself later on, or under hooks for
+        saved tensors that the user did not have before, its parameters are caught when they are touched."""
+        covered = self._covered_ids - self._entered_ids
+        if covered and self._is_watching and "train" in self.traces:
+            self._watched = [m for m in self._watched if id(m) not in covered]
+            self._covered_ids.clear()
+            self._hooks.watch_forwards(self._watched)
+
     def _new_store(self, plan: Plan) -> ShardStore:
         return ShardStore(
             self.device, self.comm.world_size, plan.is_storage_distributed, plan.grad_reuses_compute_shard
@@ -213,24 +238,38 @@ class Engine:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._on_outermost_backward)
 
-    def enter_module(self, module: nn.Module) -> None:
+    def enter_module(self, module: nn.Module, inputs: Any = None) -> None:
         if self.phase is Phase.IDLE and not self._frames:
             self._error_at_entry = sys.exc_info()[1]
             self._begin_region()
             self._is_implicit = True
+        elif self._frames:
+            above = self._frames[-1]
+            if id(module) in above.covered and self._saves_through_us():
+                if above.module is module:
+                    above.depth += 1
+                else:
+                    self._covered_ids.add(id(module))
+                return
+        self._entered_ids.add(id(module))
         frame = _Frame(module)
         self._frames.append(frame)
-        frame.ids = self._pinned_ids.get(id(module), ())
-        if frame.ids:
+        access = self._accesses.get(id(module))
+        if access is not None:
+            frame.ids, frame.covered = access
             self.acquire(frame.ids, pin=True)
             frame.is_pinned = True
         if frame.ids or len(self._frames) == 1:
             frame.hooks = self._enter_saved_hooks()
 
-    def exit_module(self, module: nn.Module, output: Any) -> None:
+    def exit_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self._frames or self._frames[-1].module is not module:
-            return  # the region was aborted
-        frame = self._frames.pop()
+            return  # a module above covers it, or the region was aborted
+        frame = self._frames[-1]
+        if frame.depth:
+            frame.depth -= 1
+            return
+        self._frames.pop()
         if frame.hooks is not None:
             frame.hooks.__exit__()
         if frame.is_pinned:
@@ -315,6 +354,10 @@ class Engine:
         if hooks is not None:
             hooks.__enter__()
         return hooks
+
+    def _saves_through_us(self) -> bool:
+        """Whether autograd saves managed tensors through us, or need not."""
+        return not self._cost or not torch.is_grad_enabled() or self._saved.is_innermost()
 
     @contextmanager
     def packing(self) -> Iterator[None]:
@@ -443,7 +486,8 @@ class Engine:
                 self.residency.acquire(ids, pin, None, False)
         for chunk_id in ids:
             chunk = self.chunks[chunk_id]
-            chunk.wait_ready()
+            if chunk.ready is not None:
+                chunk.wait_ready()
             if is_computing:
                 self.interception.make_plain(chunk)
 
@@ -509,7 +553,7 @@ class Engine:
         is_lower = self.iterations.growth.shortage()
         num_blocks = self.rcache.used_blocks
         self.residency.release([i for i in self.rcache.resident_ids if not self.chunks[i].is_aliased()])
-        self._give_back_all()
+        self.give_back()
         return is_lower or self.rcache.used_blocks < num_blocks
 
     @property
@@ -613,6 +657,7 @@ class Engine:
     def end_step(self, updated: Iterable[int]) -> None:
         """The shards of `updated` hold new values: replicas made from the old ones go."""
         self.iterations.end()
+        self._leave_covered()
         ids = list(updated)
         for chunk_id in ids:
             chunk = self.chunks[chunk_id]
@@ -665,7 +710,7 @@ class Engine:
             )
         self.residency.release(list(self.rcache.resident_ids))
         self.iterations.end()
-        self._give_back_all()  # what lasts shall not come to lie in the gaps that activations have left
+        self.give_back()  # what lasts shall not come to lie in the gaps that activations have left
         try:
             store = self._new_store(plan)
             move_chunks(self, plan, store)
@@ -680,7 +725,7 @@ class Engine:
         except BaseException as error:
             self.give_up(f"half way to another placement ({type(error).__name__})")
             raise
-        self._give_back_all()
+        self.give_back()
 
     def give_up(self, where: str, cure: str = "with a lower gpu_memory_limit if memory ran out") -> None:
         """What the engine holds is not whole any more: everything that needs it raises from here on.
@@ -695,7 +740,8 @@ class Engine:
             f" again from a checkpoint, {cure}"
         )
 
-    def _give_back_all(self) -> None:
+    def give_back(self) -> None:
+        """Return all device memory that is cached and not in use."""
         self.device.give_back()
         release_cached_memory(self.device.torch_device)
 
@@ -877,14 +923,20 @@ def _check_unmanaged(module: nn.Module) -> None:
         )
 
 
-def _ids_by_module(root: nn.Module, home: Mapping[int, tuple[Chunk, int]]) -> dict[int, tuple[int, ...]]:
-    """Chunks to hold during a module's forward: those of its own parameters, where no module below has any. Parameters
-    of other modules (containers, functional use) are caught when they are touched."""
-    found: dict[int, tuple[int, ...]] = {}
+def _accesses_by_module(root: nn.Module, home: Mapping[int, tuple[Chunk, int]]) -> dict[int, _Access]:
+    """What to hold during a module's forward: the chunks of its own parameters, where no module below has any; and the
+    one chunk that it and all modules below lie in, which then need no access of their own. Other parameters (of
+    containers, or in functional use) are caught when they are touched.
+
+    Returns:
+        By the id of the module.
+    """
+    found: dict[int, _Access] = {}
     for module in root.modules():
-        own = [p for p in module._parameters.values() if p is not None]
-        below = any(p is not None for m in module.modules() if m is not module for p in m._parameters.values())
-        ids = tuple(dict.fromkeys(home[id(p)][0].id for p in own if id(p) in home))
-        if ids and not below:
-            found[id(module)] = ids
+        keys = [id(p) for p in module.parameters()]
+        ids = tuple(dict.fromkeys(home[key][0].id for key in keys if key in home))
+        if len(ids) == 1:
+            found[id(module)] = _Access(ids, frozenset(id(m) for m in module.modules()))
+        elif ids and {*keys} == {id(p) for p in module._parameters.values() if p is not None}:
+            found[id(module)] = _Access(ids, frozenset())
     return found

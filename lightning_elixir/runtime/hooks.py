@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,9 +16,9 @@ from lightning_elixir.runtime.chunk import Chunk
 class EngineEvents(Protocol):
     """What the hooks report to."""
 
-    def enter_module(self, module: nn.Module) -> None: ...
+    def enter_module(self, module: nn.Module, inputs: Any) -> None: ...
 
-    def exit_module(self, module: nn.Module, output: Any) -> None: ...
+    def exit_module(self, module: nn.Module, inputs: Any, output: Any) -> None: ...
 
     def collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None: ...
 
@@ -28,19 +28,25 @@ class EngineEvents(Protocol):
 
 
 class _ModuleHook:
-    """A hook that a module's deep copy shares and that does nothing there: the engine knows its own modules only."""
+    """A hook that a module's deep copy shares and that does nothing there: the engine knows its own modules only.
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    Args:
+        watched: Ids of those modules.
+    """
+
+    def __init__(self, call: Callable[..., None], watched: Collection[int]) -> None:
         self._call = call
+        self._watched = watched
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleHook:
         return self
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        self._call(module, *args)
+        if id(module) in self._watched:
+            self._call(module, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_ModuleHook, (_nothing,))
+        return (_ModuleHook, (_nothing, ()))
 
 
 def _nothing(*args: Any) -> None:
@@ -63,14 +69,12 @@ class Hooks:
         watched = {id(m) for m in modules}
 
         def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if id(module) in watched:
-                engine.enter_state_dict()
+            engine.enter_state_dict()
 
         def after_state_dict(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-            if id(module) in watched:
-                engine.exit_state_dict()
+            engine.exit_state_dict()
 
-        pre, post = _ModuleHook(before_state_dict), _ModuleHook(after_state_dict)
+        pre, post = _ModuleHook(before_state_dict, watched), _ModuleHook(after_state_dict, watched)
         for module in modules:
             self._handles.append(module.register_state_dict_pre_hook(pre))
             self._handles.append(module.register_state_dict_post_hook(post))
@@ -85,17 +89,8 @@ class Hooks:
             handle.remove()
         self._forward_handles.clear()
         watched = {id(m) for m in modules}
-        engine = self._engine
-
-        def enter(module: nn.Module, inputs: Any) -> None:
-            if id(module) in watched:
-                engine.enter_module(module)
-
-        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-            if id(module) in watched:
-                engine.exit_module(module, output)
-
-        pre, post = _ModuleHook(enter), _ModuleHook(leave)
+        pre = _ModuleHook(self._engine.enter_module, watched)
+        post = _ModuleHook(self._engine.exit_module, watched)
         for module in modules:
             self._forward_handles.append(module.register_forward_pre_hook(pre, prepend=True))
             self._forward_handles.append(module.register_forward_hook(post, always_call=True))
@@ -142,13 +137,21 @@ class SavedTensors:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if top is None:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        pack, unpack = top
-        owner = getattr(pack, "__self__", None)
-        owner = owner.outer if isinstance(owner, _OverUsers) else owner
-        if owner is self or getattr(pack, "__module__", "") == "torch.utils.checkpoint":
+        if self._is_covered_by(top[0]):
             return None
-        both = _OverUsers(self, pack, unpack)
+        both = _OverUsers(self, *top)
         return torch.autograd.graph.saved_tensors_hooks(both.pack, both.unpack)
+
+    def is_innermost(self) -> bool:
+        """Whether `context` would be None."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and self._is_covered_by(top[0])
+
+    def _is_covered_by(self, pack: Callable[[Tensor], Any]) -> bool:
+        owner = getattr(pack, "__self__", None)
+        if owner is self or (isinstance(owner, _OverUsers) and owner.outer is self):
+            return True
+        return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
     def packed(self, tensor: Tensor) -> PackedTensor | None:
         """The handle of a tensor in managed storage; None for any other."""

@@ -77,6 +77,8 @@ class Residency:
             CapacityError: There is no device memory for them.
         """
         rcache = self._rcache
+        if is_traced and held is None and rcache.serve(tuple(dict.fromkeys(ids)), pin=pin):
+            return False
         resident = rcache.resident_ids
         if held is None:
             is_missing = any(i in self._managed and i not in resident for i in ids)

@@ -34,7 +34,7 @@ def test_timing_changes_no_bit(name: str, site: str, timing: UpdateTiming, monke
     with bodies.slow_updates(monkeypatch):
         actual = bodies.train(how, site, timing, CUDA)
     assert_same(actual, expected)
-    assert actual.norms == expected.norms
+    assert repr(actual.norms) == repr(expected.norms)  # nan where a step overflowed
 
 
 @contextmanager
