@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, nullcontext
 
 from lightning_elixir.core.device import Event
@@ -43,6 +44,15 @@ class Task:
                 self._pool.wait_for(self)
         if self._error is not None:
             raise self._error
+
+    def cancel(self) -> None:
+        """Have it not begun any more, where that is possible: then it is over, and failed."""
+        self._pool.cancel(self)
+
+    def wait_quietly(self) -> None:
+        """As `wait`, for somebody who does not want the result; raises nothing."""
+        if not self._is_over:
+            self._pool.wait_for(self)
 
     def then(self, follower: Callable[[], None]) -> None:
         """Call it when the work is over, failed or not: on the thread that did it, or right here if that is past."""
@@ -155,6 +165,14 @@ class _Pool:
                 needed = needed._after
             while not task._is_over:
                 self.changed.wait()
+
+    def cancel(self, task: Task) -> None:
+        with self.changed:
+            if task not in self._waiting:
+                return
+            self._waiting.remove(task)
+            task._work = None
+        self._finish(task, CancelledError("this task was cancelled before it had begun"))
 
     def wait_for_all(self) -> None:
         with self.changed:

@@ -124,6 +124,17 @@ class FlatUpdate:
         """Where the new parameter and moments go."""
         return self.outputs or (self.param, self.exp_avg, self.exp_avg_sq)
 
+    def is_same_as(self, other: FlatUpdate) -> bool:
+        """Whether it reads and writes the same memory with the same numbers; False where that cannot be told."""
+        if self.change_grad is not None or other.change_grad is not None:
+            return False
+        settings, others = ((u.parts, u.grad_factor, u.is_compute_on_device) for u in (self, other))
+        return settings == others and self._memory() == other._memory()
+
+    def _memory(self) -> list[tuple[int, int, torch.dtype] | None]:
+        tensors = (self.param, self.grad, self.exp_avg, self.exp_avg_sq, self.compute, *(self.outputs or ()))
+        return [None if x is None else (x.data_ptr(), x.numel(), x.dtype) for x in tensors]
+
     def _table(self) -> Table:
         """The parts with their numbers, which are the same for most."""
         numbers: dict[tuple[int, int], Scalars] = {}

@@ -41,6 +41,7 @@ def scheme_of(plan: Plan, data_bytes: Mapping[str, ModelDataBytes], stream_bytes
         stream_bytes,
         plan.update_timing,
         plan.grad_reuses_compute_shard,
+        plan.has_spare_states,
     )
 
 

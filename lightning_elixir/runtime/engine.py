@@ -92,6 +92,8 @@ class Engine:
         self.comm = comm
         self.precision = precision
         self.moved = TransferBytes()
+        self.redone_steps = 0
+        """Since the last reset: see `Stats`."""
         self.phase = Phase.IDLE
         self._why_closed = "this ElixirModule was closed: its parameters have no values any more"
         self._reduce_dtype = reduce_dtype
@@ -175,7 +177,11 @@ class Engine:
 
     def _new_store(self, plan: Plan) -> ShardStore:
         return ShardStore(
-            self.device, self.comm.world_size, plan.is_storage_distributed, plan.grad_reuses_compute_shard
+            self.device,
+            self.comm.world_size,
+            plan.is_storage_distributed,
+            plan.grad_reuses_compute_shard,
+            plan.has_spare_states,
         )
 
     def _entrances(self) -> list[nn.Module]:
@@ -341,6 +347,7 @@ class Engine:
         self.check_open()
         if self.phase is not Phase.IDLE:
             raise StateError(f"backward cannot start in phase {self.phase.value}")
+        self.reducer.withdraw()  # with gradients that more are added to
         self._check_late({*self.reducer.begun_now()})
         self.interception.check_unwritten(self._versions, "forward and backward")
         self.iterations.begin_backward()
@@ -548,6 +555,8 @@ class Engine:
             DivergenceError: If the ranks are at different points.
         """
         self._prepare_meeting(meeting)
+        if meeting in (Meeting.STATE, Meeting.REPLAN):  # what updates read may be written, and what they write moved
+            self.reducer.withdraw()
         self.synchronize()
         if self.comm.world_size > 1:
             self._agreement.meet(meeting)
@@ -715,17 +724,19 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters since the last reset, and bytes held now."""
-        return take_stats(self.rcache, self.moved, self.held_bytes(), self.last_seconds)
+        return take_stats(self.rcache, self.moved, self.held_bytes(), self.last_seconds, self.redone_steps)
 
     def reset_stats(self) -> None:
         self.rcache.reset_counters()
         self.iterations.traces.forget_misses()
+        self.redone_steps = 0
         self.moved.h2d = self.moved.d2h = self.moved.gathered = self.moved.reduced = 0
 
     def close(self) -> None:
         """Remove all hooks and free replicas and shards; the parameters raise when they are used."""
         if self.phase is Phase.CLOSED:
             return
+        self.reducer.withdraw()
         with suppress(StateError):  # a failed update has nothing left to lose
             self.store.settle_all()
         self._abort_region()

@@ -105,6 +105,9 @@ class Reducer:
         self.on_landed: Callable[[Chunk], None] | None = None
         """Called when all gradients that a chunk can have are on their way to host memory: may begin its update, which
         `note_begun` tells. Further gradients of it are an error then."""
+        self.before_change: Callable[[Collection[int] | None], None] | None = None
+        """Called before the gradients of these chunks (None: of all), or what is updated with them, change or go: an
+        update that has begun with them and can be taken back is of no use any more."""
         self._begun: set[int] = set()  # chunks whose update has begun inside backward, until the step
         self._begun_before: set[int] = set()  # of these, those of an earlier, failed backward over the same batch
         self.is_tracking_square_sums = False
@@ -187,6 +190,7 @@ class Reducer:
     def abandon(self) -> None:
         """Forget this backward (it raised). Earlier gradients stay, unless some of it has been added to them. Those of
         chunks whose update has begun count: a second backward over the same batch finds the same ones."""
+        self.withdraw()
         self._retire(0)
         self._collected.clear()
         self.used -= {key for key in self._used_now if key[0] not in self._begun}
@@ -196,6 +200,11 @@ class Reducer:
             self.has_lost_gradients = is_lost
         self._begun_before = set(self._begun)
         self._begin()
+
+    def withdraw(self, chunk_ids: Collection[int] | None = None) -> None:
+        """Have updates dropped that have begun and can be taken back: of these chunks, None: of all."""
+        if self.before_change is not None:
+            self.before_change(chunk_ids)
 
     def note_begun(self, chunk: Chunk) -> None:
         """The chunk's update has begun, with the gradients that it has now."""
@@ -220,6 +229,10 @@ class Reducer:
         if event is not None:
             event.synchronize()
 
+    def download_of(self, chunk_id: int) -> Event | None:
+        """The end of the chunk's copy to host memory, for one more who waits for it."""
+        return self._downloads.get(chunk_id)
+
     def take_download(self, chunk_id: int) -> Event | None:
         """The end of the chunk's copy to host memory, for somebody else to wait for."""
         return self._downloads.pop(chunk_id, None)
@@ -228,6 +241,7 @@ class Reducer:
         """Drop the gradient of one parameter, as `p.grad = None` does. The same call on every rank."""
         if (chunk.id, index) not in self.used:
             return
+        self.withdraw((chunk.id,))
         self.wait_for_downloads()
         self.used.discard((chunk.id, index))
         self.square_sums.pop(chunk.id, None)
@@ -245,6 +259,7 @@ class Reducer:
         self.has_lost_gradients = False
 
     def _drop(self, chunk_ids: Collection[int]) -> None:
+        self.withdraw(chunk_ids)
         self._store.clear_grads(chunk_ids)
         self.used = {key for key in self.used if key[0] not in chunk_ids}
         for chunk_id in chunk_ids:
@@ -341,6 +356,8 @@ class Reducer:
         chunk, result = item.chunk, item.result[: self._store.optim_numel(item.chunk.spec)]
         shard = self._store.settle(chunk.id)
         item.earlier = shard.grad
+        if shard.grad is not None:
+            self.withdraw((chunk.id,))
         with self._device.reduce_lane.issue(), label("gradients"):
             if self.is_tracking_square_sums and shard.grad is None:
                 bounds = [(s.shard_offset, s.numel) for s in self._segments(chunk)]
