@@ -438,9 +438,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def _watch_gradients(self) -> None:
         """Have updates begin as gradients land, where the plan gives them other memory to write to."""
-        if self._engine.plan.has_spare_states and self.can_stream:
-            self._engine.reducer.on_landed = _weakly(self._begin_ahead)
-            self._engine.reducer.before_change = _weakly(self._withdraw)
+        reducer = self._engine.reducer
+        is_ahead = self._engine.plan.has_spare_states and self.can_stream
+        reducer.on_landed = _weakly(self._begin_ahead) if is_ahead else None
+        reducer.before_change = _weakly(self._withdraw) if is_ahead else None
 
     def _begin_ahead(self, chunk: Chunk) -> None:
         """Have a chunk updated while backward runs, if that is possible, as if the step had come and all gradients were

@@ -188,6 +188,7 @@ def run_script(training: Training, how: How, between: list[Action | None]) -> Se
             seen.values.append(copy.deepcopy(value))
         seen.num_ahead.append(optimizer.num_ahead)
         optimizer.step()
+        assert optimizer.num_ahead == 0
         seen.values.append(optimizer.is_step_skipped)
         seen.redone.append(module.stats().redone_steps)
     seen.result = replace(result_of(module, optimizer), numel=(0, 0, 0))

@@ -185,6 +185,22 @@ def test_the_monitor_does_not_count_as_somebody(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_repeated_step_begins_updates_again_that_can_be_taken_back(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*batches: int) -> TightNet:
+        return TightNet(phase, batches, optimizer="hybrid")
+
+    expected = fit(strategy("after_backward"), make, gradient_clip_val=1e3, **BF16)[2]
+    with slow_updates(monkeypatch):
+        trainer, model, actual = fit(strategy(), lambda: make(2, 5), gradient_clip_val=1e3, **BF16)
+    assert model.shortage.left == []
+    assert trainer.strategy.plan.has_spare_states
+    assert_same_run(actual, expected)
+    assert trainer.strategy.stats().redone_steps == (2 if phase == "backward" else 0)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_repeated_step_takes_up_the_updates_that_have_begun(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those chunks' gradients are not used twice, and nobody else's are lost."""
 
