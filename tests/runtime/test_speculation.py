@@ -63,11 +63,13 @@ def num_with_spares(module: ElixirModule) -> int:
 
 
 @contextmanager
-def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def held_up(monkeypatch: pytest.MonkeyPatch, begun: list[FlatUpdate] | None = None) -> Iterator[threading.Event]:
     """No update goes on before the event is set."""
     gate, run = threading.Event(), FlatUpdate.run
 
     def wait(self: FlatUpdate, **options: Any) -> None:
+        if begun is not None:
+            begun.append(self)
         gate.wait()
         run(self, **options)
 
@@ -135,18 +137,20 @@ def test_updates_begin_inside_backward_and_take_effect(site: str, how: How, monk
     module.close()
 
 
-def test_a_step_of_which_all_was_right_moves_no_bytes_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_which_all_was_right_moves_no_bytes_on_the_host() -> None:
     """The roles change: the compute shard is the memory that values were written to."""
     module, optimizer = new_training(SCALED, "host")
     warm_up((module, optimizer), SCALED)
-    backward((module, optimizer), SCALED, 0)
-    shards = [module.engine.store[c.id] for c in module.engine.chunks]
-    values, old, spares = [[getattr(s, n) for s in shards] for n in ("spare_param", "param", "spare_master")]
-    optimizer.step()
-    assert all(s.param is v and s.spare_param is o for s, v, o in zip(shards, values, old, strict=True))
-    for inner, spare in zip(optimizer._inner.values(), spares, strict=True):
-        assert inner.work is spare
-        assert inner._tensors[0].data_ptr() == spare[inner.places[0].shard_offset :].data_ptr()
+    for number in range(2):
+        backward((module, optimizer), SCALED, number)
+        shards = [module.engine.store[c.id] for c in module.engine.chunks]
+        values, old, spares = [[getattr(s, n) for s in shards] for n in ("spare_param", "param", "spare_master")]
+        optimizer.step()
+        assert all(s.param is v and s.spare_param is o for s, v, o in zip(shards, values, old, strict=True))
+        for inner, spare in zip(optimizer._inner.values(), spares, strict=True):
+            assert inner.work is spare
+            for tensor, place in zip(inner._tensors, inner.places, strict=True):
+                assert tensor.data_ptr() == spare[place.shard_offset :].data_ptr()
     module.close()
 
 
@@ -318,9 +322,10 @@ def fail_in_backward(training: Training) -> None:
 
 
 def fail_between(training: Training) -> None:
-    """An exception after backward is nothing that the engine sees; the next batch begins with `zero_grad`."""
-    training[1].zero_grad()
-    accumulate(training)
+    """After which the user trains on with another batch."""
+    with pytest.raises(KeyboardInterrupt), training[1].unobserved():
+        raise KeyboardInterrupt
+    begin_again(training)
 
 
 def change_the_scale(training: Training) -> None:
@@ -345,6 +350,7 @@ ACTIONS: dict[str, tuple[Action, str]] = {
     "save": (save, "none"),
     "load": (load, "none"),
     "fail_in_backward": (fail_in_backward, "all"),
+    "fail_between": (fail_between, "all"),
 }
 
 
@@ -376,7 +382,7 @@ def check_action(name: str, how: How, site: str, device: torch.device, monkeypat
     assert counts[:2] == [0, 0]
     for count in with_speculation:
         assert {"all": count == num_chunks, "some": 0 < count < num_chunks, "none": count == 0}[kept]
-    is_dropped = kept != "all" or name in ("begin_again", "fail_in_backward")
+    is_dropped = kept != "all" or name in ("begin_again", "fail_in_backward", "fail_between")
     assert seen.redone == [1, 1, 1, 2, 2] if is_dropped else [0, 0, 0, 0, 0]
 
 
@@ -421,10 +427,7 @@ def test_an_overflow_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch
         optimizer.backward(ZOO["gpt2"].loss(module, 31) * float("inf"))
         return None
 
-    def states(training: Training) -> Any:
-        return save(training)
-
-    seen = check_between(SCALED, [None, overflow, states, None], monkeypatch)
+    seen = check_between(SCALED, [None, overflow, save, None], monkeypatch)
     assert [v for v in seen.values if v is True] == [True]  # skipped once
     assert seen.redone == [0, 1, 2, 2]
 
@@ -456,15 +459,8 @@ def test_what_has_not_begun_is_cancelled_and_what_runs_is_waited_for(monkeypatch
     how = HOWS["bf16"]
     training = module, optimizer = new_training(how, "host")
     warm_up(training, how)
-    run, ran, gate = FlatUpdate.run, [], threading.Event()
-
-    def noted(self: FlatUpdate, **options: Any) -> None:
-        ran.append(self)
-        gate.wait()
-        run(self, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FlatUpdate, "run", noted)
+    ran: list[FlatUpdate] = []
+    with held_up(monkeypatch, ran) as gate:
         backward(training, how, 0)
         while len(ran) < 2:  # two threads take one each
             pass
