@@ -284,8 +284,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self._clip(self.max_norm, used)
         self.is_step_skipped = self.scaler.enabled and not self._is_finite(used)
         if self.is_step_skipped:
-            self._speculation.withdraw()
-            self._times = self._last_record = None
+            self._times = self._last_record = None  # what has begun goes with its gradients
         else:
             self._update(used)
         is_plain = not self.is_step_skipped and all(change == ("factor", 1.0) for change in self._transforms)

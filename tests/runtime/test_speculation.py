@@ -474,6 +474,18 @@ def test_what_has_not_begun_is_cancelled_and_what_runs_is_waited_for(monkeypatch
     module.close()
 
 
+def test_nothing_begins_where_gradients_will_be_clamped() -> None:
+    training = module, optimizer = new_training(HOWS["bf16"], "host")
+    warm_up(training, HOWS["bf16"])
+    optimizer.clip_grad_value_(1.0)
+    backward(training, HOWS["bf16"], 0)
+    assert optimizer.num_ahead == 0
+    optimizer.step()
+    backward(training, HOWS["bf16"], 1)
+    assert optimizer.num_ahead > 0
+    module.close()
+
+
 class _Twice(nn.Module):
     """A layer inside and outside of reentrant checkpointing: its gradient hook fires twice in one backward."""
 
@@ -513,6 +525,54 @@ def test_a_gradient_that_comes_late_runs_the_update_again(monkeypatch: pytest.Mo
         actual, redone = train(True)
     assert_same_value(actual, expected)
     assert redone == 1
+
+
+class _Sometimes(nn.Module):
+    """Half of it is used in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.second = nn.Linear(64, 64)
+        self.is_whole = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return (self.second(x) if self.is_whole else x).square().mean()
+
+
+def test_parameters_that_come_and_go_wait_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of a chunk gets no gradient, or has no states yet."""
+
+    def train(is_ahead: bool) -> tuple[Any, Any, list[int]]:
+        torch.manual_seed(0)
+        model = _Sometimes()
+        plan = make_plan(model, placement_policy="cpu", chunk_size=20 * 1024, compute_dtype=torch.bfloat16)
+        assert len(plan.chunks) == 1
+        if is_ahead:
+            plan = replace(plan, update_timing=INSIDE, has_spare_states=True)
+        inner = HybridAdam(model.parameters(), lr=0.1)
+        module = ElixirModule(model, plan, dtype=torch.bfloat16)
+        optimizer = ElixirOptimizer(module, inner)
+        num_ahead = []
+        for number, is_whole in enumerate([False, False, True, True, True, True, False, True]):
+            model.is_whole = is_whole
+            if number == 4:
+                state = copy.deepcopy(optimizer.state_dict())
+                del state["state"][2]
+                optimizer.load_state_dict(state)
+            optimizer.backward(module(torch.ones(2, 64) + number))
+            num_ahead.append(optimizer.num_ahead)
+            optimizer.step()
+        found = module.full_state_dict(), optimizer.state_dict()["state"], num_ahead
+        module.close()
+        return found
+
+    *expected, _ = train(False)
+    with slow_updates(monkeypatch):
+        *actual, num_ahead = train(True)
+    assert_same_value(actual, expected)
+    assert num_ahead == [0, 0, 0, 1, 0, 1, 0, 0]  # as long as it is taken for what it was the last time
 
 
 # Plans, memory, ranks
