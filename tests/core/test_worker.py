@@ -256,6 +256,7 @@ def test_threads_work_side_by_side_inside_their_context() -> None:
 
 
 def test_work_is_done_and_threads_end_when_the_worker_goes() -> None:
+    gc.collect()  # what earlier tests have left
     before = threading.active_count()
     done: list[int] = []
     worker = Worker("test")
