@@ -28,9 +28,13 @@ log = logging.getLogger(__name__)
 
 def accumulates_gradients(trainer: Trainer, module: LightningModule) -> bool:
     """Whether gradients of several backwards may be added up before a step."""
+    return not module.automatic_optimization or _most_backwards(trainer) > 1
+
+
+def _most_backwards(trainer: Trainer) -> int:
+    """Before a step, under automatic optimization."""
     schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-    most = max([trainer.accumulate_grad_batches, *(n for s in schedulers for n in s.scheduling.values())])
-    return most > 1 or not module.automatic_optimization
+    return max([trainer.accumulate_grad_batches, *(n for s in schedulers for n in s.scheduling.values())])
 
 
 class FitRun:
@@ -69,6 +73,7 @@ class FitRun:
         self._report = None if config.report_dir is None else RunReport(config.report_dir)
         engine = holding.engine.engine
         engine.set_memory_limit(holding.budget.gpu_bytes)
+        engine.expect_accumulation(module.automatic_optimization and _most_backwards(trainer) > 1)
         self.warm_up = WarmUp(
             holding,
             planner,

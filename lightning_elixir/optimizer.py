@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import weakref
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_elixir.core.device import Event
 from lightning_elixir.core.labels import label
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.core.worker import Task, TaskEvent
 from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRunner, UpdateTimes
@@ -33,6 +36,7 @@ from lightning_elixir.runtime.whole import gather_whole, in_memory_order
 if TYPE_CHECKING:
     from lightning_elixir.wrapper import ElixirModule
 
+log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -106,6 +110,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.is_step_skipped = False
         self._transforms: list[tuple[str, float]] = []
         self._last_norm: float | None = None
+        self._wanted_norm_type: float | None = None  # somebody asks for norms
         self._scratches: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._runner = UpdateRunner(self._engine.device, num_update_threads)
         self._early: dict[int, Task] = {}  # chunk id -> its update, begun inside backward
@@ -131,7 +136,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def _build_inner(self) -> None:
         engine = self._engine
-        self._shape = tuple(len(g["params"]) for g in self.param_groups)
+        self._shape = self._group_sizes()
         group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
         for chunk in engine.chunks:
             if not chunk.spec.requires_grad:
@@ -147,6 +152,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
             empty = partial(engine.store.empty, tier=chunk.spec.optim_tier)
             shard = engine.own_shard(chunk)
             self._inner[chunk.id] = SegmentOptimizer(self._cls, shard, places, self.param_groups, empty)
+
+    def _group_sizes(self) -> tuple[int, ...]:
+        return tuple(len(g["params"]) for g in self.param_groups)
 
     @property
     def can_stream(self) -> bool:
@@ -266,7 +274,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        with label("step"):
+        with label("step"), deferred():  # a step is done, or is not: half of it cannot be saved
             self._step()
         # The user's own `step` never runs; a learning-rate scheduler built on it would warn about that.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -275,13 +283,15 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         engine = self._engine
         engine.begin_step()
-        if tuple(len(g["params"]) for g in self.param_groups) != self._shape:
+        if self._group_sizes() != self._shape:
             check_parameters(engine, self)
             engine.synchronize()
             self._rebuild()
         used = self._used()
         if self.max_norm > 0:
             self._clip(self.max_norm, used)
+        elif self._wanted_norm_type is not None and not self._transforms:
+            self._last_norm = self._norm(used, self._wanted_norm_type)
         self.is_step_skipped = self.scaler.enabled and not self._is_finite(used)
         if self.is_step_skipped:
             self._times = self._last_record = None  # what has begun goes with its gradients
@@ -313,22 +323,25 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self._reserve_states(chunk)
         if any(c.spec.is_update_streamed for c in chunks):
             self._runner.reserve_stream()
-        needs = engine.first_needs()
         early, self._early = self._early, {}
         record, self._record = self._record or UpdateRecord(), None
         record.start()
         ahead = self._confirmed(chunks, used)
         with self._all_or_nothing():
             near = [c for c in chunks if c.spec.optim_tier is Tier.GPU]
-            others = sorted((c for c in chunks if c.spec.optim_tier is not Tier.GPU), key=lambda c: _place(c, needs))
+            others = [c for c in chunks if c.spec.optim_tier is not Tier.GPU]
+            needs = engine.first_needs() if others else {}
+            others.sort(key=lambda c: _place(c, needs))
             now = engine.device.compute_event()  # all reads of old values come before
+            if early.keys() - {c.id for c in others}:
+                raise StateError("gradients were dropped whose updates had begun inside backward")
             begun = {**early, **{i: one.task for i, one in ahead.items()}}
             if begun:
                 self._runner.reorder({task: _place(engine.chunks[i], needs) for i, task in begun.items()})
             for chunk in others:
                 order = _place(chunk, needs)
                 if chunk.id in ahead:
-                    self._commit(chunk, ahead[chunk.id], now, record, order)
+                    self._commit(chunk, now, record, order)
                 elif chunk.id in early:
                     self._take_over(chunk, early[chunk.id], now, record, order)
                 else:
@@ -378,21 +391,22 @@ class ElixirOptimizer(torch.optim.Optimizer):
         ready = [e for e in (self._engine.reducer.take_download(chunk.id), chunk.ready) if e is not None]
         is_near = self._is_param_near(chunk)
         is_streamed = chunk.spec.is_update_streamed
+        uploads: list[tuple[Tensor, Tensor]] = []
+        cast: tuple[Tensor, Tensor] | None = None
         if grad is not None and self._fits_over_grad(chunk, target, grad, members) and not (is_near and is_streamed):
-            updates = self._adam_updates(chunk, members, grad)
-            job = ChunkUpdate(updates, is_streamed, tuple(ready), now, self._ways_up(chunk, members))
-            task = self._runner.submit(job, record, order=order)
+            updates, uploads = self._adam_updates(chunk, members, grad), self._ways_up(chunk, members)
             self._exchange(chunk)
         elif shard.is_param_overwritten and shard.param is not None and shard.master is not None:
             # Gradients lie where parameters were that get no update: those come from the master again.
-            updates = self._adam_updates(chunk, members, None)
-            job = ChunkUpdate(updates, is_streamed, tuple(ready), now, cast=(shard.master, shard.param))
-            task = self._runner.submit(job, record, order=order)
+            updates, cast = self._adam_updates(chunk, members, None), (shard.master, shard.param)
             shard.is_param_overwritten = False
+            ready.append(now)  # backward may still read the parameters that are written
         else:
             updates = self._adam_updates(chunk, members, target, is_compute_on_device=is_near)
-            task = self._runner.submit(ChunkUpdate(updates, is_streamed, tuple(ready), now), record, order=order)
-        self._announce(chunk, task)
+            if not is_near:
+                ready.append(now)  # likewise
+        job = ChunkUpdate(updates, is_streamed, tuple(ready), now, uploads, cast)
+        self._announce(chunk, self._runner.submit(job, record, order=order))
 
     def _begin_early(self, chunk: Chunk) -> None:
         """Have a chunk updated while backward runs, if that is possible: all its gradients are on their way to host
@@ -400,6 +414,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         inner, shard = self._inner.get(chunk.id), self._engine.store[chunk.id]
         members, grad, target = self._members.get(chunk.id, set()), shard.grad, self._write_back_target(chunk)
         if inner is None or grad is None or not inner.has_states or shard.is_param_overwritten:
+            return
+        if self._engine.is_touched(chunk.id):
             return
         if not self._fits_over_grad(chunk, target, grad, members):
             return
@@ -438,6 +454,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _watch_gradients(self) -> None:
         """Have updates begin as gradients land, where the plan gives them other memory to write to."""
         reducer = self._engine.reducer
+        reducer.withdraw()  # what an earlier optimizer has begun
         is_ahead = self._engine.plan.has_spare_states and self.can_stream
         reducer.on_landed = _weakly(self._begin_ahead) if is_ahead else None
         reducer.before_change = _weakly(self._withdraw) if is_ahead else None
@@ -461,9 +478,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
         download, record = self._engine.reducer.download_of(chunk.id), UpdateRecord()
         with torch.no_grad():
             updates = self._updates_ahead(chunk, members)
-            job = ChunkUpdate(updates, chunk.spec.is_update_streamed, () if download is None else (download,))
+        job = ChunkUpdate(updates, chunk.spec.is_update_streamed, () if download is None else (download,))
+        with deferred():  # one that runs and that nobody knows of could not be dropped
             task = self._runner.submit(job, record, order=len(self._speculation))
-        self._speculation.add(chunk.id, Begun(updates, task, record))
+            self._speculation.add(chunk.id, Begun(updates, task, record))
 
     def _updates_ahead(self, chunk: Chunk, members: set[int]) -> list[FlatUpdate]:
         """The chunk's next update into its spares, as it would be now; nothing is counted."""
@@ -485,16 +503,18 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _confirmed(self, chunks: Sequence[Chunk], used: Mapping[int, set[int]]) -> dict[int, Begun]:
         """The updates that have begun and are what the step wants, by chunk id; the others are dropped."""
         found: dict[int, Begun] = {}
-        for chunk in chunks:
-            if self._speculation.has(chunk.id) and self._inner[chunk.id].has_states_of(used[chunk.id]):
-                begun = self._speculation.take(chunk.id, self._updates_ahead(chunk, used[chunk.id]))
+        for chunk in chunks if self._speculation else ():
+            if self._inner[chunk.id].has_spares and self._inner[chunk.id].has_states_of(used[chunk.id]):
+                begun = self._speculation.find(chunk.id, self._updates_ahead(chunk, used[chunk.id]))
                 if begun is not None:
                     found[chunk.id] = begun
-        self._speculation.withdraw()
+        self._speculation.withdraw(but=found)
         return found
 
-    def _commit(self, chunk: Chunk, begun: Begun, now: Event, record: UpdateRecord, order: float) -> None:
+    def _commit(self, chunk: Chunk, now: Event, record: UpdateRecord, order: float) -> None:
         """The step of an update that has begun in backward: states and spares change roles."""
+        begun = self._speculation.take(chunk.id)
+        self._engine.reducer.take_download(chunk.id)  # it waits for that itself
         shard, inner, members = self._engine.store[chunk.id], self._inner[chunk.id], self._members[chunk.id]
         new, values = shard.spare_master, shard.spare_param
         if new is None or values is None:
@@ -509,7 +529,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             job = ChunkUpdate((), is_streamed, (), now, uploads)
             task = self._runner.submit(job, record, order=order, after=task)
         elif target is not None and target is not shard.param:  # a slice of what every rank keeps whole
-            ready = () if chunk.ready is None else (chunk.ready,)
+            ready = (now,) if chunk.ready is None else (now, chunk.ready)
             job = ChunkUpdate((), is_streamed, ready, cast=(values, target))
             task = self._runner.submit(job, record, order=order, after=task)
         else:
@@ -556,7 +576,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def unobserved(self, is_unobserved: bool = True) -> Iterator[None]:
         """Inside, backward comes and then `step`, and nobody looks at gradients or parameters in between, changes a
         learning rate, or decides not to step. Where the plan says so and nothing global is needed, updates then begin
-        inside backward.
+        inside backward; Ctrl-C and the like then wait for the end of the step.
 
         Args:
             is_unobserved: False: none of this is promised.
@@ -566,20 +586,34 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 use then.
         """
         engine = self._engine
-        is_possible = is_unobserved and self.can_stream and self._timing is UpdateTiming.INSIDE_BACKWARD
-        is_possible &= not engine.plan.has_spare_states  # then nobody has to promise anything
-        if not is_possible or self.scaler.enabled or self._transforms or engine.reducer.is_tracking_square_sums:
+        if not is_unobserved or not self._can_begin_early():
             yield
             return
-        engine.reducer.on_landed = self._begin_early
-        try:
-            yield
-        finally:
-            engine.reducer.on_landed = None
-            if self._early:
-                self._early, self._record = {}, None
-                engine.give_up("between the begin of its updates, inside backward, and the step")
-        engine.check_open()
+        with deferred():
+            engine.reducer.on_landed, engine.reducer.is_step_next = self._begin_early, True
+            try:
+                yield
+            finally:
+                engine.reducer.on_landed, engine.reducer.is_step_next = None, False
+                if self._early:
+                    self._early, self._record = {}, None
+                    engine.give_up(
+                        "between the begin of its updates, inside backward, and the step",
+                        "or use update_timing='behind_forward', which begins no update before its step",
+                    )
+            engine.check_open()
+
+    def _can_begin_early(self) -> bool:
+        """Whether nothing that is known before backward speaks against it."""
+        if not self.can_stream or self._timing is not UpdateTiming.INSIDE_BACKWARD:
+            return False
+        if self._engine.plan.has_spare_states:  # then nobody has to promise anything
+            return False
+        if self.scaler.enabled or self.max_norm > 0 or self._transforms:
+            return False
+        has_new_groups = self._group_sizes() != self._shape
+        has_hooks = bool(self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        return not (has_new_groups or has_hooks or self._engine.reducer.is_tracking_square_sums)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -619,8 +653,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """One of torch's own optimizers, each shard where it is."""
         start_s = time.perf_counter()
         self._engine.reducer.wait_for_downloads()
+        self._engine.device.compute_event().synchronize()  # backward may still read host shards
         for chunk in chunks:
-            if chunk.ready is not None:  # an upload that nobody needed may still read a host shard
+            if chunk.ready is not None:  # and so may an upload that nobody needed
                 chunk.ready.synchronize()
         adam_s = 0.0
         numel = dict.fromkeys(Tier, 0)
@@ -714,13 +749,19 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Total norm of the gradients as they are now (unscaled, clipped if clipping was asked for), or, after a step,
-        of those that it found before clipping them. Collective. 0-dim fp32."""
+        of those that it found before clipping them. Collective. 0-dim fp32.
+
+        A step that does not clip computes a norm only once somebody has asked for one: nan after one that did not.
+        """
         engine = self._engine
         engine.meet(Meeting.GRADIENTS)
         engine.reducer.is_tracking_square_sums = True
         used = self._used()
-        if not used and self._last_norm is not None:
-            return torch.tensor(self._last_norm, dtype=torch.float32)
+        self._wanted_norm_type = norm_type
+        if not used:
+            if self._last_norm is None:
+                log.warning("the last step did not need the norm of its gradients; it is computed from now on")
+            return torch.tensor(math.nan if self._last_norm is None else self._last_norm, dtype=torch.float32)
         self._last_norm = self._norm(used, norm_type)
         return torch.tensor(self._last_norm, dtype=torch.float32)
 
@@ -766,6 +807,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         bounds = [(s.shard_offset, s.numel) for s in self._segments[chunk_id]]
         if grad is None:
             return torch.zeros(len(bounds), dtype=torch.float64)
+        if self._engine.reducer.has_begun(chunk_id):
+            self._engine.check_whole()
         self._engine.reducer.wait_for_download(chunk_id)
         measure = absolute_max if is_max else square_sums
         if self._transforms:

@@ -263,7 +263,8 @@ class Planner:
     def _check_given(self, plan: Plan, budget: Budget) -> None:
         """Raises `CapacityError` if a plan of the user's takes more than there is, activations not counted."""
         data_bytes = data_bytes_of(master_weights=self._master_weights, accumulates=self._accumulates)
-        use = memory_use(plan.chunks, plan.rcache_blocks, scheme_of(plan, data_bytes))
+        scheme = scheme_of(plan, data_bytes, accumulates=self._accumulates)
+        use = memory_use(plan.chunks, plan.rcache_blocks, scheme)
         for name, nbytes, limit in (
             ("GPU memory", use.gpu_bytes, budget.gpu_bytes),
             ("host memory", use.host_bytes, budget.cpu_bytes),
@@ -299,8 +300,7 @@ class Planner:
         return replace(largest, rcache_blocks=min(largest.rcache_blocks, smallest.rcache_blocks))
 
     def _roomy_plan(self, model: nn.Module, plan: Plan, budget: Budget, facts: OptimizerFacts) -> Plan:
-        """As `_safe_plan`, where the device must take what the host cannot: the more is left to activations, the
-        better."""
+        """As `_safe_plan`, where the device must take what the host cannot: leaves as much to activations as it can."""
         for share in _SHARES_LEFT:
             try:
                 roomy = replace(budget, non_model_bytes=int((budget.gpu_bytes or 0) * share))

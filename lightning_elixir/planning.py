@@ -270,7 +270,7 @@ def timeline_of(
     data_bytes = data_bytes_of(master_weights=master_weights, num_states=num_states, accumulates=accumulates)
     packed = tuple(PackedChunk(c.dtype, c.requires_grad, c.numel, c.members) for c in plan.chunks)
     over_chunks = profile if isinstance(profile, StepProfile) else step_profile(profile, packed, hardware)
-    scheme = scheme_of(plan, data_bytes, STREAM_BYTES)
+    scheme = scheme_of(plan, data_bytes, STREAM_BYTES, accumulates=accumulates)
     return simulate_step(
         plan,
         over_chunks,

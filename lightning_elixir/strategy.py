@@ -181,6 +181,7 @@ class ElixirStrategy(ProcessStrategy):
         self._accumulates = False
         self._num_backwards = 1
         self._threads: ThreadPlan | None = None
+        self._is_timing_told = False
         self._evaluation: RepeatableStep | None = None
         self._fit_run: FitRun | None = None
         super().__init__(
@@ -352,7 +353,9 @@ class ElixirStrategy(ProcessStrategy):
         )
         is_inside_wanted = wanted in ("auto", "inside_backward")
         needs_global_norm = not can_begin_early and plugin.is_mixed and needs_norm_or_scale(self._module)
-        if wanted == "inside_backward" and not can_begin_early and not needs_global_norm:
+        is_impossible = wanted == "inside_backward" and not can_begin_early and not needs_global_norm
+        if is_impossible and not self._is_timing_told:
+            self._is_timing_told = True
             log.warning(
                 "update_timing='inside_backward' is not possible here (it takes bf16-mixed precision, automatic "
                 "optimization, no clipping by value, no reduce_dtype and no hook between backward and step): updates "

@@ -187,7 +187,7 @@ class CpuDevice:
 
 class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event(blocking=True)  # whoever waits on the host leaves its core to the updates
         self._event.record(stream)
 
     def wait(self) -> None:
@@ -448,6 +448,13 @@ def _driver_version() -> str:
 def current_device(device: torch.device) -> AbstractContextManager[None]:
     """Inside, what names no device goes to this one."""
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+@contextmanager
+def working_on(device: torch.device) -> Iterator[None]:
+    """What a thread of ours needs around its work: it inherits neither the device nor the gradient mode."""
+    with torch.no_grad(), current_device(device):
+        yield
 
 
 def release_cached_memory(device: torch.device) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from lightning_elixir.core.device import Event
 from lightning_elixir.core.labels import label
+
+log = logging.getLogger(__name__)
+
+_LONGEST_END_S = 60.0
+"""How long the end of a program waits for work under way: a device that waits for a lost peer never ends."""
 
 Work = Callable[[], Event | None]
 """What a task does. If it returns an event, the task is over when that moment has come, and the thread goes on."""
@@ -26,7 +34,8 @@ class Task:
         self._after = after
         self._event = event
         self._is_over = False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """What the work raised."""
         self._followers: list[Callable[[], None]] = []
 
     def is_over(self) -> bool:
@@ -39,23 +48,23 @@ class Task:
         Raises:
             BaseException: What the work raised, every time.
         """
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+    def join(self) -> None:
+        """As `wait`, whether or not the work has failed."""
         if not self._is_over:
             with label("wait for update"):
                 self._pool.wait_for(self)
-        if self._error is not None:
-            raise self._error
 
     def cancel(self) -> None:
         """Have it not begun any more, where that is possible: then it is over, and failed."""
         self._pool.cancel(self)
 
-    def wait_quietly(self) -> None:
-        """As `wait`, for somebody who does not want the result; raises nothing."""
-        if not self._is_over:
-            self._pool.wait_for(self)
-
     def then(self, follower: Callable[[], None]) -> None:
-        """Call it when the work is over, failed or not: on the thread that did it, or right here if that is past."""
+        """Call it when the work is done, or has failed: on the thread that did it, before the task counts as over; or
+        right here if that is past. It must not wait for the task, nor raise."""
         with self._pool.changed:
             if not self._is_over:
                 self._followers.append(follower)
@@ -68,12 +77,15 @@ class Task:
         return self._after is None or self._after._is_over
 
     def _is_prepared(self) -> bool:
-        return self._event is None or self._event.is_over()
+        try:
+            return self._event is None or self._event.is_over()
+        except Exception:  # the device failed: let the task run, and have it say so
+            return True
 
     def _run(self) -> Event | None:
         work, self._work = self._work, None
-        if self._after is not None and self._after._error is not None:
-            raise self._after._error
+        if self._after is not None and self._after.error is not None:
+            raise self._after.error
         if self._event is not None:
             self._event.synchronize()
         return work() if work is not None else None
@@ -83,16 +95,16 @@ class TaskEvent:
     """The end of a task, as an `Event`: device and host alike wait for it on the host."""
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        self.task = task
 
     def wait(self) -> None:
-        self._task.wait()
+        self.task.wait()
 
     def synchronize(self) -> None:
-        self._task.wait()
+        self.task.wait()
 
     def is_over(self) -> bool:
-        return self._task.is_over()
+        return self.task.is_over()
 
 
 class LateEvent:
@@ -123,8 +135,9 @@ class LateEvent:
     def _on_over(self) -> None:
         issue, self._issue = self._issue, None
         try:
-            self._task.wait()  # raises what the task raised
-            if issue is not None:
+            if self._task.error is not None:
+                self._error = self._task.error
+            elif issue is not None:
                 self._event = issue()
         except BaseException as error:
             self._error = error
@@ -149,10 +162,13 @@ class _Pool:
         self._waiting: list[Task] = []
         self._num_unfinished = 0
         self._is_stopped = False
+        self._failure: BaseException | None = None
         self._process = os.getpid()
 
     def add(self, task: Task) -> None:
         with self.changed:
+            if self._is_stopped:
+                raise RuntimeError("a worker that was closed, or has failed, takes no more tasks") from self._failure
             self._waiting.append(task)
             self._num_unfinished += 1
             self.changed.notify_all()
@@ -186,18 +202,27 @@ class _Pool:
                 if order is not None:
                     task._order = order
 
-    def stop(self, threads: list[threading.Thread]) -> None:
+    def stop(self) -> None:
+        """Have the threads end when all tasks are done. Waits for nothing: the garbage collector may call it."""
         if os.getpid() != self._process:
             return  # a fork has our lock, perhaps closed, and none of our threads
         with self.changed:
             self._is_stopped = True
             self.changed.notify_all()
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join()
 
     def serve(self) -> None:
         """What each thread does."""
+        try:
+            self._serve()
+        except BaseException as error:  # nobody shall wait for ever for what no thread will do
+            with self.changed:
+                left, self._waiting = self._waiting, []
+                self._is_stopped, self._failure = True, error
+            for task in left:
+                self._finish(task, error)
+            log.exception("a thread of %d tasks that it leaves undone has failed", len(left))
+
+    def _serve(self) -> None:
         in_flight: list[tuple[Task, Event]] = []
         with self._context():
             while True:
@@ -250,15 +275,18 @@ class _Pool:
                 self.changed.wait()
 
     def _finish(self, task: Task, error: BaseException | None) -> None:
-        with self.changed:
-            task._error = error
-            task._is_over = True
-            task._after = task._event = None
-            followers, task._followers = task._followers, []
-            self._num_unfinished -= 1
-            self.changed.notify_all()
-        for follower in followers:
-            follower()  # raises nothing: each keeps its errors for whoever asks
+        task.error = error
+        while True:
+            with self.changed:
+                followers, task._followers = task._followers, []
+                if not followers:
+                    task._is_over = True
+                    task._after = task._event = None
+                    self._num_unfinished -= 1
+                    self.changed.notify_all()
+                    return
+            for follower in followers:
+                follower()
 
 
 class Worker:
@@ -283,8 +311,11 @@ class Worker:
         self._num_threads = num_threads
         self._pool = _Pool(context, most_in_flight)
         self._threads: list[threading.Thread] = []
-        # Also when the interpreter ends, while there are modules yet.
-        self._finalizer = weakref.finalize(self, self._pool.stop, self._threads)
+        weakref.finalize(self, self._pool.stop).atexit = False
+        # Threads must not work on memory that an ending interpreter frees.
+        self._at_exit = partial(_end, self._pool, self._threads)
+        atexit.register(self._at_exit)
+        weakref.finalize(self, atexit.unregister, self._at_exit).atexit = False
 
     def submit(self, work: Work, *, order: float = 0.0, after: Task | None = None, event: Event | None = None) -> Task:
         """Have work done.
@@ -314,4 +345,11 @@ class Worker:
 
     def close(self) -> None:
         """Do what is left and end the threads. No task may follow."""
-        self._finalizer()
+        self._at_exit()
+
+
+def _end(pool: _Pool, threads: list[threading.Thread]) -> None:
+    pool.stop()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_LONGEST_END_S)

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_elixir.core.device import Device, Event, Uploads, current_device
+from lightning_elixir.core.device import Device, Event, Uploads, working_on
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.optim.streaming import StateStream
@@ -147,7 +146,7 @@ class UpdateRunner:
         self._uploads = Uploads(device, self._lane)
         self._staging = threading.Lock()
         self._stream = StateStream(device)
-        context = partial(_working, device.torch_device)
+        context = partial(working_on, device.torch_device)
         self._host = Worker("elixir-update", num_threads=2, context=context)
         self._streamer = Worker("elixir-stream", context=context, most_in_flight=_STREAMED_IN_FLIGHT)
 
@@ -355,10 +354,3 @@ class _All:
 
     def is_over(self) -> bool:
         return all(event.is_over() for event in self._events)
-
-
-@contextmanager
-def _working(device: torch.device) -> Iterator[None]:
-    """What a thread of ours needs around its work."""
-    with torch.no_grad(), current_device(device):
-        yield

@@ -98,6 +98,7 @@ class SegmentOptimizer:
         self._empty = empty
         self._moments: tuple[Tensor, ...] = ()  # Adam: `_MOMENTS`, once there are any
         self._spare_moments: tuple[Tensor, ...] = ()  # memory for the next ones, where these must stay as they are
+        self._counts: dict[int, int] = {}  # Adam: position -> updates so far; no tensors, which took long
         # Where each segment's moments begin: as far apart as in the shard where segments follow each other there.
         sizes = [-(-p.numel // ALIGN_NUMEL) * ALIGN_NUMEL for p in places]
         self._starts = [0, *itertools.accumulate(sizes)]
@@ -150,7 +151,7 @@ class SegmentOptimizer:
 
     def has_states_of(self, members: Collection[int]) -> bool:
         """Whether the segments of all these members have been updated before, or have states from elsewhere."""
-        return all(self.state_of(i) for i, place in enumerate(self.places) if place.member_index in members)
+        return all(i in self._counts for i, place in enumerate(self.places) if place.member_index in members)
 
     def spans(self, members: Collection[int]) -> list[slice]:
         """Where in the shard the used segments lie, runs of them as one; what `adam_updates` describes."""
@@ -183,17 +184,17 @@ class SegmentOptimizer:
             part = work[place.shard_offset : place.shard_offset + place.numel]
             # The same object over other memory: states are kept by it.
             tensor.set_(part.untyped_storage(), part.storage_offset(), part.shape, part.stride())
-            state = self.state_of(position)
-            if state:
-                state.update(self._moments_at(position))
+            if self._inner is not None and position in self._counts:
+                self._inner.state[tensor].update(self._moments_at(position))
 
     def start_states(self, members: Collection[int]) -> None:
         """Adam: zero moments and a step count of zero for the segments of `members` that have none yet."""
         self.allocate_moments()
         for position, place in enumerate(self.places):
-            if self._inner is not None and place.member_index in members and not self.state_of(position):
+            if self._inner is not None and place.member_index in members and position not in self._counts:
                 moments = {key: view.zero_() for key, view in self._moments_at(position).items()}
-                self._inner.state[self._tensors[position]] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+                self._inner.state[self._tensors[position]] = moments
+                self._counts[position] = 0
 
     def adam_updates(
         self,
@@ -227,7 +228,7 @@ class SegmentOptimizer:
         """The described update of these members is their next step."""
         for position, place in enumerate(self.places):
             if place.member_index in members:
-                self.state_of(position)["step"] += 1
+                self._counts[position] += 1
 
     def describe(
         self,
@@ -260,8 +261,8 @@ class SegmentOptimizer:
             span = _span(first, self.places[run[-1]])
             parts = []
             for position in run:
-                place, state = self.places[position], self.state_of(position)
-                start, step = place.shard_offset - first.shard_offset, int(state["step"].item()) + 1
+                place = self.places[position]
+                start, step = place.shard_offset - first.shard_offset, self._counts[position] + 1
                 parts.append(UpdatePart(start, place.numel, step, hyper[place.group_index]))
             at = slice(self._starts[run[0]], self._starts[run[0]] + span.stop - span.start)
             exp_avg, exp_avg_sq = (m[at] for m in self._moments)
@@ -298,10 +299,12 @@ class SegmentOptimizer:
         return runs
 
     def state_of(self, position: int) -> dict[str, Any]:
-        """State of the segment at `places[position]`; empty before its first update."""
+        """State of the segment at `places[position]`, as torch's optimizers have it; empty before its first update."""
         if self._inner is None:
             return {}
         state: dict[str, Any] = self._inner.state.get(self._tensors[position], {})
+        if self.is_adam and state:
+            return {"step": torch.tensor(float(self._counts[position]), dtype=torch.float32), **state}
         return state
 
     def set_state(self, position: int, state: Mapping[str, Any]) -> None:
@@ -316,7 +319,8 @@ class SegmentOptimizer:
         """
         if self._inner is None:
             return
-        taken = {k: self._copied(k, v) for k, v in state.items() if not (self.is_adam and k in _MOMENTS)}
+        taken = {k: self._copied(k, v) for k, v in state.items() if not (self.is_adam and k in ("step", *_MOMENTS))}
+        self._counts.pop(position, None)
         if self.is_adam and state:
             missing = [key for key in ("step", *_MOMENTS) if key not in state]
             if missing:
@@ -324,7 +328,7 @@ class SegmentOptimizer:
                     f"a state to load into Adam holds {sorted(state)}, but not {missing}: it was saved by another "
                     "optimizer"
                 )
-            taken["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
+            self._counts[position] = int(state["step"])
             self.allocate_moments()
             for key, view in self._moments_at(position).items():
                 is_there = state[key].device == view.device and state[key].data_ptr() == view.data_ptr()

@@ -6,6 +6,10 @@ states, so that nothing is lost. The step then describes the update that it want
 (the same factor, settings, step counts, gradients and memory), spares and states change roles, and no bit tells when it
 ran; everywhere else the begun one is dropped, and the wanted one runs from the old states. So nobody has to promise
 anything about what happens between backward and step.
+
+With several ranks, norm and overflow are the same on all of them, and so is what they do about it. Where something
+happened to one rank alone (a write, a failed thread), that rank alone runs its updates again: they are of its own
+shards, with the same bits, and no collective depends on when they ran.
 """
 
 from __future__ import annotations
@@ -60,6 +64,7 @@ class Speculation:
 
     def __init__(self) -> None:
         self._begun: dict[int, Begun] = {}
+        self._dropped: list[Begun] = []  # and not known to be over yet: they may read gradients, and write to spares
         self._caution = Caution()
         self._has_withdrawn = False
 
@@ -75,34 +80,36 @@ class Speculation:
         """An update has begun."""
         self._begun[chunk_id] = begun
 
-    def has(self, chunk_id: int) -> bool:
-        return chunk_id in self._begun
+    def find(self, chunk_id: int, wanted: Sequence[FlatUpdate]) -> Begun | None:
+        """What has begun for a chunk, if that is what the step wants, and has not failed as far as one can see."""
+        begun = self._begun.get(chunk_id)
+        if begun is None or begun.task.error is not None or len(begun.updates) != len(wanted):
+            return None
+        return begun if all(a.is_same_as(b) for a, b in zip(begun.updates, wanted, strict=True)) else None
 
-    def take(self, chunk_id: int, wanted: Sequence[FlatUpdate]) -> Begun | None:
-        """What has begun for a chunk, if that is what the step wants; it stays with the others if not."""
-        begun = self._begun[chunk_id]
-        if len(begun.updates) != len(wanted):
-            return None
-        if not all(a.is_same_as(b) for a, b in zip(begun.updates, wanted, strict=True)):
-            return None
+    def take(self, chunk_id: int) -> Begun:
+        """What has begun for a chunk is the step's from now on."""
         return self._begun.pop(chunk_id)
 
-    def withdraw(self, chunk_ids: Collection[int] | None = None) -> None:
-        """Drop what has begun for these chunks (None: for all): what waits does not begin, what runs is waited for."""
-        ids = list(self._begun) if chunk_ids is None else [i for i in chunk_ids if i in self._begun]
-        gone = [self._begun.pop(i) for i in ids]
-        for begun in gone:
+    def withdraw(self, chunk_ids: Collection[int] | None = None, *, but: Collection[int] = ()) -> None:
+        """Drop what has begun for these chunks (None: for all): what waits does not begin, what runs is waited for.
+        Where a signal ends the waiting, whoever drops anything next goes on with it."""
+        ids = self._begun if chunk_ids is None else chunk_ids
+        for chunk_id in [i for i in ids if i in self._begun and i not in but]:
+            self._has_withdrawn = True
+            self._dropped.append(self._begun[chunk_id])
+            del self._begun[chunk_id]
+        for begun in self._dropped:
             begun.task.cancel()
-        for begun in gone:
-            begun.task.wait_quietly()
-        self._has_withdrawn |= bool(gone)
+        while self._dropped:
+            self._dropped[-1].task.join()
+            self._dropped.pop()
 
     def end_step(self, *, is_as_assumed: bool) -> bool:
         """A step is over.
 
         Args:
-            is_as_assumed: As far as all ranks know it, so that they pause together. Where they do not, since something
-                happened to one of them alone, nothing depends on it: no collective comes of an early update.
+            is_as_assumed: As far as all ranks know it, so that they pause together.
 
         Returns:
             Whether something that had begun since the step before was dropped.

@@ -8,6 +8,7 @@ Nothing happens by itself: `advance` lets them work up to a moment, `done_s` mak
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ class Work:
         return self.num_pieces > 0
 
 
-class _Site:
+class _Site(ABC):
     """A queue and the one who works it off."""
 
     def __init__(self, h2d: Bus, d2h: Bus, record: Record, done: dict[int, float]) -> None:
@@ -84,8 +85,9 @@ class _Site:
         ready = next((w for w in self.waiting if w.ready_s <= self.free_s), None)
         return ready or min(self.waiting, key=lambda w: w.ready_s)  # the first of equals
 
+    @abstractmethod
     def _do(self, work: Work, until_s: float) -> None:
-        raise NotImplementedError
+        """Go on with `work`, not much further than `until_s`."""
 
     def _done(self, work: Work, at_s: float) -> None:
         self.waiting.remove(work)

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Tier, UpdateTiming
 
 GRAD_BLOCKS = 2
 """Blocks for gradients on the compute device: one fills up while another is being reduced."""
+
+STAGING_BUFFERS = 3
+"""Buffers through which gradients come down to be added up in host memory: one fills up, one is added, one waits."""
+
+
+def grad_staging(chunks: Iterable[ChunkSpec], world_size: int, itemsize: int | None = None) -> tuple[int, int]:
+    """How many of those buffers there are, and the bytes of each: of the largest gradient shard.
+
+    Args:
+        chunks: With their tiers.
+        world_size: Ranks that share them.
+        itemsize: Of a gradient's element as it comes down; None: of the compute dtype.
+    """
+    sizes = [
+        c.numel // world_size * (itemsize or DTYPE_BYTES[c.dtype])
+        for c in chunks
+        if c.requires_grad and c.optim_tier is not Tier.GPU
+    ]
+    return min(STAGING_BUFFERS, len(sizes)), max(sizes, default=0)
 
 
 @dataclass(frozen=True)
@@ -75,6 +94,8 @@ class Scheme:
     """As in the plan."""
     has_spare_states: bool = False
     """As in the plan."""
+    accumulates: bool = False
+    """Whether gradients of several backwards are added up."""
 
     @property
     def is_shard_whole(self) -> bool:
@@ -92,6 +113,11 @@ class Scheme:
         if chunk.optim_tier is Tier.GPU or (self.grad_reuses_compute_shard and self.can_reuse(chunk)):
             return 0
         return self.grad_shard_bytes(chunk)
+
+    def grad_staging_bytes(self, chunks: Iterable[ChunkSpec]) -> int:
+        """Host memory of the buffers through which gradients come down to be added up."""
+        number, nbytes = grad_staging(chunks, self.world_size) if self.accumulates else (0, 0)
+        return number * nbytes
 
     def can_reuse(self, chunk: ChunkSpec) -> bool:
         """Whether a chunk's gradients could land in its compute shard."""
@@ -136,6 +162,7 @@ class MemoryUse:
     host_param_bytes: int
     host_state_bytes: int
     host_grad_bytes: int
+    """Gradient shards in host memory, and the buffers through which they are added up."""
     non_model_bytes: int
     nvme_bytes: int = 0
     host_spare_bytes: int = 0
@@ -187,7 +214,7 @@ def memory_use(chunks: Sequence[ChunkSpec], rcache_blocks: int, scheme: Scheme, 
         rcache_bytes=rcache_blocks * scheme.block_bytes,
         host_param_bytes=host_param,
         host_state_bytes=host_state,
-        host_grad_bytes=host_grad,
+        host_grad_bytes=host_grad + scheme.grad_staging_bytes(chunks),
         non_model_bytes=non_model_bytes,
         nvme_bytes=nvme,
         host_spare_bytes=sum(scheme.spare_bytes(c) for c in chunks),

@@ -236,6 +236,7 @@ class Placer:
             update_timing,
             grad_reuses_compute_shard,
             has_spare_states,
+            accumulates,
         )
         trace = None if profile is None else profile.trace
         self.needs = Needs(layout.packed, request.accesses, layout.block_bytes, trace)

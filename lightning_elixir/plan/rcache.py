@@ -123,14 +123,15 @@ class RCache:
         if is_traced:
             self._advance(ids)
         missing = tuple(i for i in needed if i not in self._resident)
-        protected = {*needed, *held}
-        room = sum(self._cost[i] for i in missing)
-        evict = self._make_room(room, protected)
         counts = self._counts
-        if self._used_blocks + room > self.budget_blocks:
-            counts["overflows"] += 1
-        for chunk_id in missing:
-            self._add(chunk_id)
+        evict: tuple[int, ...] = ()
+        if missing or self._used_blocks > self.budget_blocks:
+            room = sum(self._cost[i] for i in missing)
+            evict = self._make_room(room, {*needed, *held})
+            if self._used_blocks + room > self.budget_blocks:
+                counts["overflows"] += 1
+            for chunk_id in missing:
+                self._add(chunk_id)
         self._clock += 1
         for chunk_id in needed:
             self._resident[chunk_id] = self._clock

@@ -144,7 +144,7 @@ def distance(refusal: CapacityError) -> tuple[bool, int]:
 
 def with_forecast(plan: Plan, profile: StepProfile, problem: Problem) -> Plan:
     """A plan that nobody searched for, with what the simulation expects of it."""
-    scheme = scheme_of(plan, problem.data_bytes, problem.stream_bytes)
+    scheme = scheme_of(plan, problem.data_bytes, problem.stream_bytes, accumulates=problem.accumulates)
     timeline = simulate_step(
         plan,
         profile,

@@ -31,7 +31,9 @@ __all__ = [
 ]
 
 
-def scheme_of(plan: Plan, data_bytes: Mapping[str, ModelDataBytes], stream_bytes: int = 0) -> Scheme:
+def scheme_of(
+    plan: Plan, data_bytes: Mapping[str, ModelDataBytes], stream_bytes: int = 0, *, accumulates: bool = False
+) -> Scheme:
     """The scheme that a plan was made under."""
     return Scheme(
         plan.world_size,
@@ -42,6 +44,7 @@ def scheme_of(plan: Plan, data_bytes: Mapping[str, ModelDataBytes], stream_bytes
         plan.update_timing,
         plan.grad_reuses_compute_shard,
         plan.has_spare_states,
+        accumulates,
     )
 
 

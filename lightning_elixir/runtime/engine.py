@@ -95,6 +95,7 @@ class Engine:
         self.redone_steps = 0
         """Since the last reset: see `Stats`."""
         self.phase = Phase.IDLE
+        self._is_freed = False
         self._why_closed = "this ElixirModule was closed: its parameters have no values any more"
         self._reduce_dtype = reduce_dtype
         self._has_prefetch = prefetch
@@ -157,7 +158,7 @@ class Engine:
         )
         trainable = [c.id for c in reversed(plan.chunks) if c.requires_grad]
         order = self.reducer.order if self._is_order_known else trainable
-        is_tracking = self._is_order_known and self.reducer.is_tracking_square_sums
+        earlier: Reducer | None = getattr(self, "reducer", None)
         self.reducer: Reducer = Reducer(
             self.chunks,
             order,
@@ -170,7 +171,8 @@ class Engine:
             self._agreement.announce_ready,
             self.iterations.sampler.waiting,
         )
-        self.reducer.is_tracking_square_sums = is_tracking
+        if earlier is not None:
+            self.reducer.take_over(earlier)
         grad_itemsize = None if self._reduce_dtype is None else self._reduce_dtype.itemsize
         self.iterations.adopt(plan, self.rcache, self.residency, self.reducer, store, grad_itemsize)
         self._hooks.watch_forwards(self._watched if self._is_watching else self._entrances())
@@ -298,7 +300,11 @@ class Engine:
             hooks.__exit__()
         self._unpin_raw()
         self.interception.guard_all()
-        self.phase = Phase.IDLE
+        self._become_idle()
+
+    def _become_idle(self) -> None:
+        if self.phase is not Phase.CLOSED:  # nothing opens an engine again that has failed
+            self.phase = Phase.IDLE
 
     def _clear_frames(self) -> None:
         """After an exception that may have passed by the modules' exits."""
@@ -349,6 +355,8 @@ class Engine:
             raise StateError(f"backward cannot start in phase {self.phase.value}")
         self.reducer.withdraw()  # with gradients that more are added to
         self._check_late({*self.reducer.begun_now()})
+        # What was read before backward was not written; what is still kept then may be, so its update must not begin.
+        self.absorb_touched()
         self.interception.check_unwritten(self._versions, "forward and backward")
         self.iterations.begin_backward()
         self._is_bare_backward = False
@@ -398,7 +406,7 @@ class Engine:
         self.rcache.unpin_all()
         self._unpin_raw()
         self.interception.guard_all()
-        self.phase = Phase.IDLE
+        self._become_idle()
 
     def _on_outermost_backward(self, grad: Tensor) -> None:
         """A bare `loss.backward()` has reached an output of the model."""
@@ -424,6 +432,11 @@ class Engine:
         if self.reducer.collect(chunk, index, parameter):
             sampler.grads_complete((chunk.id,))
         sampler.after_collect()
+
+    def expect_accumulation(self, is_expected: bool) -> None:
+        """Say whether several backwards come before each step: then host memory for their sums is taken in the first
+        backward, and no update begins inside it. Otherwise, or without a word, that is seen in the second one."""
+        self.reducer.expect_accumulation(is_expected)
 
     # Access
 
@@ -520,6 +533,10 @@ class Engine:
 
     # Between steps
 
+    def is_touched(self, chunk_id: int) -> bool:
+        """Whether the user may have written to a chunk, or may yet, through what they keep of it."""
+        return chunk_id in self._touched
+
     def touch(self, ids: Iterable[int]) -> None:
         """The user may have written to these chunks."""
         self._touched.update(ids)
@@ -543,7 +560,8 @@ class Engine:
                 "a backward has failed when the gradients of earlier ones had been mixed with its own, and all of them "
                 "were dropped: call zero_grad() and begin again with the first micro-batch"
             )
-        mine = [i for i in self.rcache.resident_ids if self.chunks[i].is_aliased()]
+        there = [*self.rcache.resident_ids, *(c.id for c in self.chunks if c.spec.is_persistent)]
+        mine = [i for i in there if self.chunks[i].is_aliased()]
         rows = self._agreement.meet(Meeting.STEP, mine) if self.comm.world_size > 1 else [mine]
         self._aliased_ids = sorted({i for row in rows for i in row})
 
@@ -575,7 +593,7 @@ class Engine:
         """
         self.check_whole()
         self.store.settle_all()
-        self.reducer.wait_for_downloads()
+        self.reducer.finish_downloads()
         self.device.synchronize()  # what the device writes to host shards, or reads of them
 
     def check_whole(self) -> None:
@@ -608,9 +626,10 @@ class Engine:
         for chunk_id in ids:
             chunk = self.chunks[chunk_id]
             if chunk.spec.is_persistent:
-                if self.comm.world_size > 1:
+                if self.comm.world_size > 1 or chunk_id in self._aliased_ids:
                     self.store.settle(chunk_id)
                     chunk.wait_ready()
+                if self.comm.world_size > 1:
                     chunk.to_state(ChunkState.STALE)
                     self.fetcher.gather_in_place(chunk)
                 continue
@@ -670,16 +689,17 @@ class Engine:
             raise
         self._give_back_all()
 
-    def give_up(self, where: str) -> None:
+    def give_up(self, where: str, cure: str = "with a lower gpu_memory_limit if memory ran out") -> None:
         """What the engine holds is not whole any more: everything that needs it raises from here on.
 
         Args:
             where: At what it failed, for the message.
+            cure: How to go on from a checkpoint.
         """
         self.phase = Phase.CLOSED
         self._why_closed = (
             f"this ElixirModule failed {where}, so its parameters and optimizer states are not whole any more: start"
-            " again from a checkpoint, with a lower gpu_memory_limit if memory ran out"
+            f" again from a checkpoint, {cure}"
         )
 
     def _give_back_all(self) -> None:
@@ -720,7 +740,8 @@ class Engine:
                     held[key] = held.get(key, 0) + nbytes
         held["replica"] = sum(c.device_bytes for c in self.chunks)
         held["grad_block"] = self.reducer.block_bytes_held()
-        return held
+        staging = self.reducer.staging_bytes_held()
+        return {**held, "cpu_grad_staging": staging} if staging else held
 
     def stats(self) -> Stats:
         """Counters since the last reset, and bytes held now."""
@@ -734,11 +755,17 @@ class Engine:
 
     def close(self) -> None:
         """Remove all hooks and free replicas and shards; the parameters raise when they are used."""
-        if self.phase is Phase.CLOSED:
+        if self._is_freed:
             return
+        self._is_freed = True
         self.reducer.withdraw()
         with suppress(StateError):  # a failed update has nothing left to lose
             self.store.settle_all()
+        for chunk in self.chunks:  # nothing shall be copied to a replica that is gone
+            if chunk.ready is not None:
+                with suppress(Exception):
+                    chunk.ready.synchronize()
+                chunk.ready = None
         self._abort_region()
         self.device.synchronize()
         self._hooks.remove()
@@ -747,11 +774,13 @@ class Engine:
         for chunk in self.chunks:
             chunk.close()
         self.reducer.clear()
+        self.reducer.close()
         self.store.close()
         self.comm.close()
 
     def whole_values(self, on_all_ranks: bool = True) -> dict[str, Tensor]:
         """Whole parameters on the CPU, in the model's own dtypes, by FQN. Collective."""
+        self.check_whole()
         if self.phase is Phase.IDLE:
             self.absorb_touched()
         return whole_values(self, on_all_ranks=on_all_ranks)

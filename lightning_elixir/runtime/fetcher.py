@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.core.device import Device, Event, current_device
+from lightning_elixir.core.device import Device, Event, working_on
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.worker import LateEvent, Task
 from lightning_elixir.errors import StateError
@@ -79,7 +79,7 @@ class Fetcher:
             self._moved.h2d += chunk.spec.nbytes
 
         def issue() -> Event:
-            with torch.no_grad(), current_device(device.torch_device), device.fetch_lane.resume(), label("fetch"):
+            with working_on(device.torch_device), device.fetch_lane.resume(), label("fetch"):
                 is_allocated.wait()
                 if shard.param is not None:
                     chunk.flat.copy_(shard.param, non_blocking=True)

@@ -2,7 +2,8 @@
 
 A gradient that autograd has accumulated is copied into its chunk's block at once, so that `p.grad` is gone before the
 next operator runs. When all of a chunk's gradients are there and its turn has come (the same order on every rank), the
-block is reduced over the ranks into this rank's gradient shard and goes down to its tier.
+block is reduced over the ranks into this rank's gradient shard and goes down to its tier. In host memory, what is there
+already is added to by a thread (Note: sums beside backward, `runtime/accumulation.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from torch import Tensor, nn
 from lightning_elixir.core.comm import Comm, Work
 from lightning_elixir.core.device import Device, Event
 from lightning_elixir.core.labels import label
+from lightning_elixir.core.worker import TaskEvent
+from lightning_elixir.errors import StateError
 from lightning_elixir.optim.scaling import square_sums
-from lightning_elixir.plan.memory import GRAD_BLOCKS
+from lightning_elixir.plan.memory import GRAD_BLOCKS, grad_staging
 from lightning_elixir.plan.segments import Segment, segments_of
 from lightning_elixir.plan.types import Tier
+from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, add_up, put
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.fetcher import TransferBytes
 from lightning_elixir.storage.shards import ShardStore
@@ -84,6 +88,8 @@ class Reducer:
         self._block_bytes = block_bytes
         self._announce = announce
         self._waiting = waiting
+        itemsize = None if reduce_dtype is None else reduce_dtype.itemsize
+        self._sums = HostSums(device, *grad_staging((c.spec for c in chunks), comm.world_size, itemsize))
         self._trainable = {i: sum(p.requires_grad for p in chunks[i].parameters if p.numel() > 0) for i in self.order}
         # This backward
         self._collected: dict[int, _Collected] = {}
@@ -93,18 +99,25 @@ class Reducer:
         self._reduced_now: set[int] = set()
         self._finished: dict[int, None] = {}  # chunk ids, in the order of completion
         self._in_flight: deque[_InFlight] = deque()
-        self._downloads: dict[
-            int, Event
-        ] = {}  # chunk id -> end of its copy to host memory, if nobody has waited for it
+        # Chunk id -> when its gradient is in host memory, added up, if nobody has waited for it
+        self._downloads: dict[int, Event] = {}
         # Earlier backwards
         self._expected: dict[int, int] = {}  # arrivals per chunk in the last complete backward
+        self.accumulates = False
+        """Whether several backwards come before a step, as was said or seen: gradients in host memory are then kept in
+        fp32 from the first on, so that its memory is the same in every step."""
+        self._is_accumulation_expected = False  # it was said
         # Since the last step
         self.used: set[tuple[int, int]] = set()  # (chunk id, member index) that got a gradient on this rank
         self._used_now: set[tuple[int, int]] = set()  # of these, in this backward for the first time
+        self._single: set[int] = set()  # chunks with a sum in fp32 that holds the gradients of one backward alone
         self.has_lost_gradients = False  # a backward failed when earlier gradients had been mixed with its own
         self.on_landed: Callable[[Chunk], None] | None = None
-        """Called when all gradients that a chunk can have are on their way to host memory: may begin its update, which
-        `note_begun` tells. Further gradients of it are an error then."""
+        """Called when all gradients that a chunk can have are on their way to host memory: may begin its update. Where
+        `note_begun` tells of that, further gradients of it are an error; where not, `before_change` tells of them."""
+        self.is_step_next = False
+        """Whether no other backward comes before the step, as somebody has promised: what has come before decides
+        nothing then about how gradients land, and new values may be written over them."""
         self.before_change: Callable[[Collection[int] | None], None] | None = None
         """Called before the gradients of these chunks (None: of all), or what is updated with them, change or go: an
         update that has begun with them and can be taken back is of no use any more."""
@@ -129,7 +142,8 @@ class Reducer:
             target.add_(grad)
         else:
             target.copy_(grad)
-            collected.arrived.add(index)
+            if parameter.numel():
+                collected.arrived.add(index)
         if (chunk.id, index) not in self.used:
             self.used.add((chunk.id, index))
             self._used_now.add((chunk.id, index))
@@ -218,23 +232,42 @@ class Reducer:
     def has_begun(self, chunk_id: int) -> bool:
         return chunk_id in self._begun
 
+    def finish_downloads(self) -> None:
+        """Make the host wait until nothing writes to gradient shards in its memory; says nothing of failed sums."""
+        for event in self._downloads.values():
+            _finish(event)
+
     def wait_for_downloads(self) -> None:
         """Make the host wait until the gradient shards in its memory are there: streams wait for each other only."""
         for chunk_id in list(self._downloads):
             self.wait_for_download(chunk_id)
 
     def wait_for_download(self, chunk_id: int) -> None:
-        """As `wait_for_downloads`, for one chunk."""
-        event = self._downloads.pop(chunk_id, None)
-        if event is not None:
+        """As `wait_for_downloads`, for one chunk.
+
+        Raises:
+            StateError: Adding up has failed, and the gradient has not been dropped since.
+        """
+        event = self._downloads.get(chunk_id)
+        if event is None:
+            return
+        try:
             event.synchronize()
+        except Exception as error:
+            if not isinstance(event, TaskEvent):
+                raise
+            raise StateError(
+                f"adding up the gradients of {self._chunks[chunk_id].spec} in host memory has failed"
+                f" ({type(error).__name__}: {error}): call zero_grad() and begin again with the first micro-batch"
+            ) from error
+        del self._downloads[chunk_id]
 
     def download_of(self, chunk_id: int) -> Event | None:
         """The end of the chunk's copy to host memory, for one more who waits for it."""
         return self._downloads.get(chunk_id)
 
     def take_download(self, chunk_id: int) -> Event | None:
-        """The end of the chunk's copy to host memory, for somebody else to wait for."""
+        """The moment when the chunk's gradient is in host memory, added up, for somebody else to wait for."""
         return self._downloads.pop(chunk_id, None)
 
     def drop_member(self, chunk: Chunk, index: int) -> None:
@@ -242,7 +275,12 @@ class Reducer:
         if (chunk.id, index) not in self.used:
             return
         self.withdraw((chunk.id,))
-        self.wait_for_downloads()
+        if chunk.id in self._begun:
+            raise StateError(
+                f"the gradient of {chunk.spec.members[index].fqn} cannot be dropped: its optimizer step has begun "
+                "inside backward; use update_timing='behind_forward'"
+            )
+        self.finish_downloads()
         self.used.discard((chunk.id, index))
         self.square_sums.pop(chunk.id, None)
         grad = self._store[chunk.id].grad
@@ -258,9 +296,18 @@ class Reducer:
         self._begun_before.clear()
         self.has_lost_gradients = False
 
+    def close(self) -> None:
+        """End the thread that adds gradients up. None may follow."""
+        self._sums.close()
+
     def _drop(self, chunk_ids: Collection[int]) -> None:
         self.withdraw(chunk_ids)
+        for chunk_id in chunk_ids:  # what is under way writes to memory that others use next
+            event = self._downloads.pop(chunk_id, None)
+            if event is not None:
+                _finish(event)
         self._store.clear_grads(chunk_ids)
+        self._single.difference_update(chunk_ids)
         self.used = {key for key in self.used if key[0] not in chunk_ids}
         for chunk_id in chunk_ids:
             self.square_sums.pop(chunk_id, None)
@@ -268,6 +315,17 @@ class Reducer:
     def finish_order(self) -> tuple[int, ...]:
         """`order` rearranged as the chunks completed in the backward under way; incomplete ones last."""
         return (*self._finished, *(i for i in self.order if i not in self._finished))
+
+    def take_over(self, earlier: Reducer) -> None:
+        """Go on with what an earlier reducer over the same chunks has learned."""
+        self._expected = dict(earlier._expected)
+        self.is_tracking_square_sums = earlier.is_tracking_square_sums
+        self.accumulates = earlier.accumulates
+        self._is_accumulation_expected = earlier._is_accumulation_expected
+
+    def expect_accumulation(self, is_expected: bool) -> None:
+        """See `Engine.expect_accumulation`."""
+        self.accumulates = self._is_accumulation_expected = is_expected
 
     def set_order(self, order: Sequence[int]) -> None:
         """Reduce in this order from the next backward on. The same call on every rank."""
@@ -281,6 +339,10 @@ class Reducer:
             if grad is None or grad.data_ptr() != item.block.data_ptr():
                 blocks.append(item.block)
         return sum(b.untyped_storage().nbytes() for b in blocks)
+
+    def staging_bytes_held(self) -> int:
+        """Host memory of the buffers through which gradients come down to be added up."""
+        return self._sums.held_bytes()
 
     # Internals
 
@@ -359,43 +421,74 @@ class Reducer:
         if shard.grad is not None:
             self.withdraw((chunk.id,))
         with self._device.reduce_lane.issue(), label("gradients"):
+            if chunk.ready is not None:  # an upload that nobody needed yet: it may read what gradients overwrite
+                chunk.ready.wait()
             if self.is_tracking_square_sums and shard.grad is None:
                 bounds = [(s.shard_offset, s.numel) for s in self._segments(chunk)]
                 self.square_sums[chunk.id] = square_sums(result, bounds)
             else:
                 self.square_sums.pop(chunk.id, None)
-            if shard.grad is None and chunk.spec.optim_tier is Tier.GPU:
-                shard.grad = result
-            elif shard.grad is None:
-                self._store.set_grad(chunk.spec, result.dtype).copy_(result, non_blocking=True)
-            else:
-                self._accumulate(chunk, result, item.is_late)
-            item.event = self._device.reduce_lane.record()
-        if chunk.spec.optim_tier is not Tier.GPU:
-            self._moved.d2h += result.nbytes
-            self._downloads[chunk.id] = item.event
-            if self.on_landed is not None and item.is_whole and item.earlier is None:
-                self.on_landed(chunk)
+            if chunk.spec.optim_tier is Tier.GPU:
+                self._land_on_device(chunk, result, item.is_late)
+                item.event = self._device.reduce_lane.record()
+                return
+            item.event, self._downloads[chunk.id] = self._land_on_host(chunk, result, item.is_late)
+        self._moved.d2h += result.nbytes
+        is_known = chunk.id in self._expected  # how many gradients it gets in one backward
+        is_last = self.is_step_next or not self._is_accumulation_expected
+        if self.on_landed is not None and is_last and is_known and item.is_whole and item.earlier is None:
+            self.on_landed(chunk)
 
-    def _accumulate(self, chunk: Chunk, result: Tensor, is_late: bool) -> None:
+    def _land_on_device(self, chunk: Chunk, result: Tensor, is_late: bool) -> None:
         """Add to earlier gradients: in fp32 across backwards; within one backward as autograd would, in its dtype."""
         shard = self._store[chunk.id]
         total = shard.grad
         if total is None:
+            shard.grad = result
             return
-        added = result.to(total.device)
         if not self._device.is_synchronous:
-            self._device.synchronize()  # the earlier download and this one: host arithmetic follows
-        if is_late and total.dtype == added.dtype:
-            total.add_(added)
+            self._device.synchronize()
+        if is_late and total.dtype == result.dtype:
+            total.add_(result)
             return
         wide = torch.promote_types(torch.float32, total.dtype)
         if total.dtype != wide:
             earlier = total
             total = self._store.set_grad(chunk.spec, wide)
             total.copy_(earlier)
-            self._store.restore_param(shard)
-        total.add_(added)
+        total.add_(result)
+
+    def _land_on_host(self, chunk: Chunk, result: Tensor, is_late: bool) -> tuple[Event, Event]:
+        """As `_land_on_device`. Returns when the device has sent the result, and when the gradient is there."""
+        total = self._store[chunk.id].grad
+        wide = torch.promote_types(torch.float32, result.dtype)
+        if total is None:
+            if result.dtype == wide or not self.accumulates or self.is_step_next:
+                with self._device.reduce_lane.resume():
+                    self._store.set_grad(chunk.spec, result.dtype).copy_(result, non_blocking=True)
+                    sent = self._device.reduce_lane.record()
+                return sent, sent
+            self._single.add(chunk.id)
+            return self._sums.submit(result, self._store.set_grad(chunk.spec, wide), put, None)
+        if is_late and (total.dtype == result.dtype or chunk.id in self._single):
+            self.wait_for_download(chunk.id)
+            add_up(total, result.to(total.device), add if total.dtype == result.dtype else add_rounded)
+            sent = self._device.reduce_lane.record()
+            return sent, sent
+        if not is_late:
+            self.accumulates = True
+        if total.dtype != wide:
+            total = self._widened(chunk, total, wide)
+        self._single.discard(chunk.id)
+        return self._sums.submit(result, total, add, self._downloads.get(chunk.id))
+
+    def _widened(self, chunk: Chunk, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """A gradient shard in host memory with the same values in another dtype."""
+        self.wait_for_download(chunk.id)
+        total = self._store.set_grad(chunk.spec, dtype)
+        total.copy_(grad)
+        self._store.restore_param(self._store[chunk.id])
+        return total
 
     def _segments(self, chunk: Chunk) -> Sequence[Segment]:
         return segments_of(chunk.spec, self._comm.rank, self._comm.world_size)
@@ -409,3 +502,11 @@ class Reducer:
         self._device.allocate(storage, max(self._block_bytes, chunk.spec.nbytes))
         block.set_(storage, 0, (chunk.spec.numel,), (1,))
         return block
+
+
+def _finish(event: Event) -> None:
+    """Make the host wait for what writes to host memory, whether or not it fails."""
+    if isinstance(event, TaskEvent):
+        event.task.join()
+    else:
+        event.synchronize()

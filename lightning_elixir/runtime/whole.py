@@ -71,6 +71,7 @@ def whole_values(engine: Engine, *, on_all_ranks: bool, is_frozen_included: bool
 
 def whole_grads(engine: Engine, factor: float) -> dict[str, Tensor]:
     """Whole gradients of the parameters that have one, in fp32, multiplied by `factor`, on every rank. Collective."""
+    engine.reducer.wait_for_downloads()
     has_grad = torch.tensor([engine.store[c.id].grad is not None for c in engine.chunks], dtype=torch.uint8)
     engine.comm.all_reduce_max(has_grad)
     pieces = []

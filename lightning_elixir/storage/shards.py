@@ -26,7 +26,7 @@ class Shard:
     own copy."""
     grad: Tensor | None = None
     """1-D, on the optimizer tier: gradients reduced since the last step; in the reduce dtype after one backward, fp32
-    when more have been added. None: no gradient yet."""
+    when more have been added, or, in host memory, when that is expected. None: no gradient yet."""
     grad_buffer: Tensor | None = None
     """Host memory that `grad` reuses from step to step (CPU tier only)."""
     spare_master: Tensor | None = None
@@ -115,10 +115,16 @@ class ShardStore:
         """Wait for the updates of all chunks.
 
         Raises:
-            StateError: One of them has failed.
+            StateError: One of them has failed; the others are over all the same.
         """
+        first: StateError | None = None
         for chunk_id in self._shards:
-            self.settle(chunk_id)
+            try:
+                self.settle(chunk_id)
+            except StateError as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     def set_grad(self, spec: ChunkSpec, dtype: torch.dtype) -> Tensor:
         """An uninitialised gradient shard on the optimizer tier; host memory is reused."""
@@ -168,9 +174,10 @@ class ShardStore:
             shard.param.copy_(shard.master)
             shard.is_param_overwritten = False
 
-    def clear_grads(self, chunk_ids: Iterable[int] | None = None) -> None:
-        """Drop the gradients of these chunks; None: of all."""
-        for shard in self._shards.values() if chunk_ids is None else [self._shards[i] for i in chunk_ids]:
+    def clear_grads(self, chunk_ids: Iterable[int]) -> None:
+        """Drop the gradients of these chunks."""
+        for chunk_id in chunk_ids:
+            shard = self._shards[chunk_id]
             shard.grad = None
             self.restore_param(shard)
 

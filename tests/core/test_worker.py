@@ -58,7 +58,7 @@ def test_a_task_that_has_not_begun_is_cancelled() -> None:
     first.cancel()
     assert first.is_over()
     assert log == ["over"]
-    first.wait_quietly()
+    first.join()
     with pytest.raises(CancelledError, match="cancelled before it had begun"):
         first.wait()
     gate.set()
@@ -83,7 +83,7 @@ def test_a_task_that_runs_is_not_cancelled_but_may_be_waited_for() -> None:
     task.cancel()
     assert not task.is_over()
     gate.set()
-    task.wait_quietly()
+    task.join()
     assert task.is_over()
     worker.close()
 
@@ -201,6 +201,34 @@ def test_a_failing_device_leaves_nobody_waiting() -> None:
     for moment in (Broken(), BrokenLater()):
         with pytest.raises(RuntimeError, match="device gone"):
             worker.submit(lambda moment=moment: moment).wait()  # type: ignore[misc]
+        with pytest.raises(RuntimeError, match="device gone"):  # before it begins
+            worker.submit(lambda: None, event=moment).wait()
+    worker.close()
+
+
+def test_a_thread_that_dies_leaves_nobody_waiting() -> None:
+    @contextmanager
+    def context():  # type: ignore[no-untyped-def]
+        raise RuntimeError("no such device")
+        yield
+
+    worker = Worker("test", context=context)
+    with pytest.raises(RuntimeError, match="no such device|takes no more tasks"):  # as far as the thread had come
+        worker.submit(lambda: None).wait()
+    with pytest.raises(RuntimeError, match="takes no more tasks") as refusal:
+        worker.submit(lambda: None)
+    assert "no such device" in str(refusal.value.__cause__)
+    worker.close()
+
+
+def test_followers_have_run_when_a_task_is_over() -> None:
+    worker, gate = held_worker()
+    log: list[str] = []
+    task = worker.submit(lambda: None)
+    task.then(lambda: time.sleep(0.05) or log.append("followed"))
+    gate.set()
+    task.wait()
+    assert log == ["followed"]
     worker.close()
 
 
@@ -256,7 +284,7 @@ def test_threads_work_side_by_side_inside_their_context() -> None:
 
 
 def test_work_is_done_and_threads_end_when_the_worker_goes() -> None:
-    gc.collect()  # what earlier tests have left
+    gc.collect()  # ends the threads of what other tests have left
     before = threading.active_count()
     done: list[int] = []
     worker = Worker("test")
@@ -266,8 +294,9 @@ def test_work_is_done_and_threads_end_when_the_worker_goes() -> None:
     del worker
     gc.collect()
     assert gone() is None
+    while threading.active_count() > before:
+        time.sleep(0.001)
     assert done == list(range(20))
-    assert threading.active_count() == before
 
 
 def test_tensors_of_finished_work_are_not_kept() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from lightning_elixir.core import device as core_device
 from lightning_elixir.plan.types import UpdateTiming
+from tests.gpu.test_streamed_updates import HERE
 from tests.helpers.zoo import ZOO
 from tests.runtime import test_streamed_updates as streamed_bodies
 from tests.runtime import test_update_timing as bodies
@@ -24,9 +25,9 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("site", SITES)
-@pytest.mark.parametrize("name", ["bf16", "fp32", "accumulated", "clipped", "scaled_clipped", "unused", "groups"])
+@pytest.mark.parametrize("name", ["bf16", "fp32", "accumulated", "clipped", "fp16_clipped", "unused", "groups"])
 def test_timing_changes_no_bit(name: str, site: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
-    how = HOWS[name]
+    how = HERE[name]
     use_small_slots(monkeypatch)
     expected = streamed_bodies.train(how, "host", CUDA)
     with bodies.slow_updates(monkeypatch):
@@ -76,9 +77,9 @@ def test_a_busy_compute_stream_reads_old_values(site: str, timing: UpdateTiming)
 
 
 @pytest.mark.parametrize("timing", [UpdateTiming.AFTER_BACKWARD, UpdateTiming.BEHIND_FORWARD])
-@pytest.mark.parametrize("name", ["bf16", "accumulated", "scaled", "unused"])
+@pytest.mark.parametrize("name", ["bf16", "accumulated", "fp16", "unused"])
 def test_gradients_in_the_place_of_parameters(name: str, timing: UpdateTiming) -> None:
-    how = HOWS[name]
+    how = HERE[name]
     expected = streamed_bodies.train(how, "host", CUDA)
     assert_same(bodies.train(how, "mixed", timing, CUDA, is_reusing=True), expected)
 

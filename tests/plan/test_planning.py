@@ -95,8 +95,31 @@ def test_bytes_follow_the_precision() -> None:
     assert figures() == (4, 4, 8)
     assert figures(compute_dtype=torch.bfloat16) == (2, 2, 12)
     assert figures(compute_dtype=torch.bfloat16, master_weights=False) == (2, 2, 4)
-    assert figures(compute_dtype=torch.float16, num_states=0, accumulates=True) == (2, 4, 4)
-    assert figures(compute_dtype=torch.float64, accumulates=True) == (8, 8, 16)
+    # Sums, and a buffer for the one chunk through which gradients come.
+    assert figures(compute_dtype=torch.float16, num_states=0, accumulates=True) == (2, 4 + 2, 4)
+    assert figures(compute_dtype=torch.float64, accumulates=True) == (8, 8 + 8, 16)
+
+
+@pytest.mark.parametrize(("num_layers", "num_buffers"), [(1, 1), (2, 2), (3, 3), (5, 3)])
+def test_bytes_of_gradients_that_are_added_up(num_layers: int, num_buffers: int) -> None:
+    """In fp32, and through a few buffers of the compute dtype; of the ranks' shards each."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(num_layers)])
+    for world_size in (1, 2):
+        plan = make_plan(
+            model,
+            placement_policy="cpu",
+            chunk_size=64 * 64 * 2,
+            compute_dtype=torch.bfloat16,
+            accumulates=True,
+            world_size=world_size,
+        )
+        assert len(plan.chunks) == num_layers
+        shard = 64 * 64 // world_size
+        assert plan.notes["host_grad_bytes"] == shard * (4 * num_layers + 2 * num_buffers)
+        on_gpu = make_plan(
+            model, placement_policy="cuda", compute_dtype=torch.bfloat16, accumulates=True, world_size=world_size
+        )
+        assert on_gpu.notes["host_grad_bytes"] == 0
 
 
 def test_prefetch_options() -> None:

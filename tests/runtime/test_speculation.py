@@ -6,7 +6,10 @@ The bodies take the device, so that `tests/gpu` runs them with real lanes and pa
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_elixir.errors import StateError
+from lightning_elixir.core.worker import Task
+from lightning_elixir.errors import DivergenceError, StateError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.speculation import Caution
 from lightning_elixir.optim.updates import FlatUpdate
@@ -30,6 +34,7 @@ from tests.helpers.dist import run_ranks
 from tests.helpers.zoo import ZOO
 from tests.runtime import test_streamed_updates as streamed_bodies
 from tests.runtime import test_update_timing as timing_bodies
+from tests.runtime.test_accumulation import additions as slow_additions
 from tests.runtime.test_streamed_updates import CPU, HOWS, How, Result, assert_same, result_of, use_small_slots
 from tests.runtime.test_update_timing import SITES, slow_updates
 
@@ -573,6 +578,361 @@ def test_parameters_that_come_and_go_wait_for_the_step(monkeypatch: pytest.Monke
         *actual, num_ahead = train(True)
     assert_same_value(actual, expected)
     assert num_ahead == [0, 0, 0, 1, 0, 1, 0, 0]  # as long as it is taken for what it was the last time
+
+
+# Threads that fail or are late, signals, several micro-batches
+
+
+def check_same_training(trainings: list[Training]) -> None:
+    first, second = [replace(result_of(*training), numel=(0, 0, 0)) for training in trainings]
+    assert_same(second, first)
+    for module, _ in trainings:
+        module.close()
+
+
+def warm_pair(how: How, site: str = "host") -> list[Training]:
+    """Without and with speculation, after two steps."""
+    trainings = [new_training(how, site, is_ahead=is_ahead) for is_ahead in (False, True)]
+    for training in trainings:
+        warm_up(training, how)
+        training[1].synchronize()
+    return trainings
+
+
+def one_step(training: Training, how: How, number: int) -> None:
+    backward(training, how, number)
+    training[1].step()
+
+
+@contextmanager
+def failing_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def fail(self: FlatUpdate, **options: Any) -> None:
+        raise RuntimeError("no such luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatUpdate, "run", fail)
+        yield
+
+
+def test_an_update_that_failed_before_its_step_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    for training in trainings:
+        with failing_updates(monkeypatch):
+            backward(training, how, 0)
+            for begun in list(training[1]._speculation._begun.values()):
+                begun.task.join()
+        training[1].step()
+        one_step(training, how, 1)
+    assert trainings[1][0].stats().redone_steps == 1
+    check_same_training(trainings)
+
+
+def test_an_update_that_fails_after_its_step_is_told_to_whoever_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = NEVER_CLIPPED
+    module, optimizer = new_training(how, "host")
+    warm_up((module, optimizer), how)
+    gate, run = threading.Event(), FlatUpdate.run
+
+    def fail(self: FlatUpdate, **options: Any) -> None:
+        gate.wait()
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(FlatUpdate, "run", fail)
+    one_step((module, optimizer), how, 0)
+    gate.set()
+    monkeypatch.setattr(FlatUpdate, "run", run)
+    for use in (module.full_state_dict, optimizer.state_dict):
+        with pytest.raises(StateError, match="no such luck.*from a checkpoint"):
+            use()
+    module.close()
+
+
+def test_a_failure_to_begin_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    module, optimizer = trainings[1]
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(optimizer._runner), "submit", fail)
+        with pytest.raises(MemoryError):
+            backward(trainings[1], how, 0)
+    assert optimizer.num_ahead == 0
+    for training in trainings:
+        for number in range(2):
+            one_step(training, how, number)
+    check_same_training(trainings)
+
+
+def test_waiting_that_was_interrupted_goes_on_before_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while something is dropped: what runs still writes to spares, and reads gradients."""
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    training = trainings[1]
+    running, run = [0], FlatUpdate.run
+
+    def slow(self: FlatUpdate, **options: Any) -> None:
+        running[0] += 1
+        time.sleep(0.05)
+        run(self, **options)
+        running[0] -= 1
+
+    join = Task.join
+
+    def interrupted(self: Task) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatUpdate, "run", slow)
+        backward(training, how, 0)
+        while not running[0]:
+            pass
+        patch.setattr(Task, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training[1].zero_grad()
+        patch.setattr(Task, "join", join)
+        assert running[0]
+        assert training[1].num_ahead == 0
+        training[1].zero_grad()
+        assert not running[0]
+    for one in trainings:
+        for number in range(1, 3):
+            one_step(one, how, number)
+    check_same_training(trainings)
+
+
+@pytest.mark.parametrize("when", ["inside_step", "in_between", "inside_backward"])
+def test_ctrl_c_leaves_a_whole_step_or_none(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    module, optimizer = trainings[1]
+    name = {"inside_step": "_confirmed", "inside_backward": "_updates_ahead"}.get(when)
+
+    def train_on() -> None:
+        backward(trainings[1], how, 0)
+        if when == "in_between":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        optimizer.step()
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch, slow_updates(monkeypatch):
+            if name is not None:
+                found = getattr(ElixirOptimizer, name)
+
+                def interrupted(self: ElixirOptimizer, *args: Any) -> Any:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    return found(self, *args)
+
+                patch.setattr(ElixirOptimizer, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                train_on()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if when == "inside_step":
+        one_step(trainings[0], how, 0)
+    before, after = [copy.deepcopy(save(training)) for training in trainings]  # as `on_exception` checkpoints do
+    assert_same_value(after, before)
+    for training in trainings:
+        training[1].zero_grad()
+        for number in range(1, 3):
+            one_step(training, how, number)
+    check_same_training(trainings)
+
+
+def test_a_hook_of_the_step_may_still_change_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halve(optimizer: Any, *args: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    with slow_updates(monkeypatch, 0.001):
+        for training in trainings:
+            handle = training[1].register_step_pre_hook(halve)
+            one_step(training, how, 0)
+            handle.remove()
+            one_step(training, how, 1)
+    assert trainings[1][0].stats().redone_steps == 1
+    check_same_training(trainings)
+
+
+def train_with_sums(how: How, micro_batches: list[int], is_ahead: bool, is_known: bool) -> tuple[Training, list[int]]:
+    module, optimizer = new_training(how, "mixed", is_ahead=is_ahead)
+    module.engine.expect_accumulation(is_known)
+    num_ahead = []
+    for step, count in enumerate(micro_batches):
+        for micro in range(count):
+            backward((module, optimizer), how, step * 4 + micro)
+        num_ahead.append(optimizer.num_ahead)
+        optimizer.step()
+    return (module, optimizer), num_ahead
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("how", [NEVER_CLIPPED, SCALED, HOWS["bf16"]], ids=["clipping", "scaled", "bf16"])
+def test_sums_beside_backward(how: How, is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates that have begun with the first gradients are dropped before others are added to them on a thread; one
+    that begins with a sum waits for it."""
+    micro_batches = [1, 1, 3, 1, 1, 2, 1]
+    expected, _ = train_with_sums(how, micro_batches, False, False)
+    with slow_updates(monkeypatch), slow_additions() as slow:
+        actual, num_ahead = train_with_sums(how, micro_batches, True, is_known)
+        optimizer = actual[1]
+        optimizer.synchronize()
+    assert slow.num_done > 0
+    num_chunks = num_with_spares(actual[0])
+    # Said: nobody knows which backward is the last. Seen: it is tried, on sums in fp32 after the third step.
+    assert num_ahead == ([0] * 7 if is_known else [0, num_chunks, 0, num_chunks, num_chunks, 0, num_chunks])
+    assert actual[0].stats().redone_steps == (0 if is_known else 2)
+    check_same_training([expected, actual])
+
+
+def test_gradients_of_several_micro_batches_are_summed_in_fp32_from_the_first_on() -> None:
+    how = NEVER_CLIPPED
+    module, optimizer = new_training(how, "host")
+    module.engine.expect_accumulation(True)
+    warm_up((module, optimizer), how)
+    buffers = set()
+    for number in range(2):
+        for micro in range(2):
+            backward((module, optimizer), how, number + micro)
+            grads = [module.engine.store[c.id].grad for c in module.engine.chunks]
+            assert all(g is not None and g.dtype is torch.float32 for g in grads)
+            buffers.add(tuple(g.data_ptr() for g in grads if g is not None))
+        optimizer.step()
+    assert len(buffers) == 1
+    module.close()
+
+
+def test_a_sum_that_failed_is_told_and_nothing_of_the_step_is_done() -> None:
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    for training in trainings:
+        for number in range(2):
+            backward(training, how, number)
+        training[1].step()
+        with slow_additions() as failing:
+            backward(training, how, 2)
+            failing.failing_at = failing.num_done + 3
+            backward(training, how, 3)
+            with pytest.raises(StateError, match=r"adding up the gradients of .*no sum today.*zero_grad"):
+                training[1].step()
+        training[1].zero_grad()
+        for number in range(3, 6):
+            one_step(training, how, number)
+    check_same_training(trainings)
+
+
+def test_sums_that_fail_under_an_update_that_has_begun() -> None:
+    """It fails with them; the norm, or the step, says so before anything has changed."""
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    for training in trainings:
+        for number in range(2):
+            backward(training, how, number)
+        training[1].step()
+        with slow_additions() as failing:
+            failing.failing_at = 2
+            backward(training, how, 2)  # one backward alone, into sums
+            with pytest.raises(StateError, match=r"adding up the gradients of .*no sum today.*zero_grad"):
+                training[1].step()
+        training[1].zero_grad()
+        for number in range(3, 6):
+            one_step(training, how, number)
+    check_same_training(trainings)
+
+
+# Aliases
+
+
+@pytest.mark.parametrize("when", ["between_steps", "in_between"])
+@pytest.mark.parametrize("site", ["mixed_persistent", "host"])
+def test_what_is_written_through_kept_aliases_is_not_lost(
+    site: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = NEVER_CLIPPED
+
+    def train(is_ahead: bool) -> list[Any]:
+        training = module, optimizer = new_training(how, site, is_ahead=is_ahead)
+        warm_up(training, how)
+        live = [p.data for p in list(module.module.parameters())[:3]]
+        seen: list[Any] = []
+        for number in range(5):
+            backward(training, how, number)
+            if when == "in_between" and number % 2:
+                for x in live:
+                    x.mul_(0.5)
+            optimizer.step()
+            if when == "between_steps":
+                for x in live:
+                    x.clamp_(-0.01, 0.01)
+            seen += [x.clone() for x in live]
+        seen += list(module.full_state_dict().values())
+        assert not is_ahead or module.stats().redone_steps == (2 if when == "in_between" else 0)
+        module.close()
+        return seen
+
+    expected = train(False)
+    with slow_updates(monkeypatch):
+        actual = train(True)
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_what_was_read_before_backward_hinders_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    for training in trainings:
+        module, optimizer = training
+        for number in range(3):
+            loss = ZOO[how.name].loss(module, number * 3)
+            with torch.no_grad():
+                [float(p.float().norm()) for p in module.module.parameters()]
+            with slow_updates(monkeypatch):
+                optimizer.backward(loss)
+                assert optimizer.num_ahead in (0, num_with_spares(module))
+                optimizer.step()
+    assert trainings[1][0].stats().redone_steps == 0
+    check_same_training(trainings)
+
+
+# One rank alone
+
+
+def _one_rank_alone(what: str) -> int:
+    how, results, redone = NEVER_CLIPPED, [], 0
+    for is_ahead in (False, True):
+        module, optimizer = new_training(how, "every_site", is_ahead=is_ahead, world_size=dist.get_world_size())
+        with pytest.MonkeyPatch.context() as patch, slow_updates(patch, 0.001):
+            for number in range(6):
+                optimizer.backward(ZOO[how.name].loss(module, 3 * number + dist.get_rank()))
+                if number in (2, 4) and dist.get_rank() == 1:
+                    if what == "drops":
+                        module.engine.reducer.withdraw()
+                    elif what == "fails":
+                        for begun in optimizer._speculation._begun.values():
+                            begun.task.join()
+                            begun.task.error = RuntimeError("no such luck")
+                if number in (2, 4) and what == "goes_elsewhere":
+                    with pytest.raises(DivergenceError):
+                        (optimizer.state_dict if dist.get_rank() == 1 else optimizer.step)()
+                optimizer.step()
+        redone += module.stats().redone_steps
+        results.append(replace(result_of(module, optimizer), numel=(0, 0, 0)))
+        module.close()
+    if dist.get_rank() == 0:
+        assert_same(results[1], results[0])
+    return redone
+
+
+@pytest.mark.parametrize("what", ["drops", "fails", "goes_elsewhere"])
+def test_a_rank_that_runs_its_updates_again_alone(what: str) -> None:
+    """The others need not know: neither bits nor collectives depend on it."""
+    assert run_ranks(_one_rank_alone, 2, what) == [0, 2]
 
 
 # Plans, memory, ranks

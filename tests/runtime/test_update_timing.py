@@ -6,7 +6,9 @@ The bodies take the device, so that `tests/gpu` runs them with real lanes and pa
 from __future__ import annotations
 
 import gc
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.types import Tier, UpdateTiming
 from lightning_elixir.planning import make_plan
+from lightning_elixir.storage.shards import ShardStore
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.zoo import ZOO, make
@@ -72,6 +75,16 @@ def step(module: ElixirModule, optimizer: ElixirOptimizer, how: How, number: int
         return bodies.train_step(module, optimizer, last, (number + 1) * how.micro_batches - 1, rank)
 
 
+def trained(
+    how: How, site: str, device: torch.device, timing: UpdateTiming, **options: Any
+) -> tuple[ElixirModule, ElixirOptimizer]:
+    """After two steps: states and traces are there, and updates may begin inside backward."""
+    module, optimizer = new_training(how, site, device, timing, **options)
+    for number in range(2):
+        step(module, optimizer, how, number)
+    return module, optimizer
+
+
 def train(how: How, site: str, timing: UpdateTiming, device: torch.device = CPU, **options: Any) -> Result:
     module, optimizer = new_training(how, site, device, timing, **options)
     norms, skipped = [], []
@@ -98,6 +111,23 @@ def slow_updates(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.003) -> Ite
     with monkeypatch.context() as patch:
         patch.setattr(FlatUpdate, "run", slow)
         yield names
+
+
+@contextmanager
+def held_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No update runs until the event is set."""
+    run, gate = FlatUpdate.run, threading.Event()
+
+    def held_up(self: FlatUpdate, **options: Any) -> None:
+        gate.wait()
+        run(self, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatUpdate, "run", held_up)
+        try:
+            yield gate
+        finally:
+            gate.set()  # a failing test leaves no thread behind
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
@@ -166,19 +196,9 @@ def test_a_forward_before_the_step_sees_the_old_parameters() -> None:
 
 def test_step_waits_for_no_update_and_forward_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.BEHIND_FORWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.BEHIND_FORWARD)
     optimizer.synchronize()
-    gate = threading.Event()
-    run = FlatUpdate.run
-
-    def held_up(self: FlatUpdate, **options: Any) -> None:
-        gate.wait()
-        run(self, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FlatUpdate, "run", held_up)
+    with held_updates(monkeypatch) as gate:
         step(module, optimizer, how, 2)
         updates = [module.engine.store[c.id].update for c in module.engine.chunks]
         assert all(task is not None and not task.is_over() for task in updates)
@@ -231,9 +251,7 @@ def test_updates_begin_inside_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_next_forward_has_its_chunks_first(monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
     optimizer.synchronize()
     order: list[int] = []
     gate = threading.Event()
@@ -261,9 +279,7 @@ def test_the_next_forward_has_its_chunks_first(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("what", ["backward", "between", "no_step"])
 def test_no_step_after_updates_have_begun_ends_the_engine(what: str) -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
 
     def interrupt(grad: torch.Tensor) -> torch.Tensor:
         raise KeyboardInterrupt
@@ -286,9 +302,7 @@ def test_no_step_after_updates_have_begun_ends_the_engine(what: str) -> None:
 
 def test_looking_in_between_is_an_error_and_not_a_wrong_value() -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
     with optimizer.unobserved():
         optimizer.backward(ZOO[how.name].loss(module, 0))
         for use in (module.full_state_dict, optimizer.state_dict, optimizer.grad_norm, optimizer.zero_grad):
@@ -302,9 +316,7 @@ def test_looking_in_between_is_an_error_and_not_a_wrong_value() -> None:
 def test_a_parameter_used_in_between_is_an_error() -> None:
     """Its old value and the new master differ: that would look like something the user wrote."""
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
 
     def look_in_between() -> None:
         with optimizer.unobserved():
@@ -320,9 +332,7 @@ def test_a_parameter_used_in_between_is_an_error() -> None:
 
 def test_a_second_backward_after_updates_have_begun_ends_the_engine() -> None:
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
 
     def train_twice() -> None:
         with optimizer.unobserved():
@@ -338,20 +348,10 @@ def test_a_second_backward_after_updates_have_begun_ends_the_engine() -> None:
 def test_a_fetch_waits_on_no_thread_for_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replica is there at once, and filled when the update is over."""
     how = HOWS["bf16"]
-    module, optimizer = new_training(how, "host", CPU, UpdateTiming.BEHIND_FORWARD)
-    for number in range(2):
-        step(module, optimizer, how, number)
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.BEHIND_FORWARD)
     optimizer.synchronize()
-    gate = threading.Event()
-    run = FlatUpdate.run
-
-    def held_up(self: FlatUpdate, **options: Any) -> None:
-        gate.wait()
-        run(self, **options)
-
     engine = module.engine
-    with monkeypatch.context() as patch:
-        patch.setattr(FlatUpdate, "run", held_up)
+    with held_updates(monkeypatch) as gate:
         step(module, optimizer, how, 2)
         engine.residency.acquire((0, 1), True, None, False)
         chunk = engine.chunks[1]
@@ -504,4 +504,303 @@ def test_threads_end_with_their_engine() -> None:
     module.close()
     del module, optimizer
     gc.collect()
+    for thread in ours:
+        thread.join(10)
     assert not any(t.is_alive() for t in ours)
+
+
+# What must not go wrong
+
+
+class _LateLane:
+    """A reduce lane of a device that is behind: copies to the host are made when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @contextmanager
+    def issue(self) -> Iterator[None]:
+        yield
+
+    resume = issue
+
+    def catch_up(self) -> None:
+        while self.copies:
+            target, source = self.copies.pop(0)
+            target.copy_(source)
+
+    def record(self) -> _LateLane:
+        return self
+
+    def wait(self) -> None:  # a stream waits, the host does not
+        return
+
+    def synchronize(self) -> None:
+        self.catch_up()
+
+    def is_over(self) -> bool:
+        return not self.copies
+
+
+@pytest.mark.parametrize("what", ["zero_grad", "abandon", "not_in_the_optimizer"])
+def test_late_gradients_do_not_come_to_lie_where_parameters_are(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = HOWS["bf16"]
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.BEHIND_FORWARD, is_reusing=True)
+    optimizer.synchronize()
+    engine, lane = module.engine, _LateLane()
+    set_grad = ShardStore.set_grad
+
+    class Target:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+        def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> None:
+            lane.copies.append((self.tensor, source.clone()))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardStore, "set_grad", lambda *args: Target(set_grad(*args)))
+        patch.setattr(engine.device, "reduce_lane", lane)
+        optimizer.backward(ZOO[how.name].loss(module, 5))
+        assert lane.copies
+        if what == "zero_grad":
+            optimizer.zero_grad()
+        elif what == "abandon":  # as if it had failed after its reductions
+            engine.reducer._reduced_now = set(engine.reducer.order)
+            engine.reducer.abandon()
+        else:
+            engine.end_step([])
+        lane.catch_up()
+    for chunk in engine.chunks:
+        shard = engine.store[chunk.id]
+        for index in range(len(chunk.parameters)):
+            master = chunk.slice_of(shard.master, index).to(chunk.dtype)
+            assert torch.equal(chunk.slice_of(shard.param, index), master), chunk.spec
+    module.close()
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_kept_aliases_of_replicas_that_stay_see_new_values(
+    timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an average of weights, or a clamp, keeps them."""
+    how = HOWS["bf16"]
+
+    def run(timing: UpdateTiming) -> list[Any]:
+        module, optimizer = trained(how, "mixed_persistent", CPU, timing)
+        live = [p.data for p in module.module.parameters()]
+        seen: list[Any] = []
+        for number in range(2, 5):
+            step(module, optimizer, how, number)
+            for x in live:
+                x.clamp_(-0.01, 0.01)
+            seen += [x.clone() for x in live]
+        seen += list(module.full_state_dict().values())
+        module.close()
+        return seen
+
+    expected = run(UpdateTiming.AFTER_BACKWARD)
+    with slow_updates(monkeypatch):
+        actual = run(timing)
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_what_was_read_or_is_kept_does_not_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = HOWS["bf16"]
+
+    def run(timing: UpdateTiming) -> list[Any]:
+        module, optimizer = new_training(how, "host", CPU, timing)
+        parameters = list(module.module.parameters())
+        kept = parameters[3].data
+        for number in range(4):
+            with optimizer.unobserved():
+                loss = ZOO[how.name].loss(module, number * 3)
+                norms = [float(p.detach().float().norm()) for p in parameters]  # between forward and backward
+                optimizer.backward(loss)
+                optimizer.step()
+        values = [norms, kept.clone(), *module.full_state_dict().values()]
+        module.close()
+        return values
+
+    expected = run(UpdateTiming.AFTER_BACKWARD)
+    with slow_updates(monkeypatch):
+        actual = run(UpdateTiming.INSIDE_BACKWARD)
+    assert actual[0] == expected[0]
+    assert all(map(torch.equal, actual[1:], expected[1:]))
+
+
+def test_new_groups_and_hooks_of_the_step_come_before_updates_begin() -> None:
+    how = HOWS["bf16"]
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
+    before = {k: v.clone() for k, v in module.full_state_dict().items()}
+
+    def stand_still(*args: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+            group["weight_decay"] = 0.0
+
+    handle = optimizer.register_step_pre_hook(stand_still)
+    step(module, optimizer, how, 2)
+    handle.remove()
+    assert [k for k, v in module.full_state_dict().items() if not torch.equal(v, before[k])] == []
+    assert not optimizer._can_begin_early() or not optimizer._optimizer_step_pre_hooks
+    module.close()
+
+    model = make("gpt2")
+    last = list(model.parameters())[-1]
+    inner = HybridAdam([p for p in model.parameters() if p is not last], lr=1e-2)
+    plan = replace(bodies.plan_for(model, how, "host"), update_timing=UpdateTiming.INSIDE_BACKWARD)
+    module = ElixirModule(model, plan, dtype=torch.bfloat16)
+    optimizer = ElixirOptimizer(module, inner)
+    for number in range(2):
+        step(module, optimizer, how, number)
+    optimizer.add_param_group({"params": [last]})
+    was = last.detach().clone()
+    step(module, optimizer, how, 2)
+    assert not torch.equal(last.detach(), was)
+    module.close()
+
+
+def test_the_norm_is_never_taken_of_new_parameters() -> None:
+    how = replace(HOWS["max_norm"], init_step=True)
+    norms = {}
+    for timing in (UpdateTiming.AFTER_BACKWARD, UpdateTiming.INSIDE_BACKWARD):
+        module, optimizer = new_training(how, "host", CPU, timing)
+        module.engine.replan(module.engine.plan)
+        for number in range(3):
+            step(module, optimizer, how, number)
+        norms[timing] = optimizer._last_norm
+        module.close()
+    assert norms[UpdateTiming.INSIDE_BACKWARD] == norms[UpdateTiming.AFTER_BACKWARD]
+
+
+class _Thrice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return x.float().sum()
+
+
+@pytest.mark.parametrize("when", ["replan", "init_step", "resume"])
+def test_a_layer_with_several_gradients_a_backward_is_known_before_updates_begin(when: str) -> None:
+    def build() -> tuple[ElixirModule, ElixirOptimizer]:
+        torch.manual_seed(0)
+        model = _Thrice()
+        plan = make_plan(model, placement_policy="cpu", chunk_size=10 * 1024, compute_dtype=torch.bfloat16)
+        inner = HybridAdam(model.parameters(), lr=0.1)
+        module = ElixirModule(model, replace(plan, update_timing=UpdateTiming.INSIDE_BACKWARD), dtype=torch.bfloat16)
+        return module, ElixirOptimizer(module, inner, init_step=when == "init_step")
+
+    def one_step(module: ElixirModule, optimizer: ElixirOptimizer) -> None:
+        with optimizer.unobserved():
+            optimizer.backward(module(torch.ones(2, 64)))
+            optimizer.step()
+
+    module, optimizer = build()
+    for number in range(3):
+        if when == "replan" and number == 1:
+            module.engine.replan(module.engine.plan)
+        one_step(module, optimizer)
+    if when == "resume":
+        values, states = module.full_state_dict(), optimizer.state_dict()
+        module.close()
+        module, optimizer = build()
+        module.load_full_state_dict(values)
+        optimizer.load_state_dict(states)
+        one_step(module, optimizer)
+    module.full_state_dict()
+    module.close()
+
+
+def test_a_failure_to_begin_closes_the_engine_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = HOWS["bf16"]
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(optimizer._runner), "submit", fail)
+        with pytest.raises(MemoryError):
+            step(module, optimizer, how, 2)
+    for use in (module.full_state_dict, optimizer.state_dict):
+        with pytest.raises(StateError, match="from a checkpoint"):
+            use()
+    module.close()
+    assert module.stats().held_bytes["replica"] == 0
+
+
+def test_gradients_of_begun_updates_cannot_be_dropped() -> None:
+    how = HOWS["bf16"]
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.INSIDE_BACKWARD)
+    chunk = module.engine.chunks[-1]
+
+    def drop() -> None:
+        with optimizer.unobserved():
+            optimizer.backward(ZOO[how.name].loss(module, 0))
+            module.engine.reducer.drop_member(chunk, 0)
+
+    with pytest.raises(StateError, match="cannot be dropped"):
+        drop()
+
+
+def test_closing_after_a_failed_update_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = HOWS["bf16"]
+    module, optimizer = trained(how, "host", CPU, UpdateTiming.BEHIND_FORWARD)
+    optimizer.synchronize()
+    run, lock, count = FlatUpdate.run, threading.Lock(), []
+
+    def first_fails(self: FlatUpdate, **options: Any) -> None:
+        with lock:
+            count.append(1)
+            is_first = len(count) == 1
+        time.sleep(0.02)
+        if is_first:
+            raise RuntimeError("no such luck")
+        run(self, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatUpdate, "run", first_fails)
+        step(module, optimizer, how, 2)
+        with pytest.raises(RuntimeError, match="no such luck"):
+            ZOO[how.name].loss(module, 0)
+        module.close()  # replicas that wait for updates are filled, or not, before their memory goes
+    assert optimizer._runner._host._pool._num_unfinished == 0
+    assert all(chunk.ready is None for chunk in module.engine.chunks)
+
+
+@pytest.mark.parametrize("timing", list(UpdateTiming))
+def test_ctrl_c_waits_for_the_step(timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = HOWS["bf16"]
+    module, optimizer = trained(how, "host", CPU, timing)
+    update = type(optimizer)._update
+
+    def interrupted(self: ElixirOptimizer, used: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        update(self, used)
+
+    monkeypatch.setattr(type(optimizer), "_update", interrupted)
+
+    def interrupted_step() -> None:
+        with optimizer.unobserved(timing is UpdateTiming.INSIDE_BACKWARD):
+            optimizer.backward(ZOO[how.name].loss(module, 6))
+            optimizer.step()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_step()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        monkeypatch.undo()
+    values = module.full_state_dict()
+    module.close()
+    other, other_optimizer = new_training(how, "host", CPU, UpdateTiming.AFTER_BACKWARD)
+    for number in range(3):
+        step(other, other_optimizer, how, number)
+    assert all(map(torch.equal, values.values(), other.full_state_dict().values()))
+    other.close()

@@ -73,6 +73,40 @@ def test_accumulation_that_changes_between_epochs() -> None:
     assert_same_as_plain(callbacks=callbacks, max_epochs=2)
 
 
+class ManualNet(Net):
+    """Drives its optimizer itself, so that nobody knows how many backwards come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, *args: Any) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(*args))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "is_expected"),
+    [
+        (Net, {}, False),
+        (Net, {"accumulate_grad_batches": 2}, True),
+        (Net, {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})]}, True),
+        (ManualNet, {}, False),
+    ],
+)
+def test_the_engine_is_told_of_accumulation(make: Any, options: dict[str, Any], is_expected: bool) -> None:
+    told: list[bool] = []
+
+    class Looking(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            told.append(trainer.strategy._engine.engine.reducer.accumulates)
+
+    fit("elixir", make, **{**options, "callbacks": [*options.get("callbacks", []), Looking()]})
+    assert told[0] == is_expected
+
+
 @pytest.mark.parametrize(
     ("algorithm", "value", "compare"), [("norm", 0.05, assert_close_run), ("value", 0.002, assert_same_run)]
 )

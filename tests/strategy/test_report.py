@@ -90,6 +90,18 @@ def test_accumulation_and_given_plan(tmp_path: Path) -> None:
     assert report["facts"]["samples in a step"] == "8"
 
 
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}], ids=str)
+@pytest.mark.parametrize("how", [AUTO, TIGHT], ids=["auto", "cpu"])
+def test_gradients_that_are_added_up_take_what_was_predicted(
+    tmp_path: Path, how: dict[str, Any], options: dict[str, Any]
+) -> None:
+    fit(ElixirStrategy(**how, report_dir=str(tmp_path)), accumulate_grad_batches=2, max_epochs=2, **options)
+    report = _read(tmp_path)
+    held = report["measured"]["bytes"]
+    assert held["cpu_grad_staging"] > 0
+    assert held["cpu_grad"] + held["cpu_grad_staging"] == report["predicted"]["bytes"]["host_grad_bytes"]
+
+
 class LateUpdates(pl.Callback):
     """Stands in for an optimizer whose updates run behind the next forward, for nobody knows how long.
 

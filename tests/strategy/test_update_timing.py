@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -241,6 +242,23 @@ def test_an_error_inside_backward_saves_nothing_half_done(tmp_path: Any) -> None
         fit(strategy(), InterruptedNet, callbacks=[Keep()], **BF16)
     assert len(held) == 1
     assert not (tmp_path / "half.ckpt").exists()
+
+
+def test_the_norm_is_known_after_a_step_once_somebody_asks(caplog: pytest.LogCaptureFixture) -> None:
+    class After(Callback):
+        def __init__(self) -> None:
+            self.norms: list[float] = []
+
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            self.norms.append(float(trainer.strategy.grad_norm()))  # type: ignore[attr-defined]
+
+    looking, after = Looking(), After()
+    fit(strategy(), HybridNet, callbacks=[looking], **BF16)
+    with caplog.at_level(logging.WARNING, "lightning_elixir"):
+        fit(strategy(), HybridNet, callbacks=[after], **BF16)
+    assert math.isnan(after.norms[0])
+    assert after.norms[1:] == looking.norms[1:]
+    assert caplog.text.count("computed from now on") == 1
 
 
 def test_a_wish_that_cannot_be_met_is_told(caplog: pytest.LogCaptureFixture) -> None:

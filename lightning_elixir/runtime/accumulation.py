@@ -1,0 +1,114 @@
+"""Sums of gradients in host memory, made by a thread while backward goes on.
+
+[Note: sums beside backward] A gradient that is to be added to one in host memory goes down into a page-locked staging
+buffer, on the lane, and a thread adds it from there. Nobody waits for that but the next gradient that finds no free
+buffer, and whoever reads the sum: a `TaskEvent` stands for it where the end of a plain copy would. Additions to one
+sum come in the order of the backwards, so its bits do not depend on how fast the thread is. An addition that has
+failed fails all later ones to the same sum, until the gradient is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_elixir.core.device import Device, Event, working_on
+from lightning_elixir.core.labels import label
+from lightning_elixir.core.worker import Task, TaskEvent, Worker
+
+Addition = Callable[[Tensor, Tensor], None]
+"""Brings a gradient to a sum, both 1-D and of one numel, element by element."""
+
+# What is added at once: torch widens 16-bit operands in memory of their size, and this stays in the cache.
+_PIECE_NUMEL = 1024 * 1024
+
+
+def put(total: Tensor, grad: Tensor) -> None:
+    """The first of a sum."""
+    total.copy_(grad)
+
+
+def add(total: Tensor, grad: Tensor) -> None:
+    """One more, in the dtype of the sum."""
+    total.add_(grad)
+
+
+def add_rounded(total: Tensor, grad: Tensor) -> None:
+    """One more, in the dtype of the gradient: the sum, though wider, holds such values alone."""
+    total.copy_(total.to(grad.dtype).add_(grad))
+
+
+@dataclass(eq=False)
+class _Slot:
+    buffer: Tensor  # 1-D, uint8, host memory
+    task: Task | None = None  # the last addition from it
+
+
+class HostSums:
+    """The way of gradients from the device to sums in host memory.
+
+    Args:
+        device: Where gradients come from.
+        num_buffers: Gradients that may be on their way.
+        buffer_bytes: Of the largest.
+    """
+
+    def __init__(self, device: Device, num_buffers: int, buffer_bytes: int) -> None:
+        self._device = device
+        self._num_buffers = num_buffers
+        self._buffer_bytes = buffer_bytes
+        self._slots: list[_Slot] = []  # the one that was taken first comes first; made when first needed
+        self._worker = Worker("elixir-gradients", context=partial(working_on, device.torch_device))
+
+    def submit(self, grad: Tensor, total: Tensor, addition: Addition, earlier: Event | None) -> tuple[Event, TaskEvent]:
+        """Have a gradient brought to a sum. Waits for a buffer.
+
+        Args:
+            grad: 1-D, on the device, there for what the lane is given now.
+            total: Host memory, 1-D, same numel. Copies of the lane to it may be under way; nothing else may.
+            addition: How.
+            earlier: What `submit` returned for this sum last, if it may be under way or have failed.
+
+        Returns:
+            When the device has sent the gradient, and when it is in the sum.
+        """
+        slot = self._free_slot()
+        staged = slot.buffer[: grad.nbytes].view(grad.dtype)
+        lane = self._device.reduce_lane
+        with lane.resume():
+            staged.copy_(grad, non_blocking=True)
+            sent = lane.record()
+        after = earlier.task if isinstance(earlier, TaskEvent) else None
+        slot.task = self._worker.submit(partial(add_up, total, staged, addition), after=after, event=sent)
+        return sent, TaskEvent(slot.task)
+
+    def held_bytes(self) -> int:
+        """Host memory that the buffers take."""
+        return sum(slot.buffer.nbytes for slot in self._slots)
+
+    def close(self) -> None:
+        """Do what is left, and end the thread."""
+        self._worker.close()
+
+    def _free_slot(self) -> _Slot:
+        if not self._slots:
+            buffers = [self._device.host_empty(self._buffer_bytes, torch.uint8) for _ in range(self._num_buffers)]
+            self._slots = [_Slot(buffer) for buffer in buffers]
+        slot = next((s for s in self._slots if s.task is None or s.task.is_over()), self._slots[0])
+        if slot.task is not None:
+            slot.task.join()
+        self._slots.remove(slot)
+        self._slots.append(slot)
+        return slot
+
+
+def add_up(total: Tensor, grad: Tensor, addition: Addition) -> None:
+    """Bring a gradient to a sum, here and now."""
+    with label("add gradients"):
+        for start in range(0, total.numel(), _PIECE_NUMEL):
+            piece = slice(start, start + _PIECE_NUMEL)
+            addition(total[piece], grad[piece])
