@@ -847,6 +847,61 @@ def test_sums_that_fail_under_an_update_that_has_begun() -> None:
     check_same_training(trainings)
 
 
+def test_the_step_waits_for_no_sum() -> None:
+    how = HOWS["bf16"]
+    with slow_additions(num_buffers=100) as slow:
+        trainings = warm_pair(how)
+        for training in trainings:
+            for number in range(2):
+                backward(training, how, number)
+            training[1].step()
+            one_step(training, how, 2)
+            training[1].synchronize()
+        module, optimizer = trainings[1]
+        num_done = slow.num_done
+        slow.gate.clear()
+        backward(trainings[1], how, 3)
+        assert optimizer.num_ahead == num_with_spares(module)
+        optimizer.step()
+        assert slow.num_done == num_done
+        slow.gate.set()
+        optimizer.synchronize()
+        assert module.stats().redone_steps == 1
+        one_step(trainings[0], how, 3)
+        check_same_training(trainings)
+
+
+def test_what_was_said_of_several_backwards_survives_a_move() -> None:
+    how = NEVER_CLIPPED
+    training = module, optimizer = new_training(how, "host")
+    module.engine.expect_accumulation(True)
+    warm_up(training, how)
+    module.replan(module.engine.plan)
+    for is_expected in (True, False):
+        module.engine.expect_accumulation(is_expected)
+        module.replan(module.engine.plan)
+        backward(training, how, 0)
+        assert (optimizer.num_ahead == 0) == is_expected
+        optimizer.step()
+    module.close()
+
+
+def test_another_optimizer_drops_what_the_first_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both write to the spare masters."""
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    for i, (module, optimizer) in enumerate(trainings):
+        with slow_updates(monkeypatch):
+            backward((module, optimizer), how, 0)
+            other = ElixirOptimizer(module, HybridAdam(module.module.parameters(), lr=1e-2), max_norm=how.max_norm)
+            assert optimizer.num_ahead == 0
+            other.step()
+            trainings[i] = module, other
+            for number in range(1, 4):
+                one_step(trainings[i], how, number)
+    check_same_training(trainings)
+
+
 # Aliases
 
 
