@@ -672,32 +672,33 @@ def test_waiting_that_was_interrupted_goes_on_before_memory_is_used_again(monkey
     how = NEVER_CLIPPED
     trainings = warm_pair(how)
     training = trainings[1]
-    running, run = [0], FlatUpdate.run
+    begun: list[FlatUpdate] = []
+    ended: list[FlatUpdate] = []
+    run, join = FlatUpdate.run, Task.join
 
     def slow(self: FlatUpdate, **options: Any) -> None:
-        running[0] += 1
-        time.sleep(0.05)
+        begun.append(self)
+        time.sleep(0.2 * len(begun))
         run(self, **options)
-        running[0] -= 1
-
-    join = Task.join
+        ended.append(self)
 
     def interrupted(self: Task) -> None:
-        raise KeyboardInterrupt
+        if not self.is_over():
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(FlatUpdate, "run", slow)
         backward(training, how, 0)
-        while not running[0]:
+        while len(begun) < 2:  # two threads take one each
             pass
         patch.setattr(Task, "join", interrupted)
         with pytest.raises(KeyboardInterrupt):
             training[1].zero_grad()
         patch.setattr(Task, "join", join)
-        assert running[0]
+        assert len(ended) < 2
         assert training[1].num_ahead == 0
         training[1].zero_grad()
-        assert not running[0]
+        assert len(ended) == len(begun) == 2
     for one in trainings:
         for number in range(1, 3):
             one_step(one, how, number)
