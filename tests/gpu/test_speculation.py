@@ -38,6 +38,12 @@ def test_what_happens_between_backward_and_step(name: str, site: str, monkeypatc
     bodies.check_action(name, How(), site, CUDA, monkeypatch)
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("how", [NEVER_CLIPPED, SCALED], ids=["clipping", "scaled"])
+def test_sums_beside_backward(how: How, is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies.check_sums(how, is_known, CUDA, monkeypatch)
+
+
 @pytest.mark.parametrize("lane", ["issue", "resume"])
 @pytest.mark.parametrize("site", SITES)
 def test_slow_lanes_are_waited_for(site: str, lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
