@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,10 +26,12 @@ from torch.utils.checkpoint import checkpoint
 from lightning_elixir.core.worker import Task
 from lightning_elixir.errors import DivergenceError, StateError
 from lightning_elixir.optim import HybridAdam
+from lightning_elixir.optim.execution import UpdateRunner
 from lightning_elixir.optim.speculation import Caution
 from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.types import Tier, UpdateTiming
 from lightning_elixir.planning import make_plan
+from lightning_elixir.storage.shards import ShardStore
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.zoo import ZOO
@@ -745,6 +748,42 @@ def test_ctrl_c_leaves_a_whole_step_or_none(when: str, monkeypatch: pytest.Monke
     check_same_training(trainings)
 
 
+def test_ctrl_c_when_an_update_begins_leaves_none_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    begun: list[FlatUpdate] = []
+    ended: list[FlatUpdate] = []
+    run, submit = FlatUpdate.run, UpdateRunner.submit
+
+    def slow(self: FlatUpdate, **options: Any) -> None:
+        begun.append(self)
+        time.sleep(0.2)
+        run(self, **options)
+        ended.append(self)
+
+    def interrupted(self: UpdateRunner, *args: Any, **options: Any) -> Task:
+        task = submit(self, *args, **options)
+        while not begun:
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+        return task
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(FlatUpdate, "run", slow)
+            patch.setattr(UpdateRunner, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                backward(trainings[1], how, 0)
+            assert len(ended) == len(begun) == 1
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    for training in trainings:
+        for number in range(2):
+            one_step(training, how, number)
+    check_same_training(trainings)
+
+
 def test_a_hook_of_the_step_may_still_change_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     def halve(optimizer: Any, *args: Any) -> None:
         for group in optimizer.param_groups:
@@ -905,6 +944,70 @@ def test_another_optimizer_drops_what_the_first_has_begun(monkeypatch: pytest.Mo
             trainings[i] = module, other
             for number in range(1, 4):
                 one_step(trainings[i], how, number)
+    check_same_training(trainings)
+
+
+class _LateCopies:
+    """Gradients are in host memory when somebody waits for that, and no sooner."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, module: ElixirModule) -> None:
+        self._lock, self._copies, self.num_late = threading.Lock(), deque[tuple[Tensor, Tensor]](), 0
+        set_grad, late = ShardStore.set_grad, self
+
+        class Target:
+            def __init__(self, tensor: Tensor) -> None:
+                self.tensor, self.dtype = tensor, tensor.dtype
+
+            def copy_(self, source: Tensor, non_blocking: bool = False) -> None:
+                if non_blocking:
+                    self.tensor.fill_(float("nan"))
+                    late._copies.append((self.tensor, source.clone()))
+                else:
+                    self.tensor.copy_(source)
+
+        patch.setattr(ShardStore, "set_grad", lambda *args: Target(set_grad(*args)))
+        patch.setattr(module.engine.device, "reduce_lane", self)
+
+    @contextmanager
+    def issue(self) -> Iterator[None]:
+        yield
+
+    resume = issue
+
+    def record(self) -> _LateCopies:
+        return self
+
+    def wait(self) -> None:  # a stream waits, the host does not
+        return
+
+    def synchronize(self) -> None:
+        with self._lock:
+            while self._copies:
+                target, source = self._copies.popleft()
+                target.copy_(source)
+                self.num_late += 1
+
+    def is_over(self) -> bool:
+        return not self._copies
+
+
+@pytest.mark.parametrize("what", ["step", "zero_grad", "save", "look_at_gradients", "lr"])
+def test_gradients_that_come_down_late_are_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = HOWS["bf16"]
+    trainings = warm_pair(how, "mixed")
+    action = None if what == "step" else ACTIONS[what][0]
+    for training in trainings:
+        with monkeypatch.context() as patch, slow_updates(monkeypatch, 0.001):
+            late = _LateCopies(patch, training[0])
+            for number in range(3):
+                backward(training, how, number)
+                if action is not None:
+                    action(training)
+                    if what == "zero_grad":
+                        backward(training, how, number + 7)
+                training[1].step()
+            training[1].synchronize()
+            assert late.num_late
     check_same_training(trainings)
 
 
