@@ -346,7 +346,7 @@ def test_a_step_like_the_last_neither_copies_nor_waits() -> None:
 
     step(-1e-3)
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         step(-2e-3)
     names = {event.name for event in profile.events()} - {"cudaDeviceSynchronize"}  # the profiler's own
     assert not [name for name in names if "Memcpy" in name or "Synchronize" in name]

@@ -263,7 +263,8 @@ def test_one_launch_for_each_set_of_numbers_and_for_each_level(monkeypatch: pyte
 @pytest.mark.slow
 def test_kernels_under_the_interpreter() -> None:
     """In a process of its own: Triton reads the variable once, when it is imported."""
-    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]  # numpy divides by zero aloud
+    plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist"]
+    options = ["-q", *plugins, "-W", "ignore::RuntimeWarning"]  # numpy divides by zero aloud
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "tests/gpu/test_kernels.py"],
         cwd=ROOT,

@@ -144,11 +144,21 @@ def new_training(how: How, site: str, device: torch.device, **options: Any) -> t
     return module, optimizer
 
 
+def train_micro_batch(
+    module: ElixirModule, optimizer: ElixirOptimizer, how: How, step: int, micro: int, rank: int = 0
+) -> None:
+    loss = ZOO[how.name].loss(module, (step * how.micro_batches + micro) * 3 + rank)
+    optimizer.backward(loss * float("inf") if step == how.overflow_at else loss)
+
+
 def train_step(module: ElixirModule, optimizer: ElixirOptimizer, how: How, step: int, rank: int = 0) -> float | None:
-    norm = None
     for micro in range(how.micro_batches):
-        loss = ZOO[how.name].loss(module, (step * how.micro_batches + micro) * 3 + rank)
-        optimizer.backward(loss * float("inf") if step == how.overflow_at else loss)
+        train_micro_batch(module, optimizer, how, step, micro, rank)
+    return end_step(optimizer, how)
+
+
+def end_step(optimizer: ElixirOptimizer, how: How) -> float | None:
+    norm = None
     if how.clip_value:
         optimizer.clip_grad_value_(how.clip_value)
     if how.clip_norm:

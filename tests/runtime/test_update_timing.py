@@ -69,10 +69,10 @@ def new_training(
 def step(module: ElixirModule, optimizer: ElixirOptimizer, how: How, number: int, rank: int = 0) -> float | None:
     is_clipped = bool(how.clip_norm or how.clip_value)
     for micro in range(how.micro_batches - 1):
-        optimizer.backward(ZOO[how.name].loss(module, (number * how.micro_batches + micro) * 3 + rank))
-    last = replace(how, micro_batches=1)
+        bodies.train_micro_batch(module, optimizer, how, number, micro, rank)
     with optimizer.unobserved(not is_clipped):
-        return bodies.train_step(module, optimizer, last, (number + 1) * how.micro_batches - 1, rank)
+        bodies.train_micro_batch(module, optimizer, how, number, how.micro_batches - 1, rank)
+        return bodies.end_step(optimizer, how)
 
 
 def trained(
