@@ -190,6 +190,7 @@ class StepMonitor(Callback):
     def _read_counters(self) -> dict[str, int]:
         counters, moved = self._engine.rcache.counters, self._engine.moved
         found = {name: getattr(counters, name) for name in _RCACHE_COUNTERS}
+        found["redone_steps"] = self._engine.redone_steps
         return found | {f"{name}_bytes": getattr(moved, name) for name in _MOVES}
 
     def _count(self) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRu
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.optim.scaling import LossScaler, absolute_max, clip_coefficient, square_sums
 from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace, elementwise_class, is_scalar_state
+from lightning_elixir.optim.speculation import Begun, Speculation
 from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.segments import Segment, segments_of
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
@@ -35,6 +37,13 @@ if TYPE_CHECKING:
     from lightning_elixir.wrapper import ElixirModule
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class _Change(TypedDict):
+    grad_factor: float
+    change_grad: Callable[[Tensor], None] | None
 
 
 class ElixirOptimizer(torch.optim.Optimizer):
@@ -106,6 +115,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._runner = UpdateRunner(self._engine.device, num_update_threads)
         self._early: dict[int, Task] = {}  # chunk id -> its update, begun inside backward
         self._record: UpdateRecord | None = None  # of the updates begun there
+        self._speculation = Speculation()  # updates begun there that can be taken back
         self._last_record: UpdateRecord | None = None  # of the last step, until its updates are over
         self._times: UpdateTimes | None = None
         self._shape: tuple[int, ...] = ()
@@ -115,6 +125,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._build_inner()
         self._take_over_state(optimizer)
         self._engine.reducer.is_tracking_square_sums = self.scaler.enabled or max_norm > 0
+        self._watch_gradients()
         self._engine.on_replan(self._rebuild, check=self._check_streaming)
         self._engine.on_held_bytes(self.state_bytes)
         self._engine.on_held_bytes(self._runner.held_bytes)
@@ -173,18 +184,23 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _rebuild(self) -> None:
         """After the shards have moved, or a parameter group was added: the same states over the new tensors."""
         earlier = self._inner
+        self._speculation.withdraw()
         self._runner.release_stream()
         self._inner = {}
         self._build_inner()
+        self._watch_gradients()
         # One chunk's states at a time are there twice; what leaves the device makes room for what comes to it.
         for chunk_id, inner in sorted(self._inner.items(), key=lambda item: item[1].work.device.type != "cpu"):
             inner.take_states(earlier.pop(chunk_id))
+            if self._engine.store[chunk_id].spare_master is None:
+                inner.drop_spares()
 
     def _allocate_states(self) -> None:
         """Adam's states are known; those of others come from a first step over zero gradients with a zero learning
         rate, its step counts taken back."""
         if self.can_stream:
-            for inner in self._inner.values():
+            for chunk_id, inner in self._inner.items():
+                self._reserve_states(self._engine.chunks[chunk_id])
                 inner.start_states({p.member_index for p in inner.places})
             if any(self._engine.chunks[i].spec.is_update_streamed for i in self._inner):
                 self._runner.reserve_stream()  # better said now than in the first step
@@ -195,6 +211,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
             members = {p.member_index for p in inner.places}
             inner.step(torch.zeros_like(inner.work), members, still)
             inner.reset_step_counts()
+
+    def _reserve_states(self, chunk: Chunk) -> None:
+        """Adam's moments, and the spares of a chunk that shall have them."""
+        self._inner[chunk.id].allocate_moments()
+        if self._engine.store.reserve_spares(chunk.spec, chunk.dtype):
+            self._inner[chunk.id].allocate_spares()
 
     def _take_over_state(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer may have stepped before the model was wrapped."""
@@ -272,13 +294,15 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self._last_norm = self._norm(used, self._wanted_norm_type)
         self.is_step_skipped = self.scaler.enabled and not self._is_finite(used)
         if self.is_step_skipped:
-            self._times = self._last_record = None
+            self._times = self._last_record = None  # what has begun goes with its gradients
         else:
             self._update(used)
+        is_plain = not self.is_step_skipped and all(change == ("factor", 1.0) for change in self._transforms)
         self.scaler.update(self.is_step_skipped)
         with self._all_or_nothing():
             engine.end_step([] if self.is_step_skipped else sorted(used))
         self._transforms = []
+        engine.redone_steps += self._speculation.end_step(is_as_assumed=is_plain)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, whatever `set_to_none` says: managed parameters keep none."""
@@ -298,12 +322,13 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if any(c.spec.optim_tier is Tier.GPU and not self._inner[c.id].has_moments for c in chunks):
             engine.give_back()  # or moments, which last, would come to lie in the gaps that activations have left
         for chunk in chunks:
-            self._inner[chunk.id].allocate_moments()
+            self._reserve_states(chunk)
         if any(c.spec.is_update_streamed for c in chunks):
             self._runner.reserve_stream()
         early, self._early = self._early, {}
         record, self._record = self._record or UpdateRecord(), None
         record.start()
+        ahead = self._confirmed(chunks, used)
         with self._all_or_nothing():
             near = [c for c in chunks if c.spec.optim_tier is Tier.GPU]
             others = [c for c in chunks if c.spec.optim_tier is not Tier.GPU]
@@ -312,11 +337,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
             now = engine.device.compute_event()  # all reads of old values come before
             if early.keys() - {c.id for c in others}:
                 raise StateError("gradients were dropped whose updates had begun inside backward")
-            if early:
-                self._runner.reorder({task: _place(engine.chunks[i], needs) for i, task in early.items()})
+            begun = {**early, **{i: one.task for i, one in ahead.items()}}
+            if begun:
+                self._runner.reorder({task: _place(engine.chunks[i], needs) for i, task in begun.items()})
             for chunk in others:
                 order = _place(chunk, needs)
-                if chunk.id in early:
+                if chunk.id in ahead:
+                    self._commit(chunk, now, record, order)
+                elif chunk.id in early:
                     self._take_over(chunk, early[chunk.id], now, record, order)
                 else:
                     self._begin_update(chunk, used[chunk.id], now, record, order)
@@ -418,6 +446,98 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self._exchange(chunk)
         self._announce(chunk, task)
 
+    # Updates that can be taken back: [Note: exact speculation], `optim/speculation.py`
+
+    @property
+    def num_ahead(self) -> int:
+        """Chunks whose update has begun, into spare states, and waits for the step."""
+        return len(self._speculation)
+
+    def _watch_gradients(self) -> None:
+        """Have updates begin as gradients land, where the plan gives them other memory to write to."""
+        reducer = self._engine.reducer
+        reducer.withdraw()  # what an earlier optimizer has begun
+        is_ahead = self._engine.plan.has_spare_states and self.can_stream
+        reducer.on_landed = _weakly(self._begin_ahead) if is_ahead else None
+        reducer.before_change = _weakly(self._withdraw) if is_ahead else None
+
+    def _begin_ahead(self, chunk: Chunk) -> None:
+        """Have a chunk updated while backward runs, if that is possible, as if the step had come and all gradients were
+        to stay as they are. Everything that anybody can look at stays as it is."""
+        inner, members = self._inner.get(chunk.id), self._members.get(chunk.id, set())
+        if inner is None or not self._speculation.is_allowed or self._engine.store[chunk.id].spare_master is None:
+            return
+        is_whole = all(s.member_index in members for s in self._segments[chunk.id] if s.numel)
+        if not is_whole or not inner.has_spares or not inner.has_states_of(members):
+            return  # what is not updated would have to be copied
+        if self._change()["change_grad"] is not None:
+            return  # whether clamping changes anything nobody knows
+        if chunk.spec.is_update_streamed:
+            try:
+                self._runner.reserve_stream()
+            except CapacityError:
+                return  # the step says so
+        download, record = self._engine.reducer.download_of(chunk.id), UpdateRecord()
+        with torch.no_grad():
+            updates = self._updates_ahead(chunk, members)
+        job = ChunkUpdate(updates, chunk.spec.is_update_streamed, () if download is None else (download,))
+        with deferred():  # one that runs and that nobody knows of could not be dropped
+            task = self._runner.submit(job, record, order=len(self._speculation))
+            self._speculation.add(chunk.id, Begun(updates, task, record))
+
+    def _updates_ahead(self, chunk: Chunk, members: set[int]) -> list[FlatUpdate]:
+        """The chunk's next update into its spares, as it would be now; nothing is counted."""
+        shard = self._engine.store[chunk.id]
+        if shard.grad is None:
+            return []
+        return self._inner[chunk.id].describe(
+            shard.grad,
+            members,
+            self.param_groups,
+            compute=shard.spare_param,
+            apart=shard.spare_master,
+            **self._change(),
+        )
+
+    def _withdraw(self, chunk_ids: Collection[int] | None) -> None:
+        self._speculation.withdraw(chunk_ids)
+
+    def _confirmed(self, chunks: Sequence[Chunk], used: Mapping[int, set[int]]) -> dict[int, Begun]:
+        """The updates that have begun and are what the step wants, by chunk id; the others are dropped."""
+        found: dict[int, Begun] = {}
+        for chunk in chunks if self._speculation else ():
+            if self._inner[chunk.id].has_spares and self._inner[chunk.id].has_states_of(used[chunk.id]):
+                begun = self._speculation.find(chunk.id, self._updates_ahead(chunk, used[chunk.id]))
+                if begun is not None:
+                    found[chunk.id] = begun
+        self._speculation.withdraw(but=found)
+        return found
+
+    def _commit(self, chunk: Chunk, now: Event, record: UpdateRecord, order: float) -> None:
+        """The step of an update that has begun in backward: states and spares change roles."""
+        begun = self._speculation.take(chunk.id)
+        self._engine.reducer.take_download(chunk.id)  # it waits for that itself
+        shard, inner, members = self._engine.store[chunk.id], self._inner[chunk.id], self._members[chunk.id]
+        new, values = shard.spare_master, shard.spare_param
+        if new is None or values is None:
+            raise RuntimeError(f"the spare states of {chunk.spec} are gone, though its update has begun there")
+        shard.master, shard.spare_master = new, shard.master
+        inner.exchange(new)
+        inner.count_step(members)
+        record.adopt(begun.record)
+        task, target, is_streamed = begun.task, self._write_back_target(chunk), chunk.spec.is_update_streamed
+        if target is not None and self._is_param_near(chunk):
+            uploads = [(values[span], target[span]) for span in inner.spans(members)]
+            job = ChunkUpdate((), is_streamed, (), now, uploads)
+            task = self._runner.submit(job, record, order=order, after=task)
+        elif target is not None and target is not shard.param:  # a slice of what every rank keeps whole
+            ready = (now,) if chunk.ready is None else (now, chunk.ready)
+            job = ChunkUpdate((), is_streamed, ready, cast=(values, target))
+            task = self._runner.submit(job, record, order=order, after=task)
+        else:
+            shard.param, shard.spare_param = values, shard.param
+        self._announce(chunk, task)
+
     def _ways_up(self, chunk: Chunk, members: set[int]) -> list[tuple[Tensor, Tensor]]:
         """Where new values that lie over the gradients go, if parameters are on the device."""
         grad, target = self._engine.store[chunk.id].grad, self._write_back_target(chunk)
@@ -472,11 +592,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
             yield
             return
         with deferred():
-            engine.reducer.on_landed = self._begin_early
+            engine.reducer.on_landed, engine.reducer.is_step_next = self._begin_early, True
             try:
                 yield
             finally:
-                engine.reducer.on_landed = None
+                engine.reducer.on_landed, engine.reducer.is_step_next = None, False
                 if self._early:
                     self._early, self._record = {}, None
                     engine.give_up(
@@ -488,6 +608,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _can_begin_early(self) -> bool:
         """Whether nothing that is known before backward speaks against it."""
         if not self.can_stream or self._timing is not UpdateTiming.INSIDE_BACKWARD:
+            return False
+        if self._engine.plan.has_spare_states:  # then nobody has to promise anything
             return False
         if self.scaler.enabled or self.max_norm > 0 or self._transforms:
             return False
@@ -513,17 +635,21 @@ class ElixirOptimizer(torch.optim.Optimizer):
             return []
         if is_compute_on_device is None:
             is_compute_on_device = chunk.spec.optim_tier is Tier.GPU and self._is_param_near(chunk)
-        is_product = all(kind == "factor" for kind, _ in self._transforms)
-        factors = [value for _, value in self._transforms]
         return self._inner[chunk.id].adam_updates(
             shard.grad,
             members,
             self.param_groups,
-            grad_factor=math.prod(factors, start=self._inverse_scale) if is_product else 1.0,
-            change_grad=None if is_product else self._change_of_grads(),
             compute=compute,
             is_compute_on_device=is_compute_on_device,
+            **self._change(),
         )
+
+    def _change(self) -> _Change:
+        """What the step does to gradients, as far as that is known now."""
+        if all(kind == "factor" for kind, _ in self._transforms):
+            factors = [value for _, value in self._transforms]
+            return {"grad_factor": math.prod(factors, start=self._inverse_scale), "change_grad": None}
+        return {"grad_factor": 1.0, "change_grad": self._change_of_grads()}
 
     def _update_by_torch(self, chunks: Sequence[Chunk], used: Mapping[int, set[int]]) -> UpdateTimes:
         """One of torch's own optimizers, each shard where it is."""
@@ -822,11 +948,13 @@ class ElixirOptimizer(torch.optim.Optimizer):
             inner.set_state(position, loaded)
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of optimizer states on this rank, by tier."""
+        """Bytes of optimizer states on this rank, by tier; spare ones apart."""
         held: dict[str, int] = {}
         for chunk_id, inner in self._inner.items():
-            key = f"{self._engine.plan.chunks[chunk_id].optim_tier.value}_states"
-            held[key] = held.get(key, 0) + inner.state_bytes()
+            tier = self._engine.plan.chunks[chunk_id].optim_tier.value
+            held[f"{tier}_states"] = held.get(f"{tier}_states", 0) + inner.state_bytes()
+            if inner.has_spares:
+                held[f"{tier}_spare"] = held.get(f"{tier}_spare", 0) + inner.spare_bytes()
         return held
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -835,6 +963,18 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self.optimizer.add_param_group(param_group)
         else:
             super().add_param_group(param_group)
+
+
+def _weakly(method: Callable[[_T], None]) -> Callable[[_T], None]:
+    """A bound method that keeps its object from nothing: the states shall go with the optimizer."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: _T) -> None:
+        found = reference()
+        if found is not None:
+            found(argument)
+
+    return call
 
 
 def _change_grad(transforms: Sequence[tuple[str, float]], grad: Tensor) -> None:

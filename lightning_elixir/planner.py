@@ -48,12 +48,15 @@ class OptimizerFacts:
     """Whether its updates on the host may go on while the next forward runs."""
     can_update_inside_backward: bool = False
     """Whether an update needs nothing but its own chunk's gradients: no clipping, no loss scale."""
+    needs_global_norm: bool = False
+    """Whether it could begin inside backward all the same, if it could be taken back (spare states)."""
 
     @property
     def update_timing(self) -> UpdateTiming:
         if not self.can_update_behind_forward:
             return UpdateTiming.AFTER_BACKWARD
-        return UpdateTiming.INSIDE_BACKWARD if self.can_update_inside_backward else UpdateTiming.BEHIND_FORWARD
+        is_inside = self.can_update_inside_backward or self.needs_global_norm
+        return UpdateTiming.INSIDE_BACKWARD if is_inside else UpdateTiming.BEHIND_FORWARD
 
 
 @dataclass(frozen=True)
@@ -283,10 +286,10 @@ class Planner:
 
     def _safe_plan(self, model: nn.Module, plan: Plan, budget: Budget) -> Plan:
         """As little on the device as possible: nobody knows yet what the activations take. Updates run when `plan` has
-        them run."""
+        them run, but for spare states, which a few steps are not worth."""
         facts = OptimizerFacts(
             can_update_behind_forward=plan.update_timing is not UpdateTiming.AFTER_BACKWARD,
-            can_update_inside_backward=plan.update_timing is UpdateTiming.INSIDE_BACKWARD,
+            can_update_inside_backward=plan.update_timing is UpdateTiming.INSIDE_BACKWARD and not plan.has_spare_states,
         )
         try:
             largest = self._make(model, budget, layout=plan, policy="cpu", optimizer=facts)
@@ -352,6 +355,7 @@ class Planner:
             can_stream=facts.can_stream,
             update_timing=facts.update_timing,
             can_reuse_compute_shard=self._master_weights,
+            needs_global_norm=facts.needs_global_norm,
             profile=profile,
             hardware=self._hardware,
             layout=layout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightning_elixir.plan.memory import Budget, ModelDataBytes
 from lightning_elixir.plan.packing import PackedChunk, candidate_chunk_numels, pack, regular_block_bytes
 from lightning_elixir.plan.placement import Layout, PlacementRequest, check_request, place
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
-from lightning_elixir.plan.search import distance, search, with_forecast
+from lightning_elixir.plan.search import could_speculate, distance, search, with_forecast
 from lightning_elixir.plan.space import Candidate, Problem
 from lightning_elixir.plan.streaming import STREAM_BYTES
 from lightning_elixir.plan.structure import structural_profile
@@ -73,6 +74,7 @@ def make_plan(
     can_stream: bool = False,
     update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD,
     can_reuse_compute_shard: bool = False,
+    needs_global_norm: bool = False,
     world_size: int = 1,
     gpu_bytes: int | None = None,
     cpu_bytes: int | None = None,
@@ -111,6 +113,8 @@ def make_plan(
             allow is left out.
         can_reuse_compute_shard: Whether gradients may land in compute shards where host memory would not suffice
             otherwise. Training must then have one backward before each update.
+        needs_global_norm: Gradients are clipped by their norm, or the loss is scaled: updates begin inside backward
+            only into spare states, for which the host must have memory; otherwise behind the next forward.
         world_size: Ranks that share a chunk.
         gpu_bytes: Device memory of one rank; None: not known, treated as unlimited.
         cpu_bytes: Host memory of one rank; None: not known, treated as unlimited.
@@ -159,17 +163,22 @@ def make_plan(
         is_time_guessed=profile is None,
         update_timing=_possible_timing(update_timing, has_one_backward=has_one_backward),
         can_reuse_compute_shard=can_reuse_compute_shard and has_one_backward,
+        needs_global_norm=needs_global_norm,
     )
 
     def decide(layouts: Sequence[Layout]) -> Plan:
         if placement_policy == "auto":
             return search([Candidate(one, _profile_over(one, profile, problem)) for one in layouts], problem)
         try:
-            return _placed(layouts[0], profile, problem)
+            plan = _placed(layouts[0], profile, problem.waiting())
         except CapacityError as error:
             if error.resource != "host" or not problem.can_reuse_compute_shard:
                 raise
             return _placed(layouts[0], profile, problem.reusing())
+        if could_speculate(plan, problem):
+            with suppress(CapacityError):
+                return _placed(layouts[0], profile, problem.speculating())
+        return plan
 
     if layout is not None:
         kept = Layout(_packed_layout(layout, specs, world_size), layout.block_bytes, main_dtype)
@@ -213,6 +222,7 @@ def _placed(layout: Layout, profile: MemoryProfile | StepProfile | None, problem
         accumulates=problem.accumulates,
         update_timing=problem.update_timing,
         grad_reuses_compute_shard=problem.grad_reuses_compute_shard,
+        has_spare_states=problem.has_spare_states,
     )
     return plan if known is None else with_forecast(plan, known, problem)
 

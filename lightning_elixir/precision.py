@@ -225,6 +225,18 @@ def is_update_unobserved(model: LightningModule) -> bool:
     return not any(is_overridden(name, c, Callback) for c in callbacks for name in _HOOKS_IN_BETWEEN)
 
 
+def needs_norm_or_scale(model: LightningModule) -> bool:
+    """Whether every step asks for the norm of all gradients, or whether they are finite, and mostly hears that nothing
+    has to change: updates may then begin as if they knew. Not so where gradients are clamped."""
+    trainer = model._trainer
+    if trainer is None or not model.automatic_optimization:
+        return False
+    is_clipped = bool(trainer.gradient_clip_val)
+    if is_clipped and trainer.gradient_clip_algorithm == "value":
+        return False
+    return is_clipped or trainer.precision == "16-mixed"
+
+
 def _unwrap(optimizer: Any) -> ElixirOptimizer:
     from lightning_elixir.wrapper import ElixirOptimizer  # the wrapper is heavy, and not needed to build a Trainer
 

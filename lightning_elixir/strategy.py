@@ -45,7 +45,7 @@ from lightning_elixir.holding import BuildOptions, Holding
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.planner import OptimizerFacts, Planner
-from lightning_elixir.precision import ElixirPrecision, elixir_precision, is_update_unobserved
+from lightning_elixir.precision import ElixirPrecision, elixir_precision, is_update_unobserved, needs_norm_or_scale
 from lightning_elixir.processes import ProcessStrategy, StartMethod
 from lightning_elixir.profiling.hardware import profile_hardware
 from lightning_elixir.retry import RepeatableStep
@@ -133,8 +133,9 @@ class ElixirStrategy(ProcessStrategy):
                 "inside_backward": also as soon as a chunk's gradients are there, under automatic optimization, with
                 bf16 mixed precision, one backward a step, no clipping, and no hook between backward and step
                 (`on_after_backward`, `on_before_optimizer_step`, ...); an exception between the two then ends the
-                run, for nothing may be saved from half an update. Default: the last, where it is possible, else the
-                second. No number depends on it.
+                run, for nothing may be saved from half an update. With norm clipping or fp16 too, and then whatever
+                hooks there are and without that end, if the host has memory for spare states (14 bytes a parameter).
+                Default: the last, where it is possible, else the second. No number depends on it.
             force_outputs_fp32: Cast what the steps of the model return to fp32.
             autocast: Mixed precision: run steps under `torch.autocast`. False: cast the inputs instead, and compute all
                 in 16 bits.
@@ -350,16 +351,20 @@ class ElixirStrategy(ProcessStrategy):
             and config.reduction_dtype is None
             and is_update_unobserved(self._module)
         )
-        if wanted == "inside_backward" and not can_begin_early and not self._is_timing_told:
+        is_inside_wanted = wanted in ("auto", "inside_backward")
+        needs_global_norm = not can_begin_early and plugin.is_mixed and needs_norm_or_scale(self._module)
+        is_impossible = wanted == "inside_backward" and not can_begin_early and not needs_global_norm
+        if is_impossible and not self._is_timing_told:
             self._is_timing_told = True
             log.warning(
                 "update_timing='inside_backward' is not possible here (it takes bf16-mixed precision, automatic "
-                "optimization, no clipping, no reduce_dtype and no hook between backward and step): updates run behind "
-                "the next forward"
+                "optimization, no clipping by value, no reduce_dtype and no hook between backward and step): updates "
+                "run behind the next forward"
             )
         return OptimizerFacts(
             can_update_behind_forward=wanted != "after_backward",
-            can_update_inside_backward=wanted in ("auto", "inside_backward") and can_begin_early,
+            can_update_inside_backward=is_inside_wanted and can_begin_early,
+            needs_global_norm=is_inside_wanted and needs_global_norm,
         )
 
     def _build_options(self) -> BuildOptions:

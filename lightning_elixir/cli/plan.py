@@ -56,8 +56,12 @@ class Found:
         if any(c.optim_tier is Tier.NVME for c in self.plan.chunks):
             remarks += ("states on NVMe: training with them comes with a later version; this plan cannot be run yet",)
         has_host_states = any(c.requires_grad and c.optim_tier is not Tier.GPU for c in self.plan.chunks)
-        if has_host_states and self.plan.update_timing is UpdateTiming.INSIDE_BACKWARD:
-            remarks += ("gradients are not clipped: with clipping, updates only begin after backward",)
+        is_inside = self.plan.update_timing is UpdateTiming.INSIDE_BACKWARD and not self.plan.has_spare_states
+        if has_host_states and is_inside:
+            remarks += (
+                "gradients are not clipped: with clipping by norm, updates begin inside backward only where the host"
+                " has memory for spare states",
+            )
         return remarks
 
     @property
@@ -135,6 +139,7 @@ def find(options: argparse.Namespace) -> Found:
             can_stream=options.optimizer == "hybrid",
             update_timing=update_timing_of(options),
             can_reuse_compute_shard=precision.is_mixed,
+            needs_global_norm=options.precision == "16-mixed",
             world_size=options.gpus,
             gpu_bytes=machine.gpu_bytes,
             cpu_bytes=machine.cpu_bytes,
@@ -156,10 +161,7 @@ def find(options: argparse.Namespace) -> Found:
 
 def update_timing_of(options: argparse.Namespace) -> UpdateTiming:
     """When updates of states beside the GPU may run, if gradients are not clipped."""
-    if options.optimizer != "hybrid":
-        return UpdateTiming.AFTER_BACKWARD
-    has_loss_scale = options.precision == "16-mixed"
-    return UpdateTiming.BEHIND_FORWARD if has_loss_scale else UpdateTiming.INSIDE_BACKWARD
+    return UpdateTiming.INSIDE_BACKWARD if options.optimizer == "hybrid" else UpdateTiming.AFTER_BACKWARD
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -56,6 +57,10 @@ class Task:
         if not self._is_over:
             with label("wait for update"):
                 self._pool.wait_for(self)
+
+    def cancel(self) -> None:
+        """Have it not begun any more, where that is possible: then it is over, and failed."""
+        self._pool.cancel(self)
 
     def then(self, follower: Callable[[], None]) -> None:
         """Call it when the work is done, or has failed: on the thread that did it, before the task counts as over; or
@@ -176,6 +181,14 @@ class _Pool:
                 needed = needed._after
             while not task._is_over:
                 self.changed.wait()
+
+    def cancel(self, task: Task) -> None:
+        with self.changed:
+            if task not in self._waiting:
+                return
+            self._waiting.remove(task)
+            task._work = None
+        self._finish(task, CancelledError("this task was cancelled before it had begun"))
 
     def wait_for_all(self) -> None:
         with self.changed:

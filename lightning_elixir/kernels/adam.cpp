@@ -28,8 +28,9 @@
 namespace {
 
 // Elements whose fp32 copies lie in the first-level cache beside the operands. Prefetching the next block by hand
-// halved the speed (the processor sees the streams by itself). Stores past the cache could save nothing but the
-// reading of `compute`, which in training lies where the gradient was read a moment ago.
+// halved the speed (the processor sees the streams by itself). In place, stores past the cache could save nothing but
+// the reading of `compute`, which in training lies where the gradient was read a moment ago; to other memory, they save
+// the reading of all that is written.
 constexpr int64_t kBlock = 512;
 // Elements that a thread takes at a time: few enough for an even share, many enough that taking them costs nothing.
 constexpr int64_t kPiece = 32768;
@@ -40,7 +41,8 @@ static_assert(kPiece % kRow == 0 && kBlock >= kRow, "rows are not cut");
 
 enum Dtype : int32_t { kNone = -1, kFloat = 0, kBFloat16 = 1, kHalf = 2 };
 
-enum Operand { kParam, kGrad, kExpAvg, kExpAvgSq, kCompute, kNumOperands };
+// The last three, where there are any, receive what is otherwise written over the parameter and the moments.
+enum Operand { kParam, kGrad, kExpAvg, kExpAvgSq, kCompute, kNewParam, kNewExpAvg, kNewExpAvgSq, kNumOperands };
 
 struct Tensor {
   char* data;
@@ -122,22 +124,45 @@ INLINE int64_t item_bytes(int32_t dtype) { return dtype == kFloat ? 4 : 2; }
 
 // Adam
 
+struct Element {
+  float p, m, v;
+};
+
+template <bool has_l2, bool has_small_weight>
+INLINE Element updated(float p, float g, float m, float v, const Numbers& k) {
+  g = g * k.grad_factor;
+  p = p * k.shrink;
+  if (has_l2) g = g + p * k.l2;
+  const float change = g - m;
+  m = has_small_weight ? m + change * k.one_minus_beta1 : g - change * k.beta1;
+  v = v * k.beta2 + (g * k.one_minus_beta2) * g;
+  const float d = 1.0f / (1.0f / sqrtf(v)) + k.eps;
+  p = p + (m * k.minus_step_size) / d;
+  return {p, m, v};
+}
+
 template <bool has_l2, bool has_small_weight>
 INLINE void update_block(float* __restrict param, const float* __restrict grad, float* __restrict exp_avg,
                          float* __restrict exp_avg_sq, int64_t n, const Numbers& k) {
   for (int64_t i = 0; i < n; ++i) {
-    float g = grad[i] * k.grad_factor;
-    float p = param[i] * k.shrink;
-    if (has_l2) g = g + p * k.l2;
-    float m = exp_avg[i];
-    const float change = g - m;
-    m = has_small_weight ? m + change * k.one_minus_beta1 : g - change * k.beta1;
-    const float v = exp_avg_sq[i] * k.beta2 + (g * k.one_minus_beta2) * g;
-    const float d = 1.0f / (1.0f / sqrtf(v)) + k.eps;
-    p = p + (m * k.minus_step_size) / d;
-    param[i] = p;
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
+    const Element x = updated<has_l2, has_small_weight>(param[i], grad[i], exp_avg[i], exp_avg_sq[i], k);
+    param[i] = x.p;
+    exp_avg[i] = x.m;
+    exp_avg_sq[i] = x.v;
+  }
+}
+
+// The same, to other memory.
+template <bool has_l2, bool has_small_weight>
+INLINE void update_block_apart(const float* __restrict param, const float* __restrict grad,
+                               const float* __restrict exp_avg, const float* __restrict exp_avg_sq,
+                               float* __restrict new_param, float* __restrict new_exp_avg,
+                               float* __restrict new_exp_avg_sq, int64_t n, const Numbers& k) {
+  for (int64_t i = 0; i < n; ++i) {
+    const Element x = updated<has_l2, has_small_weight>(param[i], grad[i], exp_avg[i], exp_avg_sq[i], k);
+    new_param[i] = x.p;
+    new_exp_avg[i] = x.m;
+    new_exp_avg_sq[i] = x.v;
   }
 }
 
@@ -162,9 +187,78 @@ INLINE void put_compute(const Tensor& x, int64_t start, int64_t n, const float* 
   }
 }
 
+// Writes whole lines of memory without reading them first, where that is possible; `from` is aligned.
+INLINE void put_past_cache(char* to, const void* from, int64_t nbytes) {
+#if defined(__SSE2__)
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0) {
+    __m128i* out = reinterpret_cast<__m128i*>(to);
+    const __m128i* in = static_cast<const __m128i*>(from);
+    const int64_t count = nbytes / int64_t(sizeof(__m128i));
+    for (int64_t i = 0; i < count; ++i) _mm_stream_si128(out + i, _mm_load_si128(in + i));
+    memcpy(out + count, in + count, nbytes % sizeof(__m128i));
+    return;
+  }
+#endif
+  memcpy(to, from, nbytes);
+}
+
+INLINE void put_apart(const Tensor& x, int64_t start, int64_t n, const float* values) {
+  char* to = x.data + start * item_bytes(x.dtype);
+  if (x.dtype == kFloat) {
+    put_past_cache(to, values, n * 4);
+  } else {
+    alignas(64) char narrowed[kBlock * 2];
+    narrow(narrowed, values, x.dtype, n);
+    put_past_cache(to, narrowed, n * 2);
+  }
+}
+
+// What went past the cache is there for whoever is told of it next.
+INLINE void end_apart() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+INLINE void update_range_apart(const Tensor* x, int64_t start, int64_t stop, const Numbers& k) {
+  alignas(64) float buffers[4][kBlock];
+  alignas(64) float results[3][kBlock];
+  float *new_p = results[0], *new_m = results[1], *new_v = results[2];
+  for (; start < stop; start += kBlock) {
+    const int64_t n = stop - start < kBlock ? stop - start : kBlock;
+    const float* p = as_float(x[kParam], start, n, buffers[0]);
+    const float* g = as_float(x[kGrad], start, n, buffers[1]);
+    const float* m = as_float(x[kExpAvg], start, n, buffers[2]);
+    const float* v = as_float(x[kExpAvgSq], start, n, buffers[3]);
+    if (k.has_l2) {
+      if (k.has_small_weight) update_block_apart<true, true>(p, g, m, v, new_p, new_m, new_v, n, k);
+      else update_block_apart<true, false>(p, g, m, v, new_p, new_m, new_v, n, k);
+    } else {
+      if (k.has_small_weight) update_block_apart<false, true>(p, g, m, v, new_p, new_m, new_v, n, k);
+      else update_block_apart<false, false>(p, g, m, v, new_p, new_m, new_v, n, k);
+    }
+    put_apart(x[kNewParam], start, n, new_p);
+    put_apart(x[kNewExpAvg], start, n, new_m);
+    put_apart(x[kNewExpAvgSq], start, n, new_v);
+    if (x[kCompute].dtype != kNone) {
+      if (x[kNewParam].dtype != kFloat) {  // as in place: from what was rounded once already
+        alignas(64) char narrowed[kBlock * 2];
+        narrow(narrowed, new_p, x[kNewParam].dtype, n);
+        widen(new_p, narrowed, x[kNewParam].dtype, n);
+      }
+      put_apart(x[kCompute], start, n, new_p);
+    }
+  }
+  end_apart();
+}
+
 // All of an element's operands are read before any is written, so `compute` may lie where `grad` does.
 INLINE void update_range(const Tensor* x, int64_t start, int64_t stop, const void* numbers) {
   const Numbers k = *static_cast<const Numbers*>(numbers);
+  if (x[kNewParam].data) {
+    update_range_apart(x, start, stop, k);
+    return;
+  }
   alignas(64) float buffers[4][kBlock];
   for (; start < stop; start += kBlock) {
     const int64_t n = stop - start < kBlock ? stop - start : kBlock;
@@ -477,7 +571,7 @@ EXPORT const char* elixir_implementation_name(int which) {
   return which >= 0 && which < implementations(found) ? found[which].name : "";
 }
 
-// One update. The five operands in the order of `Operand`; `spans` has start and numel of each part, `scalars` nine
+// One update. The eight operands in the order of `Operand`, the last four null where there are none; `spans` has start and numel of each part, `scalars` nine
 // doubles of each, in the order of `sequence.Scalars`. Returns 0; 1 if there was no memory (nothing is changed then).
 EXPORT int elixir_adam(int which, void* const* data, const int32_t* dtypes, int64_t num_parts, const int64_t* spans,
                        const double* scalars, int num_threads) {
@@ -525,7 +619,7 @@ EXPORT int elixir_plain_loop(void* const* data, int64_t numel, int num_threads) 
   implementations(found);
   Tensor tensors[kNumOperands];
   for (int i = 0; i < kNumOperands; ++i)
-    tensors[i] = {i == kCompute ? nullptr : static_cast<char*>(data[i]), i == kGrad ? kBFloat16 : kFloat};
+    tensors[i] = {i >= kCompute ? nullptr : static_cast<char*>(data[i]), i == kGrad ? kBFloat16 : kFloat};
   Numbers numbers = {};
   numbers.grad_factor = 1e-6f;
   const int64_t span[2] = {0, numel};

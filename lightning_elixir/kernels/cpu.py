@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("adam.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NO_DTYPE = -1
+_NUM_OPERANDS = 8
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)  # no subclasses: what they hold is not at their `data_ptr`
 
 _TEST_NUMEL = 1100
@@ -47,6 +48,7 @@ def adam_update(
     table: Table,
     compute: Tensor | None = None,
     num_threads: int | None = None,
+    outputs: Sequence[Tensor] | None = None,
 ) -> bool:
     """Carry out the written sequence over parts of flat host tensors of one numel, without the GIL.
 
@@ -54,19 +56,23 @@ def adam_update(
         param, grad, exp_avg, exp_avg_sq, compute: As for `adam_update_`; every one fp32, bf16 or fp16.
         table: What to update; elements outside stay as they are.
         num_threads: None: as `core.threads.default_num_threads` says.
+        outputs: As for `update_parts_`.
 
     Returns:
         False if this cannot be done here, and nothing has been changed.
     """
     operands = (param, grad, exp_avg, exp_avg_sq, compute)
-    if not all(x is None or _is_plain(x) for x in operands) or torch.compiler.is_compiling():
+    results = () if outputs is None else tuple(outputs)
+    if not all(x is None or _is_plain(x) for x in (*operands, *results)) or torch.compiler.is_compiling():
         return False
     kernel = _the_kernel.get()
     if kernel is None:
         return False
-    kernel.update(operands, table, default_num_threads() if num_threads is None else num_threads)
+    num_threads = default_num_threads() if num_threads is None else num_threads
+    kernel.update((*operands, *results), table, num_threads)
     # As torch's own writes do, so that autograd notices a saved tensor that has changed.
-    torch.autograd.graph.increment_version([x for x in (param, exp_avg, exp_avg_sq, compute) if x is not None])
+    written = (*(results or (param, exp_avg, exp_avg_sq)), compute)
+    torch.autograd.graph.increment_version([x for x in written if x is not None])
     return True
 
 
@@ -120,13 +126,15 @@ class Kernel:
         """One update.
 
         Args:
-            operands: Parameter, gradient, moments, and what receives the new parameter or None; flat, on the host.
+            operands: Parameter, gradient, moments, and what receives the new parameter or None; flat, on the host. If
+                they shall not be written over, then what receives parameter and moments, in the same dtypes.
             num_threads: How many threads work, the calling one included.
             which: The number of the implementation.
 
         Raises:
             MemoryError: Without room for a table of the parts; nothing has been changed.
         """
+        operands = [*operands, *[None] * (_NUM_OPERANDS - len(operands))]
         addresses = _addresses(operands)
         dtypes = array("i", [_NO_DTYPE if x is None else _DTYPES[x.dtype] for x in operands])
         spans = array("q", chain.from_iterable((start, numel) for start, numel, _ in table))
@@ -234,9 +242,11 @@ def _check_library(library: ctypes.CDLL) -> None:
         grad = start[0].sub(0.5).to(grad_dtype)
         first = [x.clone() for x in (param, grad, exp_avg, exp_avg_sq)]
         second = [x.clone() for x in first]
+        third = [x.clone() for x in first]
+        kernel.update([*second, third[1], third[0], *third[2:]], table, 2)
         kernel.update([*first, first[1]], table, 2)
         for begin, numel, scalars in table:
             p, g, m, v = (x[begin : begin + numel] for x in second)
             run_sequence(p, g, m, v, scalars, g)
-        if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+        if not all(torch.equal(a, b) and torch.equal(c, b) for a, b, c in zip(first, second, third, strict=True)):
             raise ValueError(f"parameters of {dtype} with gradients of {grad_dtype} come out wrong")

@@ -7,6 +7,7 @@ where they can, torch's operations everywhere else.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -130,6 +131,7 @@ def update_parts_(
     compute: Tensor | None = None,
     scratch: Tensor | None = None,
     num_threads: int | None = None,
+    outputs: Sequence[Tensor] | None = None,
 ) -> None:
     """Update parts of flat tensors, each with its own numbers, in one call of a compiled kernel where there is one.
 
@@ -137,20 +139,30 @@ def update_parts_(
         param, grad, exp_avg, exp_avg_sq, compute, scratch: As for `adam_update_`.
         table: What to update; elements outside stay as they are.
         num_threads: Host threads of the compiled kernel; None: as `core.threads.default_num_threads` says.
+        outputs: What receives parameter and moments, in their dtypes and in memory of its own; the operands then stay
+            as they are. None: they are written over.
 
     Raises:
         ValueError: Tensors that are not flat, not floating, or do not fit each other, or a part outside them.
     """
-    _check_operands(param, exp_avg, exp_avg_sq, grad, *(() if compute is None else (compute,)))
+    results = (param, exp_avg, exp_avg_sq) if outputs is None else tuple(outputs)
+    _check_operands(param, exp_avg, exp_avg_sq, grad, *(() if compute is None else (compute,)), *results)
+    if [x.dtype for x in results] != [param.dtype, exp_avg.dtype, exp_avg_sq.dtype]:
+        raise ValueError(f"outputs must have the dtypes of what they replace, got {[x.dtype for x in results]}")
     for start, numel, _ in table:
         if not 0 <= start <= start + numel <= param.numel():
             raise ValueError(f"a part of {numel} elements from {start} on is not within {param.numel()} elements")
     if not param.numel():
         return
-    if param.device.type == "cpu":
-        if cpu.adam_update(param, grad, exp_avg, exp_avg_sq, table, compute, num_threads):
-            return
-    elif param.device.type == "cuda":
+    is_on_host = param.device.type == "cpu"
+    if is_on_host and cpu.adam_update(param, grad, exp_avg, exp_avg_sq, table, compute, num_threads, outputs):
+        return
+    if outputs is not None:  # the others work in place
+        for source, target in zip((param, exp_avg, exp_avg_sq), results, strict=True):
+            for start, numel, _ in table:
+                target[start : start + numel].copy_(source[start : start + numel])
+        param, exp_avg, exp_avg_sq = results
+    if param.device.type == "cuda":
         from lightning_elixir.kernels import gpu
 
         if gpu.adam_update(param, grad, exp_avg, exp_avg_sq, table, compute):

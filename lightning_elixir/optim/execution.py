@@ -57,6 +57,7 @@ class UpdateRecord:
         self._start_s = time.perf_counter()
         self._end_s = self._start_s
         self._adam_s: list[float] = []
+        self._adopted: list[UpdateRecord] = []
         self._tasks: list[Task] = []
         self.gpu_numel = self.streamed_numel = self.cpu_numel = 0
 
@@ -66,6 +67,15 @@ class UpdateRecord:
 
     def note_adam(self, seconds: float) -> None:
         self._adam_s.append(seconds)
+
+    def adopt(self, other: UpdateRecord) -> None:
+        """What another record has of updates that turn out to be this step's."""
+        self.gpu_numel += other.gpu_numel
+        self.streamed_numel += other.streamed_numel
+        self.cpu_numel += other.cpu_numel
+        self._adopted.append(other)
+        for task in other._tasks:
+            self.watch(task)
 
     def watch(self, task: Task) -> None:
         """One of the updates."""
@@ -97,7 +107,7 @@ class UpdateRecord:
             return None
         return UpdateTimes(
             update_s=self._end_s - self._start_s,
-            adam_s=sum(self._adam_s),
+            adam_s=sum(sum(record._adam_s) for record in (self, *self._adopted)),
             gpu_numel=self.gpu_numel,
             streamed_numel=self.streamed_numel,
             cpu_numel=self.cpu_numel,

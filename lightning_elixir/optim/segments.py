@@ -97,6 +97,7 @@ class SegmentOptimizer:
         self.work = work
         self._empty = empty
         self._moments: tuple[Tensor, ...] = ()  # Adam: `_MOMENTS`, once there are any
+        self._spare_moments: tuple[Tensor, ...] = ()  # memory for the next ones, where these must stay as they are
         self._counts: dict[int, int] = {}  # Adam: position -> updates so far; no tensors, which took long
         # Where each segment's moments begin: as far apart as in the shard where segments follow each other there.
         sizes = [-(-p.numel // ALIGN_NUMEL) * ALIGN_NUMEL for p in places]
@@ -143,6 +144,15 @@ class SegmentOptimizer:
         """Whether Adam's moments have been made."""
         return bool(self._moments)
 
+    @property
+    def has_spares(self) -> bool:
+        """Whether there is a second set of Adam's moments."""
+        return bool(self._spare_moments)
+
+    def has_states_of(self, members: Collection[int]) -> bool:
+        """Whether the segments of all these members have been updated before, or have states from elsewhere."""
+        return all(i in self._counts for i, place in enumerate(self.places) if place.member_index in members)
+
     def spans(self, members: Collection[int]) -> list[slice]:
         """Where in the shard the used segments lie, runs of them as one; what `adam_updates` describes."""
         runs = self._runs(members)
@@ -157,6 +167,30 @@ class SegmentOptimizer:
         """Make Adam's moments, uninitialised, if there are none yet; nothing for other optimizers."""
         if self.is_adam and not self._moments:
             self._moments = tuple(self._empty(self._starts[-1], self.work.dtype) for _ in _MOMENTS)
+
+    def allocate_spares(self) -> None:
+        """Make a second set of Adam's moments, if there is none yet; nothing for other optimizers."""
+        if self.is_adam and not self._spare_moments:
+            self._spare_moments = tuple(self._empty(self._starts[-1], self.work.dtype) for _ in _MOMENTS)
+
+    def drop_spares(self) -> None:
+        """Give them back."""
+        self._spare_moments = ()
+
+    def exchange(self, work: Tensor) -> None:
+        """An update to other memory takes effect: the spare moments are those in use, and the other way round.
+
+        Args:
+            work: With the new values: what is updated from now on.
+        """
+        self.work = work
+        self._moments, self._spare_moments = self._spare_moments, self._moments
+        for position, (tensor, place) in enumerate(zip(self._tensors, self.places, strict=True)):
+            part = work[place.shard_offset : place.shard_offset + place.numel]
+            # The same object over other memory: states are kept by it.
+            tensor.set_(part.untyped_storage(), part.storage_offset(), part.shape, part.stride())
+            if self._inner is not None and position in self._counts:
+                self._inner.state[tensor].update(self._moments_at(position))
 
     def start_states(self, members: Collection[int]) -> None:
         """Adam: zero moments and a step count of zero for the segments of `members` that have none yet."""
@@ -178,7 +212,42 @@ class SegmentOptimizer:
         compute: Tensor | None = None,
         is_compute_on_device: bool = False,
     ) -> list[FlatUpdate]:
-        """Count one more step of Adam and describe it, one update for each run of used segments.
+        """Count one more step of Adam and describe it, one update for each run of used segments. Arguments as for
+        `describe`; segments that have no states get them."""
+        if not self.is_adam:
+            return []
+        self.start_states(members)
+        updates = self.describe(
+            grad,
+            members,
+            groups,
+            grad_factor=grad_factor,
+            change_grad=change_grad,
+            compute=compute,
+            is_compute_on_device=is_compute_on_device,
+        )
+        self.count_step(members)
+        return updates
+
+    def count_step(self, members: Collection[int]) -> None:
+        """The described update of these members is their next step."""
+        for position, place in enumerate(self.places):
+            if place.member_index in members:
+                self._counts[position] += 1
+
+    def describe(
+        self,
+        grad: Tensor,
+        members: Collection[int],
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        grad_factor: float = 1.0,
+        change_grad: Callable[[Tensor], None] | None = None,
+        compute: Tensor | None = None,
+        is_compute_on_device: bool = False,
+        apart: Tensor | None = None,
+    ) -> list[FlatUpdate]:
+        """The next step of Adam, one update for each run of used segments, all of which have states. Changes nothing.
 
         Args:
             grad: 1-D, numel of `work`, same device; read only.
@@ -188,10 +257,8 @@ class SegmentOptimizer:
             change_grad: Likewise.
             compute: 1-D, numel of `work`, any device.
             is_compute_on_device: Likewise.
+            apart: 1-D, as `work`: receives the new values in its place, and the spare moments those of the moments.
         """
-        if not self.is_adam:
-            return []
-        self.start_states(members)
         hyper = {g: HybridAdam.hyper_parameters(groups[g]) for g in self._group_indices}
         updates = []
         for run in self._runs(members):
@@ -200,12 +267,13 @@ class SegmentOptimizer:
             parts = []
             for position in run:
                 place = self.places[position]
-                self._counts[position] += 1
-                start = place.shard_offset - first.shard_offset
-                parts.append(UpdatePart(start, place.numel, self._counts[position], hyper[place.group_index]))
-            exp_avg, exp_avg_sq = (
-                m[self._starts[run[0]] : self._starts[run[0]] + span.stop - span.start] for m in self._moments
-            )
+                start, step = place.shard_offset - first.shard_offset, self._counts[position] + 1
+                parts.append(UpdatePart(start, place.numel, step, hyper[place.group_index]))
+            at = slice(self._starts[run[0]], self._starts[run[0]] + span.stop - span.start)
+            exp_avg, exp_avg_sq = (m[at] for m in self._moments)
+            outputs = None
+            if apart is not None:
+                outputs = (apart[span], self._spare_moments[0][at], self._spare_moments[1][at])
             updates.append(
                 FlatUpdate(
                     self.work[span],
@@ -217,6 +285,7 @@ class SegmentOptimizer:
                     change_grad,
                     None if compute is None else compute[span],
                     is_compute_on_device,
+                    outputs,
                 )
             )
         return updates
@@ -277,7 +346,7 @@ class SegmentOptimizer:
         if self.is_adam and earlier._moments and earlier._moments[0].device == self.work.device:
             extents = [(p.member_index, p.shard_offset, p.numel) for p in self.places]
             if extents == [(p.member_index, p.shard_offset, p.numel) for p in earlier.places]:
-                self._moments = earlier._moments
+                self._moments, self._spare_moments = earlier._moments, earlier._spare_moments
         by_member = {p.member_index: i for i, p in enumerate(earlier.places)}
         for position, place in enumerate(self.places):
             if place.member_index in by_member:
@@ -303,8 +372,12 @@ class SegmentOptimizer:
             if isinstance(count, Tensor):
                 count.zero_()
 
+    def spare_bytes(self) -> int:
+        """Bytes of the second set of moments."""
+        return sum(m.nbytes for m in self._spare_moments)
+
     def state_bytes(self) -> int:
-        """Bytes of all element-wise state tensors."""
+        """Bytes of all element-wise state tensors that are in use."""
         if self._inner is None:
             return 0
         own = sum(m.nbytes for m in self._moments)

@@ -183,6 +183,7 @@ class StateStream:
                 exp_avg=slot.filled(piece.exp_avg),
                 exp_avg_sq=slot.filled(piece.exp_avg_sq),
                 compute=None,  # cast below, padding included
+                outputs=None,  # what came up may be written over
             )
             is_up = self._up_lane.record()
         compute = piece.compute
@@ -196,11 +197,7 @@ class StateStream:
             is_updated = self._update_lane.record()
         with self._down_lane.resume():
             is_updated.wait()
-            for target, source in (
-                (piece.param, above.param),
-                (piece.exp_avg, above.exp_avg),
-                (piece.exp_avg_sq, above.exp_avg_sq),
-            ):
+            for target, source in zip(piece.written, above.written, strict=True):
                 target.copy_(source, non_blocking=True)
             if compute is not None and not piece.is_compute_on_device:
                 compute.copy_(near, non_blocking=True)

@@ -50,6 +50,9 @@ class FlatUpdate:
     memory, in the gradient's dtype."""
     is_compute_on_device: bool = False
     """Whether `compute` is on the compute device rather than in host memory."""
+    outputs: tuple[Tensor, Tensor, Tensor] | None = None
+    """What receives `param`, `exp_avg` and `exp_avg_sq`, beside them and in their dtypes; they stay as they are then.
+    Padding of these may be written. None: they are written over."""
 
     @property
     def numel(self) -> int:
@@ -85,6 +88,7 @@ class FlatUpdate:
                 exp_avg_sq=self.exp_avg_sq[start:stop],
                 parts=tuple(_clipped(self.parts, start, stop)),
                 compute=None if self.compute is None else self.compute[start:stop],
+                outputs=_cut(self.outputs, start, stop),
             )
 
     def run(
@@ -112,7 +116,24 @@ class FlatUpdate:
             compute=self.compute,
             scratch=scratch,
             num_threads=num_threads,
+            outputs=self.outputs,
         )
+
+    @property
+    def written(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the new parameter and moments go."""
+        return self.outputs or (self.param, self.exp_avg, self.exp_avg_sq)
+
+    def is_same_as(self, other: FlatUpdate) -> bool:
+        """Whether it reads and writes the same memory with the same numbers; False where that cannot be told."""
+        if self.change_grad is not None or other.change_grad is not None:
+            return False
+        settings, others = ((u.parts, u.grad_factor, u.is_compute_on_device) for u in (self, other))
+        return settings == others and self._memory() == other._memory()
+
+    def _memory(self) -> list[tuple[int, int, torch.dtype] | None]:
+        tensors = (self.param, self.grad, self.exp_avg, self.exp_avg_sq, self.compute, *(self.outputs or ()))
+        return [None if x is None else (x.data_ptr(), x.numel(), x.dtype) for x in tensors]
 
     def _table(self) -> Table:
         """The parts with their numbers, which are the same for most."""
@@ -124,6 +145,13 @@ class FlatUpdate:
                 numbers[key] = adam_scalars(step=part.step, grad_factor=self.grad_factor, **part.hyper)
             table.append((part.start, part.numel, numbers[key]))
         return table
+
+
+def _cut(outputs: tuple[Tensor, Tensor, Tensor] | None, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    if outputs is None:
+        return None
+    param, exp_avg, exp_avg_sq = outputs
+    return param[start:stop], exp_avg[start:stop], exp_avg_sq[start:stop]
 
 
 def _clipped(parts: tuple[UpdatePart, ...], start: int, stop: int) -> Iterator[UpdatePart]:

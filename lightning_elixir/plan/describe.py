@@ -44,4 +44,8 @@ def describe_updates(plan: Plan) -> str:
     text = _TIMINGS[plan.update_timing]
     if plan.grad_reuses_compute_shard:
         text += "; gradients take the place of the parameters in host memory, which saves 2 bytes each"
+    if plan.has_spare_states:
+        text += (
+            ", into spare states: where a norm or a loss scale then says otherwise, they run again from the old ones"
+        )
     return text

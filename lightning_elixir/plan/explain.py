@@ -43,7 +43,12 @@ def explain(plan: Plan) -> str:
     }
     lines.append(f"    {_kinds(plan, kinds)}")
     lines.append(f"  host: {_of(forecast.host_bytes, forecast.host_limit_bytes)}")
-    kinds = {"parameters": "host_param_bytes", "states": "host_state_bytes", "gradients": "host_grad_bytes"}
+    kinds = {
+        "parameters": "host_param_bytes",
+        "states": "host_state_bytes",
+        "spare states": "host_spare_bytes",
+        "gradients": "host_grad_bytes",
+    }
     lines.append(f"    {_kinds(plan, kinds)}")
     lines.append(f"  predicted step: {format_seconds(forecast.times.total_s)}, with the figures of {forecast.hardware}")
     lines += [f"    {format_seconds(seconds)} {text}" for text, seconds in step_parts(forecast.times)]

@@ -34,6 +34,7 @@ _PLAN_KEYS = (
     "is_storage_distributed",
     "update_timing",
     "grad_reuses_compute_shard",
+    "has_spare_states",
     "notes",
     "forecast",
     "chunks",
@@ -65,6 +66,7 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
         "is_storage_distributed": plan.is_storage_distributed,
         "update_timing": plan.update_timing.value,
         "grad_reuses_compute_shard": plan.grad_reuses_compute_shard,
+        "has_spare_states": plan.has_spare_states,
         "notes": dict(plan.notes),
         "forecast": None if plan.forecast is None else _forecast_to_dict(plan.forecast),
         "chunks": [
@@ -106,6 +108,7 @@ def plan_from_dict(content: object) -> Plan:
         is_storage_distributed=fields.boolean("is_storage_distributed"),
         update_timing=UpdateTiming(fields.choice("update_timing", [t.value for t in UpdateTiming])),
         grad_reuses_compute_shard=fields.boolean("grad_reuses_compute_shard"),
+        has_spare_states=fields.boolean("has_spare_states"),
         notes=_notes(fields.get("notes")),
         forecast=_forecast(fields.get("forecast")),
         chunks=tuple(_chunk(item, i) for i, item in enumerate(fields.items("chunks"))),
@@ -273,6 +276,8 @@ def _check_layout(plan: Plan) -> None:
     """What the runtime relies on and JSON types cannot say."""
     if plan.grad_reuses_compute_shard and plan.update_timing is UpdateTiming.INSIDE_BACKWARD:
         raise PlanError("grad_reuses_compute_shard and updates inside backward exclude each other")
+    if plan.has_spare_states and plan.update_timing is not UpdateTiming.INSIDE_BACKWARD:
+        raise PlanError('has_spare_states is for update_timing "inside_backward" only')
     seen: set[str] = set()
     multiple = plan.world_size * ALIGN_NUMEL
     needed_blocks = 0

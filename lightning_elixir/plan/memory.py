@@ -92,6 +92,8 @@ class Scheme:
     """When those run, and so when the buffers are there."""
     grad_reuses_compute_shard: bool = False
     """As in the plan."""
+    has_spare_states: bool = False
+    """As in the plan."""
     accumulates: bool = False
     """Whether gradients of several backwards are added up."""
 
@@ -128,6 +130,18 @@ class Scheme:
         data = self.data_bytes[chunk.dtype]
         return chunk.numel // self.world_size * (data.master + data.states) if chunk.requires_grad else 0
 
+    def spare_bytes(self, chunk: ChunkSpec) -> int:
+        """The second set of master and states, and the memory for new values."""
+        return self.state_bytes(chunk) + self._value_bytes(chunk) if self.has_spares(chunk) else 0
+
+    def has_spares(self, chunk: ChunkSpec) -> bool:
+        """Whether the plan gives the chunk spare states."""
+        is_on_host = chunk.requires_grad and chunk.optim_tier is Tier.CPU
+        return self.has_spare_states and is_on_host and self.data_bytes[chunk.dtype].master > 0
+
+    def _value_bytes(self, chunk: ChunkSpec) -> int:
+        return chunk.numel // self.world_size * self.data_bytes[chunk.dtype].compute
+
     def grad_block_bytes(self, chunks: Sequence[ChunkSpec]) -> int:
         """The blocks that gradients are gathered in."""
         blocks = sorted((max(self.block_bytes, c.nbytes) for c in chunks if c.requires_grad), reverse=True)
@@ -151,6 +165,7 @@ class MemoryUse:
     """Gradient shards in host memory, and the buffers through which they are added up."""
     non_model_bytes: int
     nvme_bytes: int = 0
+    host_spare_bytes: int = 0
 
     @property
     def gpu_bytes(self) -> int:
@@ -161,7 +176,7 @@ class MemoryUse:
 
     @property
     def host_bytes(self) -> int:
-        return self.host_param_bytes + self.host_state_bytes + self.host_grad_bytes
+        return self.host_param_bytes + self.host_state_bytes + self.host_grad_bytes + self.host_spare_bytes
 
 
 def memory_use(chunks: Sequence[ChunkSpec], rcache_blocks: int, scheme: Scheme, non_model_bytes: int = 0) -> MemoryUse:
@@ -202,4 +217,5 @@ def memory_use(chunks: Sequence[ChunkSpec], rcache_blocks: int, scheme: Scheme, 
         host_grad_bytes=host_grad + scheme.grad_staging_bytes(chunks),
         non_model_bytes=non_model_bytes,
         nvme_bytes=nvme,
+        host_spare_bytes=sum(scheme.spare_bytes(c) for c in chunks),
     )

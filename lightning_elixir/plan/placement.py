@@ -74,6 +74,7 @@ def place(
     accumulates: bool = False,
     update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD,
     grad_reuses_compute_shard: bool = False,
+    has_spare_states: bool = False,
 ) -> Plan:
     """Place chunks by a fixed policy, within the budget; for "auto", see `plan/search.py`.
 
@@ -87,6 +88,7 @@ def place(
         accumulates: Gradients of several backwards are added up, so they are there in forward as well.
         update_timing: When updates by the host may run.
         grad_reuses_compute_shard: As in the plan.
+        has_spare_states: Likewise, if there is any chunk for it.
 
     Returns:
         The plan; `notes` holds the predicted bytes of one rank by kind (`MemoryUse`).
@@ -106,6 +108,7 @@ def place(
         accumulates=accumulates,
         update_timing=update_timing,
         grad_reuses_compute_shard=grad_reuses_compute_shard,
+        has_spare_states=has_spare_states,
     )
     policy = {"static": "const"}.get(request.policy, request.policy)
     if policy == "cuda":
@@ -219,6 +222,7 @@ class Placer:
         stream_bytes: int = 0,
         update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD,
         grad_reuses_compute_shard: bool = False,
+        has_spare_states: bool = False,
     ) -> None:
         self.layout, self.request, self.budget = layout, request, budget
         self.profile, self.accumulates = profile, accumulates
@@ -231,6 +235,7 @@ class Placer:
             stream_bytes,
             update_timing,
             grad_reuses_compute_shard,
+            has_spare_states,
             accumulates,
         )
         trace = None if profile is None else profile.trace
@@ -303,6 +308,7 @@ class Placer:
             is_storage_distributed=self.request.distributed_storage,
             update_timing=self.scheme.update_timing,
             grad_reuses_compute_shard=self.scheme.grad_reuses_compute_shard,
+            has_spare_states=self.scheme.has_spare_states,
             policy=policy,
             notes={
                 "gpu_param_bytes": use.gpu_param_bytes,
@@ -313,6 +319,7 @@ class Placer:
                 "host_param_bytes": use.host_param_bytes,
                 "host_state_bytes": use.host_state_bytes,
                 "host_grad_bytes": use.host_grad_bytes,
+                "host_spare_bytes": use.host_spare_bytes,
                 "host_bytes": use.host_bytes,
                 "nvme_bytes": use.nvme_bytes,
                 "non_model_bytes": use.non_model_bytes,

@@ -76,6 +76,25 @@ def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
             f"states may take {format_bytes(problem.budget.nvme_bytes)} of NVMe, but nobody has measured how fast it is"
             ": run `lightning-elixir bench-hardware --nvme-dir FOLDER`"
         )
+    plan = _frugal(candidates, problem.waiting())
+    if not could_speculate(plan, problem):
+        return plan
+    try:
+        ahead = _searched(candidates, problem.speculating())
+    except CapacityError:
+        return plan
+    return ahead if _seconds(ahead) < _seconds(plan) * (1 - _SAME) else plan
+
+
+def could_speculate(plan: Plan, problem: Problem) -> bool:
+    """Whether updates of a plan without spare states would begin earlier with them, had the host the memory."""
+    scheme = scheme_of(replace(plan, has_spare_states=True), problem.data_bytes)
+    is_short = plan.grad_reuses_compute_shard or any(c.optim_tier is Tier.NVME for c in plan.chunks)
+    return problem.can_speculate and not is_short and any(scheme.has_spares(c) for c in plan.chunks)
+
+
+def _frugal(candidates: Sequence[Candidate], problem: Problem) -> Plan:
+    """The fastest plan without spare states, gradients in compute shards where nothing else fits."""
     try:
         plan = _searched(candidates, problem)
     except CapacityError as error:

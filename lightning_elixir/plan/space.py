@@ -52,6 +52,25 @@ class Problem:
     """Whether gradients may land in compute shards, where the host's memory would not suffice otherwise."""
     grad_reuses_compute_shard: bool = False
     """They do: as in the plan."""
+    needs_global_norm: bool = False
+    """An update has to know something of all gradients (clipping by norm, a loss scale): it may begin inside backward
+    only if it can be taken back."""
+    has_spare_states: bool = False
+    """It can: as in the plan."""
+
+    @property
+    def can_speculate(self) -> bool:
+        """Whether spare states would let updates begin earlier."""
+        return self.needs_global_norm and self.update_timing is UpdateTiming.INSIDE_BACKWARD
+
+    def waiting(self) -> Problem:
+        """The same without spare states."""
+        timing = UpdateTiming.BEHIND_FORWARD if self.can_speculate else self.update_timing
+        return replace(self, update_timing=timing, has_spare_states=False)
+
+    def speculating(self) -> Problem:
+        """The same with spare states for all chunks that can have them, and no states on NVMe to make room for them."""
+        return replace(self, has_spare_states=True, budget=replace(self.budget, nvme_bytes=0))
 
     def reusing(self) -> Problem:
         """The same with gradients in compute shards; those must stay as they are while backward runs."""
@@ -114,6 +133,7 @@ class Space:
             stream_bytes=problem.stream_bytes,
             update_timing=problem.update_timing,
             grad_reuses_compute_shard=problem.grad_reuses_compute_shard,
+            has_spare_states=problem.has_spare_states,
         )
         packed = candidate.layout.packed
         self.trainable = [i for i, c in enumerate(packed) if c.requires_grad]
@@ -226,6 +246,7 @@ class Space:
             is_storage_distributed=self.problem.request.distributed_storage,
             update_timing=self.problem.update_timing,
             grad_reuses_compute_shard=self.problem.grad_reuses_compute_shard,
+            has_spare_states=self.problem.has_spare_states,
             policy="auto",
         )
 

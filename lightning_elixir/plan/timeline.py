@@ -43,6 +43,7 @@ def scheme_of(
         stream_bytes,
         plan.update_timing,
         plan.grad_reuses_compute_shard,
+        plan.has_spare_states,
         accumulates,
     )
 

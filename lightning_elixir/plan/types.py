@@ -37,7 +37,8 @@ class UpdateTiming(enum.Enum):
     """`step()` starts them; whoever needs a chunk next waits for that chunk's own update."""
     INSIDE_BACKWARD = "inside_backward"
     """Also, a chunk's update starts when its gradients have landed, while backward still runs: only where an update
-    needs nothing from other chunks (no clipping, no loss scale, one backward a step)."""
+    needs nothing from other chunks (no clipping, no loss scale, one backward a step), or can be taken back
+    (`Plan.has_spare_states`)."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,9 @@ class Plan:
     grad_reuses_compute_shard: bool = False
     """Chunks with parameters and states in host memory and a master have no gradient shard of their own: gradients
     land in the compute shard, which is made again from the master. One backward a step, none inside of it."""
+    has_spare_states: bool = False
+    """Chunks with states in host memory and a master have a second set of both, and host memory for new values:
+    updates inside backward go there and can be taken back, so that they may begin whatever the step depends on."""
     policy: str = "cpu"
     """Which placement policy made the plan."""
     notes: dict[str, float | int | str] = field(default_factory=dict, compare=False)

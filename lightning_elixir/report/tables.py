@@ -22,6 +22,7 @@ GPU_KINDS = (
 HOST_KINDS = (
     ("host_param_bytes", "parameters", "blue"),
     ("host_state_bytes", "master and optimizer states", "purple"),
+    ("host_spare_bytes", "spare master and states", "sand"),
     ("host_grad_bytes", "gradients", "yellow"),
 )
 BAR_WIDTH, BAR_HEIGHT = 1120.0, 26.0

@@ -104,6 +104,8 @@ class Engine:
         self.comm = comm
         self.precision = precision
         self.moved = TransferBytes()
+        self.redone_steps = 0
+        """Since the last reset: see `Stats`."""
         self.phase = Phase.IDLE
         self._is_freed = False
         self._why_closed = "this ElixirModule was closed: its parameters have no values any more"
@@ -202,7 +204,11 @@ class Engine:
 
     def _new_store(self, plan: Plan) -> ShardStore:
         return ShardStore(
-            self.device, self.comm.world_size, plan.is_storage_distributed, plan.grad_reuses_compute_shard
+            self.device,
+            self.comm.world_size,
+            plan.is_storage_distributed,
+            plan.grad_reuses_compute_shard,
+            plan.has_spare_states,
         )
 
     def _entrances(self) -> list[nn.Module]:
@@ -390,6 +396,7 @@ class Engine:
         self.check_open()
         if self.phase is not Phase.IDLE:
             raise StateError(f"backward cannot start in phase {self.phase.value}")
+        self.reducer.withdraw()  # with gradients that more are added to
         self._check_late({*self.reducer.begun_now()})
         # What was read before backward was not written; what is still kept then may be, so its update must not begin.
         self.absorb_touched()
@@ -471,8 +478,8 @@ class Engine:
 
     def expect_accumulation(self, is_expected: bool) -> None:
         """Say whether several backwards come before each step: then host memory for their sums is taken in the first
-        backward. Otherwise, or without a word, that is seen in the second one."""
-        self.reducer.accumulates = is_expected
+        backward, and no update begins inside it. Otherwise, or without a word, that is seen in the second one."""
+        self.reducer.expect_accumulation(is_expected)
 
     # Access
 
@@ -610,6 +617,8 @@ class Engine:
             DivergenceError: If the ranks are at different points.
         """
         self._prepare_meeting(meeting)
+        if meeting in (Meeting.STATE, Meeting.REPLAN):  # what updates read may be written, and what they write moved
+            self.reducer.withdraw()
         self.synchronize()
         if self.comm.world_size > 1:
             self._agreement.meet(meeting)
@@ -715,9 +724,7 @@ class Engine:
             store = self._new_store(plan)
             move_chunks(self, plan, store)
             self.device.synchronize()  # uploads still read the shards that go now
-            accumulates = self.reducer.accumulates
             self._adopt(plan, store)
-            self.reducer.accumulates = accumulates
             for listener in self._replan_listeners:
                 notify = listener()
                 if notify is not None:
@@ -784,11 +791,12 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters since the last reset, and bytes held now."""
-        return take_stats(self.rcache, self.moved, self.held_bytes(), self.last_seconds)
+        return take_stats(self.rcache, self.moved, self.held_bytes(), self.last_seconds, self.redone_steps)
 
     def reset_stats(self) -> None:
         self.rcache.reset_counters()
         self.iterations.traces.forget_misses()
+        self.redone_steps = 0
         self.moved.h2d = self.moved.d2h = self.moved.gathered = self.moved.reduced = 0
 
     def close(self) -> None:
@@ -796,6 +804,7 @@ class Engine:
         if self._is_freed:
             return
         self._is_freed = True
+        self.reducer.withdraw()
         with suppress(StateError):  # a failed update has nothing left to lose
             self.store.settle_all()
         for chunk in self.chunks:  # nothing shall be copied to a replica that is gone

@@ -239,6 +239,10 @@ class Interception:
                 bits = _BITS[written.dtype.itemsize]
                 changed = written.view(bits) != shard.master.to(chunk.dtype).view(bits)
                 if bool(changed.any()):
+                    segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
+                    parts = [changed[s.shard_offset : s.shard_offset + s.numel] for s in segments]
+                    if any(bool(part.any()) for part in parts):  # and not only padding, which holds anything
+                        engine.reducer.withdraw((chunk.id,))
                     shard.master[changed] = written[changed].to(shard.master.dtype)
             if shard.param is not None and not shard.is_param_overwritten:
                 shard.param.copy_(mine if engine.plan.is_storage_distributed else chunk.flat)
@@ -250,6 +254,7 @@ class Interception:
         master = engine.store.settle(chunk.id).master
         if master is None or not isinstance(value, Tensor) or value.dtype == chunk.dtype:
             return
+        engine.reducer.withdraw((chunk.id,))
         stride = chunk.strides[index]
         with torch.no_grad():
             if stride is None:

@@ -106,14 +106,21 @@ class Reducer:
         self.accumulates = False
         """Whether several backwards come before a step, as was said or seen: gradients in host memory are then kept in
         fp32 from the first on, so that its memory is the same in every step."""
+        self._is_accumulation_expected = False  # it was said
         # Since the last step
         self.used: set[tuple[int, int]] = set()  # (chunk id, member index) that got a gradient on this rank
         self._used_now: set[tuple[int, int]] = set()  # of these, in this backward for the first time
         self._single: set[int] = set()  # chunks with a sum in fp32 that holds the gradients of one backward alone
         self.has_lost_gradients = False  # a backward failed when earlier gradients had been mixed with its own
         self.on_landed: Callable[[Chunk], None] | None = None
-        """Called when all gradients that a chunk can have are on their way to host memory: may begin its update, which
-        `note_begun` tells. Further gradients of it are an error then."""
+        """Called when all gradients that a chunk can have are on their way to host memory: may begin its update. Where
+        `note_begun` tells of that, further gradients of it are an error; where not, `before_change` tells of them."""
+        self.is_step_next = False
+        """Whether no other backward comes before the step, as somebody has promised: what has come before decides
+        nothing then about how gradients land, and new values may be written over them."""
+        self.before_change: Callable[[Collection[int] | None], None] | None = None
+        """Called before the gradients of these chunks (None: of all), or what is updated with them, change or go: an
+        update that has begun with them and can be taken back is of no use any more."""
         self._begun: set[int] = set()  # chunks whose update has begun inside backward, until the step
         self._begun_before: set[int] = set()  # of these, those of an earlier, failed backward over the same batch
         self.is_tracking_square_sums = False
@@ -197,6 +204,7 @@ class Reducer:
     def abandon(self) -> None:
         """Forget this backward (it raised). Earlier gradients stay, unless some of it has been added to them. Those of
         chunks whose update has begun count: a second backward over the same batch finds the same ones."""
+        self.withdraw()
         self._retire(0)
         self._collected.clear()
         self.used -= {key for key in self._used_now if key[0] not in self._begun}
@@ -206,6 +214,11 @@ class Reducer:
             self.has_lost_gradients = is_lost
         self._begun_before = set(self._begun)
         self._begin()
+
+    def withdraw(self, chunk_ids: Collection[int] | None = None) -> None:
+        """Have updates dropped that have begun and can be taken back: of these chunks, None: of all."""
+        if self.before_change is not None:
+            self.before_change(chunk_ids)
 
     def note_begun(self, chunk: Chunk) -> None:
         """The chunk's update has begun, with the gradients that it has now."""
@@ -249,6 +262,10 @@ class Reducer:
             ) from error
         del self._downloads[chunk_id]
 
+    def download_of(self, chunk_id: int) -> Event | None:
+        """The end of the chunk's copy to host memory, for one more who waits for it."""
+        return self._downloads.get(chunk_id)
+
     def take_download(self, chunk_id: int) -> Event | None:
         """The moment when the chunk's gradient is in host memory, added up, for somebody else to wait for."""
         return self._downloads.pop(chunk_id, None)
@@ -257,6 +274,7 @@ class Reducer:
         """Drop the gradient of one parameter, as `p.grad = None` does. The same call on every rank."""
         if (chunk.id, index) not in self.used:
             return
+        self.withdraw((chunk.id,))
         if chunk.id in self._begun:
             raise StateError(
                 f"the gradient of {chunk.spec.members[index].fqn} cannot be dropped: its optimizer step has begun "
@@ -283,6 +301,7 @@ class Reducer:
         self._sums.close()
 
     def _drop(self, chunk_ids: Collection[int]) -> None:
+        self.withdraw(chunk_ids)
         for chunk_id in chunk_ids:  # what is under way writes to memory that others use next
             event = self._downloads.pop(chunk_id, None)
             if event is not None:
@@ -301,6 +320,12 @@ class Reducer:
         """Go on with what an earlier reducer over the same chunks has learned."""
         self._expected = dict(earlier._expected)
         self.is_tracking_square_sums = earlier.is_tracking_square_sums
+        self.accumulates = earlier.accumulates
+        self._is_accumulation_expected = earlier._is_accumulation_expected
+
+    def expect_accumulation(self, is_expected: bool) -> None:
+        """See `Engine.expect_accumulation`."""
+        self.accumulates = self._is_accumulation_expected = is_expected
 
     def set_order(self, order: Sequence[int]) -> None:
         """Reduce in this order from the next backward on. The same call on every rank."""
@@ -393,6 +418,8 @@ class Reducer:
         chunk, result = item.chunk, item.result[: self._store.optim_numel(item.chunk.spec)]
         shard = self._store.settle(chunk.id)
         item.earlier = shard.grad
+        if shard.grad is not None:
+            self.withdraw((chunk.id,))
         with self._device.reduce_lane.issue(), label("gradients"):
             if chunk.ready is not None:  # an upload that nobody needed yet: it may read what gradients overwrite
                 chunk.ready.wait()
@@ -408,7 +435,8 @@ class Reducer:
             item.event, self._downloads[chunk.id] = self._land_on_host(chunk, result, item.is_late)
         self._moved.d2h += result.nbytes
         is_known = chunk.id in self._expected  # how many gradients it gets in one backward
-        if self.on_landed is not None and is_known and item.is_whole and item.earlier is None:
+        is_last = self.is_step_next or not self._is_accumulation_expected
+        if self.on_landed is not None and is_last and is_known and item.is_whole and item.earlier is None:
             self.on_landed(chunk)
 
     def _land_on_device(self, chunk: Chunk, result: Tensor, is_late: bool) -> None:
@@ -435,8 +463,7 @@ class Reducer:
         total = self._store[chunk.id].grad
         wide = torch.promote_types(torch.float32, result.dtype)
         if total is None:
-            # One that its update is to begin with at once stays as it is: new values are written over it.
-            if result.dtype == wide or not self.accumulates or self.on_landed is not None:
+            if result.dtype == wide or not self.accumulates or self.is_step_next:
                 with self._device.reduce_lane.resume():
                     self._store.set_grad(chunk.spec, result.dtype).copy_(result, non_blocking=True)
                     sent = self._device.reduce_lane.record()

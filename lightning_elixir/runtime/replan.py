@@ -36,7 +36,7 @@ def move_chunks(engine: Engine, plan: Plan, store: ShardStore) -> None:
         with torch.no_grad():
             _move(engine, chunk, plan.chunks[chunk.id], plan, store)
         old = engine.store[chunk.id]
-        old.param = old.master = None
+        old.param = old.master = old.spare_master = old.spare_param = None
 
 
 def _on_device(spec: ChunkSpec) -> int:
@@ -60,6 +60,8 @@ def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, store: Shar
         else:
             new.master = store.empty(source.numel(), master_dtype, spec.optim_tier)
             new.master.copy_(source)
+    if plan.has_spare_states and spec.optim_tier is Tier.CPU:  # those of a chunk that comes now are made in its step
+        new.spare_master, new.spare_param = old.spare_master, old.spare_param
     if not spec.is_persistent:
         if old.param is not None and chunk.spec.param_tier is spec.param_tier:
             new.param = old.param

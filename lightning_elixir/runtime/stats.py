@@ -34,17 +34,22 @@ class Stats:
     """Device time of the operators of the last timed forward and backward; None before there was one."""
     exposed_wait_s: float | None = None
     """Time in the same iteration in which nothing ran because a chunk or a gradient block was not there."""
+    redone_steps: int = 0
+    """Steps of which updates had begun inside backward and were dropped: they ran again, or the step was skipped."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def take_stats(rcache: RCache, moved: TransferBytes, held: Mapping[str, int], seconds: StepSeconds | None) -> Stats:
+def take_stats(
+    rcache: RCache, moved: TransferBytes, held: Mapping[str, int], seconds: StepSeconds | None, redone_steps: int
+) -> Stats:
     """What has been counted so far.
 
     Args:
         held: Bytes by tier and kind.
         seconds: Of the last timed iteration.
+        redone_steps: See `Stats`.
     """
     counters = rcache.counters
     return Stats(
@@ -62,4 +67,5 @@ def take_stats(rcache: RCache, moved: TransferBytes, held: Mapping[str, int], se
         held_bytes=dict(held),
         compute_s=None if seconds is None else seconds.compute_s,
         exposed_wait_s=None if seconds is None else seconds.exposed_wait_s,
+        redone_steps=redone_steps,
     )

@@ -29,6 +29,11 @@ class Shard:
     when more have been added, or, in host memory, when that is expected. None: no gradient yet."""
     grad_buffer: Tensor | None = None
     """Host memory that `grad` reuses from step to step (CPU tier only)."""
+    spare_master: Tensor | None = None
+    """As `master`: an update that may be taken back writes here (`Plan.has_spare_states`), and the two change roles
+    when it is not."""
+    spare_param: Tensor | None = None
+    """1-D, compute dtype, on the host: receives the values of that update."""
     update: Task | None = None
     """The last update of this chunk, if it may still be under way: `param` and `master` hold the new values only when
     it is over. Whoever reads them calls `ShardStore.settle` first, or waits for it in its own way."""
@@ -46,10 +51,19 @@ class ShardStore:
         world_size: Ranks that share the chunks.
         is_distributed: False: parameter shards are whole on every rank.
         is_param_reused: Gradients land in the memory of the compute shard, where that lies beside a master on the host.
+        has_spares: Masters on the host get a second one.
     """
 
-    def __init__(self, device: Device, world_size: int, is_distributed: bool, is_param_reused: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        world_size: int,
+        is_distributed: bool,
+        is_param_reused: bool = False,
+        has_spares: bool = False,
+    ) -> None:
         self._device = device
+        self._has_spares = has_spares
         self._is_param_reused = is_param_reused
         self._world_size = world_size
         self._is_distributed = is_distributed
@@ -136,6 +150,24 @@ class ShardStore:
             return False
         return (param.dtype, param.numel()) == (dtype, self.optim_numel(spec))
 
+    def reserve_spares(self, spec: ChunkSpec, dtype: torch.dtype) -> bool:
+        """Make the second master and the memory for values, if the chunk shall have them and has not.
+
+        Args:
+            dtype: Compute dtype.
+
+        Returns:
+            Whether they are there.
+        """
+        shard = self._shards[spec.id]
+        if not self._has_spares or shard.master is None or spec.optim_tier is not Tier.CPU:
+            return False
+        if shard.spare_master is None:  # zeros, since padding is never written
+            shard.spare_master = self.empty(shard.master.numel(), shard.master.dtype, Tier.CPU).zero_()
+        if shard.spare_param is None:
+            shard.spare_param = self.empty(shard.master.numel(), dtype, Tier.CPU).zero_()
+        return True
+
     def restore_param(self, shard: Shard) -> None:
         """Have the compute shard hold the parameters again, where gradients lie in it that nobody needs any more."""
         if shard.is_param_overwritten and shard.param is not None and shard.master is not None:
@@ -159,7 +191,7 @@ class ShardStore:
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes held, as `<tier>_<kind>`: tiers `gpu` and `cpu` by where the plan put them, kinds `param`, `master`,
-        `grad`."""
+        `grad`, `spare`."""
         held: dict[str, int] = {}
         for chunk_id, shard in self._shards.items():
             spec = self._specs[chunk_id]
@@ -170,6 +202,8 @@ class ShardStore:
                 ("param", shard.param, spec.param_tier),
                 ("master", shard.master, spec.optim_tier),
                 ("grad", grad, spec.optim_tier),
+                ("spare", shard.spare_master, spec.optim_tier),
+                ("spare", shard.spare_param, spec.optim_tier),
             )
             for kind, tensor, tier in kinds:
                 if tensor is not None:

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,6 +48,44 @@ def held_worker(**options: int) -> tuple[Worker, threading.Event]:
 
 def noting(log: list[str], name: str) -> Callable[[], None]:
     return lambda: log.append(name)
+
+
+def test_a_task_that_has_not_begun_is_cancelled() -> None:
+    worker, gate = held_worker()
+    log: list[str] = []
+    first, second = (worker.submit(noting(log, name)) for name in "ab")
+    first.then(lambda: log.append("over"))
+    first.cancel()
+    assert first.is_over()
+    assert log == ["over"]
+    first.join()
+    with pytest.raises(CancelledError, match="cancelled before it had begun"):
+        first.wait()
+    gate.set()
+    second.wait()
+    second.cancel()  # too late
+    second.wait()
+    worker.wait()
+    assert log == ["over", "b"]
+    worker.close()
+
+
+def test_a_task_that_runs_is_not_cancelled_but_may_be_waited_for() -> None:
+    worker, gate, begun = Worker("test"), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        gate.wait()
+        raise ValueError("nobody asked")
+
+    task = worker.submit(work)
+    begun.wait()
+    task.cancel()
+    assert not task.is_over()
+    gate.set()
+    task.join()
+    assert task.is_over()
+    worker.close()
 
 
 def test_the_lowest_order_goes_first_and_equals_as_they_came() -> None:

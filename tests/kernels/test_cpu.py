@@ -98,6 +98,33 @@ def check(
     kernel.update([*ours, targets[0]], table, num_threads, which)
     by_sequence(theirs, table, targets[1])
     assert_same([*ours, *targets[:1]] if compute is not None else ours, [*theirs, *targets[1:]])
+    check_apart(kernel, operands, table, compute, theirs, targets[1], num_threads, which)
+
+
+def check_apart(
+    kernel: Kernel,
+    operands: list[Tensor],
+    table: Table,
+    compute: Tensor | None,
+    expected: list[Tensor],
+    expected_compute: Tensor | None,
+    num_threads: int,
+    which: int,
+) -> None:
+    """To other memory: the same, and nothing else is written."""
+    ours = [x.clone() for x in operands]
+    target = ours[1] if compute is operands[1] else None if compute is None else compute.clone()
+    outputs = [torch.full_like(ours[i], 7.0) for i in (0, 2, 3)]
+    kernel.update([*ours, target, *outputs], table, num_threads, which)
+    wanted = [torch.full_like(x, 7.0) for x in outputs]
+    for start, numel, _ in table:
+        for x, i in zip(wanted, (0, 2, 3), strict=True):
+            x[start : start + numel] = expected[i][start : start + numel]
+    assert_same([outputs[0], ours[1], *outputs[1:]], [wanted[0], expected[1], *wanted[1:]])
+    if target is not None and expected_compute is not None:
+        assert_same([target], [expected_compute])
+    kept = [i for i in range(4) if ours[i] is not target]
+    assert_same([ours[i] for i in kept], [operands[i] for i in kept])
 
 
 @pytest.mark.parametrize("compute_dtype", [None, *DTYPES], ids=str)
@@ -132,9 +159,12 @@ def test_unaligned_memory(kernel: Kernel) -> None:
     operands = [x[1:] for x in random_operands(3000, torch.float32, torch.float16, torch.float32)]
     ours, theirs = ([x.clone() for x in operands] for _ in range(2))
     shifted = [torch.cat((x[:1], x))[1:] for x in ours]
+    results = [torch.empty(3000)[1:] for _ in range(3)]
+    kernel.update([*shifted, None, *results], [(0, 2999, SCALARS["adamw"])], 2)
     kernel.update([*shifted, None], [(0, 2999, SCALARS["adamw"])], 2)
     by_sequence(theirs, [(0, 2999, SCALARS["adamw"])], None)
     assert_same(shifted, theirs)
+    assert_same(results, [theirs[0], *theirs[2:]])
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_elixir.core.device import make_device
 from lightning_elixir.errors import CapacityError
+from lightning_elixir.kernels import cpu
 from lightning_elixir.optim.execution import UpdateRunner
 from lightning_elixir.optim.hybrid_adam import AdamHyper
 from lightning_elixir.optim.streaming import _MAX_QUEUED, StateStream
@@ -67,6 +68,43 @@ def values(update: FlatUpdate) -> list[Tensor]:
     if update.compute is not None:  # padding may be written
         kept += [update.compute[p.start : p.start + p.numel] for p in update.parts]
     return kept
+
+
+def apart(update: FlatUpdate, empty: Callable[[int, torch.dtype], Tensor]) -> FlatUpdate:
+    """The same, to other memory."""
+    param, *moments = (empty(NUMEL, x.dtype).fill_(9.0) for x in update.written)
+    return replace(update, outputs=(param, moments[0], moments[1]))
+
+
+def used_results(update: FlatUpdate) -> list[Tensor]:
+    """What was written, without padding."""
+    kept = [*update.written, *(() if update.compute is None else (update.compute,))]
+    return [x[p.start : p.start + p.numel].cpu() for x in kept for p in update.parts]
+
+
+@pytest.mark.parametrize("how", ["host", "by_torch", "streamed"])
+@pytest.mark.parametrize("change_grad", [None, clamp])
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_results_in_other_memory(
+    device: torch.device, dtypes: str, change_grad: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits, and what was there stays."""
+    runtime = make_device(device)
+    expected = new_update(dtypes, runtime.host_empty, change_grad=change_grad)
+    actual = apart(new_update(dtypes, runtime.host_empty, change_grad=change_grad), runtime.host_empty)
+    before = [x.clone() for x in (actual.param, actual.grad, actual.exp_avg, actual.exp_avg_sq)]
+    expected.run()
+    if how == "by_torch":
+        monkeypatch.setattr(cpu, "adam_update", lambda *args: False)
+    if how == "streamed":
+        StateStream(runtime, **SMALL).run([actual])
+    else:
+        for piece in actual.pieces(1024):
+            piece.run()
+    for a, b in zip(used_results(actual), used_results(expected), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip((actual.param, actual.grad, actual.exp_avg, actual.exp_avg_sq), before, strict=True):
+        assert torch.equal(a, b)
 
 
 def assert_same(actual: FlatUpdate, expected: FlatUpdate) -> None:

@@ -122,7 +122,7 @@ def test_what_is_refused_of_streaming(plan: Plan, edit: Callable[[dict[str, Any]
 @pytest.mark.parametrize("timing", UpdateTiming)
 def test_when_updates_run_survives_the_round_trip(plan: Plan, timing: UpdateTiming, tmp_path: Path) -> None:
     is_inside = timing is UpdateTiming.INSIDE_BACKWARD
-    timed = replace(plan, update_timing=timing, grad_reuses_compute_shard=not is_inside)
+    timed = replace(plan, update_timing=timing, grad_reuses_compute_shard=not is_inside, has_spare_states=is_inside)
     save_plan(timed, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == timed
     assert timed.fingerprint() != plan.fingerprint()
@@ -167,6 +167,9 @@ def edited(plan: Plan, edit: Callable[[dict[str, Any]], object]) -> object:
         (lambda c: c.update(is_storage_distributed=1), "is_storage_distributed must be true or false, got 1"),
         (lambda c: c.update(update_timing="soon"), "update_timing must be one of after_backward, behind_forward"),
         (lambda c: c.pop("update_timing"), "plan has no 'update_timing'"),
+        (lambda c: c.pop("has_spare_states"), "plan has no 'has_spare_states'"),
+        (lambda c: c.update(has_spare_states="no"), "has_spare_states must be true or false, got 'no'"),
+        (lambda c: c.update(has_spare_states=True), 'has_spare_states is for update_timing "inside_backward" only'),
         (lambda c: c.update(grad_reuses_compute_shard=1), "grad_reuses_compute_shard must be true or false, got 1"),
         (
             lambda c: c.update(grad_reuses_compute_shard=True, update_timing="inside_backward"),

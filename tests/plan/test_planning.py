@@ -263,6 +263,7 @@ def test_updates_inside_backward_need_one_backward(options: dict[str, Any]) -> N
 def test_what_an_optimizer_allows() -> None:
     assert OptimizerFacts().update_timing is UpdateTiming.BEHIND_FORWARD
     assert OptimizerFacts(can_update_inside_backward=True).update_timing is UpdateTiming.INSIDE_BACKWARD
+    assert OptimizerFacts(needs_global_norm=True).update_timing is UpdateTiming.INSIDE_BACKWARD  # if taken back
     none = OptimizerFacts(can_update_behind_forward=False, can_update_inside_backward=True)
     assert none.update_timing is UpdateTiming.AFTER_BACKWARD
 
@@ -282,6 +283,26 @@ def test_a_host_too_small_for_gradients_of_their_own() -> None:
     for refused in ({"can_reuse_compute_shard": False}, {"num_backwards": 2}, {"accumulates": True}):
         with pytest.raises(CapacityError, match="host memory"):
             make_plan(encoder(), cpu_bytes=needed - 1, **{**options, **refused})
+
+
+@pytest.mark.parametrize("policy", ["cpu", "auto"])
+def test_a_host_with_room_for_spare_states(policy: str) -> None:
+    options: dict[str, Any] = {
+        "placement_policy": policy,
+        "gpu_bytes": 2**20,
+        "compute_dtype": torch.bfloat16,
+        "update_timing": UpdateTiming.INSIDE_BACKWARD,
+        "needs_global_norm": True,
+        "can_reuse_compute_shard": True,
+    }
+    plan = make_plan(encoder(), **options)
+    assert (plan.has_spare_states, plan.update_timing) == (True, UpdateTiming.INSIDE_BACKWARD)
+    needed = int(plan.notes["host_bytes"])
+    assert make_plan(encoder(), cpu_bytes=needed, **options) == plan
+    waiting = make_plan(encoder(), cpu_bytes=int(needed * 0.6), **options)
+    assert (waiting.has_spare_states, waiting.update_timing) == (False, UpdateTiming.BEHIND_FORWARD)
+    for refused in ({"needs_global_norm": False}, {"num_backwards": 2}, {"master_weights": False}):
+        assert not make_plan(encoder(), **{**options, **refused}).has_spare_states
 
 
 # The ancestors' searches

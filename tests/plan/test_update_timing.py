@@ -320,6 +320,72 @@ def test_what_hides_more_is_never_predicted_to_be_slower() -> None:
         assert totals[1] <= totals[0] * 1.001
 
 
+# Spare states
+
+
+def test_spare_states_take_host_memory_where_there_is_a_master() -> None:
+    chunks = [replace(c, dtype="bfloat16") for c in chunks_at(OFFLOADED, 2)]
+    scheme = Scheme(1, True, BLOCK_BYTES, MIXED)
+    sparing = replace(scheme, has_spare_states=True)
+    assert memory_use(chunks, 2, sparing).host_bytes == 2 * NUMEL * (16 + 14)
+    assert memory_use(chunks, 2, sparing).host_spare_bytes == 2 * NUMEL * 14
+    assert memory_use(chunks, 2, sparing).gpu_bytes == memory_use(chunks, 2, scheme).gpu_bytes
+    kept = [replace(c, dtype="bfloat16") for c in chunks_at(KEPT, 2)]
+    assert memory_use(kept, 2, sparing).host_bytes == 2 * NUMEL * (14 + 14)
+    in_two = [replace(c, dtype="bfloat16") for c in chunks_at(OFFLOADED, 2, world_size=2)]
+    assert memory_use(in_two, 2, replace(sparing, world_size=2)).host_spare_bytes == sum(c.numel for c in in_two) * 7
+    for others in (
+        chunks_at(OFFLOADED, 2),  # no master
+        [replace(c, dtype="bfloat16") for c in chunks_at(RESIDENT, 2)],
+        [replace(c, dtype="bfloat16", requires_grad=False) for c in chunks_at(OFFLOADED, 2)],
+        [replace(c, optim_tier=Tier.NVME) for c in chunks],
+    ):
+        assert memory_use(others, 2, sparing) == memory_use(others, 2, scheme)
+
+
+def test_spare_states_come_where_a_norm_is_needed_and_the_host_has_memory() -> None:
+    options = {"update_timing": INSIDE, "hardware": HARDWARE["slow host Adam"], "can_reuse_compute_shard": True}
+    for host_bytes, has_spares in ((8 * 30 * KIB, True), (None, True), (8 * 30 * KIB - 1, False)):
+        candidates, problem = problem_of(host_bytes, needs_global_norm=True, **options)
+        plan = search(candidates, problem)
+        assert (plan.has_spare_states, plan.update_timing) == (has_spares, INSIDE if has_spares else BEHIND)
+        assert plan.notes["host_spare_bytes"] == has_spares * 8 * 14 * KIB
+        assert plan.forecast is not None
+        assert plan.forecast.host_bytes == 8 * (30 if has_spares else 16) * KIB
+        assert ("into spare states" in plan.explain()) is has_spares
+        assert ("spare states 112.0 KiB" in plan.explain()) is has_spares
+    for changes in ({"needs_global_norm": False}, {"update_timing": BEHIND}, {"update_timing": AFTER}):
+        candidates, problem = problem_of(None, **{**options, "needs_global_norm": True, **changes})
+        plan = search(candidates, problem)
+        assert (plan.has_spare_states, plan.update_timing) == (False, problem.update_timing)
+
+
+def test_a_step_with_spare_states_is_predicted_like_one_that_needs_no_norm() -> None:
+    options = {"update_timing": INSIDE, "hardware": HARDWARE["slow host Adam"]}
+    forecasts = []
+    for needs_global_norm in (False, True):
+        candidates, problem = problem_of(None, needs_global_norm=needs_global_norm, **options)
+        forecasts.append(search(candidates, problem).forecast)
+    assert forecasts[0] is not None
+    assert forecasts[1] is not None
+    assert forecasts[0].times == forecasts[1].times
+
+
+def test_spare_states_are_not_taken_where_they_hide_nothing() -> None:
+    fast = replace(constant_hardware(), cpu_adam_numel_per_s=1e18)
+    candidates, problem = problem_of(None, update_timing=INSIDE, needs_global_norm=True, hardware=fast)
+    assert not search(candidates, problem).has_spare_states
+    everything = replace(problem, budget=Budget(None, None), hardware=HARDWARE["slow host Adam"])
+    assert not search(candidates, everything).has_spare_states
+
+
+def test_spare_states_and_gradients_in_compute_shards_exclude_each_other() -> None:
+    options = {"update_timing": INSIDE, "can_reuse_compute_shard": True, "needs_global_norm": True}
+    candidates, problem = problem_of(8 * 15 * KIB, hardware=HARDWARE["slow host Adam"], **options)
+    plan = search(candidates, problem)
+    assert (plan.grad_reuses_compute_shard, plan.has_spare_states, plan.update_timing) == (True, False, BEHIND)
+
+
 @pytest.mark.parametrize(
     ("timing", "text"),
     [

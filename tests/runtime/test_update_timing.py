@@ -40,12 +40,22 @@ SITES = ["host", "streamed", "every_site", "streamed_param_on_gpu", "mixed_persi
 
 
 def new_training(
-    how: How, site: str, device: torch.device, timing: UpdateTiming, *, is_reusing: bool = False, **options: Any
+    how: How,
+    site: str,
+    device: torch.device,
+    timing: UpdateTiming,
+    *,
+    is_reusing: bool = False,
+    has_spares: bool = False,
+    **options: Any,
 ) -> tuple[ElixirModule, ElixirOptimizer]:
     model = make(how.name)
     inner = bodies.new_optimizer(model, how)
     plan = replace(
-        bodies.plan_for(model, how, site, **options), update_timing=timing, grad_reuses_compute_shard=is_reusing
+        bodies.plan_for(model, how, site, **options),
+        update_timing=timing,
+        grad_reuses_compute_shard=is_reusing,
+        has_spare_states=has_spares,
     )
     module = ElixirModule(model, plan, dtype=how.dtype, master_weights=how.master, device=device)
     if how.scale and device.type == "cpu":

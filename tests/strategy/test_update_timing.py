@@ -115,10 +115,90 @@ def test_updates_wait_for_the_step_where_somebody_may_look(
     assert set(model.begun) == {0}
 
 
+class AheadNet(HybridNet):
+    """Notes how many updates can be taken back when backward is over."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.begun.append(optimizer.num_ahead)
+
+
+@pytest.mark.parametrize(("limit", "redone"), [(1e3, 0), (1e-3, 3)], ids=["never clipped", "always clipped"])
+def test_updates_that_can_be_taken_back_begin_under_clipping(
+    limit: float, redone: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Whatever hooks look, and in the first steps that have states."""
+
+    def run(timing: str) -> Any:
+        looking = Looking()
+        trainer, model, seen = fit(
+            strategy(timing),
+            AheadNet,
+            gradient_clip_val=limit,
+            callbacks=[looking],
+            train=lambda: make_data(64),
+            **BF16,
+        )
+        return trainer, model, seen, looking.norms
+
+    _, _, expected, norms = run("after_backward")
+    with slow_updates(monkeypatch, 0.001):
+        trainer, model, actual, actual_norms = run("auto")
+    assert_same_run(actual, expected)
+    assert actual_norms == norms
+    assert trainer.strategy.plan.has_spare_states
+    assert "into spare states" in trainer.strategy.plan.explain()
+    num_chunks = num_with_master(trainer)
+    num_tried = len(norms) - 1 if redone == 0 else 2  # the first step, which had nothing to try, was clipped as well
+    assert [n for n in model.begun if n] == [num_chunks] * num_tried
+    assert trainer.strategy.stats().redone_steps == (0 if redone == 0 else num_tried)
+
+
+def test_no_spare_states_where_the_host_has_no_room_or_gradients_are_clamped() -> None:
+    for options in ({"gradient_clip_algorithm": "value"}, {"accumulate_grad_batches": 2}):
+        trainer, _, _ = fit(strategy(), HybridNet, gradient_clip_val=1e3, **options, **BF16)
+        assert not trainer.strategy.plan.has_spare_states
+    for timing in ("behind_forward", "after_backward"):
+        trainer, _, _ = fit(strategy(timing), HybridNet, gradient_clip_val=1e3, **BF16)
+        assert not trainer.strategy.plan.has_spare_states
+
+
+def test_an_error_between_backward_and_step_leaves_what_can_be_saved(tmp_path: Any) -> None:
+    class Failing(Callback):
+        def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 3:
+                assert trainer.strategy.optimizers[0].num_ahead > 0  # type: ignore[attr-defined]
+                raise ValueError("enough")
+
+        def on_exception(self, trainer: Trainer, *args: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "whole.ckpt")
+
+    with pytest.raises(ValueError, match="enough"):
+        fit(strategy(), HybridNet, gradient_clip_val=1e3, callbacks=[Failing()], **BF16)
+    _, _, expected = fit(strategy("after_backward"), HybridNet, gradient_clip_val=1e3, max_steps=3, **BF16)
+    saved = torch.load(tmp_path / "whole.ckpt", weights_only=False)["state_dict"]
+    assert [k for k, v in expected.state.items() if not torch.equal(saved[k], v)] == []
+
+
 def test_the_monitor_does_not_count_as_somebody(tmp_path: Any) -> None:
     trainer, model, _ = fit(strategy(), HybridNet, logger=True, default_root_dir=tmp_path, log_every_n_steps=1, **BF16)
     assert trainer.strategy.plan.update_timing is UpdateTiming.INSIDE_BACKWARD
     assert max(model.begun) == num_with_master(trainer)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_repeated_step_begins_updates_again_that_can_be_taken_back(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*batches: int) -> TightNet:
+        return TightNet(phase, batches, optimizer="hybrid")
+
+    expected = fit(strategy("after_backward"), make, gradient_clip_val=1e3, **BF16)[2]
+    with slow_updates(monkeypatch):
+        trainer, model, actual = fit(strategy(), lambda: make(2, 5), gradient_clip_val=1e3, **BF16)
+    assert model.shortage.left == []
+    assert trainer.strategy.plan.has_spare_states
+    assert_same_run(actual, expected)
+    assert trainer.strategy.stats().redone_steps == (2 if phase == "backward" else 0)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -183,7 +263,9 @@ def test_the_norm_is_known_after_a_step_once_somebody_asks(caplog: pytest.LogCap
 
 def test_a_wish_that_cannot_be_met_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "lightning_elixir"):
-        trainer, _, _ = fit(strategy("inside_backward"), HybridNet, gradient_clip_val=1.0, **BF16)
+        trainer, _, _ = fit(
+            strategy("inside_backward"), HybridNet, gradient_clip_val=1.0, gradient_clip_algorithm="value", **BF16
+        )
     assert "update_timing='inside_backward' is not possible here" in caplog.text
     assert trainer.strategy.plan.update_timing is UpdateTiming.BEHIND_FORWARD
     with pytest.raises(PlanError, match="unknown update_timing 'never'.*behind_forward"):

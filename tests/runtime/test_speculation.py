@@ -1,0 +1,1246 @@
+"""Updates that begin inside backward and can be taken back give bit for bit what those inside the step give.
+
+The bodies take the device, so that `tests/gpu` runs them with real lanes and page-locked memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_elixir.core.worker import Task
+from lightning_elixir.errors import DivergenceError, StateError
+from lightning_elixir.optim import HybridAdam
+from lightning_elixir.optim.execution import UpdateRunner
+from lightning_elixir.optim.speculation import Caution
+from lightning_elixir.optim.updates import FlatUpdate
+from lightning_elixir.plan.types import Tier, UpdateTiming
+from lightning_elixir.planning import make_plan
+from lightning_elixir.storage.shards import ShardStore
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.dist import run_ranks
+from tests.helpers.zoo import ZOO
+from tests.runtime import test_streamed_updates as streamed_bodies
+from tests.runtime import test_update_timing as timing_bodies
+from tests.runtime.test_accumulation import additions as slow_additions
+from tests.runtime.test_streamed_updates import CPU, HOWS, How, Result, assert_same, result_of, use_small_slots
+from tests.runtime.test_update_timing import SITES, slow_updates
+
+AFTER, INSIDE = UpdateTiming.AFTER_BACKWARD, UpdateTiming.INSIDE_BACKWARD
+
+NEVER_CLIPPED = How(max_norm=1e6)
+SCALED = How(scale=64.0)
+
+Training = tuple[ElixirModule, ElixirOptimizer]
+
+
+def new_training(how: How, site: str, device: torch.device = CPU, *, is_ahead: bool = True, **options: Any) -> Training:
+    """With spare states, or one whose updates wait for the step and are waited for."""
+    return timing_bodies.new_training(how, site, device, INSIDE if is_ahead else AFTER, has_spares=is_ahead, **options)
+
+
+def backward(training: Training, how: How, number: int) -> None:
+    module, optimizer = training
+    optimizer.backward(ZOO[how.name].loss(module, number * 3))
+
+
+def warm_up(training: Training, how: How) -> None:
+    """States come with the first step."""
+    for number in range(2):
+        backward(training, how, number + 50)
+        training[1].step()
+
+
+def num_with_spares(module: ElixirModule) -> int:
+    return sum(c.requires_grad and c.optim_tier is Tier.CPU for c in module.engine.plan.chunks)
+
+
+@contextmanager
+def held_up(monkeypatch: pytest.MonkeyPatch, begun: list[FlatUpdate] | None = None) -> Iterator[threading.Event]:
+    """No update goes on before the event is set."""
+    gate, run = threading.Event(), FlatUpdate.run
+
+    def wait(self: FlatUpdate, **options: Any) -> None:
+        if begun is not None:
+            begun.append(self)
+        gate.wait()
+        run(self, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatUpdate, "run", wait)
+        try:
+            yield gate
+        finally:
+            gate.set()
+
+
+# Every way to train
+
+
+def check_every_way(how: How, site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = streamed_bodies.train(how, "host", device)
+    with slow_updates(monkeypatch, 0.001):
+        actual = timing_bodies.train(how, site, INSIDE, device, has_spares=True)
+    assert_same(actual, expected)
+    assert str(actual.norms) == str(expected.norms)
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("name", ["bf16", "max_norm", "scaled", "unused"])
+def test_speculation_changes_no_bit(name: str, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_slots(monkeypatch)
+    check_every_way(HOWS[name], site, CPU, monkeypatch)
+
+
+@pytest.mark.parametrize("name", sorted(set(HOWS) - {"bf16", "max_norm", "scaled", "unused"}))
+def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_slots(monkeypatch)
+    check_every_way(HOWS[name], "mixed", CPU, monkeypatch)
+
+
+@pytest.mark.parametrize("site", ["host", "streamed", "every_site", "mixed_persistent", "streamed_param_on_gpu"])
+@pytest.mark.parametrize("how", [NEVER_CLIPPED, SCALED, HOWS["groups"]], ids=["clipping", "scaled", "groups"])
+def test_updates_begin_inside_backward_and_take_effect(site: str, how: How, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on, and without a promise that nobody looks; no update runs twice."""
+    use_small_slots(monkeypatch)
+    module, optimizer = new_training(how, site)
+    engine = module.engine
+    num_chunks = num_with_spares(module)
+    begun, runs = [], []
+    run = FlatUpdate.run
+    monkeypatch.setattr(FlatUpdate, "run", lambda self, **options: (runs.append(self.used_numel), run(self, **options)))
+    total = sum(c.numel for chunk in engine.chunks for c in chunk.spec.members)
+    for number in range(4):
+        optimizer.synchronize()
+        runs.clear()
+        masters = [engine.store[c.id].spare_master for c in engine.chunks]
+        backward((module, optimizer), how, number)
+        begun.append(optimizer.num_ahead)
+        optimizer.step()
+        assert optimizer.num_ahead == 0
+        optimizer.synchronize()
+        assert sum(runs) == total
+        times = optimizer.last_step_times
+        assert times is not None
+        assert times.gpu_numel + times.streamed_numel + times.cpu_numel == total
+        for chunk, spare in zip(engine.chunks, masters, strict=True):
+            assert spare is None or engine.store[chunk.id].master is spare
+    assert begun == [0] + 3 * [num_chunks]
+    assert module.stats().redone_steps == 0
+    module.close()
+
+
+def test_a_step_of_which_all_was_right_moves_no_bytes_on_the_host() -> None:
+    """The roles change: the compute shard is the memory that values were written to."""
+    module, optimizer = new_training(SCALED, "host")
+    warm_up((module, optimizer), SCALED)
+    for number in range(2):
+        backward((module, optimizer), SCALED, number)
+        shards = [module.engine.store[c.id] for c in module.engine.chunks]
+        values, old, spares = [[getattr(s, n) for s in shards] for n in ("spare_param", "param", "spare_master")]
+        optimizer.step()
+        assert all(s.param is v and s.spare_param is o for s, v, o in zip(shards, values, old, strict=True))
+        for inner, spare in zip(optimizer._inner.values(), spares, strict=True):
+            assert inner.work is spare
+            for tensor, place in zip(inner._tensors, inner.places, strict=True):
+                assert tensor.data_ptr() == spare[place.shard_offset :].data_ptr()
+    module.close()
+
+
+def test_the_step_waits_for_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, optimizer = new_training(NEVER_CLIPPED, "host")
+    warm_up((module, optimizer), NEVER_CLIPPED)
+    with held_up(monkeypatch) as gate:
+        backward((module, optimizer), NEVER_CLIPPED, 0)
+        optimizer.step()
+        updates = [module.engine.store[c.id].update for c in module.engine.chunks]
+        assert all(task is not None and not task.is_over() for task in updates)
+        gate.set()
+    module.close()
+
+
+# What may happen between backward and step
+
+Action = Callable[[Training], Any]
+
+
+@dataclass
+class Seen:
+    """What a run has shown."""
+
+    values: list[Any] = field(default_factory=list)
+    num_ahead: list[int] = field(default_factory=list)
+    redone: list[int] = field(default_factory=list)
+    result: Result | None = None
+
+
+def run_script(training: Training, how: How, between: list[Action | None]) -> Seen:
+    """One step for each action, which comes between its backward and its step."""
+    module, optimizer = training
+    seen = Seen()
+    for number, action in enumerate(between):
+        backward(training, how, number)
+        if action is not None:
+            value = action(training)
+            seen.values.append(copy.deepcopy(value))
+        seen.num_ahead.append(optimizer.num_ahead)
+        optimizer.step()
+        assert optimizer.num_ahead == 0
+        seen.values.append(optimizer.is_step_skipped)
+        seen.redone.append(module.stats().redone_steps)
+    seen.result = replace(result_of(module, optimizer), numel=(0, 0, 0))
+    module.close()
+    return seen
+
+
+def assert_same_value(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def check_between(
+    how: How,
+    between: list[Action | None],
+    monkeypatch: pytest.MonkeyPatch,
+    site: str = "mixed",
+    device: torch.device = CPU,
+) -> Seen:
+    """The same with and without speculation; returns what was seen with it."""
+    use_small_slots(monkeypatch)
+    trainings = [new_training(how, site, device, is_ahead=is_ahead) for is_ahead in (False, True)]
+    for training in trainings:
+        warm_up(training, how)
+        training[0].reset_stats()
+    expected = run_script(trainings[0], how, between)
+    with slow_updates(monkeypatch):
+        actual = run_script(trainings[1], how, between)
+    assert len(actual.values) == len(expected.values)
+    for a, b in zip(actual.values, expected.values, strict=True):
+        assert_same_value(a, b)
+    assert actual.result is not None
+    assert expected.result is not None
+    assert_same(actual.result, expected.result)
+    return actual
+
+
+def set_lr(factor: float, group: int = 0) -> Action:
+    def action(training: Training) -> None:
+        training[1].param_groups[group]["lr"] *= factor
+
+    return action
+
+
+def clip(max_norm: float) -> Action:
+    return lambda training: float(training[1].clip_grad_norm_(max_norm))
+
+
+def clamp(value: float) -> Action:
+    return lambda training: training[1].clip_grad_value_(value)
+
+
+def look_at_gradients(training: Training) -> Any:
+    return float(training[1].grad_norm()), training[0].full_grads()
+
+
+def look_at_parameters(training: Training) -> Any:
+    return [p.detach().float().sum().item() for p in training[0].module.parameters()]
+
+
+def evaluate(training: Training) -> float:
+    with torch.no_grad():
+        return float(ZOO["gpt2"].loss(training[0], 8))
+
+
+def a_parameter(training: Training) -> nn.Parameter:
+    """One of those whose states are on the host at every site."""
+    return training[0].engine.chunks[1].parameters[0]
+
+
+def write_a_parameter(training: Training) -> None:
+    with torch.no_grad():
+        a_parameter(training).mul_(0.5)
+
+
+def copy_in_a_parameter(training: Training) -> None:
+    """Which changes nothing but low bits of the master."""
+    with torch.no_grad():
+        parameter = a_parameter(training)
+        parameter.copy_(parameter.float() * (1 + 2.0**-14))
+
+
+def forget_a_gradient(training: Training) -> None:
+    a_parameter(training).grad = None
+
+
+def accumulate(training: Training) -> None:
+    backward(training, HOWS["bf16"], 31)
+
+
+def begin_again(training: Training) -> None:
+    training[1].zero_grad()
+    accumulate(training)
+
+
+def zero_grad(training: Training) -> None:
+    training[1].zero_grad()
+
+
+def save(training: Training) -> Any:
+    return training[0].full_state_dict(), training[1].state_dict()["state"]
+
+
+def load(training: Training) -> None:
+    module, optimizer = training
+    values, state = module.full_state_dict(), copy.deepcopy(optimizer.state_dict())
+    module.load_state_dict({k: v * 1.5 for k, v in values.items()})
+    for entry in state["state"].values():
+        entry["exp_avg"] *= 0.5
+        entry["step"] += 3
+    optimizer.load_state_dict(state)
+
+
+def fail_in_backward(training: Training) -> None:
+    """After which the user trains on."""
+    module, optimizer = training
+
+    def interrupt(grad: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    optimizer.zero_grad()
+    handle = module.engine.chunks[0].parameters[0].register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        accumulate(training)
+    handle.remove()
+    assert optimizer.num_ahead == 0
+    accumulate(training)
+
+
+def fail_between(training: Training) -> None:
+    """After which the user trains on with another batch."""
+    with pytest.raises(KeyboardInterrupt), training[1].unobserved():
+        raise KeyboardInterrupt
+    begin_again(training)
+
+
+def change_the_scale(training: Training) -> None:
+    training[1].scaler.scale *= 0.5
+
+
+ACTIONS: dict[str, tuple[Action, str]] = {
+    # and what becomes of what has begun: all kept, some or none
+    "look_at_gradients": (look_at_gradients, "all"),
+    "look_at_parameters": (look_at_parameters, "all"),
+    "evaluate": (evaluate, "all"),
+    "clip_high": (clip(1e6), "all"),
+    "clip_low": (clip(1e-3), "none"),
+    "clamp": (clamp(1e-4), "none"),
+    "lr": (set_lr(0.5), "none"),
+    "write_a_parameter": (write_a_parameter, "some"),
+    "copy_in_a_parameter": (copy_in_a_parameter, "some"),
+    "forget_a_gradient": (forget_a_gradient, "some"),
+    "accumulate": (accumulate, "none"),
+    "begin_again": (begin_again, "all"),
+    "zero_grad": (zero_grad, "none"),
+    "save": (save, "none"),
+    "load": (load, "none"),
+    "fail_in_backward": (fail_in_backward, "all"),
+    "fail_between": (fail_between, "all"),
+}
+
+
+def check_action(name: str, how: How, site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    action, kept = ACTIONS[name]
+    commits: list[int] = []
+    commit = ElixirOptimizer._commit
+
+    def counted(self: ElixirOptimizer, chunk: Any, *rest: Any) -> None:
+        commits.append(chunk.id)
+        commit(self, chunk, *rest)
+
+    counts: list[int] = []
+
+    def noted(training: Training) -> Any:
+        value = action(training)
+        commits.clear()
+        return value
+
+    def after(training: Training) -> None:  # of the step before
+        counts.append(len(commits))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ElixirOptimizer, "_commit", counted)
+        seen = check_between(how, [noted, after, None, noted, after], monkeypatch, site, device)
+    num_chunks = seen.num_ahead[2]
+    assert num_chunks > 0
+    with_speculation = counts[2:]
+    assert counts[:2] == [0, 0]
+    for count in with_speculation:
+        assert {"all": count == num_chunks, "some": 0 < count < num_chunks, "none": count == 0}[kept]
+    is_dropped = kept != "all" or name in ("begin_again", "fail_in_backward", "fail_between")
+    assert seen.redone == [1, 1, 1, 2, 2] if is_dropped else [0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_what_happens_between_backward_and_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_action(name, How(), "mixed", CPU, monkeypatch)
+
+
+@pytest.mark.parametrize("site", ["every_site", "mixed_persistent", "streamed_param_on_gpu"])
+@pytest.mark.parametrize("name", ["clip_low", "write_a_parameter", "accumulate", "save"])
+def test_what_happens_in_between_at_every_site(name: str, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_action(name, SCALED, site, CPU, monkeypatch)
+
+
+def test_another_loss_scale_runs_the_update_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = check_between(SCALED, [None, change_the_scale, None], monkeypatch)
+    assert seen.redone == [0, 1, 1]
+
+
+def test_the_settings_of_one_group_leave_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = HOWS["groups"]
+    seen = check_between(how, [None, set_lr(0.5, 1), None], monkeypatch)
+    assert seen.redone == [0, 1, 1]
+
+
+@pytest.mark.parametrize(("norms", "redone"), [([1e6] * 3, [0, 0, 0]), ([1e6, 1e-2, 1e6], [0, 1, 1])])
+def test_clipped_never_and_sometimes(norms: list[float], redone: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def limit(max_norm: float) -> Action:
+        def action(training: Training) -> None:
+            training[1].max_norm = max_norm
+
+        return action
+
+    seen = check_between(NEVER_CLIPPED, [limit(n) for n in norms], monkeypatch)
+    assert seen.redone == redone
+
+
+def test_an_overflow_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overflow(training: Training) -> Any:
+        module, optimizer = training
+        optimizer.zero_grad()
+        optimizer.backward(ZOO["gpt2"].loss(module, 31) * float("inf"))
+        return None
+
+    seen = check_between(SCALED, [None, overflow, save, None], monkeypatch)
+    assert [v for v in seen.values if v is True] == [True]  # skipped once
+    assert seen.redone == [0, 1, 2, 2]
+
+
+def test_steps_that_always_clip_are_given_up_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = How(max_norm=1e-3)
+    seen = check_between(how, [None] * 75, monkeypatch, "host")
+    num_chunks = seen.num_ahead[0]
+    # The first step of the warm-up counts as a failure; its second one had nothing to speculate with either.
+    assert seen.num_ahead == [num_chunks] * (1 + 0) + [0] * 64 + [num_chunks] * 3 + [0] * 7
+    assert seen.redone[0] == 1
+    assert seen.redone[-1] == 4
+
+
+def test_what_is_saved_in_between_is_the_state_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = module, optimizer = new_training(HOWS["bf16"], "host")
+    warm_up(training, HOWS["bf16"])
+    before = copy.deepcopy(save(training))
+    with slow_updates(monkeypatch):
+        backward(training, HOWS["bf16"], 0)
+        assert optimizer.num_ahead > 0
+        assert_same_value(save(training), before)
+        assert optimizer.num_ahead == 0
+        optimizer.step()
+    module.close()
+
+
+def test_what_has_not_begun_is_cancelled_and_what_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = HOWS["bf16"]
+    training = module, optimizer = new_training(how, "host")
+    warm_up(training, how)
+    ran: list[FlatUpdate] = []
+    with held_up(monkeypatch, ran) as gate:
+        backward(training, how, 0)
+        while len(ran) < 2:  # two threads take one each
+            pass
+        dropping = threading.Thread(target=optimizer.zero_grad)
+        dropping.start()
+        dropping.join(0.05)
+        assert dropping.is_alive()
+        gate.set()
+        dropping.join()
+    assert len(ran) == 2 < num_with_spares(module)
+    module.close()
+
+
+def test_nothing_begins_where_gradients_will_be_clamped() -> None:
+    training = module, optimizer = new_training(HOWS["bf16"], "host")
+    warm_up(training, HOWS["bf16"])
+    optimizer.clip_grad_value_(1.0)
+    backward(training, HOWS["bf16"], 0)
+    assert optimizer.num_ahead == 0
+    optimizer.step()
+    backward(training, HOWS["bf16"], 1)
+    assert optimizer.num_ahead > 0
+    module.close()
+
+
+class _Twice(nn.Module):
+    """A layer inside and outside of reentrant checkpointing: its gradient hook fires twice in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.shared = nn.Linear(64, 64)
+        self.is_twice = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.is_twice:
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return self.shared(x).square().mean()
+
+
+def test_a_gradient_that_comes_late_runs_the_update_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(is_ahead: bool) -> tuple[Any, int]:
+        torch.manual_seed(0)
+        model = _Twice()
+        plan = make_plan(model, placement_policy="cpu", chunk_size=10 * 1024, compute_dtype=torch.bfloat16)
+        if is_ahead:
+            plan = replace(plan, update_timing=INSIDE, has_spare_states=True)
+        inner = HybridAdam(model.parameters(), lr=0.1)
+        module = ElixirModule(model, plan, dtype=torch.bfloat16)
+        optimizer = ElixirOptimizer(module, inner)
+        for number in range(6):
+            model.is_twice = number == 3
+            optimizer.backward(module(torch.ones(2, 64) + number))
+            optimizer.step()
+        found = module.full_state_dict(), module.stats().redone_steps
+        module.close()
+        return found
+
+    expected, _ = train(False)
+    with slow_updates(monkeypatch):
+        actual, redone = train(True)
+    assert_same_value(actual, expected)
+    assert redone == 1
+
+
+class _Sometimes(nn.Module):
+    """Half of it is used in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.second = nn.Linear(64, 64)
+        self.is_whole = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return (self.second(x) if self.is_whole else x).square().mean()
+
+
+def test_parameters_that_come_and_go_wait_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of a chunk gets no gradient, or has no states yet."""
+
+    def train(is_ahead: bool) -> tuple[Any, Any, list[int]]:
+        torch.manual_seed(0)
+        model = _Sometimes()
+        plan = make_plan(model, placement_policy="cpu", chunk_size=20 * 1024, compute_dtype=torch.bfloat16)
+        assert len(plan.chunks) == 1
+        if is_ahead:
+            plan = replace(plan, update_timing=INSIDE, has_spare_states=True)
+        inner = HybridAdam(model.parameters(), lr=0.1)
+        module = ElixirModule(model, plan, dtype=torch.bfloat16)
+        optimizer = ElixirOptimizer(module, inner)
+        num_ahead = []
+        for number, is_whole in enumerate([False, False, True, True, True, True, False, True]):
+            model.is_whole = is_whole
+            if number == 4:
+                state = copy.deepcopy(optimizer.state_dict())
+                del state["state"][2]
+                optimizer.load_state_dict(state)
+            optimizer.backward(module(torch.ones(2, 64) + number))
+            num_ahead.append(optimizer.num_ahead)
+            optimizer.step()
+        found = module.full_state_dict(), optimizer.state_dict()["state"], num_ahead
+        module.close()
+        return found
+
+    *expected, _ = train(False)
+    with slow_updates(monkeypatch):
+        *actual, num_ahead = train(True)
+    assert_same_value(actual, expected)
+    assert num_ahead == [0, 0, 0, 1, 0, 1, 0, 0]  # as long as it is taken for what it was the last time
+
+
+# Threads that fail or are late, signals, several micro-batches
+
+
+def check_same_training(trainings: list[Training]) -> None:
+    first, second = [replace(result_of(*training), numel=(0, 0, 0)) for training in trainings]
+    assert_same(second, first)
+    for module, _ in trainings:
+        module.close()
+
+
+def warm_pair(how: How, site: str = "host") -> list[Training]:
+    """Without and with speculation, after two steps."""
+    trainings = [new_training(how, site, is_ahead=is_ahead) for is_ahead in (False, True)]
+    for training in trainings:
+        warm_up(training, how)
+        training[1].synchronize()
+    return trainings
+
+
+def one_step(training: Training, how: How, number: int) -> None:
+    backward(training, how, number)
+    training[1].step()
+
+
+@contextmanager
+def failing_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def fail(self: FlatUpdate, **options: Any) -> None:
+        raise RuntimeError("no such luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatUpdate, "run", fail)
+        yield
+
+
+def test_an_update_that_failed_before_its_step_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    for training in trainings:
+        with failing_updates(monkeypatch):
+            backward(training, how, 0)
+            for begun in list(training[1]._speculation._begun.values()):
+                begun.task.join()
+        training[1].step()
+        one_step(training, how, 1)
+    assert trainings[1][0].stats().redone_steps == 1
+    check_same_training(trainings)
+
+
+def test_an_update_that_fails_after_its_step_is_told_to_whoever_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = NEVER_CLIPPED
+    module, optimizer = new_training(how, "host")
+    warm_up((module, optimizer), how)
+    gate, run = threading.Event(), FlatUpdate.run
+
+    def fail(self: FlatUpdate, **options: Any) -> None:
+        gate.wait()
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(FlatUpdate, "run", fail)
+    one_step((module, optimizer), how, 0)
+    gate.set()
+    monkeypatch.setattr(FlatUpdate, "run", run)
+    for use in (module.full_state_dict, optimizer.state_dict):
+        with pytest.raises(StateError, match="no such luck.*from a checkpoint"):
+            use()
+    module.close()
+
+
+def test_a_failure_to_begin_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    module, optimizer = trainings[1]
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(optimizer._runner), "submit", fail)
+        with pytest.raises(MemoryError):
+            backward(trainings[1], how, 0)
+    assert optimizer.num_ahead == 0
+    for training in trainings:
+        for number in range(2):
+            one_step(training, how, number)
+    check_same_training(trainings)
+
+
+def test_waiting_that_was_interrupted_goes_on_before_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while something is dropped: what runs still writes to spares, and reads gradients."""
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    training = trainings[1]
+    begun: list[FlatUpdate] = []
+    ended: list[FlatUpdate] = []
+    run, join = FlatUpdate.run, Task.join
+
+    def slow(self: FlatUpdate, **options: Any) -> None:
+        begun.append(self)
+        time.sleep(0.2 * len(begun))
+        run(self, **options)
+        ended.append(self)
+
+    def interrupted(self: Task) -> None:
+        if not self.is_over():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatUpdate, "run", slow)
+        backward(training, how, 0)
+        while len(begun) < 2:  # two threads take one each
+            pass
+        patch.setattr(Task, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training[1].zero_grad()
+        patch.setattr(Task, "join", join)
+        assert len(ended) < 2
+        assert training[1].num_ahead == 0
+        training[1].zero_grad()
+        assert len(ended) == len(begun) == 2
+    for one in trainings:
+        for number in range(1, 3):
+            one_step(one, how, number)
+    check_same_training(trainings)
+
+
+@pytest.mark.parametrize("when", ["inside_step", "in_between", "inside_backward"])
+def test_ctrl_c_leaves_a_whole_step_or_none(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    module, optimizer = trainings[1]
+    name = {"inside_step": "_confirmed", "inside_backward": "_updates_ahead"}.get(when)
+
+    def train_on() -> None:
+        backward(trainings[1], how, 0)
+        if when == "in_between":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        optimizer.step()
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch, slow_updates(monkeypatch):
+            if name is not None:
+                found = getattr(ElixirOptimizer, name)
+
+                def interrupted(self: ElixirOptimizer, *args: Any) -> Any:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    return found(self, *args)
+
+                patch.setattr(ElixirOptimizer, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                train_on()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if when == "inside_step":
+        one_step(trainings[0], how, 0)
+    before, after = [copy.deepcopy(save(training)) for training in trainings]  # as `on_exception` checkpoints do
+    assert_same_value(after, before)
+    for training in trainings:
+        training[1].zero_grad()
+        for number in range(1, 3):
+            one_step(training, how, number)
+    check_same_training(trainings)
+
+
+def test_ctrl_c_when_an_update_begins_leaves_none_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    begun: list[FlatUpdate] = []
+    ended: list[FlatUpdate] = []
+    run, submit = FlatUpdate.run, UpdateRunner.submit
+
+    def slow(self: FlatUpdate, **options: Any) -> None:
+        begun.append(self)
+        time.sleep(0.2)
+        run(self, **options)
+        ended.append(self)
+
+    def interrupted(self: UpdateRunner, *args: Any, **options: Any) -> Task:
+        task = submit(self, *args, **options)
+        while not begun:
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+        return task
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(FlatUpdate, "run", slow)
+            patch.setattr(UpdateRunner, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                backward(trainings[1], how, 0)
+            assert len(ended) == len(begun) == 1
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    for training in trainings:
+        for number in range(2):
+            one_step(training, how, number)
+    check_same_training(trainings)
+
+
+def test_a_hook_of_the_step_may_still_change_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halve(optimizer: Any, *args: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    with slow_updates(monkeypatch, 0.001):
+        for training in trainings:
+            handle = training[1].register_step_pre_hook(halve)
+            one_step(training, how, 0)
+            handle.remove()
+            one_step(training, how, 1)
+    assert trainings[1][0].stats().redone_steps == 1
+    check_same_training(trainings)
+
+
+def train_with_sums(
+    how: How, micro_batches: list[int], device: torch.device, *, is_ahead: bool, is_known: bool
+) -> tuple[Training, list[int]]:
+    module, optimizer = new_training(how, "mixed", device, is_ahead=is_ahead)
+    module.engine.expect_accumulation(is_known)
+    num_ahead = []
+    for step, count in enumerate(micro_batches):
+        for micro in range(count):
+            backward((module, optimizer), how, step * 4 + micro)
+        num_ahead.append(optimizer.num_ahead)
+        optimizer.step()
+    return (module, optimizer), num_ahead
+
+
+def check_sums(how: How, is_known: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    micro_batches = [1, 1, 3, 1, 1, 2, 1]
+    expected, _ = train_with_sums(how, micro_batches, device, is_ahead=False, is_known=False)
+    with slow_updates(monkeypatch), slow_additions() as slow:
+        actual, num_ahead = train_with_sums(how, micro_batches, device, is_ahead=True, is_known=is_known)
+        actual[1].synchronize()
+    assert slow.num_done > 0
+    num_chunks = num_with_spares(actual[0])
+    # Said: nobody knows which backward is the last. Seen: it is tried, on sums in fp32 after the third step.
+    assert num_ahead == ([0] * 7 if is_known else [0, num_chunks, 0, num_chunks, num_chunks, 0, num_chunks])
+    assert actual[0].stats().redone_steps == (0 if is_known else 2)
+    check_same_training([expected, actual])
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("how", [NEVER_CLIPPED, SCALED, HOWS["bf16"]], ids=["clipping", "scaled", "bf16"])
+def test_sums_beside_backward(how: How, is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates that have begun with the first gradients are dropped before others are added to them on a thread; one
+    that begins with a sum waits for it."""
+    check_sums(how, is_known, CPU, monkeypatch)
+
+
+def test_gradients_of_several_micro_batches_are_summed_in_fp32_from_the_first_on() -> None:
+    how = NEVER_CLIPPED
+    module, optimizer = new_training(how, "host")
+    module.engine.expect_accumulation(True)
+    warm_up((module, optimizer), how)
+    buffers = set()
+    for number in range(2):
+        for micro in range(2):
+            backward((module, optimizer), how, number + micro)
+            grads = [module.engine.store[c.id].grad for c in module.engine.chunks]
+            assert all(g is not None and g.dtype is torch.float32 for g in grads)
+            buffers.add(tuple(g.data_ptr() for g in grads if g is not None))
+        optimizer.step()
+    assert len(buffers) == 1
+    module.close()
+
+
+def test_a_sum_that_failed_is_told_and_nothing_of_the_step_is_done() -> None:
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    for training in trainings:
+        for number in range(2):
+            backward(training, how, number)
+        training[1].step()
+        with slow_additions() as failing:
+            backward(training, how, 2)
+            failing.failing_at = failing.num_done + 3
+            backward(training, how, 3)
+            with pytest.raises(StateError, match=r"adding up the gradients of .*no sum today.*zero_grad"):
+                training[1].step()
+        training[1].zero_grad()
+        for number in range(3, 6):
+            one_step(training, how, number)
+    check_same_training(trainings)
+
+
+def test_sums_that_fail_under_an_update_that_has_begun() -> None:
+    """It fails with them; the norm, or the step, says so before anything has changed."""
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    for training in trainings:
+        for number in range(2):
+            backward(training, how, number)
+        training[1].step()
+        with slow_additions() as failing:
+            failing.failing_at = 2
+            backward(training, how, 2)  # one backward alone, into sums
+            with pytest.raises(StateError, match=r"adding up the gradients of .*no sum today.*zero_grad"):
+                training[1].step()
+        training[1].zero_grad()
+        for number in range(3, 6):
+            one_step(training, how, number)
+    check_same_training(trainings)
+
+
+def test_the_step_waits_for_no_sum() -> None:
+    how = HOWS["bf16"]
+    with slow_additions(num_buffers=100) as slow:
+        trainings = warm_pair(how)
+        for training in trainings:
+            for number in range(2):
+                backward(training, how, number)
+            training[1].step()
+            one_step(training, how, 2)
+            training[1].synchronize()
+        module, optimizer = trainings[1]
+        num_done = slow.num_done
+        slow.gate.clear()
+        backward(trainings[1], how, 3)
+        assert optimizer.num_ahead == num_with_spares(module)
+        optimizer.step()
+        assert slow.num_done == num_done
+        slow.gate.set()
+        optimizer.synchronize()
+        assert module.stats().redone_steps == 1
+        one_step(trainings[0], how, 3)
+        check_same_training(trainings)
+
+
+def test_what_was_said_of_several_backwards_survives_a_move() -> None:
+    how = NEVER_CLIPPED
+    training = module, optimizer = new_training(how, "host")
+    module.engine.expect_accumulation(True)
+    warm_up(training, how)
+    module.replan(module.engine.plan)
+    for is_expected in (True, False):
+        module.engine.expect_accumulation(is_expected)
+        module.replan(module.engine.plan)
+        backward(training, how, 0)
+        assert (optimizer.num_ahead == 0) == is_expected
+        optimizer.step()
+    module.close()
+
+
+def test_another_optimizer_drops_what_the_first_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both write to the spare masters."""
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    for i, (module, optimizer) in enumerate(trainings):
+        with slow_updates(monkeypatch):
+            backward((module, optimizer), how, 0)
+            other = ElixirOptimizer(module, HybridAdam(module.module.parameters(), lr=1e-2), max_norm=how.max_norm)
+            assert optimizer.num_ahead == 0
+            other.step()
+            trainings[i] = module, other
+            for number in range(1, 4):
+                one_step(trainings[i], how, number)
+    check_same_training(trainings)
+
+
+class _LateCopies:
+    """Gradients are in host memory when somebody waits for that, and no sooner."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, module: ElixirModule) -> None:
+        self._lock, self._copies, self.num_late = threading.Lock(), deque[tuple[Tensor, Tensor]](), 0
+        set_grad, late = ShardStore.set_grad, self
+
+        class Target:
+            def __init__(self, tensor: Tensor) -> None:
+                self.tensor, self.dtype = tensor, tensor.dtype
+
+            def copy_(self, source: Tensor, non_blocking: bool = False) -> None:
+                if non_blocking:
+                    self.tensor.fill_(float("nan"))
+                    late._copies.append((self.tensor, source.clone()))
+                else:
+                    self.tensor.copy_(source)
+
+        patch.setattr(ShardStore, "set_grad", lambda *args: Target(set_grad(*args)))
+        patch.setattr(module.engine.device, "reduce_lane", self)
+
+    @contextmanager
+    def issue(self) -> Iterator[None]:
+        yield
+
+    resume = issue
+
+    def record(self) -> _LateCopies:
+        return self
+
+    def wait(self) -> None:  # a stream waits, the host does not
+        return
+
+    def synchronize(self) -> None:
+        with self._lock:
+            while self._copies:
+                target, source = self._copies.popleft()
+                target.copy_(source)
+                self.num_late += 1
+
+    def is_over(self) -> bool:
+        return not self._copies
+
+
+@pytest.mark.parametrize("what", ["step", "zero_grad", "save", "look_at_gradients", "lr"])
+def test_gradients_that_come_down_late_are_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = HOWS["bf16"]
+    trainings = warm_pair(how, "mixed")
+    action = None if what == "step" else ACTIONS[what][0]
+    for training in trainings:
+        with monkeypatch.context() as patch, slow_updates(monkeypatch, 0.001):
+            late = _LateCopies(patch, training[0])
+            for number in range(3):
+                backward(training, how, number)
+                if action is not None:
+                    action(training)
+                    if what == "zero_grad":
+                        backward(training, how, number + 7)
+                training[1].step()
+            training[1].synchronize()
+            assert late.num_late
+    check_same_training(trainings)
+
+
+# Aliases
+
+
+@pytest.mark.parametrize("when", ["between_steps", "in_between"])
+@pytest.mark.parametrize("site", ["mixed_persistent", "host"])
+def test_what_is_written_through_kept_aliases_is_not_lost(
+    site: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = NEVER_CLIPPED
+
+    def train(is_ahead: bool) -> list[Any]:
+        training = module, optimizer = new_training(how, site, is_ahead=is_ahead)
+        warm_up(training, how)
+        live = [p.data for p in list(module.module.parameters())[:3]]
+        seen: list[Any] = []
+        for number in range(5):
+            backward(training, how, number)
+            if when == "in_between" and number % 2:
+                for x in live:
+                    x.mul_(0.5)
+            optimizer.step()
+            if when == "between_steps":
+                for x in live:
+                    x.clamp_(-0.01, 0.01)
+            seen += [x.clone() for x in live]
+        seen += list(module.full_state_dict().values())
+        assert not is_ahead or module.stats().redone_steps == (2 if when == "in_between" else 0)
+        module.close()
+        return seen
+
+    expected = train(False)
+    with slow_updates(monkeypatch):
+        actual = train(True)
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_what_was_read_before_backward_hinders_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = NEVER_CLIPPED
+    trainings = warm_pair(how)
+    for training in trainings:
+        module, optimizer = training
+        for number in range(3):
+            loss = ZOO[how.name].loss(module, number * 3)
+            with torch.no_grad():
+                [float(p.float().norm()) for p in module.module.parameters()]
+            with slow_updates(monkeypatch):
+                optimizer.backward(loss)
+                assert optimizer.num_ahead in (0, num_with_spares(module))
+                optimizer.step()
+    assert trainings[1][0].stats().redone_steps == 0
+    check_same_training(trainings)
+
+
+# One rank alone
+
+
+def _one_rank_alone(what: str) -> int:
+    how, results, redone = NEVER_CLIPPED, [], 0
+    for is_ahead in (False, True):
+        module, optimizer = new_training(how, "every_site", is_ahead=is_ahead, world_size=dist.get_world_size())
+        with pytest.MonkeyPatch.context() as patch, slow_updates(patch, 0.001):
+            for number in range(6):
+                optimizer.backward(ZOO[how.name].loss(module, 3 * number + dist.get_rank()))
+                if number in (2, 4) and dist.get_rank() == 1:
+                    if what == "drops":
+                        module.engine.reducer.withdraw()
+                    elif what == "fails":
+                        for begun in optimizer._speculation._begun.values():
+                            begun.task.join()
+                            begun.task.error = RuntimeError("no such luck")
+                if number in (2, 4) and what == "goes_elsewhere":
+                    with pytest.raises(DivergenceError):
+                        (optimizer.state_dict if dist.get_rank() == 1 else optimizer.step)()
+                optimizer.step()
+        redone += module.stats().redone_steps
+        results.append(replace(result_of(module, optimizer), numel=(0, 0, 0)))
+        module.close()
+    if dist.get_rank() == 0:
+        assert_same(results[1], results[0])
+    return redone
+
+
+@pytest.mark.parametrize("what", ["drops", "fails", "goes_elsewhere"])
+def test_a_rank_that_runs_its_updates_again_alone(what: str) -> None:
+    """The others need not know: neither bits nor collectives depend on it."""
+    assert run_ranks(_one_rank_alone, 2, what) == [0, 2]
+
+
+# Plans, memory, ranks
+
+
+def test_spares_are_counted_and_come_and_go_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = HOWS["bf16"]
+    training = module, optimizer = new_training(how, "host")
+    other = reference, reference_optimizer = new_training(how, "host", is_ahead=False)
+    numel = sum(c.numel for c in module.engine.plan.chunks)
+    spares = []
+    for number, has_spares in enumerate([True, True, False, True, True, True]):
+        if number >= 2:
+            plan = replace(streamed_bodies.plan_for(module.module, how, "every_site" if number > 3 else "host"))
+            module.replan(replace(plan, update_timing=INSIDE, has_spare_states=has_spares))
+        with slow_updates(monkeypatch, 0.001):
+            for micro in range(2):
+                for one in (training, other):
+                    backward(one, how, 2 * number + micro)
+                    one[1].step()
+                assert has_spares or not optimizer.num_ahead
+            spares.append(module.stats().held_bytes.get("cpu_spare", 0))
+        held = module.stats().held_bytes
+        assert held.get("cpu_states", 0) + held.get("gpu_states", 0) == sum(reference_optimizer.state_bytes().values())
+    on_host = sum(c.numel for c in module.engine.plan.chunks if c.optim_tier is Tier.CPU)
+    moments = sum(inner.spare_bytes() for inner in optimizer._inner.values())
+    assert spares == [spares[0]] * 2 + [0, spares[0]] + [6 * on_host + moments] * 2
+    assert spares[0] <= 14 * numel
+    assert_same(replace(result_of(*training), numel=(0, 0, 0)), replace(result_of(*other), numel=(0, 0, 0)))
+    module.close()
+    reference.close()
+
+
+def test_replan_with_updates_that_have_begun_asks_for_a_step() -> None:
+    how = HOWS["bf16"]
+    training = module, optimizer = new_training(how, "host")
+    warm_up(training, how)
+    backward(training, how, 0)
+    with pytest.raises(StateError, match="while gradients wait for a step"):
+        module.replan(replace(module.engine.plan, has_spare_states=False, update_timing=AFTER))
+    assert optimizer.num_ahead == 0
+    optimizer.step()
+    module.replan(replace(module.engine.plan, has_spare_states=False, update_timing=AFTER))
+    backward(training, how, 1)
+    assert optimizer.num_ahead == 0
+    module.close()
+
+
+def test_a_new_group_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameters have no states yet, so their chunks wait for one step."""
+
+    def train(is_ahead: bool) -> Result:
+        model = timing_bodies.make("gpt2")
+        named = list(model.named_parameters())
+        late = [p for n, p in named if ".ln" in n]
+        inner = HybridAdam([p for n, p in named if ".ln" not in n], lr=1e-2)
+        plan = replace(
+            streamed_bodies.plan_for(model, How(), "host"),
+            update_timing=INSIDE if is_ahead else AFTER,
+            has_spare_states=is_ahead,
+        )
+        module = ElixirModule(model, plan, dtype=torch.bfloat16)
+        optimizer = ElixirOptimizer(module, inner)
+        for number in range(5):
+            backward((module, optimizer), How(), number)
+            if number == 2:
+                optimizer.add_param_group({"params": late, "lr": 1e-3})
+            optimizer.step()
+        result = replace(result_of(module, optimizer), numel=(0, 0, 0))
+        module.close()
+        return result
+
+    expected = train(False)
+    with slow_updates(monkeypatch):
+        assert_same(train(True), expected)
+
+
+def test_states_go_with_their_optimizer() -> None:
+    """The engine, which calls it when gradients land, does not keep it."""
+    module, optimizer = new_training(How(), "host")
+    warm_up((module, optimizer), How())
+    gone = weakref.ref(optimizer)
+    del optimizer
+    assert gone() is None
+    ZOO["gpt2"].loss(module, 0).backward()
+    module.close()
+
+
+def _train_on_ranks(how: How, site: str, is_distributed: bool, is_everybody: bool) -> tuple[int, int]:
+    results, num_ahead, redone = [], 0, 0
+    for is_ahead in (False, True):
+        options = {"world_size": dist.get_world_size(), "enable_distributed_storage": is_distributed}
+        module, optimizer = new_training(how, site, is_ahead=is_ahead, **options)
+        for number in range(7):
+            rank = dist.get_rank() if is_everybody else 0
+            optimizer.backward(ZOO[how.name].loss(module, 3 * number + rank))
+            num_ahead = max(num_ahead, optimizer.num_ahead)
+            if number == 4:
+                optimizer.max_norm = 1e-3
+            optimizer.step()
+            optimizer.max_norm = how.max_norm
+        redone += module.stats().redone_steps
+        results.append(replace(result_of(module, optimizer), numel=(0, 0, 0)))
+        module.close()
+    if dist.get_rank() == 0:
+        assert_same(results[1], results[0])
+    return num_ahead, redone
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "site", "is_distributed"),
+    [
+        ("gpt2", "every_site", True),
+        ("gpt2", "mixed", False),
+        ("gpt2", "streamed_param_on_gpu", False),
+        ("gpt2", "mixed_persistent", True),
+        ("branching", "host", True),
+    ],
+)
+def test_speculation_changes_no_bit_with_ranks(name: str, site: str, is_distributed: bool, world_size: int) -> None:
+    """Of `branching`, every rank uses other parameters: what begins differs, what comes of it does not."""
+    how = How(name=name, max_norm=1e6)
+    for num_ahead, redone in run_ranks(_train_on_ranks, world_size, how, site, is_distributed, True):
+        assert num_ahead > 0
+        assert redone == 1
+
+
+# When to stop
+
+
+def test_it_stops_after_three_failures_of_eight_steps() -> None:
+    caution = Caution()
+    for has_failed in [True, False, False, True, False, False, False, False, True]:  # the first is nine steps ago
+        assert caution.is_allowed
+        caution.note(has_failed=has_failed)
+    assert caution.is_allowed
+    caution.note(has_failed=True)
+    for _ in range(64):
+        assert not caution.is_allowed
+        caution.note(has_failed=True)  # nobody tried, so this says nothing
+    for has_failed in (True, True):
+        assert caution.is_allowed
+        caution.note(has_failed=has_failed)
+    assert caution.is_allowed
+    caution.note(has_failed=True)
+    assert not caution.is_allowed
