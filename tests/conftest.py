@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_elixir.runtime.hooks import innermost_pack
 from tests.helpers.dist import stop_workers
 
 # One thread: results do not depend on the number of cores, and several ranks do not fight for them.
@@ -61,11 +62,16 @@ def _restore_torch_state() -> Iterator[None]:
     torch.manual_seed(0)
     random.seed(0)
     yield
+    left = innermost_pack()
+    while innermost_pack() is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    if left is not None:
+        pytest.fail(f"hooks for saved tensors left behind: {left}")
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from lightning_elixir.runtime.agreement import Agreement, Meeting
 from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all_ranks
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.fetcher import Fetcher, TransferBytes
-from lightning_elixir.runtime.hooks import Hooks, SavedTensors
+from lightning_elixir.runtime.hooks import Hooks, SavedTensors, innermost_pack
 from lightning_elixir.runtime.interception import Interception
 from lightning_elixir.runtime.iterations import Iterations
 from lightning_elixir.runtime.reducer import Reducer
@@ -60,6 +60,8 @@ class _Frame:
     """How often the module's forward runs inside itself."""
     is_pinned: bool = False
     hooks: SavedHooks | None = None
+    innermost: object = None
+    """What packs the tensors that autograd saves inside."""
 
 
 class _Access(NamedTuple):
@@ -144,6 +146,7 @@ class Engine:
         # Met in the first iterations: below a module that brings all they need, and by themselves.
         self._covered_ids: set[int] = set()
         self._entered_ids: set[int] = set()
+        self._light: list[nn.Module] = []  # met in the first way only
         self._hooks = Hooks(self._watched, [c for c in self.chunks if c.spec.requires_grad], self)
         self._adopt(plan, store)
 
@@ -190,17 +193,23 @@ class Engine:
             self.reducer.take_over(earlier)
         grad_itemsize = None if self._reduce_dtype is None else self._reduce_dtype.itemsize
         self.iterations.adopt(plan, self.rcache, self.residency, self.reducer, store, grad_itemsize)
-        self._hooks.watch_forwards(self._watched if self._is_watching else self._entrances())
+        self._watch_forwards()
 
     def _leave_covered(self) -> None:
-        """Once the order of accesses is known: modules that were only met below others, which bring all that they need,
-        lose their hooks, each of which costs some microseconds. If one is called by itself later on, or under hooks for
-        saved tensors that the user did not have before, its parameters are caught when they are touched."""
+        """Once the order of accesses is known, modules that were only met below others, which bring all that they need,
+        keep but one hook: every other costs some microseconds a call."""
         covered = self._covered_ids - self._entered_ids
         if covered and self._is_watching and "train" in self.traces:
-            self._watched = [m for m in self._watched if id(m) not in covered]
             self._covered_ids.clear()
-            self._hooks.watch_forwards(self._watched)
+            self._light = [m for m in self._watched if id(m) in covered]
+            self._watched = [m for m in self._watched if id(m) not in covered]
+            self._watch_forwards()
+
+    def _watch_forwards(self) -> None:
+        if self._is_watching:
+            self._hooks.watch_forwards(self._watched, self._light)
+        else:
+            self._hooks.watch_forwards(self._entrances())
 
     def _new_store(self, plan: Plan) -> ShardStore:
         return ShardStore(
@@ -267,6 +276,19 @@ class Engine:
             frame.is_pinned = True
         if frame.ids or len(self._frames) == 1:
             frame.hooks = self._enter_saved_hooks()
+        if frame.covered:
+            frame.innermost = innermost_pack()
+
+    def enter_covered(self, module: nn.Module, inputs: Any = None) -> None:
+        """A module's forward that so far ran below others only. Where it does not (it is called by itself, or under the
+        user's hooks for saved tensors), it is treated as they are from here on."""
+        if self._frames:
+            above = self._frames[-1]
+            if id(module) in above.covered and (innermost_pack() is above.innermost or self._saves_through_us()):
+                return
+        if id(module) not in self._entered_ids:
+            self._hooks.watch_exit(module)  # in time for this very call
+        self.enter_module(module)
 
     def exit_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self._frames or self._frames[-1].module is not module:
@@ -296,10 +318,14 @@ class Engine:
         self._has_own_statistics = self.comm.world_size > 1 and bool(self._statistics) and torch.is_grad_enabled()
         self.iterations.begin(is_training=torch.is_grad_enabled())
         self.phase = Phase.FORWARD
-        self._region_hooks = self._enter_saved_hooks()
-        if torch.is_grad_enabled():
-            self._versions = self.interception.versions()
-        self._open_resident()
+        try:
+            self._region_hooks = self._enter_saved_hooks()
+            if torch.is_grad_enabled():
+                self._versions = self.interception.versions()
+            self._open_resident()
+        except BaseException:
+            self._abort_region()
+            raise
 
     def _share_statistics(self) -> None:
         """Running statistics as DDP has them: those of rank 0, after a forward with gradients that changed them."""
@@ -404,7 +430,11 @@ class Engine:
         self.iterations.begin_backward()
         self._is_bare_backward = False
         self.phase = Phase.BACKWARD
-        self._open_resident()
+        try:
+            self._open_resident()
+        except BaseException:
+            self.abort_backward()
+            raise
 
     def end_backward(self) -> None:
         """Call when the outermost backward has returned: reduces what is left. Collective."""

@@ -18,6 +18,8 @@ class EngineEvents(Protocol):
 
     def enter_module(self, module: nn.Module, inputs: Any) -> None: ...
 
+    def enter_covered(self, module: nn.Module, inputs: Any) -> None: ...
+
     def exit_module(self, module: nn.Module, inputs: Any, output: Any) -> None: ...
 
     def collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None: ...
@@ -66,6 +68,7 @@ class Hooks:
         self._engine = engine
         self._handles: list[RemovableHandle] = []
         self._forward_handles: list[RemovableHandle] = []
+        self._watched_ids: set[int] = set()  # modules whose forwards are reported
         watched = {id(m) for m in modules}
 
         def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -83,17 +86,28 @@ class Hooks:
                 if parameter.requires_grad:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(_grad_hook(engine, chunk, index)))
 
-    def watch_forwards(self, modules: Iterable[nn.Module]) -> None:
-        """Report the forwards of these modules, and of no others, from now on."""
+    def watch_forwards(self, modules: Collection[nn.Module], covered: Collection[nn.Module] = ()) -> None:
+        """Report the forwards of these modules, and of no others, from now on.
+
+        Args:
+            covered: Others, whose begin alone is reported, as `enter_covered`.
+        """
         for handle in self._forward_handles:
             handle.remove()
         self._forward_handles.clear()
-        watched = {id(m) for m in modules}
-        pre = _ModuleHook(self._engine.enter_module, watched)
-        post = _ModuleHook(self._engine.exit_module, watched)
+        self._watched_ids = {id(m) for m in (*modules, *covered)}
+        pre = _ModuleHook(self._engine.enter_module, self._watched_ids)
+        light = _ModuleHook(self._engine.enter_covered, self._watched_ids)
         for module in modules:
             self._forward_handles.append(module.register_forward_pre_hook(pre, prepend=True))
-            self._forward_handles.append(module.register_forward_hook(post, always_call=True))
+            self.watch_exit(module)
+        for module in covered:
+            self._forward_handles.append(module.register_forward_pre_hook(light, prepend=True))
+
+    def watch_exit(self, module: nn.Module) -> None:
+        """Report the end of the forwards of a watched module as well; of the one that begins now, too."""
+        post = _ModuleHook(self._engine.exit_module, self._watched_ids)
+        self._forward_handles.append(module.register_forward_hook(post, always_call=True))
 
     def remove(self) -> None:
         self.watch_forwards(())
@@ -112,6 +126,12 @@ def _grad_hook(engine: EngineEvents, chunk: Chunk, index: int) -> Callable[[Tens
             owner.collect_grad(home, index, home.parameters[index])
 
     return collect
+
+
+def innermost_pack() -> Callable[[Tensor], Any] | None:
+    """What packs the tensors that autograd saves now."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if top is None else top[0]
 
 
 class SavedTensors:
@@ -144,8 +164,8 @@ class SavedTensors:
 
     def is_innermost(self) -> bool:
         """Whether `context` would be None."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return top is not None and self._is_covered_by(top[0])
+        pack = innermost_pack()
+        return pack is not None and self._is_covered_by(pack)
 
     def _is_covered_by(self, pack: Callable[[Tensor], Any]) -> bool:
         owner = getattr(pack, "__self__", None)

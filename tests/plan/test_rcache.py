@@ -354,3 +354,46 @@ def test_reset_starts_the_counts_anew() -> None:
     cache.reset_counters()
     assert cache.counters == CacheCounters()
     assert cache.peak_blocks == 1
+
+
+# Accesses that find nothing to do
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_the_short_way_counts_and_decides_as_the_long_one(depth: int) -> None:
+    """Two caches follow the same accesses, some of which the trace does not foresee; one tries the short way first."""
+    random, num_short = Random(depth), 0
+    for _ in range(200):
+        num_chunks, budget = random.randint(2, 6), random.randint(2, 6)
+        accesses = [(random.randrange(num_chunks),) for _ in range(12) for _ in range(random.randint(1, 3))]
+        caches = [unit_cache(num_chunks, budget, depth) for _ in range(2)]
+        for cache in caches:
+            cache.begin(CachePolicy(unpinned(*accesses)))
+        for ids in accesses:
+            if random.random() < 0.1:
+                ids = (random.randrange(num_chunks),)
+            expected = caches[0].acquire(ids, pin=True)
+            wanted = caches[0].prefetch_candidates(())
+            if caches[1].serve(ids, pin=True):
+                num_short += 1
+                assert expected == Decision()
+                assert wanted == ()
+            else:
+                assert caches[1].acquire(ids, pin=True) == expected
+                assert caches[1].prefetch_candidates(()) == wanted
+            for cache in caches:
+                cache.prefetch(wanted)
+                cache.drop(ids)
+            assert caches[0].counters == caches[1].counters
+            assert list(caches[0].resident_ids) == list(caches[1].resident_ids)
+            assert caches[0].position == caches[1].position
+    assert num_short > 500
+
+
+def test_the_short_way_is_not_taken_above_the_budget() -> None:
+    cache = unit_cache(3, 3)
+    for chunk_id in range(3):
+        cache.acquire((chunk_id,), pin=False)
+    assert cache.serve((0,), pin=False)
+    cache.budget_blocks = 1
+    assert not cache.serve((0,), pin=False)

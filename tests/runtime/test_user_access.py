@@ -398,6 +398,8 @@ def test_unfreezing_after_setup_is_refused() -> None:
     model.layers[0].weight.requires_grad_(True)
     with pytest.raises(StateError, match=r"layers\.0\.weight was frozen"):
         module(torch.randn(2, 32))
+    model.layers[0].weight.requires_grad_(False)
+    module(torch.randn(2, 32)).sum().backward()
 
 
 def test_foreign_and_unsuitable_optimizers_are_refused() -> None:

@@ -1,0 +1,186 @@
+"""Modules below one that brings all they need: they keep one light hook, and whatever else they did, they still do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from lightning_elixir.optim import HybridAdam
+from lightning_elixir.planning import make_plan
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+
+CPU = torch.device("cpu")
+WIDTH = 16
+CHUNK_BYTES = 8 * 1024  # one block and the padding between its parameters
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.context: Callable[[], Any] | None = None
+        self.repeats = 0
+
+    def forward(self, x: Tensor, repeat: int | None = None) -> Tensor:
+        repeat = self.repeats if repeat is None else repeat
+        if repeat:
+            x = self(x, repeat=repeat - 1)
+        if self.context is None:
+            return x + self.down(torch.tanh(self.up(x)))
+        with self.context():
+            y = self.up(x)
+        return x + self.down(torch.tanh(y))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.is_checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        return x.square().mean()
+
+
+def as_they_are() -> saved_tensors_hooks:
+    """Keeps what autograd saves: a parameter as itself, so that nothing shows that its memory is still needed."""
+    return saved_tensors_hooks(lambda x: x, lambda x: x)
+
+
+class Training:
+    """A model in chunks of one block each, two of which fit, beside the same model in plain PyTorch."""
+
+    def __init__(self, change: Callable[[Net], None] = lambda net: None) -> None:
+        torch.manual_seed(0)
+        self.net = Net()
+        change(self.net)
+        self.plain = copy.deepcopy(self.net)
+        plan = replace(make_plan(self.net, placement_policy="cpu", chunk_size=CHUNK_BYTES), rcache_blocks=2)
+        assert [len(c.members) for c in plan.chunks] == [4] * 6
+        inner = HybridAdam(self.net.parameters(), lr=1e-2)
+        self.module = ElixirModule(self.net, plan, device=CPU)
+        self.optimizer = ElixirOptimizer(self.module, inner)
+        self.plain_optimizer = HybridAdam(self.plain.parameters(), lr=1e-2)
+        self.num_steps = 0
+
+    def step(self, forward: Callable[[Any, Tensor], Tensor] = lambda model, x: model(x)) -> None:
+        """One of both: losses and parameters must be equal to the bit."""
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(self.num_steps))
+        self.num_steps += 1
+        self.plain_optimizer.zero_grad()
+        expected = forward(self.plain, x)
+        expected.backward()
+        self.plain_optimizer.step()
+        loss = forward(self.module, x)
+        self.optimizer.backward(loss)
+        self.optimizer.step()
+        assert loss.item() == expected.item()
+        actual = self.module.full_state_dict()
+        assert [k for k, v in self.plain.state_dict().items() if not torch.equal(actual[k], v)] == []
+
+    def hooks_of(self, name: str) -> tuple[int, int]:
+        module = self.net.get_submodule(name)
+        return len(module._forward_pre_hooks), len(module._forward_hooks)
+
+
+@pytest.fixture
+def training() -> Training:
+    return Training()
+
+
+def test_what_is_below_keeps_one_hook(training: Training) -> None:
+    training.step()
+    assert training.hooks_of("blocks.0") == (1, 1)
+    assert training.hooks_of("blocks.0.up") == training.hooks_of("blocks.5.down") == (1, 0)
+    training.module.reset_stats()
+    training.step()
+    stats = training.module.stats()
+    assert stats.hits + stats.fetches <= 6 + 24  # forward by block, backward by saved weight
+    assert stats.fetches + stats.prefetches > 6  # they did come and go
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_training_goes_on(is_checkpointed: bool) -> None:
+    training = Training(lambda net: setattr(net, "is_checkpointed", is_checkpointed))
+    for _ in range(4):
+        training.step()
+    assert training.hooks_of("blocks.3.up") == (1, 0)
+
+
+def test_hooks_of_the_user_inside_a_block() -> None:
+    """They are inside ours there; the parameters that a block's parts save still go through ours."""
+    training = Training(lambda net: setattr(net.blocks[1], "context", as_they_are))
+    for _ in range(3):
+        training.step()
+    assert training.hooks_of("blocks.1.up") == (1, 1)
+    assert training.hooks_of("blocks.1.down") == (1, 0)
+
+
+def test_hooks_of_the_user_that_come_later(training: Training) -> None:
+    for _ in range(2):
+        training.step()
+    for net in (training.net, training.plain):
+        net.blocks[1].context = as_they_are
+    for _ in range(3):
+        training.step()
+    assert training.hooks_of("blocks.1.up") == (1, 1)
+
+
+def test_a_part_that_is_called_by_itself_later(training: Training) -> None:
+    def with_a_part(model: Any, x: Tensor) -> Tensor:
+        net = model.module if isinstance(model, ElixirModule) else model
+        return model(net.blocks[2].down(x))
+
+    for _ in range(2):
+        training.step()
+    for _ in range(3):
+        training.step(with_a_part)
+    assert training.hooks_of("blocks.2.down") == (1, 1)
+
+
+def test_a_part_that_is_always_called_by_itself() -> None:
+    def only_parts(model: Any, x: Tensor) -> Tensor:
+        net = model.module if isinstance(model, ElixirModule) else model
+        for block in net.blocks:
+            x = x + block.down(torch.tanh(block.up(x)))
+        return x.square().mean()
+
+    training = Training()
+    for _ in range(3):
+        training.step(only_parts)
+    assert training.hooks_of("blocks.0.up") == (1, 1)
+
+
+def test_a_block_that_calls_itself() -> None:
+    training = Training(lambda net: setattr(net.blocks[1], "repeats", 2))
+    for _ in range(3):
+        training.step()
+    assert not training.module.engine._frames
+
+
+def test_an_error_inside_a_covered_module(training: Training) -> None:
+    for _ in range(2):
+        training.step()
+    with pytest.raises(RuntimeError):
+        training.module(torch.randn(3, WIDTH + 1))
+    assert not training.module.engine._frames
+    training.step()
+
+
+def test_copies_are_left_alone(training: Training) -> None:
+    training.step()
+    copied = copy.deepcopy(training.net)
+    x = torch.randn(3, WIDTH)
+    copied(x).backward()
+    assert copied.blocks[0].up.weight.grad is not None
+    training.step()
