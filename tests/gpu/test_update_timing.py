@@ -91,9 +91,10 @@ def test_step_returns_while_the_device_still_computes() -> None:
     for number in range(3):
         bodies.step(module, optimizer, how, number)
     optimizer.synchronize()
+    loss = ZOO[how.name].loss(module, 0)  # copies its inputs to the device, and waits for that
     torch.cuda._sleep(500_000_000)  # some tenths of a second
     with optimizer.unobserved(False):
-        optimizer.backward(ZOO[how.name].loss(module, 0))
+        optimizer.backward(loss)
         optimizer.step()
     is_over = core_device.make_device(CUDA).compute_event()
     assert not is_over.is_over()
