@@ -34,6 +34,7 @@ class Task:
         self._after = after
         self._event = event
         self._is_over = False
+        self._is_event_broken = False
         self.error: BaseException | None = None
         """What the work raised."""
         self._followers: list[Callable[[], None]] = []
@@ -78,9 +79,18 @@ class Task:
 
     def _is_prepared(self) -> bool:
         try:
-            return self._event is None or self._event.is_over()
+            return self._event is None or self._is_event_broken or self._event.is_over()
         except Exception:  # the device failed: let the task run, and have it say so
             return True
+
+    def _prepare(self) -> None:
+        """Make the host wait for the event, if that has not failed."""
+        event = self._event
+        try:
+            if event is not None:
+                event.synchronize()
+        except Exception:  # likewise
+            self._is_event_broken = True
 
     def _run(self) -> Event | None:
         work, self._work = self._work, None
@@ -226,8 +236,10 @@ class _Pool:
         in_flight: list[tuple[Task, Event]] = []
         with self._context():
             while True:
-                task = self._next(bool(in_flight), len(in_flight) < self._most_in_flight)
-                if task is not None:
+                task, is_prepared = self._next(bool(in_flight), len(in_flight) < self._most_in_flight)
+                if task is not None and not is_prepared:
+                    task._prepare()
+                elif task is not None:
                     try:
                         event = task._run()
                     except BaseException as error:  # whoever waits for the task gets it
@@ -260,18 +272,26 @@ class _Pool:
         self._finish(task, error)
         return True
 
-    def _next(self, has_in_flight: bool, has_room: bool) -> Task | None:
-        """The next task, if there is one to begin; waits for one where there is nothing else to do."""
+    def _next(self, has_in_flight: bool, has_room: bool) -> tuple[Task | None, bool]:
+        """The next task, if there is one; waits for one where there is nothing else to do.
+
+        Returns:
+            A task, and whether it can begin. If not, it is the one whose turn with the device comes first, as far as
+            that is known, and it stays here: when it can begin, another that can may be wanted sooner. Whoever took
+            that at once would wait for the device while others are prepared.
+        """
         with self.changed:
             while True:
                 ready = [t for t in self._waiting if t._can_begin()] if has_room else []
-                if ready:
-                    # Those that need not wait for the device first; among them by order, then as they came.
-                    task = min(ready, key=lambda t: (not t._is_prepared(), t._order))
+                prepared = [t for t in ready if t._is_prepared()]
+                if prepared:
+                    task = min(prepared, key=lambda t: t._order)  # equals as they came
                     self._waiting.remove(task)
-                    return task
+                    return task, True
+                if ready:
+                    return ready[0], False
                 if has_in_flight or (self._is_stopped and not self._waiting):
-                    return None
+                    return None, False
                 self.changed.wait()
 
     def _finish(self, task: Task, error: BaseException | None) -> None:

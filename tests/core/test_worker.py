@@ -148,6 +148,55 @@ def test_work_that_must_wait_for_the_device_lets_others_go_before() -> None:
     worker.close()
 
 
+def test_who_waits_for_the_device_takes_what_comes_first_not_what_is_wanted_most() -> None:
+    """Gradients land in the order of backward, and what the next forward needs first lands last."""
+    worker = Worker("test", num_threads=2)
+    log: list[str] = []
+    moments = [Moment() for _ in range(4)]
+    tasks = [
+        worker.submit(noting(log, str(number)), order=-number, event=moment) for number, moment in enumerate(moments)
+    ]
+    time.sleep(0.02)  # both threads wait
+    for number, moment in enumerate(moments):
+        moment.come.set()
+        tasks[number].wait()
+        assert log == [str(n) for n in range(number + 1)]
+    worker.close()
+
+
+def test_of_what_has_come_meanwhile_the_most_wanted_goes_first() -> None:
+    worker = Worker("test")
+    log: list[str] = []
+    moments = [Moment() for _ in range(3)]
+    for number, moment in enumerate(moments):
+        worker.submit(noting(log, str(number)), order=-number, event=moment)
+    time.sleep(0.02)
+    for moment in reversed(moments):
+        moment.come.set()
+    worker.wait()
+    assert log == ["2", "1", "0"]
+    worker.close()
+
+
+def test_a_device_that_fails_while_a_task_waits_for_it_fails_that_task_alone() -> None:
+    class Broken(Moment):
+        def synchronize(self) -> None:
+            super().synchronize()
+            raise RuntimeError("device")
+
+    worker = Worker("test")
+    broken = Broken()
+    failing = worker.submit(lambda: None, event=broken)
+    time.sleep(0.02)
+    other = worker.submit(lambda: None)
+    broken.is_over = lambda: False  # type: ignore[method-assign]
+    broken.come.set()
+    with pytest.raises(RuntimeError, match="device"):
+        failing.wait()
+    other.wait()
+    worker.close()
+
+
 def test_a_task_on_the_device_is_over_when_its_event_is_and_holds_nobody_up() -> None:
     worker = Worker("test", most_in_flight=2)
     moments = [Moment() for _ in range(3)]
