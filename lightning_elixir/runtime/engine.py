@@ -201,11 +201,13 @@ class Engine:
         covered = self._covered_ids - self._entered_ids
         if covered and self._is_watching and "train" in self.traces:
             self._covered_ids.clear()
-            self._light = [m for m in self._watched if id(m) in covered]
+            self._light += [m for m in self._watched if id(m) in covered]
             self._watched = [m for m in self._watched if id(m) not in covered]
             self._watch_forwards()
 
     def _watch_forwards(self) -> None:
+        self._watched += [m for m in self._light if id(m) in self._entered_ids]  # they have turned out otherwise
+        self._light = [m for m in self._light if id(m) not in self._entered_ids]
         if self._is_watching:
             self._hooks.watch_forwards(self._watched, self._light)
         else:

@@ -60,9 +60,9 @@ def as_they_are() -> saved_tensors_hooks:
 class Training:
     """A model in chunks of one block each, two of which fit, beside the same model in plain PyTorch."""
 
-    def __init__(self, change: Callable[[Net], None] = lambda net: None) -> None:
+    def __init__(self, change: Callable[[Net], None] = lambda net: None, make: Callable[[], Net] = Net) -> None:
         torch.manual_seed(0)
-        self.net = Net()
+        self.net = make()
         change(self.net)
         self.plain = copy.deepcopy(self.net)
         plan = replace(make_plan(self.net, placement_policy="cpu", chunk_size=CHUNK_BYTES), rcache_blocks=2)
@@ -136,11 +136,13 @@ def test_hooks_of_the_user_that_come_later(training: Training) -> None:
     assert training.hooks_of("blocks.1.up") == (1, 1)
 
 
-def test_a_part_that_is_called_by_itself_later(training: Training) -> None:
-    def with_a_part(model: Any, x: Tensor) -> Tensor:
-        net = model.module if isinstance(model, ElixirModule) else model
-        return model(net.blocks[2].down(x))
+def with_a_part(model: Any, x: Tensor) -> Tensor:
+    """A forward after a part of it."""
+    net = model.module if isinstance(model, ElixirModule) else model
+    return model(net.blocks[2].down(x))
 
+
+def test_a_part_that_is_called_by_itself_later(training: Training) -> None:
     for _ in range(2):
         training.step()
     for _ in range(3):
@@ -184,3 +186,37 @@ def test_copies_are_left_alone(training: Training) -> None:
     copied(x).backward()
     assert copied.blocks[0].up.weight.grad is not None
     training.step()
+
+
+def test_a_part_that_is_called_by_itself_before_and_after_a_replan(training: Training) -> None:
+    for _ in range(2):
+        training.step()
+    training.step(with_a_part)
+    training.module.replan(replace(training.module.engine.plan, rcache_blocks=3))
+    training.step(with_a_part)
+    assert training.hooks_of("blocks.2.down") == (1, 1)
+    assert training.hooks_of("blocks.2.up") == (1, 0)
+
+
+class Growing(Net):
+    num_blocks = 5
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: self.num_blocks]:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_blocks_that_come_later_leave_the_others_their_hooks() -> None:
+    training = Training(make=Growing)
+    for _ in range(2):
+        training.step()
+    for net in (training.net, training.plain):
+        net.num_blocks = 6
+    for _ in range(2):
+        training.step()
+    assert training.hooks_of("blocks.0.up") == training.hooks_of("blocks.5.up") == (1, 0)
+    for net in (training.net, training.plain):
+        net.blocks[1].context = as_they_are
+    for _ in range(2):
+        training.step()
