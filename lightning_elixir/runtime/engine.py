@@ -287,8 +287,11 @@ class Engine:
         if self._frames:
             above = self._frames[-1]
             if id(module) in above.covered and (innermost_pack() is above.innermost or self._saves_through_us()):
+                if above.module is module:
+                    above.depth += 1
                 return
         if id(module) not in self._entered_ids:
+            self._entered_ids.add(id(module))
             self._hooks.watch_exit(module)  # in time for this very call
         self.enter_module(module)
 

@@ -220,3 +220,26 @@ def test_blocks_that_come_later_leave_the_others_their_hooks() -> None:
         net.blocks[1].context = as_they_are
     for _ in range(2):
         training.step()
+
+
+class Twice(nn.Module):
+    """Runs inside itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, repeat: int = 1) -> Tensor:
+        if repeat:
+            x = self(x, repeat=0)
+        return torch.tanh(self.linear(x))
+
+
+def test_a_part_that_runs_inside_itself_and_is_called_by_itself_later() -> None:
+    training = Training(lambda net: setattr(net.blocks[2], "down", Twice()))
+    for _ in range(2):
+        training.step()
+    part, above = training.net.blocks[2].down, []
+    part.linear.register_forward_pre_hook(lambda *_: above.extend(f.module for f in training.module.engine._frames))
+    training.step(with_a_part)
+    assert above[:2] == [part, part]  # it is still there when the inner call has returned
