@@ -60,8 +60,8 @@ class _Frame:
     """How often the module's forward runs inside itself."""
     is_pinned: bool = False
     hooks: SavedHooks | None = None
-    innermost: object = None
-    """What packs the tensors that autograd saves inside."""
+    innermost: object = False
+    """What packs the tensors that autograd saves inside; False where it saved none when the forward began."""
 
 
 class _Access(NamedTuple):
@@ -278,7 +278,7 @@ class Engine:
             frame.is_pinned = True
         if frame.ids or len(self._frames) == 1:
             frame.hooks = self._enter_saved_hooks()
-        if frame.covered:
+        if frame.covered and torch.is_grad_enabled():
             frame.innermost = innermost_pack()
 
     def enter_covered(self, module: nn.Module, inputs: Any = None) -> None:

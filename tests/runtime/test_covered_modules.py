@@ -243,3 +243,36 @@ def test_a_part_that_runs_inside_itself_and_is_called_by_itself_later() -> None:
     part.linear.register_forward_pre_hook(lambda *_: above.extend(f.module for f in training.module.engine._frames))
     training.step(with_a_part)
     assert above[:2] == [part, part]  # it is still there when the inner call has returned
+
+
+class GradInside(nn.Module):
+    """Its parts run with gradients, whatever the caller wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, 2 * WIDTH), nn.LayerNorm(2 * WIDTH)  # whose weight is saved as it is
+        self.kept: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            h = self.up(x)
+            y = self.norm(h)
+        self.kept = (h, y)
+        return x + y[:, :WIDTH]
+
+
+def test_parts_with_gradients_in_a_block_without() -> None:
+    def change(net: Net) -> None:
+        net.blocks[1] = GradInside()
+
+    training = Training(change)
+    for _ in range(2):
+        training.step()
+    x, found = torch.randn(3, WIDTH), []
+    for net, model in ((training.net, training.module), (training.plain, training.plain)):
+        with torch.no_grad():
+            model(x)
+        h, y = net.blocks[1].kept
+        found += torch.autograd.grad(y.square().sum(), h)
+        net.blocks[1].kept = h = y = None
+    assert torch.equal(*found)
