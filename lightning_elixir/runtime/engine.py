@@ -276,8 +276,7 @@ class Engine:
             frame.ids, frame.covered = access
             self.acquire(frame.ids, pin=True)
             frame.is_pinned = True
-        if frame.ids or len(self._frames) == 1:
-            frame.hooks = self._enter_saved_hooks()
+        frame.hooks = self._enter_saved_hooks()
         if frame.covered and torch.is_grad_enabled():
             frame.innermost = innermost_pack()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -276,3 +277,41 @@ def test_parts_with_gradients_in_a_block_without() -> None:
         found += torch.autograd.grad(y.square().sum(), h)
         net.blocks[1].kept = h = y = None
     assert torch.equal(*found)
+
+
+class Scaled(nn.Module):
+    """A parameter of its own beside parts in several chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x * self.scale  # there already, with the first block: so nothing is intercepted
+
+
+class NetWithScaled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Scaled(), Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            with as_they_are() if index == 1 else nullcontext():
+                x = block(x)
+        return x.square().mean()
+
+
+def test_hooks_of_the_user_around_a_module_in_several_chunks() -> None:
+    net = NetWithScaled()
+    plain = copy.deepcopy(net)
+    plan = replace(make_plan(net, placement_policy="cpu", chunk_size=CHUNK_BYTES), rcache_blocks=2)
+    module = ElixirModule(net, plan, device=CPU)
+    x = torch.randn(3, WIDTH)
+    plain(x).backward()
+    with module.engine.backward():
+        module(x).backward()
+    assert torch.equal(module.full_grads()["blocks.1.scale"], plain.blocks[1].scale.grad)
