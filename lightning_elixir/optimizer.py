@@ -811,16 +811,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
             return torch.zeros(len(bounds), dtype=torch.float64)
         if self._engine.reducer.has_begun(chunk_id):
             self._engine.check_whole()
-        inverse = self._inverse_scale
-        known = None if is_max or self._transforms else self._engine.reducer.square_sums.get(chunk_id)
-        if known is not None:  # from the device, whether or not the gradient has come down by now
-            return known * inverse**2
-        self._engine.reducer.wait_for_download(chunk_id)
+        self._engine.reducer.wait_for_download(chunk_id)  # and learn whether adding up has failed
         measure = absolute_max if is_max else square_sums
         if self._transforms:
             wide = grad if grad.dtype.itemsize >= 4 else grad.float()
             return measure(self._transformed(wide), bounds)
-        return measure(grad, bounds, scale=inverse)
+        inverse = self._inverse_scale
+        known = None if is_max else self._engine.reducer.square_sums.get(chunk_id)
+        return measure(grad, bounds, scale=inverse) if known is None else known * inverse**2
 
     def _is_finite(self, used: Mapping[int, set[int]]) -> bool:
         earlier, self._transforms = self._transforms, []

@@ -352,7 +352,9 @@ def test_searches_have_gradients_take_the_place_of_parameters_where_the_host_is_
         unit = sum(p.numel() for p in encoder().parameters()) * dtype.itemsize // 8
         for count in range(1, 200):
             try:
-                return count * unit, simple_search(encoder(), unified_dtype=dtype, gpu_bytes=MIB, cpu_bytes=count * unit)
+                return count * unit, simple_search(
+                    encoder(), unified_dtype=dtype, gpu_bytes=MIB, cpu_bytes=count * unit
+                )
             except CapacityError:
                 continue
         raise AssertionError("no plan")
