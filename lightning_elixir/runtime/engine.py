@@ -236,6 +236,7 @@ class Engine:
         Raises:
             StateError: If a parameter was written in place inside.
         """
+        self._leave_stale_region()
         if self.phase is not Phase.IDLE:
             self.check_open()
             yield
@@ -363,6 +364,12 @@ class Engine:
         self._close_region()
         self.iterations.abandon()
 
+    def _leave_stale_region(self) -> None:
+        """A region that a module hook has opened is still open, where the model as a whole or a backward begins: what
+        has passed by the module's exit was no `Exception` (Ctrl-C), for which torch calls no hooks."""
+        if self.phase is Phase.FORWARD and self._is_implicit:
+            self._abort_region()
+
     def _close_region(self) -> None:
         hooks, self._region_hooks = self._region_hooks, None
         if hooks is not None:
@@ -423,6 +430,7 @@ class Engine:
 
     def begin_backward(self) -> None:
         """Call before the backward of a loss."""
+        self._leave_stale_region()
         self.check_open()
         if self.phase is not Phase.IDLE:
             raise StateError(f"backward cannot start in phase {self.phase.value}")

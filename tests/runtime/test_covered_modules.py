@@ -315,3 +315,26 @@ def test_hooks_of_the_user_around_a_module_in_several_chunks() -> None:
     with module.engine.backward():
         module(x).backward()
     assert torch.equal(module.full_grads()["blocks.1.scale"], plain.blocks[1].scale.grad)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_ctrl_c_inside_a_part_that_was_called_by_itself(training: Training, way: str) -> None:
+    """torch calls no hooks at a module's exit for what is no `Exception`: the region is open until somebody looks."""
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        training.step()
+    block, x = training.net.blocks[2], torch.randn(3, WIDTH)
+    loss = training.module(x) if way == "backward" else None
+    handle = block.up.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        block(x)
+    handle.remove()
+    if loss is not None:
+        training.optimizer.backward(loss)
+        training.optimizer.zero_grad()
+    for _ in range(3):
+        training.step()
+    assert not training.module.engine._frames
