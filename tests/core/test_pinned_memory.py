@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,13 @@ def test_it_may_have_huge_pages_and_no_child_gets_a_copy() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_child_that_lets_go_of_it_does_no_harm() -> None:
     tensor = torch.frombuffer(_PinnedMapping.of_process(4 * MIB), dtype=torch.float32).fill_(1.0)
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        child = os.fork()
     if child == 0:
-        del tensor
-        os._exit(0)
+        try:
+            del tensor
+        finally:
+            os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert float(tensor.sum()) == MIB
