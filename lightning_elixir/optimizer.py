@@ -319,7 +319,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 self._times = self._update_by_torch(chunks, used)
             return
         # What may fail for want of memory comes before the first step is counted.
-        if any(c.spec.optim_tier is Tier.GPU and not self._inner[c.id].has_moments for c in chunks):
+        if any(c.spec.optim_tier is Tier.GPU and not self._inner[c.id].has_states for c in chunks):
             engine.give_back()  # or moments, which last, would come to lie in the gaps that activations have left
         for chunk in chunks:
             self._reserve_states(chunk)

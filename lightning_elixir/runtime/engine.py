@@ -535,8 +535,7 @@ class Engine:
                 self.residency.acquire(ids, pin, None, False)
         for chunk_id in ids:
             chunk = self.chunks[chunk_id]
-            if chunk.ready is not None:
-                chunk.wait_ready()
+            chunk.wait_ready()
             if is_computing:
                 self.interception.make_plain(chunk)
 
