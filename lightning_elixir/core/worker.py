@@ -14,6 +14,7 @@ from functools import partial
 
 from lightning_elixir.core.device import Event
 from lightning_elixir.core.labels import label
+from lightning_elixir.core.signals import deferred
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +28,17 @@ Work = Callable[[], Event | None]
 class Task:
     """Work given to a `Worker`."""
 
-    def __init__(self, pool: _Pool, work: Work, order: float, after: Task | None, event: Event | None) -> None:
+    def __init__(
+        self, pool: _Pool, work: Work, order: float, after: Task | None, event: Event | None, is_brief: bool
+    ) -> None:
         self._pool = pool
         self._work: Work | None = work
         self._order = order
         self._after = after
         self._event = event
+        self._is_brief = is_brief
+        self._end: Event | None = None  # of what it has begun on the device
+        self._is_ending = False
         self._is_over = False
         self._is_event_broken = False
         self.error: BaseException | None = None
@@ -189,8 +195,42 @@ class _Pool:
             while needed is not None:
                 needed._order = float("-inf")
                 needed = needed._after
-            while not task._is_over:
-                self.changed.wait()
+        while True:
+            with self.changed:
+                if task._is_over:
+                    return
+                help_on = self._help_for(task)
+                if help_on is None:
+                    self.changed.wait()
+            if help_on is not None:
+                help_on()
+
+    def _help_for(self, task: Task) -> Callable[[], None] | None:
+        """What the thread that waits for a task can do about it. Those of the pool may be in the middle of other work
+        for long, and look after what has ended on the device, and begin what is brief, only after that."""
+        while task._after is not None and not task._after._is_over:
+            task = task._after
+        if task._end is not None and not task._is_ending:
+            return partial(self._help_to_end, task, task._end)
+        if task._is_brief and task in self._waiting:
+            if not task._is_prepared():
+                return task._prepare
+            self._waiting.remove(task)
+            return partial(self._help_to_begin, task)
+        return None
+
+    def _help_to_end(self, task: Task, end: Event) -> None:
+        error: Exception | None = None
+        try:
+            end.synchronize()
+        except Exception as raised:  # what interrupts this thread is no matter of the task's
+            error = raised
+        with deferred():
+            self._finish(task, error)
+
+    def _help_to_begin(self, task: Task) -> None:
+        with deferred(), self._context():
+            self._begin(task)
 
     def cancel(self, task: Task) -> None:
         with self.changed:
@@ -240,15 +280,9 @@ class _Pool:
                 if task is not None and not is_prepared:
                     task._prepare()
                 elif task is not None:
-                    try:
-                        event = task._run()
-                    except BaseException as error:  # whoever waits for the task gets it
-                        self._finish(task, error)
-                    else:
-                        if event is None:
-                            self._finish(task, None)
-                        else:
-                            in_flight.append((task, event))
+                    end = self._begin(task)
+                    if end is not None:
+                        in_flight.append((task, end))
                 elif in_flight:
                     self._land(in_flight, must_wait=True)
                 elif self._is_stopped:
@@ -256,6 +290,21 @@ class _Pool:
                 while in_flight and self._land(in_flight, must_wait=False):
                     pass
                 task = None  # or its tensors would live until the next one comes
+
+    def _begin(self, task: Task) -> Event | None:
+        """Carry it out; returns the end of what goes on on the device."""
+        try:
+            end = task._run()
+        except BaseException as error:  # whoever waits for the task gets it
+            self._finish(task, error)
+            return None
+        if end is None:
+            self._finish(task, None)
+            return None
+        with self.changed:
+            task._end = end
+            self.changed.notify_all()  # somebody who waits may wait for the device rather than for this thread
+        return end
 
     def _land(self, in_flight: list[tuple[Task, Event]], *, must_wait: bool) -> bool:
         """Finish the oldest task, if the device has; returns whether it did."""
@@ -278,35 +327,48 @@ class _Pool:
         Returns:
             A task, and whether it can begin. If not, it is the one whose turn with the device comes first, as far as
             that is known, and it stays here: when it can begin, another that can may be wanted sooner. Whoever took
-            that at once would wait for the device while others are prepared.
+            that at once would wait for the device while others are prepared. Brief ones hold nobody up: of what can
+            begin they come first, and of what cannot they are waited for last.
         """
         with self.changed:
             while True:
                 ready = [t for t in self._waiting if t._can_begin()] if has_room else []
                 prepared = [t for t in ready if t._is_prepared()]
                 if prepared:
-                    task = min(prepared, key=lambda t: t._order)  # equals as they came
+                    task = min(prepared, key=lambda t: (not t._is_brief, t._order))  # equals as they came
                     self._waiting.remove(task)
                     return task, True
                 if ready:
-                    return ready[0], False
+                    return next((t for t in ready if not t._is_brief), ready[0]), False
                 if has_in_flight or (self._is_stopped and not self._waiting):
                     return None, False
                 self.changed.wait()
 
     def _finish(self, task: Task, error: BaseException | None) -> None:
-        task.error = error
-        while True:
+        with self.changed:
+            if task._is_ending:  # a thread of the pool and one that waits may both have seen the end
+                return
+            task._is_ending = True
+            task.error = error
+        try:
+            while True:
+                with self.changed:
+                    followers, task._followers = task._followers, []
+                    if not followers:
+                        self._note_over(task)
+                        return
+                for follower in followers:
+                    follower()
+        except BaseException:  # a second Ctrl-C
             with self.changed:
-                followers, task._followers = task._followers, []
-                if not followers:
-                    task._is_over = True
-                    task._after = task._event = None
-                    self._num_unfinished -= 1
-                    self.changed.notify_all()
-                    return
-            for follower in followers:
-                follower()
+                self._note_over(task)
+            raise
+
+    def _note_over(self, task: Task) -> None:
+        task._is_over = True
+        task._after = task._event = task._end = None
+        self._num_unfinished -= 1
+        self.changed.notify_all()
 
 
 class Worker:
@@ -337,7 +399,15 @@ class Worker:
         atexit.register(self._at_exit)
         weakref.finalize(self, atexit.unregister, self._at_exit).atexit = False
 
-    def submit(self, work: Work, *, order: float = 0.0, after: Task | None = None, event: Event | None = None) -> Task:
+    def submit(
+        self,
+        work: Work,
+        *,
+        order: float = 0.0,
+        after: Task | None = None,
+        event: Event | None = None,
+        is_brief: bool = False,
+    ) -> Task:
         """Have work done.
 
         Args:
@@ -345,13 +415,15 @@ class Worker:
             order: The lowest goes first.
             after: It begins when this task of the same worker is over; if that failed, it fails likewise.
             event: It waits for this moment; work that need not wait may go before.
+            is_brief: It only gives the device something to do: it goes before work that is not, and whoever waits for
+                it may carry it out.
         """
         if not self._threads:
             for number in range(self._num_threads):
                 thread = threading.Thread(target=self._pool.serve, name=f"{self._name}-{number}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
-        task = Task(self._pool, work, order, after, event)
+        task = Task(self._pool, work, order, after, event, is_brief)
         self._pool.add(task)
         return task
 

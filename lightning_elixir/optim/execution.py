@@ -124,9 +124,10 @@ class ChunkUpdate:
     ready: tuple[Event, ...] = ()
     """Moments to wait for first: gradients are there, nobody reads what will be written."""
     may_write: Event | None = None
-    """When the compute stream has stopped reading what the update writes on the device."""
+    """When the compute stream has stopped reading what the update, or an upload, writes on the device."""
     uploads: Sequence[tuple[Tensor, Tensor]] = ()
-    """Host tensors with new values and where on the device they go, 1-D, of one dtype; after the update."""
+    """Host tensors with new values and where on the device they go, 1-D, of one dtype; after the update, which does not
+    wait for `may_write` then."""
     cast: tuple[Tensor, Tensor] | None = None
     """A host tensor and one of another dtype that receives its values, 1-D, of one numel; after the update."""
 
@@ -223,6 +224,9 @@ class UpdateRunner:
             record: Learns of it.
             order: The lowest goes first, among the host's updates and among streamed ones.
             after: A task of the same kind to come first.
+
+        Returns:
+            What is over when the chunk's new values are where they shall be.
         """
         numel = sum(update.used_numel for update in job.updates)
         if job.is_streamed:
@@ -230,9 +234,16 @@ class UpdateRunner:
         else:
             record.cpu_numel += numel
         worker = self._streamer if job.is_streamed else self._host
-        work = partial(self._stream_up if job.is_streamed else self._update_on_host, job, record)
-        task = worker.submit(work, order=order, after=after, event=_All(job.ready) if job.ready else None)
-        record.watch(task)
+        task = after
+        if job.updates or job.cast is not None or task is None:
+            work = partial(self._stream_up if job.is_streamed else self._update_on_host, job, record)
+            task = worker.submit(work, order=order, after=after, event=_All(job.ready) if job.ready else None)
+            record.watch(task)
+        if job.uploads:
+            # A task of its own: it waits for the end of backward, and the threads go on with other updates until then.
+            send = partial(self._send_up, job.uploads)
+            task = worker.submit(send, order=order, after=task, event=job.may_write, is_brief=True)
+            record.watch(task)
         return task
 
     def reorder(self, orders: dict[Task, float]) -> None:
@@ -253,11 +264,11 @@ class UpdateRunner:
         with label("streamed update"):
             for update in job.updates:
                 end = self._stream.issue(update, job.may_write)
-        if not job.uploads and job.cast is None:
-            return end
-        if end is not None:
-            end.synchronize()  # the new values are in host memory
-        return self._finish(job)
+        if job.cast is not None:
+            if end is not None:
+                end.synchronize()  # the new values are in host memory
+            _cast(job.cast)
+        return end
 
     def _update_on_host(self, job: ChunkUpdate, record: UpdateRecord) -> Event | None:
         end: Event | None = None
@@ -267,18 +278,13 @@ class UpdateRunner:
                     end = self._update_staged(update, job.may_write, record)
                 else:
                     self._run_timed(update, record)
-        return self._finish(job) or end
-
-    def _finish(self, job: ChunkUpdate) -> Event | None:
         if job.cast is not None:
-            source, target = job.cast
-            target.copy_(source)
-        if not job.uploads:
-            return None
-        with self._lane.resume():
-            if job.may_write is not None:
-                job.may_write.wait()
-            for source, target in job.uploads:
+            _cast(job.cast)
+        return end
+
+    def _send_up(self, uploads: Sequence[tuple[Tensor, Tensor]]) -> Event:
+        with self._lane.resume(), label("new values"):
+            for source, target in uploads:
                 target.copy_(source, non_blocking=True)
             return self._lane.record()
 
@@ -336,6 +342,11 @@ class UpdateRunner:
 def _bounded(update: FlatUpdate) -> Iterable[FlatUpdate]:
     """The update in as few pieces as temporary memory allows."""
     return [update] if update.change_grad is None else update.pieces(_CHANGED_NUMEL)
+
+
+def _cast(pair: tuple[Tensor, Tensor]) -> None:
+    source, target = pair
+    target.copy_(source)
 
 
 class _All:

@@ -27,7 +27,6 @@ from lightning_elixir.plan.placement import (
 )
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.space import (
-    KEPT,
     PATTERNS,
     SHARDED,
     SHARDED_PARAMS,
@@ -322,7 +321,7 @@ class _LayoutSearch(Space):
         if self.is_shared:
             sites.append(SHARDED)
         if self.layout.packed[chunk_id].requires_grad:
-            sites += [KEPT, SHARDED_PARAMS] if self.is_shared else [KEPT]
+            sites += dict.fromkeys((self.kept, SHARDED_PARAMS) if self.is_shared else (self.kept,))
             if self.problem.can_stream:
                 sites += [replace(s, is_update_streamed=True) for s in sites if s.optim_tier is Tier.CPU]
         return sites

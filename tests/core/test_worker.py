@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ class Moment:
         return self.come.is_set()
 
 
-def held_worker(**options: int) -> tuple[Worker, threading.Event]:
+def held_worker(**options: Any) -> tuple[Worker, threading.Event]:
     """A worker whose threads are busy until the event is set."""
     worker, gate, begun = Worker("test", **options), threading.Event(), []
     count = options.get("num_threads", 1)
@@ -230,6 +231,101 @@ def test_a_task_on_the_device_is_over_when_its_event_is_and_holds_nobody_up() ->
     moments[2].come.set()
     worker.wait()
     assert begun == [0, 1, 2]
+    worker.close()
+
+
+def test_who_waits_for_what_the_device_does_waits_for_no_thread() -> None:
+    """The only thread is in the middle of something else when the moment comes, and has not yet looked."""
+    worker, begin = held_worker()
+    gate, moment, begun = threading.Event(), Moment(), threading.Event()
+    first = worker.submit(lambda: moment)
+    log: list[str] = []
+    first.then(noting(log, "followed"))
+    busy = worker.submit(lambda: begun.set() or (gate.wait() and None))
+    begin.set()
+    assert begun.wait(10)
+    moment.come.set()
+    first.wait()
+    assert log == ["followed"]
+    assert not busy.is_over()
+    gate.set()
+    busy.wait()
+    worker.wait()
+    assert log == ["followed"]
+    worker.close()
+
+
+def test_what_is_brief_goes_first_and_is_waited_for_last() -> None:
+    worker, gate = held_worker()
+    log: list[str] = []
+    late, moment = Moment(), Moment()
+    worker.submit(noting(log, "brief, late"), event=late, order=-5.0, is_brief=True)
+    worker.submit(noting(log, "long, when its moment comes"), event=moment)
+    worker.submit(noting(log, "long"), order=-3.0)
+    worker.submit(noting(log, "brief"), is_brief=True)
+    gate.set()
+    moment.come.set()
+    while len(log) < 3:
+        time.sleep(0.001)
+    late.come.set()
+    worker.wait()
+    assert log[0] == "brief"
+    assert log[-1] == "brief, late"
+    worker.close()
+
+
+def test_who_waits_for_what_is_brief_does_it_while_the_threads_are_busy() -> None:
+    inside: list[bool] = []
+    names: list[str] = []
+
+    @contextmanager
+    def context():  # type: ignore[no-untyped-def]
+        inside.append(True)
+        yield
+        inside.pop()
+
+    worker, begin = held_worker(context=context)
+    gate, begun, moment = threading.Event(), threading.Event(), Moment()
+    first = worker.submit(lambda: moment)
+    worker.submit(lambda: begun.set() or (gate.wait() and None))
+    begin.set()
+    assert begun.wait(10)
+
+    def work() -> Moment:
+        names.append(f"{threading.current_thread() is threading.main_thread()}, {len(inside)} inside")
+        return moment
+
+    task = worker.submit(work, after=first, event=moment, is_brief=True)
+    threading.Timer(0.05, moment.come.set).start()
+    task.wait()
+    assert names == ["True, 2 inside"]
+    with pytest.raises(ValueError, match="broken"):
+        worker.submit(lambda: [][0] if names.clear() else _raise(ValueError("broken")), is_brief=True).wait()
+    gate.set()
+    worker.close()
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_ctrl_c_while_waiting_is_no_failure_of_the_task() -> None:
+    class Interrupted(Moment):
+        def synchronize(self) -> None:
+            if threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            super().synchronize()
+
+    worker, moment = Worker("test"), Interrupted()
+    task = worker.submit(lambda: moment)
+    while task._end is None:
+        time.sleep(0.001)
+    with pytest.raises(KeyboardInterrupt):
+        task.wait()
+    assert not task.is_over()
+    moment.come.set()
+    worker.wait()
+    task.wait()
     worker.close()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor
 from lightning_elixir.core.device import make_device
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.kernels import cpu
-from lightning_elixir.optim.execution import UpdateRunner
+from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRunner
 from lightning_elixir.optim.hybrid_adam import AdamHyper
 from lightning_elixir.optim.streaming import _MAX_QUEUED, StateStream
 from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
@@ -159,6 +161,48 @@ def test_every_site_writes_the_same_values(device: torch.device, dtypes: str, is
     # What goes up beside the used elements is zero or the rounded master, not what lay in the staging memory.
     padding = updates[2].compute[1200:1536].cpu()
     assert not padding.any() if is_compute_on_device else bool((padding == 7.0).all())
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_new_values_that_may_not_go_up_yet_hold_no_update_up(device: torch.device, is_streamed: bool) -> None:
+    """Backward still reads what they will be written over, for longer than all updates take."""
+
+    class EndOfBackward:
+        has_come = threading.Event()
+
+        def wait(self) -> None:
+            assert self.has_come.wait(60)
+
+        synchronize = wait
+
+        def is_over(self) -> bool:
+            return self.has_come.is_set()
+
+    runtime, end, record = make_device(device), EndOfBackward(), UpdateRecord()
+    runner = UpdateRunner(runtime)
+    runner._stream = StateStream(runtime, **SMALL)
+    runner.reserve_stream()
+    expected = [new_update("mixed", lambda n, d: torch.empty(n, dtype=d), seed) for seed in range(12)]
+    updates = [new_update("mixed", runtime.host_empty, seed) for seed in range(12)]
+    above = [torch.full((NUMEL,), 5.0, dtype=DTYPES["mixed"][2], device=device) for _ in updates]
+    tasks = []
+    for update, target in zip(updates, above, strict=True):
+        assert update.compute is not None
+        job = ChunkUpdate([update], is_streamed, may_write=end, uploads=[(update.compute, target)])
+        tasks.append(runner.submit(job, record))
+    give_up_s = time.monotonic() + 60
+    for update, one in zip(updates, expected, strict=True):
+        one.run()
+        while not torch.equal(update.param, one.param):  # all updates run, though no value has gone up
+            assert time.monotonic() < give_up_s
+            time.sleep(0.001)
+    assert not any(task.is_over() for task in tasks)
+    assert all(bool((target == 5.0).all()) for target in above)
+    end.has_come.set()
+    for task, target, update in zip(tasks, above, updates, strict=True):
+        task.wait()
+        assert torch.equal(target.cpu(), update.compute)
+    runner.close()
 
 
 def test_pieces_are_cut_at_blocks_and_cover_everything_once() -> None:

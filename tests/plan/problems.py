@@ -17,7 +17,7 @@ from lightning_elixir.plan.search import search
 from lightning_elixir.plan.space import Candidate, Problem
 from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.timeline import Timeline, simulate_step
-from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier
+from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier, UpdateTiming
 from tests.plan.models import accesses_of, spec
 
 KIB = 1024
@@ -150,13 +150,16 @@ def bare_plan(case: Case, chunks: Sequence[ChunkSpec], blocks: int, depth: int) 
 
 
 def every_placement(case: Case, depths: Sequence[int]) -> Iterator[Plan]:
-    """All that fit: every chunk at every site, its update streamed or not, at every depth."""
+    """All that fit: every chunk at every site, its update streamed or not, at every depth. What several ranks keep
+    whole has its states there, too, where updates overlap: see `Space.kept`."""
+    is_shared = not case.placer.scheme.is_shard_whole
+    is_waited_for = is_shared and case.problem.update_timing is not UpdateTiming.AFTER_BACKWARD
     choices = []
     for chunk in case.layout.packed:
         sites = [RESIDENT, OFFLOADED]
-        if chunk.requires_grad:
+        if chunk.requires_grad and not is_waited_for:
             sites.append(KEPT)
-        if not case.placer.scheme.is_shard_whole:
+        if is_shared:
             sites.append(SHARDED)
             if chunk.requires_grad:
                 sites.append(SHARDED_PARAMS)

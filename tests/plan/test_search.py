@@ -147,6 +147,24 @@ def test_ranks_share_what_each_alone_could_not_keep() -> None:
     assert plan.rcache_blocks >= 1
 
 
+def test_what_several_ranks_keep_whole_has_its_states_there_too() -> None:
+    """Else hosts would wait in every step for its update, and the device for them."""
+    random = Random(8)
+    seen = 0
+    for _ in range(30):
+        case = random_case(random, most_chunks=8, world_size=2)
+        problem = replace(case.problem, update_timing=random.choice(list(UpdateTiming)[1:]))
+        assert problem.update_timing is not UpdateTiming.AFTER_BACKWARD
+        try:
+            plan = replace(case, problem=problem).search()
+        except CapacityError:
+            continue
+        kept = [c for c in plan.chunks if c.is_persistent and c.requires_grad]
+        assert all(c.optim_tier is Tier.GPU for c in kept)
+        seen += any(c.optim_tier is Tier.CPU and c.param_tier is Tier.GPU for c in plan.chunks)
+    assert seen  # shards on the device, states on the host
+
+
 def test_frozen_parameters_take_no_states() -> None:
     specs = [spec(f"base{i}.w", 1024, requires_grad=False) for i in range(6)] + [spec("lora.w", 1024)]
     whole = 4 * KIB + 16 * KIB + 6 * 4 * KIB  # one gradient block

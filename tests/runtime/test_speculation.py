@@ -164,6 +164,7 @@ def test_a_step_of_which_all_was_right_moves_no_bytes_on_the_host() -> None:
 def test_the_step_waits_for_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
     module, optimizer = new_training(NEVER_CLIPPED, "host")
     warm_up((module, optimizer), NEVER_CLIPPED)
+    optimizer.synchronize()  # or the forward would wait for the warm-up's updates
     with held_up(monkeypatch) as gate:
         backward((module, optimizer), NEVER_CLIPPED, 0)
         optimizer.step()

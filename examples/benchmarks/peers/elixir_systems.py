@@ -94,6 +94,10 @@ class Watch:
             "d2h_bytes": stats.d2h_bytes / self._job.steps,
             "updated_numel": numel_by_site(plan),
             "plan": {k: v for k, v in plan_to_dict(plan).items() if k != "chunks"},
+            "sites": [
+                [c.numel, c.param_tier.value, c.optim_tier.value, c.is_persistent, c.is_update_streamed]
+                for c in plan.chunks
+            ],
             "explained": plan.explain(),
             "update_times": asdict(times) if is_dataclass(times) else None,
         }
