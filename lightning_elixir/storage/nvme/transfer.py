@@ -1,0 +1,121 @@
+"""What is asked of a back end, and how its end is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_elixir.core.worker import Task
+from lightning_elixir.errors import StorageError
+
+ALIGNMENT = 4096
+"""Bytes. What passes the page cache begins and ends at multiples of this, in the file and in memory."""
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the file. Nothing else lies between its end and the next multiple of `ALIGNMENT`."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes to move between a tensor and a region."""
+
+    is_write: bool
+    region: int
+    offset: int
+    """In the region; a multiple of `ALIGNMENT`, as is the end unless it is the region's."""
+    tensor: Tensor
+    """1-D, contiguous, on the host; kept alive by this."""
+    will_write: bool
+    """A read: the region is written before it is read again, so what it holds need not stay."""
+    order: float
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+
+class Backend(Protocol):
+    """Who moves bytes."""
+
+    name: str
+    is_direct: bool
+    """Whether the page cache is left out."""
+
+    def submit(self, transfer: Transfer) -> Sequence[Task]:
+        """Begin to move; over when all tasks are. Transfers that overlap take place in the order of these calls."""
+
+    def check(self) -> None:
+        """Whether the file is still what it was.
+
+        Raises:
+            StorageError: It is not.
+        """
+
+    def close(self) -> None:
+        """Drop what has not begun, wait for what has, and let the file go."""
+
+
+class Request:
+    """A read or a write under way; an `Event`, for which device and host alike wait on the host.
+
+    The tensor belongs to it until it is over.
+    """
+
+    def __init__(self, tasks: Sequence[Task], path: Path, what: str) -> None:
+        self._tasks = tasks
+        self._path = path
+        self._what = what
+        self._was_raised = False
+
+    def is_over(self) -> bool:
+        """Whether it is done, or has failed; waits for nothing."""
+        return all(task.is_over() for task in self._tasks)
+
+    def wait(self) -> None:
+        """Make the host wait for the end.
+
+        Raises:
+            StorageError: It has failed; every time.
+        """
+        for task in self._tasks:
+            task.join()
+        error = self.error
+        if error is not None:
+            self._was_raised = True
+            raise error
+
+    synchronize = wait
+
+    @property
+    def error(self) -> StorageError | None:
+        """Why it has failed, if it is over and has."""
+        if not self.is_over():
+            return None
+        for task in self._tasks:
+            if isinstance(task.error, StorageError):
+                return task.error
+            if task.error is not None:
+                text = f"{self._what} of {self._path} did not take place: {task.error}"
+                error = StorageError(text, path=self._path)
+                error.__cause__ = task.error
+                return error
+        return None
+
+    @property
+    def needs_care(self) -> bool:
+        """Whether it is under way, or has failed and nobody has been told."""
+        return not self.is_over() or (self.error is not None and not self._was_raised)
