@@ -123,7 +123,7 @@ class OffloadFile:
             self._check_usable()
             requests, self._requests = self._requests, []
         first: StorageError | None = None
-        for request in requests:
+        for request in (r for r in requests if r.needs_care):
             try:
                 request.wait()
             except StorageError as error:
