@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,11 +57,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mount is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
         pytest.skip("file systems cannot be mounted here")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    deadline = time.monotonic() + 10  # the kernel takes an io_uring down when it has the time
+    while subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode != 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_full_disk_is_seen_before(small_disk: Path, backend: str) -> None:
-    with pytest.raises(StorageError, match=r"has 16.0 MiB free, and rank 3 needs 2\d\.\d MiB there") as caught:
+    with pytest.raises(StorageError, match=r"has 16.0 MiB free, and rank 3 needs [23]\d\.\d MiB there") as caught:
         open_offload_file(small_disk, [20 * MIB], backend=backend, rank=3)
     assert caught.value.path == small_disk
     assert list(small_disk.iterdir()) == []
@@ -68,7 +72,7 @@ def test_a_full_disk_is_seen_before(small_disk: Path, backend: str) -> None:
         file.write(0, torch.ones(7 * MIB // 4)).wait()
         assert (read_back(file, 0, 7 * MIB // 4) == 1).all()
         with pytest.raises(StorageError, match="rank 0 needs"):
-            open_offload_file(small_disk, [8 * MIB], backend=backend)  # the space is taken already
+            open_offload_file(small_disk, [12 * MIB], backend=backend)  # the space is taken already
     assert os.statvfs(small_disk).f_bavail == os.statvfs(small_disk).f_blocks
 
 
@@ -80,7 +84,7 @@ def test_a_disk_that_fills_up_while_space_is_taken(
     with pytest.raises(StorageError, match="MiB free, and rank 0 needs"):
         open_offload_file(tmp_path, [64], backend=backend)
     assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) <= before + (backend == "tensornvme")  # its object goes with the traceback
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_disk_that_cannot_reserve(open_file: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +283,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
     process = start(KEEPER, str(tmp_path))
     assert process.stdout is not None
@@ -321,10 +326,10 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert remove_stale(tmp_path) == [dead]
 
 
+@pytest.mark.slow
 def test_a_named_file_goes_with_an_exception(tmp_path: Path) -> None:
     code = KEEPER.replace("time.sleep(60)", "raise RuntimeError")
-    process = start(code, str(tmp_path))
-    process.communicate(timeout=60)
+    start(code, str(tmp_path)).communicate(timeout=60)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -379,7 +384,7 @@ def test_tensornvme_keeps_within_what_was_reserved(tmp_path: Path) -> None:
     with open_offload_file(tmp_path, [NUMEL * 4] * 3, backend="tensornvme") as file:
         size = os.stat(a_descriptor(file.path)).st_size
         buffers = [file.empty(NUMEL, torch.float32) for _ in range(3)]
-        for step in range(20):
+        for _ in range(20):
             reads = [file.read(region, buffer, will_write=True) for region, buffer in enumerate(buffers)]
             for region in (2, 0, 1):
                 reads[region].wait()
@@ -387,7 +392,6 @@ def test_tensornvme_keeps_within_what_was_reserved(tmp_path: Path) -> None:
             file.synchronize()
             assert os.stat(a_descriptor(file.path)).st_size == size
         assert [read_back(file, region, NUMEL).unique().tolist() for region in range(3)] == [[0.0], [20.0], [40.0]]
-    assert step == 19
 
 
 def test_a_closed_file_says_so(open_file: Open) -> None:

@@ -262,6 +262,8 @@ def _let_go(fd: int, path: Path, process: int) -> None:
         if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(fd)):
             os.unlink(path)
     with suppress(OSError):
+        os.ftruncate(fd, 0)  # now, even where somebody else (a fork, a ring that the kernel takes down) still has it
+    with suppress(OSError):
         os.close(fd)
 
 

@@ -7,7 +7,7 @@
   shall stay is written back; one that is written is read first, if it is there, so that its place becomes free.
 - Freeing the last place of the file loses those before it, and the file grows without end. So all places are given out
   at once at the beginning, to a tensor over memory that cannot be touched, of which nothing is written; then one last
-  slot is written and never read again; then the places are freed. From then on the file has the size that was reserved.
+  block is written and never read again; then the places are freed. From then on the file keeps the size reserved.
 - It looks at no result: a failed or short read or write goes unnoticed. So every slot ends with its number and the
   number of times it was written. A read that does not bring both has failed; so has a write whose read does not.
 - It writes the whole storage of a tensor, from where the tensor begins. So it sees our staging buffers only.
@@ -136,18 +136,22 @@ class _Slots:
         self._staging = [torch.frombuffer(mmap.mmap(-1, slot_bytes), dtype=torch.uint8) for _ in range(depth)]
         self._held = [_open(file.path)]
         self._finalizer = weakref.finalize(self, _end, self._held, file)
-        if not file.unlink():
-            raise StorageError(
-                f"{file.path.parent} cannot hold a file without a name, as the back end tensornvme needs it: choose "
-                'another folder, or the back end "direct"',
-                path=file.path.parent,
-            )
-        file.allocate(slot_bytes * (num_slots + 1))
-        file.go_direct()
-        self.is_direct = file.is_direct and all(go_direct(fd, file.nbytes) for fd in _other_descriptors(file.fd))
-        self._reserve(slot_bytes * num_slots)
-        if num_slots:
-            self._try_out()
+        try:
+            if not file.unlink():
+                raise StorageError(
+                    f"{file.path.parent} cannot hold a file without a name, as the back end tensornvme needs it: "
+                    'choose another folder, or the back end "direct"',
+                    path=file.path.parent,
+                )
+            file.allocate(slot_bytes * num_slots + ALIGNMENT)
+            file.go_direct()
+            self.is_direct = file.is_direct and all(go_direct(fd, file.nbytes) for fd in _other_descriptors(file.fd))
+            self._reserve(slot_bytes * num_slots)
+            if num_slots:
+                self._try_out()
+        except BaseException:
+            self._finalizer()
+            raise
 
     def write(self, transfer: Transfer) -> None:
         address = transfer.tensor.data_ptr()
@@ -256,7 +260,7 @@ class _Slots:
                 raise StorageError(f"no address space for {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
             self._held[0].async_write(untouchable, "all")
             self._synchronize()
-        self._held[0].async_write(self._staging[0], "last")
+        self._held[0].async_write(torch.frombuffer(mmap.mmap(-1, ALIGNMENT), dtype=torch.uint8), "last")
         self._synchronize()
         if untouchable is not None:
             self._held[0].async_read(untouchable, "all")
