@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lightning_elixir.storage.nvme import ALIGNMENT, OffloadFile, Request, open_offload_file
 from lightning_elixir.storage.nvme.scratch import go_direct
+from lightning_elixir.storage.nvme.transfer import aligned_memory
 
 RAW_BYTES = 8 * 2**20
 NUM_BUFFERS = 4
@@ -169,7 +170,7 @@ class RawFile:
         os.posix_fallocate(self._fd, 0, nbytes)
         self.is_direct = go_direct(self._fd, nbytes - ALIGNMENT)
         self._num_pieces, self._num_threads = nbytes // RAW_BYTES, num_threads
-        self._buffers = [mmap.mmap(-1, RAW_BYTES) for _ in range(num_threads)]
+        self._buffers = [aligned_memory(RAW_BYTES) for _ in range(num_threads)]
         for buffer in self._buffers:
             buffer[:] = os.urandom(RAW_BYTES)
         self._threads = ThreadPoolExecutor(num_threads)

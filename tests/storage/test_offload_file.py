@@ -71,16 +71,21 @@ def test_empty_is_aligned(open_file: Open) -> None:
             assert (tensor.numel(), tensor.dtype, tensor.dim()) == (numel, dtype, 1)
 
 
-def test_empty_comes_from_the_device(open_file: Open) -> None:
+def test_memory_for_transfers_comes_from_the_device(open_file: Open) -> None:
     asked: list[int] = []
 
     class Counting(CpuDevice):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_synchronous = False
+
         def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
             asked.append(numel)
             return super().host_empty(numel, dtype)
 
     assert open_file(64, device=Counting()).empty(100, torch.float32).numel() == 100
     assert len(asked) == 1
+    open_file(64, device=CpuDevice()).empty(100, torch.float32).fill_(1.0)
 
 
 def test_what_was_never_written_is_zeros(open_file: Open) -> None:

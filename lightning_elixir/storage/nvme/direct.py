@@ -6,7 +6,6 @@ What is aligned in memory goes from there and to there; anything else passes thr
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import threading
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.errors import StorageError
 from lightning_elixir.storage.nvme.checksums import Checksums
 from lightning_elixir.storage.nvme.scratch import ScratchFile, failed
-from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Transfer, aligned
+from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Transfer, aligned, aligned_memory
 
 PIECE_BYTES = 4 * 2**20
 """Requests are cut at multiples of this in the file. Smaller pieces cost the disk speed, larger ones keep a request
@@ -88,7 +87,7 @@ class _Buffer:
     """Aligned memory of one thread."""
 
     def __init__(self) -> None:
-        self.mapping = mmap.mmap(-1, PIECE_BYTES)
+        self.mapping = aligned_memory(PIECE_BYTES)
         self.view = memoryview(self.mapping)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
 

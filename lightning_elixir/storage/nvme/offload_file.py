@@ -25,13 +25,13 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from lightning_elixir.core.device import CpuDevice, Device
+from lightning_elixir.core.device import Device
 from lightning_elixir.errors import PlanError, StateError, StorageError
 from lightning_elixir.storage.nvme.checksums import Checksums
 from lightning_elixir.storage.nvme.direct import DirectBackend, aligned_part
 from lightning_elixir.storage.nvme.scratch import ScratchFile
 from lightning_elixir.storage.nvme.tensornvme_backend import TensornvmeBackend
-from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Backend, Region, Request, Transfer, aligned
+from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Backend, Region, Request, Transfer, aligned, aligned_memory
 
 BACKENDS = ("direct", "tensornvme")
 DEFAULT_QUEUE_DEPTH = 4
@@ -50,7 +50,7 @@ class OffloadStats:
 class OffloadFile:
     """Regions on a disk. `open_offload_file` makes one. Its calls may come from any thread of the process."""
 
-    def __init__(self, folder: Path, path: Path, regions: Sequence[Region], backend: Backend, device: Device) -> None:
+    def __init__(self, folder: Path, path: Path, regions: Sequence[Region], backend: Backend, device: Device | None) -> None:
         self.folder = folder
         self.path = path
         """What the file is called, or was before its name was taken away."""
@@ -74,8 +74,10 @@ class OffloadFile:
         return self._backend.is_direct
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D uninitialised host tensor that is read and written without a copy; page-locked where the device's host
-        memory is."""
+        """1-D uninitialised host tensor that is read and written without a copy: aligned, in huge pages where the system
+        has them; or the device's host memory, where transfers to the device are faster from that."""
+        if self._device is None or self._device.is_synchronous:
+            return torch.frombuffer(aligned_memory(max(1, numel) * dtype.itemsize), dtype=dtype)[:numel]
         return aligned_part(self._device.host_empty(numel + ALIGNMENT // dtype.itemsize, dtype), numel)
 
     def write(self, region: int, tensor: Tensor, *, offset: int = 0, order: float = 0.0) -> Request:
@@ -214,7 +216,7 @@ def open_offload_file(
         region_nbytes: The size of each region.
         backend: "direct": our own, past the page cache where the file system can. "tensornvme": the package.
         rank: Of this process; each has a file of its own.
-        device: Whose host memory `empty` gives. Default: plain memory.
+        device: What is in the tensors that `empty` gives goes to this device, and comes from there.
         queue_depth: Reads and writes that the disk has before it at a time.
         has_checksums: Check what is read against what was written; slow, for debugging.
         keep_name: Leave the file its name until it is closed, for debugging; "direct" only.
@@ -246,4 +248,4 @@ def open_offload_file(
     except BaseException:
         file.close()
         raise
-    return OffloadFile(folder, file.path, regions, mover, device or CpuDevice())
+    return OffloadFile(folder, file.path, regions, mover, device)

@@ -40,7 +40,7 @@ from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.errors import StorageError
 from lightning_elixir.storage.nvme.checksums import Checksums
 from lightning_elixir.storage.nvme.scratch import ScratchFile, go_direct
-from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Transfer, aligned
+from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Transfer, aligned, aligned_memory
 
 SLOT_BYTES = 8 * 2**20
 """Most that a slot holds, beside its mark."""
@@ -133,7 +133,7 @@ class _Slots:
         self._lost: dict[int, str] = {}
         """Slots that were written, and why they cannot be read any more."""
         slot_bytes, num_slots = payload + ALIGNMENT, first_slots[-1]
-        self._staging = [torch.frombuffer(mmap.mmap(-1, slot_bytes), dtype=torch.uint8) for _ in range(depth)]
+        self._staging = [torch.frombuffer(aligned_memory(slot_bytes), dtype=torch.uint8) for _ in range(depth)]
         self._held = [_open(file.path)]
         self._finalizer = weakref.finalize(self, _end, self._held, file)
         try:
@@ -260,7 +260,7 @@ class _Slots:
                 raise StorageError(f"no address space for {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
             self._held[0].async_write(untouchable, "all")
             self._synchronize()
-        self._held[0].async_write(torch.frombuffer(mmap.mmap(-1, ALIGNMENT), dtype=torch.uint8), "last")
+        self._held[0].async_write(torch.frombuffer(aligned_memory(ALIGNMENT), dtype=torch.uint8), "last")
         self._synchronize()
         if untouchable is not None:
             self._held[0].async_read(untouchable, "all")
