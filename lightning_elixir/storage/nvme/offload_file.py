@@ -31,7 +31,15 @@ from lightning_elixir.storage.nvme.checksums import Checksums
 from lightning_elixir.storage.nvme.direct import DirectBackend, aligned_part
 from lightning_elixir.storage.nvme.scratch import ScratchFile
 from lightning_elixir.storage.nvme.tensornvme_backend import TensornvmeBackend
-from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Backend, Region, Request, Transfer, aligned, aligned_memory
+from lightning_elixir.storage.nvme.transfer import (
+    ALIGNMENT,
+    Backend,
+    Region,
+    Request,
+    Transfer,
+    aligned,
+    aligned_memory,
+)
 
 BACKENDS = ("direct", "tensornvme")
 DEFAULT_QUEUE_DEPTH = 4
@@ -50,7 +58,9 @@ class OffloadStats:
 class OffloadFile:
     """Regions on a disk. `open_offload_file` makes one. Its calls may come from any thread of the process."""
 
-    def __init__(self, folder: Path, path: Path, regions: Sequence[Region], backend: Backend, device: Device | None) -> None:
+    def __init__(
+        self, folder: Path, path: Path, regions: Sequence[Region], backend: Backend, device: Device | None
+    ) -> None:
         self.folder = folder
         self.path = path
         """What the file is called, or was before its name was taken away."""
@@ -74,8 +84,8 @@ class OffloadFile:
         return self._backend.is_direct
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D uninitialised host tensor that is read and written without a copy: aligned, in huge pages where the system
-        has them; or the device's host memory, where transfers to the device are faster from that."""
+        """1-D uninitialised host tensor that is read and written without a copy: aligned, and in huge pages where the
+        system has them; the device's host memory, where transfers to the device are faster from that."""
         if self._device is None or self._device.is_synchronous:
             return torch.frombuffer(aligned_memory(max(1, numel) * dtype.itemsize), dtype=dtype)[:numel]
         return aligned_part(self._device.host_empty(numel + ALIGNMENT // dtype.itemsize, dtype), numel)
