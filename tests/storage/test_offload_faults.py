@@ -76,6 +76,14 @@ def test_a_full_disk_is_seen_before(small_disk: Path, backend: str) -> None:
     assert os.statvfs(small_disk).f_bavail == os.statvfs(small_disk).f_blocks
 
 
+def test_room_is_looked_for_before_any_is_taken(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("space was taken"))
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4096))
+    with pytest.raises(StorageError, match="has 0.0 MiB free"):
+        open_offload_file(tmp_path, [MIB], backend=backend)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_disk_that_fills_up_while_space_is_taken(
     tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +323,12 @@ def test_a_process_that_died_before_it_had_written_anything(tmp_path: Path) -> N
         empty.write_bytes(b"")
         assert remove_stale(tmp_path) == [empty]
         assert file.path.exists()
+
+
+def test_an_owner_in_another_container_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.pid_exists", lambda _: False)  # its process has another number here
+    with open_offload_file(tmp_path, [64], keep_name=True):
+        assert remove_stale(tmp_path) == []
 
 
 def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
