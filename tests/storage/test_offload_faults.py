@@ -136,7 +136,9 @@ def test_an_error_of_the_system(
         assert (caught.value.path, caught.value.offset) == (file.path, at)
         assert caught.value.nbytes == ALIGNMENT + MIB
         file.synchronize()  # somebody has been told
-        getattr(file, call)(1, noise(NUMEL))
+        request = getattr(file, call)(1, noise(NUMEL))
+        while not request.is_over():
+            time.sleep(0.001)
         with pytest.raises(StorageError, match="failed"):
             file.synchronize()  # nobody had been
     file.write(1, noise(NUMEL, seed=1))  # a failure of the past does no harm
