@@ -319,7 +319,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 self._times = self._update_by_torch(chunks, used)
             return
         # What may fail for want of memory comes before the first step is counted.
-        if any(c.spec.optim_tier is Tier.GPU and not self._inner[c.id].has_moments for c in chunks):
+        if any(c.spec.optim_tier is Tier.GPU and not self._inner[c.id].has_states for c in chunks):
             engine.give_back()  # or moments, which last, would come to lie in the gaps that activations have left
         for chunk in chunks:
             self._reserve_states(chunk)
@@ -811,7 +811,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             return torch.zeros(len(bounds), dtype=torch.float64)
         if self._engine.reducer.has_begun(chunk_id):
             self._engine.check_whole()
-        self._engine.reducer.wait_for_download(chunk_id)
+        self._engine.reducer.wait_for_download(chunk_id)  # and learn whether adding up has failed
         measure = absolute_max if is_max else square_sums
         if self._transforms:
             wide = grad if grad.dtype.itemsize >= 4 else grad.float()

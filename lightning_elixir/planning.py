@@ -582,6 +582,7 @@ def _searched(
         cpu_bytes=budget.cpu_bytes,
         non_model_bytes=budget.non_model_bytes,
         update_timing=update_timing,
+        can_reuse_compute_shard=dtype.itemsize == 2,  # there is a master then
         **options,
     )
     if verbose:

@@ -64,7 +64,8 @@ Empty = Callable[[int, torch.dtype], Tensor]
 
 def huge_empty(numel: int, dtype: torch.dtype) -> Tensor:
     """Host memory of huge pages, where the system gives them, as the engine's is on a machine with a GPU."""
-    mapping = mmap.mmap(-1, numel * dtype.itemsize)
+    # Not shared, as Python would have it: shared memory gets no huge pages.
+    mapping = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=dtype)

@@ -271,9 +271,7 @@ class CudaDevice:
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         if not self._can_pin or numel == 0:
             return torch.empty(numel, dtype=dtype)
-        mapping = _PinnedMapping(-1, numel * dtype.itemsize)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping = _PinnedMapping.of_process(numel * dtype.itemsize)
         tensor = torch.frombuffer(mapping, dtype=dtype)
         if not mapping.pin(tensor.data_ptr()):
             self._can_pin = False
@@ -324,6 +322,20 @@ class _PinnedMapping(mmap.mmap):
     powers of two. Unlocked when the last tensor over it is gone."""
 
     _address: int | None = None
+
+    @classmethod
+    def of_process(cls, nbytes: int) -> _PinnedMapping:
+        """Memory of this process alone, in huge pages where the system has them. Shared memory, which is Python's
+        default, gets none (`shmem_enabled` is usually "never"): seen with and without, reads of a disk into it were
+        twice as fast with. A forked child gets no copy: a write would give one of the two other pages than those that
+        the device knows."""
+        if not hasattr(mmap, "MAP_PRIVATE"):
+            return cls(-1, nbytes)
+        mapping = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                mapping.madvise(getattr(mmap, advice))
+        return mapping
 
     def pin(self, address: int) -> bool:
         """Lock the pages; False if the system refuses."""

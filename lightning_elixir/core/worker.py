@@ -89,7 +89,7 @@ class Task:
         try:
             if event is not None:
                 event.synchronize()
-        except Exception:  # likewise
+        except BaseException:  # likewise, or what it waits for did
             self._is_event_broken = True
 
     def _run(self) -> Event | None:

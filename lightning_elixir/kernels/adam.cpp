@@ -571,8 +571,9 @@ EXPORT const char* elixir_implementation_name(int which) {
   return which >= 0 && which < implementations(found) ? found[which].name : "";
 }
 
-// One update. The eight operands in the order of `Operand`, the last four null where there are none; `spans` has start and numel of each part, `scalars` nine
-// doubles of each, in the order of `sequence.Scalars`. Returns 0; 1 if there was no memory (nothing is changed then).
+// One update. The eight operands in the order of `Operand`, the last four null where there are none; `spans` has start
+// and numel of each part, `scalars` nine doubles of each, in the order of `sequence.Scalars`. Returns 0; 1 if there was
+// no memory (nothing is changed then).
 EXPORT int elixir_adam(int which, void* const* data, const int32_t* dtypes, int64_t num_parts, const int64_t* spans,
                        const double* scalars, int num_threads) {
   Implementation found[4];

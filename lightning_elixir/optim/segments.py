@@ -158,20 +158,18 @@ class SegmentOptimizer:
         runs = self._runs(members)
         return [_span(self.places[run[0]], self.places[run[-1]]) for run in runs]
 
-    @property
-    def has_moments(self) -> bool:
-        """Whether memory for Adam's moments was taken."""
-        return bool(self._moments)
-
     def allocate_moments(self) -> None:
         """Make Adam's moments, uninitialised, if there are none yet; nothing for other optimizers."""
         if self.is_adam and not self._moments:
-            self._moments = tuple(self._empty(self._starts[-1], self.work.dtype) for _ in _MOMENTS)
+            self._moments = self._new_moments()
 
     def allocate_spares(self) -> None:
         """Make a second set of Adam's moments, if there is none yet; nothing for other optimizers."""
         if self.is_adam and not self._spare_moments:
-            self._spare_moments = tuple(self._empty(self._starts[-1], self.work.dtype) for _ in _MOMENTS)
+            self._spare_moments = self._new_moments()
+
+    def _new_moments(self) -> tuple[Tensor, ...]:
+        return tuple(self._empty(self._starts[-1], self.work.dtype) for _ in _MOMENTS)
 
     def drop_spares(self) -> None:
         """Give them back."""

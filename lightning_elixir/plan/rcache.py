@@ -137,11 +137,7 @@ class RCache:
                 counts["overflows"] += 1
             for chunk_id in missing:
                 self._add(chunk_id)
-        self._clock += 1
-        for chunk_id in needed:
-            self._resident[chunk_id] = self._clock
-            if pin:
-                self._pins[chunk_id] = self._pins.get(chunk_id, 0) + 1
+        self._use(needed, pin)
         counts["accesses"] += 1
         counts["hits"] += len(needed) - len(missing)
         if not missing and not evict:
@@ -160,19 +156,15 @@ class RCache:
         Returns:
             Whether it was so. If not, nothing has changed.
         """
-        resident, policy, position = self._resident, self._policy, self._position
-        if self._used_blocks > self.budget_blocks or not all(map(resident.__contains__, ids)):
+        policy, position = self._policy, self._position
+        if self._used_blocks > self.budget_blocks or not all(map(self._resident.__contains__, ids)):
             return False
         if policy is not None:
             if ids != policy.access(position) or (self.prefetch_depth and position + 1 >= self._settled_until):
                 return False
             self._position = position + 1
             self._suspected = None
-        self._clock += 1
-        for chunk_id in ids:
-            resident[chunk_id] = self._clock
-            if pin:
-                self._pins[chunk_id] = self._pins.get(chunk_id, 0) + 1
+        self._use(ids, pin)
         self._counts["accesses"] += 1
         self._counts["hits"] += len(ids)
         return True
@@ -322,6 +314,14 @@ class RCache:
         for chunk_id in chosen:
             self._remove(chunk_id)
         return tuple(chosen)
+
+    def _use(self, ids: Iterable[int], pin: bool) -> None:
+        """Each of these resident chunks once."""
+        self._clock += 1
+        for chunk_id in ids:
+            self._resident[chunk_id] = self._clock
+            if pin:
+                self._pins[chunk_id] = self._pins.get(chunk_id, 0) + 1
 
     def _add(self, chunk_id: int) -> None:
         self._resident[chunk_id] = self._clock

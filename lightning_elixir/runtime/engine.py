@@ -60,8 +60,8 @@ class _Frame:
     """How often the module's forward runs inside itself."""
     is_pinned: bool = False
     hooks: SavedHooks | None = None
-    innermost: object = None
-    """What packs the tensors that autograd saves inside."""
+    innermost: object = False
+    """What packs the tensors that autograd saves inside; False where it saved none when the forward began."""
 
 
 class _Access(NamedTuple):
@@ -201,11 +201,13 @@ class Engine:
         covered = self._covered_ids - self._entered_ids
         if covered and self._is_watching and "train" in self.traces:
             self._covered_ids.clear()
-            self._light = [m for m in self._watched if id(m) in covered]
+            self._light += [m for m in self._watched if id(m) in covered]
             self._watched = [m for m in self._watched if id(m) not in covered]
             self._watch_forwards()
 
     def _watch_forwards(self) -> None:
+        self._watched += [m for m in self._light if id(m) in self._entered_ids]  # they have turned out otherwise
+        self._light = [m for m in self._light if id(m) not in self._entered_ids]
         if self._is_watching:
             self._hooks.watch_forwards(self._watched, self._light)
         else:
@@ -234,6 +236,7 @@ class Engine:
         Raises:
             StateError: If a parameter was written in place inside.
         """
+        self._leave_stale_region()
         if self.phase is not Phase.IDLE:
             self.check_open()
             yield
@@ -274,9 +277,8 @@ class Engine:
             frame.ids, frame.covered = access
             self.acquire(frame.ids, pin=True)
             frame.is_pinned = True
-        if frame.ids or len(self._frames) == 1:
-            frame.hooks = self._enter_saved_hooks()
-        if frame.covered:
+        frame.hooks = self._enter_saved_hooks()
+        if frame.covered and torch.is_grad_enabled():
             frame.innermost = innermost_pack()
 
     def enter_covered(self, module: nn.Module, inputs: Any = None) -> None:
@@ -285,8 +287,11 @@ class Engine:
         if self._frames:
             above = self._frames[-1]
             if id(module) in above.covered and (innermost_pack() is above.innermost or self._saves_through_us()):
+                if above.module is module:
+                    above.depth += 1
                 return
         if id(module) not in self._entered_ids:
+            self._entered_ids.add(id(module))
             self._hooks.watch_exit(module)  # in time for this very call
         self.enter_module(module)
 
@@ -359,6 +364,12 @@ class Engine:
         self._close_region()
         self.iterations.abandon()
 
+    def _leave_stale_region(self) -> None:
+        """A region that a module hook has opened is still open, where the model as a whole or a backward begins: what
+        has passed by the module's exit was no `Exception` (Ctrl-C), for which torch calls no hooks."""
+        if self.phase is Phase.FORWARD and self._is_implicit:
+            self._abort_region()
+
     def _close_region(self) -> None:
         hooks, self._region_hooks = self._region_hooks, None
         if hooks is not None:
@@ -419,6 +430,7 @@ class Engine:
 
     def begin_backward(self) -> None:
         """Call before the backward of a loss."""
+        self._leave_stale_region()
         self.check_open()
         if self.phase is not Phase.IDLE:
             raise StateError(f"backward cannot start in phase {self.phase.value}")
@@ -523,8 +535,7 @@ class Engine:
                 self.residency.acquire(ids, pin, None, False)
         for chunk_id in ids:
             chunk = self.chunks[chunk_id]
-            if chunk.ready is not None:
-                chunk.wait_ready()
+            chunk.wait_ready()
             if is_computing:
                 self.interception.make_plain(chunk)
 

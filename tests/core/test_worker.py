@@ -197,6 +197,19 @@ def test_a_device_that_fails_while_a_task_waits_for_it_fails_that_task_alone() -
     worker.close()
 
 
+def test_whatever_ends_the_waiting_for_the_device_ends_one_task_alone() -> None:
+    class Exiting(Moment):
+        def synchronize(self) -> None:
+            raise SystemExit
+
+    worker = Worker("test")
+    failed = worker.submit(lambda: None, event=Exiting())
+    with pytest.raises(SystemExit):
+        failed.wait()
+    worker.submit(lambda: None).wait()
+    worker.close()
+
+
 def test_a_task_on_the_device_is_over_when_its_event_is_and_holds_nobody_up() -> None:
     worker = Worker("test", most_in_flight=2)
     moments = [Moment() for _ in range(3)]

@@ -344,6 +344,27 @@ def test_simple_search_takes_limits(machine: dict[str, int | None]) -> None:
         simple_search(encoder(), gpu_bytes=MIB, cpu_bytes=KIB)
 
 
+def test_searches_have_gradients_take_the_place_of_parameters_where_the_host_is_too_small(
+    machine: dict[str, int | None],
+) -> None:
+    def least_host_bytes(dtype: torch.dtype) -> tuple[int, Plan]:
+        """In steps of an eighth of the model's bytes, and the plan there."""
+        unit = sum(p.numel() for p in encoder().parameters()) * dtype.itemsize // 8
+        for count in range(1, 200):
+            try:
+                return count * unit, simple_search(
+                    encoder(), unified_dtype=dtype, gpu_bytes=MIB, cpu_bytes=count * unit
+                )
+            except CapacityError:
+                continue
+        raise AssertionError("no plan")
+
+    _, plan = least_host_bytes(torch.bfloat16)
+    assert plan.grad_reuses_compute_shard
+    assert not simple_search(encoder(), unified_dtype=torch.bfloat16, gpu_bytes=MIB).grad_reuses_compute_shard
+    assert not least_host_bytes(torch.float32)[1].grad_reuses_compute_shard  # there is no master
+
+
 def test_optimal_search_leaves_room_for_activations(machine: dict[str, int | None]) -> None:
     inp = {"x": torch.zeros(4, 32, 64)}
     taken = profile_memory(encoder(), inp, step, torch.float32).activation_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -60,9 +61,9 @@ def as_they_are() -> saved_tensors_hooks:
 class Training:
     """A model in chunks of one block each, two of which fit, beside the same model in plain PyTorch."""
 
-    def __init__(self, change: Callable[[Net], None] = lambda net: None) -> None:
+    def __init__(self, change: Callable[[Net], None] = lambda net: None, make: Callable[[], Net] = Net) -> None:
         torch.manual_seed(0)
-        self.net = Net()
+        self.net = make()
         change(self.net)
         self.plain = copy.deepcopy(self.net)
         plan = replace(make_plan(self.net, placement_policy="cpu", chunk_size=CHUNK_BYTES), rcache_blocks=2)
@@ -136,11 +137,13 @@ def test_hooks_of_the_user_that_come_later(training: Training) -> None:
     assert training.hooks_of("blocks.1.up") == (1, 1)
 
 
-def test_a_part_that_is_called_by_itself_later(training: Training) -> None:
-    def with_a_part(model: Any, x: Tensor) -> Tensor:
-        net = model.module if isinstance(model, ElixirModule) else model
-        return model(net.blocks[2].down(x))
+def with_a_part(model: Any, x: Tensor) -> Tensor:
+    """A forward after a part of it."""
+    net = model.module if isinstance(model, ElixirModule) else model
+    return model(net.blocks[2].down(x))
 
+
+def test_a_part_that_is_called_by_itself_later(training: Training) -> None:
     for _ in range(2):
         training.step()
     for _ in range(3):
@@ -184,3 +187,154 @@ def test_copies_are_left_alone(training: Training) -> None:
     copied(x).backward()
     assert copied.blocks[0].up.weight.grad is not None
     training.step()
+
+
+def test_a_part_that_is_called_by_itself_before_and_after_a_replan(training: Training) -> None:
+    for _ in range(2):
+        training.step()
+    training.step(with_a_part)
+    training.module.replan(replace(training.module.engine.plan, rcache_blocks=3))
+    training.step(with_a_part)
+    assert training.hooks_of("blocks.2.down") == (1, 1)
+    assert training.hooks_of("blocks.2.up") == (1, 0)
+
+
+class Growing(Net):
+    num_blocks = 5
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: self.num_blocks]:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_blocks_that_come_later_leave_the_others_their_hooks() -> None:
+    training = Training(make=Growing)
+    for _ in range(2):
+        training.step()
+    for net in (training.net, training.plain):
+        net.num_blocks = 6
+    for _ in range(2):
+        training.step()
+    assert training.hooks_of("blocks.0.up") == training.hooks_of("blocks.5.up") == (1, 0)
+    for net in (training.net, training.plain):
+        net.blocks[1].context = as_they_are
+    for _ in range(2):
+        training.step()
+
+
+class Twice(nn.Module):
+    """Runs inside itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, repeat: int = 1) -> Tensor:
+        if repeat:
+            x = self(x, repeat=0)
+        return torch.tanh(self.linear(x))
+
+
+def test_a_part_that_runs_inside_itself_and_is_called_by_itself_later() -> None:
+    training = Training(lambda net: setattr(net.blocks[2], "down", Twice()))
+    for _ in range(2):
+        training.step()
+    part, above = training.net.blocks[2].down, []
+    part.linear.register_forward_pre_hook(lambda *_: above.extend(f.module for f in training.module.engine._frames))
+    training.step(with_a_part)
+    assert above[:2] == [part, part]  # it is still there when the inner call has returned
+
+
+class GradInside(nn.Module):
+    """Its parts run with gradients, whatever the caller wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, 2 * WIDTH), nn.LayerNorm(2 * WIDTH)  # whose weight is saved as it is
+        self.kept: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            h = self.up(x)
+            y = self.norm(h)
+        self.kept = (h, y)
+        return x + y[:, :WIDTH]
+
+
+def test_parts_with_gradients_in_a_block_without() -> None:
+    def change(net: Net) -> None:
+        net.blocks[1] = GradInside()
+
+    training = Training(change)
+    for _ in range(2):
+        training.step()
+    x, found = torch.randn(3, WIDTH), []
+    for net, model in ((training.net, training.module), (training.plain, training.plain)):
+        with torch.no_grad():
+            model(x)
+        h, y = net.blocks[1].kept
+        found += torch.autograd.grad(y.square().sum(), h)
+        net.blocks[1].kept = h = y = None
+    assert torch.equal(*found)
+
+
+class Scaled(nn.Module):
+    """A parameter of its own beside parts in several chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x * self.scale  # there already, with the first block: so nothing is intercepted
+
+
+class NetWithScaled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Scaled(), Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            with as_they_are() if index == 1 else nullcontext():
+                x = block(x)
+        return x.square().mean()
+
+
+def test_hooks_of_the_user_around_a_module_in_several_chunks() -> None:
+    net = NetWithScaled()
+    plain = copy.deepcopy(net)
+    plan = replace(make_plan(net, placement_policy="cpu", chunk_size=CHUNK_BYTES), rcache_blocks=2)
+    module = ElixirModule(net, plan, device=CPU)
+    x = torch.randn(3, WIDTH)
+    plain(x).backward()
+    with module.engine.backward():
+        module(x).backward()
+    assert torch.equal(module.full_grads()["blocks.1.scale"], plain.blocks[1].scale.grad)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_ctrl_c_inside_a_part_that_was_called_by_itself(training: Training, way: str) -> None:
+    """torch calls no hooks at a module's exit for what is no `Exception`: the region is open until somebody looks."""
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        training.step()
+    block, x = training.net.blocks[2], torch.randn(3, WIDTH)
+    loss = training.module(x) if way == "backward" else None
+    handle = block.up.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        block(x)
+    handle.remove()
+    if loss is not None:
+        training.optimizer.backward(loss)
+        training.optimizer.zero_grad()
+    for _ in range(3):
+        training.step()
+    assert not training.module.engine._frames

@@ -21,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.core.worker import Task
 from lightning_elixir.errors import DivergenceError, StateError
@@ -39,7 +38,7 @@ from tests.runtime import test_streamed_updates as streamed_bodies
 from tests.runtime import test_update_timing as timing_bodies
 from tests.runtime.test_accumulation import additions as slow_additions
 from tests.runtime.test_streamed_updates import CPU, HOWS, How, Result, assert_same, result_of, use_small_slots
-from tests.runtime.test_update_timing import SITES, slow_updates
+from tests.runtime.test_update_timing import SITES, Twice, slow_updates
 
 AFTER, INSIDE = UpdateTiming.AFTER_BACKWARD, UpdateTiming.INSIDE_BACKWARD
 
@@ -494,32 +493,21 @@ def test_nothing_begins_where_gradients_will_be_clamped() -> None:
     module.close()
 
 
-class _Twice(nn.Module):
-    """A layer inside and outside of reentrant checkpointing: its gradient hook fires twice in one backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 64)
-        self.shared = nn.Linear(64, 64)
-        self.is_twice = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        if self.is_twice:
-            x = checkpoint(self.shared, x, use_reentrant=True)
-        return self.shared(x).square().mean()
+def wrapped(model: nn.Module, chunk_size: int, *, is_ahead: bool) -> Training:
+    """With spare states, or with updates as a plan has them run that says nothing of it."""
+    plan = make_plan(model, placement_policy="cpu", chunk_size=chunk_size, compute_dtype=torch.bfloat16)
+    if is_ahead:
+        plan = replace(plan, update_timing=INSIDE, has_spare_states=True)
+    inner = HybridAdam(model.parameters(), lr=0.1)
+    module = ElixirModule(model, plan, dtype=torch.bfloat16)
+    return module, ElixirOptimizer(module, inner)
 
 
 def test_a_gradient_that_comes_late_runs_the_update_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(is_ahead: bool) -> tuple[Any, int]:
         torch.manual_seed(0)
-        model = _Twice()
-        plan = make_plan(model, placement_policy="cpu", chunk_size=10 * 1024, compute_dtype=torch.bfloat16)
-        if is_ahead:
-            plan = replace(plan, update_timing=INSIDE, has_spare_states=True)
-        inner = HybridAdam(model.parameters(), lr=0.1)
-        module = ElixirModule(model, plan, dtype=torch.bfloat16)
-        optimizer = ElixirOptimizer(module, inner)
+        model = Twice()
+        module, optimizer = wrapped(model, 10 * 1024, is_ahead=is_ahead)
         for number in range(6):
             model.is_twice = number == 3
             optimizer.backward(module(torch.ones(2, 64) + number))
@@ -555,13 +543,8 @@ def test_parameters_that_come_and_go_wait_for_the_step(monkeypatch: pytest.Monke
     def train(is_ahead: bool) -> tuple[Any, Any, list[int]]:
         torch.manual_seed(0)
         model = _Sometimes()
-        plan = make_plan(model, placement_policy="cpu", chunk_size=20 * 1024, compute_dtype=torch.bfloat16)
-        assert len(plan.chunks) == 1
-        if is_ahead:
-            plan = replace(plan, update_timing=INSIDE, has_spare_states=True)
-        inner = HybridAdam(model.parameters(), lr=0.1)
-        module = ElixirModule(model, plan, dtype=torch.bfloat16)
-        optimizer = ElixirOptimizer(module, inner)
+        module, optimizer = wrapped(model, 20 * 1024, is_ahead=is_ahead)
+        assert len(module.plan.chunks) == 1
         num_ahead = []
         for number, is_whole in enumerate([False, False, True, True, True, True, False, True]):
             model.is_whole = is_whole

@@ -364,7 +364,7 @@ def test_a_fetch_waits_on_no_thread_for_an_update(monkeypatch: pytest.MonkeyPatc
     module.close()
 
 
-class _Twice(nn.Module):
+class Twice(nn.Module):
     """A layer inside and outside of reentrant checkpointing: its gradient hook fires twice in one backward."""
 
     def __init__(self) -> None:
@@ -382,7 +382,7 @@ class _Twice(nn.Module):
 
 def test_a_gradient_that_comes_too_late_ends_the_engine() -> None:
     torch.manual_seed(0)
-    model = _Twice()
+    model = Twice()
     plan = replace(
         make_plan(model, placement_policy="cpu", chunk_size=10 * 1024, compute_dtype=torch.bfloat16),
         update_timing=UpdateTiming.INSIDE_BACKWARD,

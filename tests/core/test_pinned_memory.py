@@ -1,0 +1,52 @@
+"""Host memory that is meant for a device, looked at without one."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_elixir.core.device import _PinnedMapping
+
+MIB = 2**20
+
+
+def flags_of(address: int) -> set[str]:
+    """What the kernel says of the mapping that an address lies in."""
+    for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        first, last = (int(number, 16) for number in block.split(maxsplit=1)[0].split("-"))
+        if first <= address < last:
+            found = re.search(r"^VmFlags: (.*)$", block, re.MULTILINE)
+            return set() if found is None else set(found[1].split())
+    raise AssertionError("no mapping there")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_it_may_have_huge_pages_and_no_child_gets_a_copy() -> None:
+    tensor = torch.frombuffer(_PinnedMapping.of_process(8 * MIB), dtype=torch.float32)
+    assert tensor.numel() == 2 * MIB
+    flags = flags_of(tensor.data_ptr())
+    assert "sh" not in flags  # shared memory gets huge pages only where the whole system says so
+    assert "dc" in flags  # not copied by fork
+    if Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        assert "hg" in flags
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_child_that_lets_go_of_it_does_no_harm() -> None:
+    tensor = torch.frombuffer(_PinnedMapping.of_process(4 * MIB), dtype=torch.float32).fill_(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        child = os.fork()
+    if child == 0:
+        try:
+            del tensor
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert float(tensor.sum()) == MIB
