@@ -24,6 +24,7 @@ from lightning_elixir.plan.placement import (
     check_request,
     format_bytes,
     format_seconds,
+    sites_of,
 )
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.space import (
@@ -368,9 +369,10 @@ class _LayoutSearch(Space):
 
     def plan_of(self, outcome: Outcome, others: Sequence[tuple[_LayoutSearch, Outcome]]) -> Plan:
         """The plan, simulated with the whole trace."""
-        sites = [Site(c.param_tier, c.optim_tier, c.is_persistent, c.is_update_streamed) for c in outcome.chunks]
         depth = outcome.choice.depth if self.problem.request.prefetch_depth else 0
-        plan = self.placer.plan(sites, "auto", prefetch_depth=depth or self.problem.request.prefetch_depth)
+        plan = self.placer.plan(
+            sites_of(outcome.chunks), "auto", prefetch_depth=depth or self.problem.request.prefetch_depth
+        )
         timeline = self._simulate(plan.chunks, plan.rcache_blocks, plan.prefetch_depth, self.profile)
         hardware = self.problem.hardware.name
         if self.problem.is_time_guessed:
