@@ -397,8 +397,8 @@ class Placer:
         raise CapacityError(
             f"host memory: the plan needs {format_bytes(use.host_bytes)} for each rank (parameters"
             f" {format_bytes(use.host_param_bytes)}; optimizer states {format_bytes(use.host_state_bytes)}; gradients"
-            f" {format_bytes(use.host_grad_bytes)}{buffers}), but there are {format_bytes(limit)}. What would fit is about"
-            f" {fitting:,} of the {offloaded:,} offloaded parameters: keep more on the GPU, spread the model over"
+            f" {format_bytes(use.host_grad_bytes)}{buffers}), but there are {format_bytes(limit)}. What would fit is"
+            f" about {fitting:,} of the {offloaded:,} offloaded parameters: keep more on the GPU, spread the model over"
             " more hosts, or make it smaller.",
             resource="host",
             lacking_bytes=use.host_bytes - limit,

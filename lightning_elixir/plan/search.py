@@ -40,6 +40,7 @@ from lightning_elixir.plan.space import (
     is_all_on_gpu,
     rank,
 )
+from lightning_elixir.plan.spilling import in_host_memory, spilled
 from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier, UpdateTiming
 
@@ -459,7 +460,7 @@ class _LayoutSearch(Space):
         if limit > whole:
             hosts = math.ceil((use.host_bytes - whole) * problem.world_size / (limit - whole))
             cures.append(f"{hosts} GPUs on as many hosts")
-        on_nvme = self._nvme_bytes(chunks, lacking)
+        on_nvme = self._nvme_bytes(chunks)
         if on_nvme is not None:
             cures.append(f"{format_bytes(on_nvme, is_rounded_up=True)} of NVMe for each rank's optimizer states")
         return CapacityError(
@@ -471,17 +472,11 @@ class _LayoutSearch(Space):
             lacking_bytes=lacking,
         )
 
-    def _nvme_bytes(self, chunks: Sequence[ChunkSpec], lacking: int) -> int | None:
+    def _nvme_bytes(self, chunks: Sequence[ChunkSpec]) -> int | None:
         """What the states take that have to go on to NVMe, with what is there already; None if that is no cure."""
-        scheme = self.placer.scheme
-        nbytes = memory_use(chunks, 0, scheme).nvme_bytes
-        for chunk in reversed(chunks):
-            if lacking <= 0:
-                break
-            if chunk.requires_grad and chunk.optim_tier is Tier.CPU:
-                nbytes += scheme.state_bytes(chunk)
-                lacking -= scheme.state_bytes(chunk)
-        return nbytes if lacking <= 0 else None
+        scheme, limit = self.placer.scheme, self.problem.budget.cpu_bytes or 0
+        use = memory_use(spilled(in_host_memory(chunks), scheme, limit, None), 0, scheme)
+        return use.nvme_bytes if use.host_bytes <= limit else None
 
 
 def _alternatives(

@@ -9,6 +9,7 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget, ModelDataBytes, memory_use
 from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, PlacementRequest, Placer, Site
 from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.spilling import spilled
 from lightning_elixir.plan.timeline import Timeline, compressed, simulate_step
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
 
@@ -268,7 +269,9 @@ class Space:
         sites = self._sites(choice)
         chunks = self.placer.chunks(sites)
         if self.problem.budget.nvme_bytes and not self._fits_host(memory_use(chunks, 0, self.placer.scheme).host_bytes):
-            chunks = self._spilled(chunks)
+            chunks = spilled(
+                chunks, self.placer.scheme, self.problem.budget.cpu_bytes or 0, self.problem.budget.nvme_bytes
+            )
         return chunks
 
     def _sites(self, choice: Choice) -> list[Site]:
@@ -302,27 +305,6 @@ class Space:
             chosen = set(picked)
             return picked + [i for i in ids if i not in chosen]
         return list(ids)
-
-    def _spilled(self, chunks: tuple[ChunkSpec, ...]) -> tuple[ChunkSpec, ...]:
-        """States go on to NVMe, the last chunks first, until the host's memory holds the rest."""
-        scheme, limit = self.placer.scheme, self.problem.budget.cpu_bytes or 0
-        lacking = memory_use(chunks, 0, scheme).host_bytes - limit
-        room = self.problem.budget.nvme_bytes
-        spilled = list(chunks)
-        for chunk in reversed(chunks):
-            if lacking <= 0:
-                break
-            nbytes = scheme.state_bytes(chunk)
-            if chunk.requires_grad and chunk.optim_tier is Tier.CPU and nbytes <= room:
-                spilled[chunk.id] = replace(chunk, optim_tier=Tier.NVME, is_update_streamed=False)
-                lacking -= nbytes
-                room -= nbytes
-        for chunk in chunks:  # a large one may have made a small one unnecessary
-            nbytes = scheme.state_bytes(chunk)
-            if spilled[chunk.id] is not chunk and nbytes <= -lacking:
-                spilled[chunk.id] = chunk
-                lacking += nbytes
-        return tuple(spilled)
 
 
 def rank(outcome: Outcome) -> tuple[float, int, int, int]:
