@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 def own_shard(engine: Engine, chunk: Chunk) -> Tensor:
-    """This rank's current values of a chunk, 1-D, `[chunk.numel / world_size]`: master, else compute shard; no copy."""
+    """This rank's current values of a chunk, 1-D, `[chunk.numel / world_size]`: master, else compute shard. No copy,
+    unless the master is on a disk."""
     shard = engine.store.settle(chunk.id)
-    if shard.master is not None:
-        return shard.master
+    master = shard.read_master()
+    if master is not None:
+        return master
     whole = chunk.flat if shard.param is None else shard.param
     if whole.numel() == engine.store.optim_numel(chunk.spec):
         return whole
@@ -108,11 +110,12 @@ def _write_chunk(engine: Engine, chunk: Chunk, named: list[tuple[int, Tensor]]) 
     shard, comm = engine.store.settle(chunk.id), engine.comm
     chunk.wait_ready()
     segments = segments_of(chunk.spec, comm.rank, comm.world_size)
+    master = shard.read_master()
     for index, value in named:
         member = chunk.spec.members[index]
         flat = in_memory_order(chunk, index, value)
         has_param = engine.plan.is_storage_distributed and not shard.is_param_overwritten
-        for target in (shard.master, shard.param if has_param else None):
+        for target in (master, shard.param if has_param else None):
             if target is None:
                 continue
             for segment in segments:
@@ -123,6 +126,8 @@ def _write_chunk(engine: Engine, chunk: Chunk, named: list[tuple[int, Tensor]]) 
             shard.param[member.offset : member.offset + member.numel].copy_(flat)
         if chunk.is_usable:
             chunk.slice_of(chunk.flat, index).copy_(flat)
+    if master is not None:
+        shard.keep_master(master)
 
 
 def in_memory_order(chunk: Chunk, index: int, value: Tensor) -> Tensor:

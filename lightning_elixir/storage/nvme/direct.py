@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
+from lightning_elixir.core.labels import label
 from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.errors import StorageError
 from lightning_elixir.storage.nvme.checksums import Checksums
@@ -131,7 +132,8 @@ def _move_all(file: ScratchFile, is_write: bool, memory: memoryview, offset: int
     while done < nbytes:
         try:
             call = os.pwritev if is_write else os.preadv
-            moved = call(file.fd, [memory[done:]], offset + done)
+            with label("write states" if is_write else "read states"):
+                moved = call(file.fd, [memory[done:]], offset + done)
         except OSError as error:
             raise failed(what, file.path, offset + done, nbytes - done, error) from error
         if file.is_direct:

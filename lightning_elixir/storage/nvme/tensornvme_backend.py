@@ -36,6 +36,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_elixir.core.labels import label
 from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.errors import StorageError
 from lightning_elixir.storage.nvme.checksums import Checksums
@@ -97,11 +98,15 @@ class TensornvmeBackend:
         latest = self._latest.get(transfer.region)
         if latest is not None and latest.is_over():
             latest = None
-        work = partial(self._slots.write if transfer.is_write else self._slots.read, transfer)
+        work = partial(self._move, transfer)
         task = self._worker.submit(work, order=transfer.order, after=latest)
         self._latest[transfer.region] = task
         self._waiting.add(task)
         return [task]
+
+    def _move(self, transfer: Transfer) -> None:
+        with label("write states" if transfer.is_write else "read states"):
+            (self._slots.write if transfer.is_write else self._slots.read)(transfer)
 
     def check(self) -> None:
         self._slots.file.check()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,20 +112,47 @@ class Request:
 
     synchronize = wait
 
+    def then(self, follower: Callable[[], None]) -> None:
+        """Call it once when this is done, or has failed, on the thread that did it last; or right here if that is past.
+        It must not wait for this, nor raise."""
+        left = [len(self._tasks)]
+        lock = threading.Lock()
+
+        def count() -> None:
+            with lock:
+                left[0] -= 1
+                is_last = left[0] == 0
+            if is_last:
+                follower()
+
+        for task in self._tasks:
+            task.then(count)
+        if not self._tasks:
+            follower()
+
+    def take_care(self) -> StorageError | None:
+        """Whoever asks has been told: why it has failed, if it has. For followers, which come before the end counts."""
+        errors = [task.error for task in self._tasks if task.error is not None]
+        if not errors:
+            return None
+        self._was_raised = True
+        return self._described(errors)
+
     @property
     def error(self) -> StorageError | None:
         """Why it has failed, if it is over and has."""
         if not self.is_over():
             return None
-        for task in self._tasks:
-            if isinstance(task.error, StorageError):
-                return task.error
-            if task.error is not None:
-                text = f"{self._what} of {self._path} did not take place: {task.error}"
-                error = StorageError(text, path=self._path)
-                error.__cause__ = task.error
-                return error
-        return None
+        errors = [task.error for task in self._tasks if task.error is not None]
+        return self._described(errors) if errors else None
+
+    def _described(self, errors: Sequence[BaseException]) -> StorageError:
+        first = errors[0]
+        if isinstance(first, StorageError):
+            return first
+        error = StorageError(f"{self._what} of {self._path} did not take place: {first}", path=self._path)
+        error.__cause__ = first
+        return error
 
     @property
     def needs_care(self) -> bool:
