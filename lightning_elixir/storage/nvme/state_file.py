@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from lightning_elixir.errors import StateError, StorageError
 from lightning_elixir.plan.memory import nvme_buffers
 from lightning_elixir.storage.nvme.folders import temporary_folder
 from lightning_elixir.storage.nvme.offload_file import OffloadFile, open_offload_file
-from lightning_elixir.storage.nvme.transfer import Request, aligned, aligned_memory
+from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Request, aligned, aligned_memory
 
 MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -48,6 +49,16 @@ class DiskOptions:
     """One of `storage.nvme.BACKENDS`."""
     has_checksums: bool = False
     """Whether what is read is checked against what was written."""
+
+    def existing_folder(self) -> Path:
+        """The folder, made, and tried out.
+
+        Raises:
+            StorageError: It cannot be used, none was given and there is none to take, or the back end is not there.
+        """
+        folder = temporary_folder() if self.folder is None else Path(self.folder).absolute()
+        open_offload_file(folder, [ALIGNMENT], backend=self.backend).close()
+        return folder
 
 
 @dataclass(frozen=True)
