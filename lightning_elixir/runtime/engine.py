@@ -729,6 +729,7 @@ class Engine:
     def check_whole(self) -> None:
         """Raises `StateError` between the begin of updates inside backward and their step."""
         if self.reducer.begun:
+            self.check_open()  # after a failure, nobody shall be told to go on
             raise StateError(
                 "updates have begun inside backward, and no step has followed: parameters and optimizer states are not "
                 "whole. Look at them after the step, or use update_timing='behind_forward'"
