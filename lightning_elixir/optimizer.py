@@ -7,7 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -861,10 +861,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
         numbers, groups = self._numbered()
         described = self._described_states()
         whole: dict[str, dict[str, Tensor]] = {}
-        for key in sorted({k for entries in described.values() for k, v in entries.items() if v[0] == "tensor"}):
-            pieces = ((chunk, self._piece(chunk, key, described)) for chunk in engine.chunks if chunk.id in self._inner)
-            for fqn, value in gather_whole(engine, pieces, on_all_ranks=False).items():
-                whole.setdefault(fqn, {})[key] = value
+        with engine.store.checkpoint_memory() or nullcontext() as memory:
+            for key in sorted({k for entries in described.values() for k, v in entries.items() if v[0] == "tensor"}):
+                pieces = ((c, self._piece(c, key, described)) for c in engine.chunks if c.id in self._inner)
+                for fqn, value in gather_whole(engine, pieces, on_all_ranks=False, memory=memory).items():
+                    whole.setdefault(fqn, {})[key] = value
         if engine.comm.rank != 0:
             return {}
         state: dict[int, dict[str, Any]] = {}

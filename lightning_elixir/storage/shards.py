@@ -12,7 +12,7 @@ from lightning_elixir.core.device import Device
 from lightning_elixir.core.worker import Task
 from lightning_elixir.errors import ElixirError, StateError, StorageError
 from lightning_elixir.plan.types import ChunkSpec, Tier
-from lightning_elixir.storage.nvme import MASTER, ChunkStates, StateFile
+from lightning_elixir.storage.nvme import MASTER, ChunkStates, MappedMemory, StateFile
 
 
 @dataclass
@@ -123,6 +123,10 @@ class ShardStore:
         if tier is Tier.CPU:
             return self._device.host_empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device="meta")
+
+    def checkpoint_memory(self) -> MappedMemory | None:
+        """Where to put whole states that are to be saved; None: in host memory, which holds them already."""
+        return None if self.states is None else self.states.mapped_memory()
 
     def settle(self, chunk_id: int) -> Shard:
         """The shard of a chunk, its values up to date: waits for the chunk's update.

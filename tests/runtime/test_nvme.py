@@ -33,7 +33,7 @@ from lightning_elixir.plan.memory import NVME_BUFFERS
 from lightning_elixir.plan.placement import with_states_on_nvme
 from lightning_elixir.plan.types import Tier, UpdateTiming
 from lightning_elixir.planning import make_plan
-from lightning_elixir.storage.nvme import direct
+from lightning_elixir.storage.nvme import direct, mapped
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.zoo import ZOO, make
@@ -557,6 +557,14 @@ PROGRAM = """
     gc.collect()
     rss, numel = psutil.Process().memory_info().rss, sum(c.numel for c in plan.chunks)
     print(rss, numel, loss.item(), os.listdir(folder), flush=True)
+    if then == "save":
+        def own():
+            return int(next(x for x in open("/proc/self/status") if x.startswith("RssAnon")).split()[1]) * 1024
+        before = own()
+        saved = (module.full_state_dict(), optimizer.state_dict())
+        grown = own() - before
+        torch.save(saved, sys.argv[4])
+        print(grown, os.listdir(folder), flush=True)
     if then == "raise":
         raise RuntimeError
     if then == "sleep":
@@ -566,9 +574,9 @@ PROGRAM = """
 """
 
 
-def start(folder: Path, fraction: float, then: str) -> subprocess.Popen[str]:
+def start(folder: Path, fraction: float, then: str, *more: str) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder), str(fraction), then]
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder), str(fraction), then, *more]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -585,6 +593,40 @@ def test_host_memory_is_lower_by_the_states(tmp_path: Path) -> None:
     expected = 12 * int(numel) - NVME_BUFFERS * 12 * 512 * 512  # what the buffers take stays
     saved = seen[0.0][0] - seen[1.0][0]
     assert 0.8 * expected < saved < 1.2 * expected, (saved / 2**20, expected / 2**20)
+
+
+def test_a_checkpoint_takes_no_memory_of_its_size(tmp_path: Path) -> None:
+    """Whole states lie in a file, too, until they are saved; what is saved is the same."""
+    grown, saved = {}, {}
+    for fraction in (0.0, 1.0):
+        out, errors = start(tmp_path / "disk", fraction, "save", str(tmp_path / "saved")).communicate(timeout=120)
+        first, last = out.strip().splitlines() or pytest.fail(errors)
+        assert last.split(maxsplit=1)[1] == "[]"
+        grown[fraction], saved[fraction] = int(last.split()[0]), torch.load(tmp_path / "saved", weights_only=True)
+        numel = int(first.split()[1])
+    assert grown[0.0] > 10 * numel
+    assert grown[1.0] < 2 * numel, (grown, 12 * numel)
+    (values, state), (expected_values, expected_state) = saved[1.0], saved[0.0]
+    assert all(torch.equal(values[k], v) for k, v in expected_values.items())
+    for number, entries in expected_state["state"].items():
+        assert all(torch.equal(state["state"][number][k], v) for k, v in entries.items())
+
+
+def test_a_checkpoint_is_put_together_in_memory_where_the_disk_is_full(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mapped, "_LEAST_BYTES", 1)
+    module, optimizer = training = new_training()
+    for number in range(2):
+        step(training, BF16, number)
+    expected = result_of(module, optimizer)
+    monkeypatch.setattr(os, "posix_fallocate", failing("posix_fallocate", errno.ENOSPC, after=3))
+    assert_same(result_of(module, optimizer), expected)
+    assert "is put together in host memory" in caplog.text
+    module.close()
+    gc.collect()
+    for state in expected.optimizer_state["state"].values():
+        assert float(state["exp_avg_sq"].sum()) >= 0  # what was mapped outlives the engine
 
 
 @pytest.mark.parametrize("then", ["raise", "sleep"])

@@ -1,6 +1,7 @@
 """Tensors on a disk: `open_offload_file`."""
 
 from lightning_elixir.storage.nvme.folders import is_in_memory, temporary_folder
+from lightning_elixir.storage.nvme.mapped import MappedMemory
 from lightning_elixir.storage.nvme.offload_file import BACKENDS, OffloadFile, OffloadStats, open_offload_file
 from lightning_elixir.storage.nvme.scratch import remove_stale
 from lightning_elixir.storage.nvme.state_file import (
@@ -23,6 +24,7 @@ __all__ = [
     "MOMENTS",
     "ChunkStates",
     "DiskOptions",
+    "MappedMemory",
     "OffloadFile",
     "OffloadStats",
     "Region",

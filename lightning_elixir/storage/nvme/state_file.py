@@ -30,6 +30,7 @@ from torch import Tensor
 from lightning_elixir.errors import StateError, StorageError
 from lightning_elixir.plan.memory import nvme_buffers
 from lightning_elixir.storage.nvme.folders import temporary_folder
+from lightning_elixir.storage.nvme.mapped import MappedMemory
 from lightning_elixir.storage.nvme.offload_file import OffloadFile, open_offload_file
 from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Request, aligned, aligned_memory
 
@@ -186,6 +187,10 @@ class StateFile:
     def backend(self) -> str:
         """The name of the file's back end."""
         return self._file.backend
+
+    def mapped_memory(self) -> MappedMemory:
+        """For what is put together of states, and is as large as they are."""
+        return MappedMemory(self._file.folder)
 
     def of(self, chunk_id: int) -> ChunkStates | None:
         """The states of a chunk, if they are here."""
