@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,8 @@ def test_after_a_failure_nobody_waits(
     with monkeypatch.context() as patch:
         patch.setattr(direct.os, call, failing)
         for visit in visits[:NVME_BUFFERS]:
-            visit.end()
+            with suppress(StorageError):  # an earlier write may have failed by now
+                visit.end()
         for visit in visits[NVME_BUFFERS:]:
             with pytest.raises(StorageError, match="Input/output error"):
                 visit.wait()
