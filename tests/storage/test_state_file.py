@@ -110,7 +110,9 @@ def test_what_is_waited_for_comes_first(make_file: Make) -> None:
     second.wait()
 
 
-def test_a_dropped_visit_writes_nothing_and_gives_its_buffer_back(make_file: Make) -> None:
+def test_a_dropped_visit_writes_nothing_and_gives_its_buffer_back(make_file: Make, backend: str) -> None:
+    if backend == "tensornvme":
+        pytest.skip("what that has read for an update is not there any more until it is written")
     file = make_file(6)
     file.write(0, "master", values(0, "master"))
     for _ in range(3):

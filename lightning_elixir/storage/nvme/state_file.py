@@ -155,7 +155,8 @@ class Visit:
         self._file._write_back(self)
 
     def drop(self) -> None:
-        """Give the buffer back, if that has not been done, and write nothing."""
+        """Give the buffer back, if that has not been done, and write nothing: the update has failed. The back end
+        "tensornvme" then has nothing there any more, and says so."""
         self._file._drop(self)
 
 
