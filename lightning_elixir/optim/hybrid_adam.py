@@ -157,6 +157,11 @@ class HybridAdam(Optimizer):
         return 0 if self._nvme is None else self._nvme.nbytes
 
     @property
+    def nvme_buffer_bytes(self) -> int:
+        """Host memory that they pass through."""
+        return 0 if self._nvme is None else self._nvme.buffer_bytes
+
+    @property
     def adamw_mode(self) -> bool:
         """Whether weight decay is decoupled (AdamW) rather than an L2 penalty (Adam), where a group says nothing."""
         return bool(self.defaults["decoupled_weight_decay"])

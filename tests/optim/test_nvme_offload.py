@@ -7,6 +7,8 @@ import errno
 import gc
 import os
 import pickle
+import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.optim import CPUAdam, HybridAdam, hybrid_adam, nvme_states
-from lightning_elixir.storage.nvme import BACKENDS, OffloadFile, folders, temporary_folder
+from lightning_elixir.storage.nvme import ALIGNMENT, BACKENDS, OffloadFile, folders, temporary_folder
 from tests.storage.conftest import needs_tensornvme
 
 KIB, MIB = 2**10, 2**20
@@ -244,7 +246,8 @@ def test_nothing_is_read_in_the_first_step_and_no_little_ever(folder: Path, monk
     regions = sizes["read"]
     assert sizes["write"] == regions * 2
     assert all(62 * KIB <= nbytes <= 64 * KIB for nbytes in regions[:-1])
-    assert sum(regions) < optimizer.nvme_bytes + 508 * 128  # moments begin at multiples of 64 bytes
+    assert all(nbytes % ALIGNMENT == 0 for nbytes in regions)
+    assert sum(regions) < optimizer.nvme_bytes + 508 * 128 + len(regions) * ALIGNMENT  # moments begin at whole vectors
 
 
 # State dicts
@@ -523,3 +526,29 @@ def test_resident_memory_is_down_by_the_states(folder: Path) -> None:
     buffers = 3 * 16 * MIB
     saved = resident(0.0) - resident(1.0)
     assert saved == pytest.approx(states - buffers, abs=12 * MIB)
+
+
+# The example
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_shows_equal_losses_and_less_memory(folder: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "nvme_offload.py"), "--quick", "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "losses: equal to the last bit" in done.stdout
+    assert re.search(r"MiB of moments without 20 MiB of buffers: as expected", done.stdout)
+
+
+@pytest.mark.parametrize("broken", [{"losses": ["0x1p+2"]}, {"resident_bytes": 900 * MIB}])
+def test_the_example_fails_where_that_is_not_so(broken: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "nvme_offload.py"))
+    usual = {"losses": ["0x1p+1"], "num_params": 1, "update_s": 1.0, "nvme_bytes": 400 * MIB, "buffer_bytes": 100 * MIB}
+    found = {0.0: {**usual, "resident_bytes": 1000 * MIB}, 1.0: {**usual, "resident_bytes": 700 * MIB}}
+    monkeypatch.setitem(example["main"].__globals__, "run", lambda options, fraction: found[fraction])
+    monkeypatch.setattr(sys, "argv", ["nvme_offload.py"])
+    assert example["main"]() == 0
+    found[1.0].update(broken)
+    assert example["main"]() == 1
