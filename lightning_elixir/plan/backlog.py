@@ -205,7 +205,7 @@ class _HostOverDisk(_Host):
         end_s = super()._update(work)
         self._read(end_s)  # all that the disk was asked for before
         begin_s, written_s = self.disk.reserve(end_s, work.write_s)
-        self.record("nvme", begin_s, written_s, f"write states {work.chunk_id}")
+        self.record("nvme", begin_s, written_s, f"store states {work.chunk_id}")
         self._free_buffers.append(written_s)
         return end_s
 

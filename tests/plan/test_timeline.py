@@ -226,8 +226,8 @@ def test_the_disk_does_one_thing_at_a_time_through_three_buffers(timing: UpdateT
         assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(cores))
         at = {s.label: s for s in timeline.spans if s.lane in ("nvme", "cpu") and s.start_s > 0}
         for i in range(num_memory, 9):
-            if {f"read states {i}", f"update {i}", f"write states {i}"} <= set(at):
-                read, update, write = (at[f"{what} {i}"] for what in ("read states", "update", "write states"))
+            if {f"read states {i}", f"update {i}", f"store states {i}"} <= set(at):
+                read, update, write = (at[f"{what} {i}"] for what in ("read states", "update", "store states"))
                 if read.start_s < update.start_s < write.start_s:
                     assert read.end_s <= update.start_s + 1e-12
                     assert update.end_s <= write.start_s + 1e-12
