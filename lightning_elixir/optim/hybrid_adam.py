@@ -6,60 +6,27 @@ import copy
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypedDict, overload
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from lightning_elixir.core.threads import default_num_threads
-from lightning_elixir.errors import PlanError, StorageError
+from lightning_elixir.errors import PlanError
 from lightning_elixir.kernels.cpu import implementation
+from lightning_elixir.optim.adam import AdamHyper as AdamHyper
 from lightning_elixir.optim.adam import adam_update_
-from lightning_elixir.optim.nvme_states import NvmeStates, Part
-from lightning_elixir.storage.nvme import BACKENDS, is_in_memory, temporary_folder
+from lightning_elixir.optim.memory_order import flattened, memory_order, write_back
+from lightning_elixir.optim.nvme_moments import MomentsOnNvme, NvmeOptions, no_steps
 
 logger = logging.getLogger(__name__)
 
 # What torch's implementations are chosen by. A loaded group must not keep them: they would come back to life in a
 # `torch.optim.AdamW` that loads our state dict, and `fused` or `capturable` would move `step` to the GPU here.
 _TORCH_IMPLEMENTATION_KEYS = ("foreach", "fused", "capturable", "differentiable")
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class AdamHyper(TypedDict):
-    """A group's settings in the form `adam_update_` takes: plain Python numbers, read at the moment of the call."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    adamw_mode: bool
-    bias_correction: bool
-    maximize: bool
-
-
-class _NvmeOptions(NamedTuple):
-    """What the user said."""
-
-    fraction: float = 0.0
-    directory: str | os.PathLike[str] | None = None
-    backend: str = "direct"
-
-
-class _Placed(NamedTuple):
-    """A parameter with moments on NVMe, as it was when it came there."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    order: list[int] | None
-    """Of its dimensions in memory; moments lie on the disk in this order. None: as they are."""
 
 
 class HybridAdam(Optimizer):
@@ -123,7 +90,7 @@ class HybridAdam(Optimizer):
         maximize: bool = False,
         nvme_backend: str = "direct",
     ) -> None:
-        self._set_nvme(_NvmeOptions(nvme_offload_fraction, nvme_offload_dir, nvme_backend))
+        self._nvme = MomentsOnNvme(NvmeOptions(nvme_offload_fraction, nvme_offload_dir, nvme_backend))
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -140,26 +107,15 @@ class HybridAdam(Optimizer):
             name, threads = type(self).__name__, default_num_threads()
             logger.info("%s: on the CPU %s, %d threads", name, implementation(), threads)
 
-    def _set_nvme(self, options: _NvmeOptions) -> None:
-        _check_nvme(options)
-        self._nvme_options = options
-        self._nvme: NvmeStates | None = None
-        self._shared_out: set[Tensor] = set()
-        """Parameters of which it is known where their moments are."""
-        self._placed: dict[Tensor, _Placed] = {}
-        """Those of them that have their moments on NVMe."""
-        self._failure: str | None = None
-        """Why moments are lost."""
-
     @property
     def nvme_bytes(self) -> int:
         """What moments take on NVMe now."""
-        return 0 if self._nvme is None else self._nvme.nbytes
+        return self._nvme.nbytes
 
     @property
     def nvme_buffer_bytes(self) -> int:
         """Host memory that they pass through."""
-        return 0 if self._nvme is None else self._nvme.buffer_bytes
+        return self._nvme.buffer_bytes
 
     @property
     def adamw_mode(self) -> bool:
@@ -199,11 +155,11 @@ class HybridAdam(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "state": self._whole_states(), "_nvme_options": self._nvme_options}
+        return {**state, "state": self._whole_states(), "_nvme_options": self._nvme.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_nvme_options" not in self.__dict__:  # a copy, or from a pickle: with a file of its own
-            self._set_nvme(state.pop("_nvme_options", _NvmeOptions()))
+        if "_nvme" not in self.__dict__:  # a copy, or from a pickle: with a file of its own
+            self._nvme = MomentsOnNvme(state.pop("_nvme_options", NvmeOptions()))
         # torch calls this with a loaded state dict as well as with a pickle.
         for group in state["param_groups"]:
             _check_amsgrad(group.get("amsgrad", False))
@@ -241,12 +197,11 @@ class HybridAdam(Optimizer):
             StorageError: It cannot be written.
         """
         super().load_state_dict(state_dict)
-        if self._failure is not None:
-            self._set_nvme(self._nvme_options)
-        self._share_out()
-        if self._nvme is not None:
-            self._nvme.forget()
-            self._bring()
+        if self._nvme.failure is not None:
+            self._nvme = MomentsOnNvme(self._nvme.options)
+        self._nvme.share_out(self._labelled())
+        self._nvme.forget()
+        self._nvme.bring(self.state)
 
     def iter_states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Each parameter that has states with those, whether they are in host memory or on NVMe.
@@ -257,26 +212,14 @@ class HybridAdam(Optimizer):
         Raises:
             StorageError: As `state_dict`.
         """
-        self._check_whole()
+        self._nvme.check_whole()
         for p, state in self.state.items():
-            if not self._is_on_nvme(p) or "exp_avg" in state:
+            if p not in self._nvme or "exp_avg" in state:
                 yield p, state
-        if self._nvme is None:
-            return
-        flat: list[Tensor] = []
-        # Those that somebody has put beside them are newer.
-        for part, *moments in self._nvme.read(lambda p: p in self.state and "exp_avg" not in self.state[p]):
-            p = part.param
-            if part.is_first:
-                flat = [torch.empty(p.numel(), dtype=p.dtype) for _ in _MOMENTS]
-            for whole, moment in zip(flat, moments, strict=True):
-                whole[part.start : part.start + part.numel] = moment
-            if part.is_last:
-                tensors = [_unflatten(whole, self._placed[p]) for whole in flat]
-                yield p, {**self.state[p], **dict(zip(_MOMENTS, tensors, strict=True))}
+        yield from self._nvme.read(self.state)
 
     def _whole_states(self) -> Any:
-        self._check_whole()
+        self._nvme.check_whole()
         whole = copy.copy(self.state)
         whole.update(self.iter_states())  # in the order in which they were
         return whole
@@ -303,7 +246,7 @@ class HybridAdam(Optimizer):
             StorageError: There is no room on the disk for moments: no parameter has been touched. Or reading or writing
                 them has failed, and now or in an earlier step: the message tells how far the step has come.
         """
-        self._check_whole()
+        self._nvme.check_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -313,155 +256,57 @@ class HybridAdam(Optimizer):
                 if p.grad is not None:
                     self._check_parameter(p, group, index)
                     _check_gradient(p, p.grad, group, index)
-        self._share_out()
-        self._bring()
-        updates = [
-            (p, self.hyper_parameters(group))
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        in_memory = [(p, hyper) for p, hyper in updates if not self._is_on_nvme(p)]
-        if len(in_memory) < len(updates):
-            self._update_through_nvme({p: hyper for p, hyper in updates if self._is_on_nvme(p)}, in_memory)
+        self._nvme.share_out(self._labelled())
+        self._nvme.bring(self.state)
+        in_memory: list[tuple[Tensor, AdamHyper]] = []
+        on_nvme: dict[Tensor, AdamHyper] = {}
+        for group in self.param_groups:
+            hyper = self.hyper_parameters(group)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p in self._nvme:
+                    on_nvme[p] = hyper
+                else:
+                    in_memory.append((p, hyper))
+        if on_nvme:
+            for group in self.param_groups:  # states are in this order, whatever is updated first
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self.state[p]
+            self._nvme.update(self.state, on_nvme, in_memory, self._update)
         else:
-            self._update_in_memory(in_memory)
+            for p, hyper in in_memory:
+                self._update(p, hyper)
         return loss
 
-    def _update_in_memory(self, updates: Sequence[tuple[Tensor, AdamHyper]]) -> None:
-        for p, hyper in updates:
-            if p.grad is not None:
-                self._update(p, p.grad, hyper)
+    def _labelled(self) -> Iterator[tuple[Tensor, Callable[[], str]]]:
+        """All parameters, and what to call them in an error."""
+        for group in self.param_groups:
+            for index, p in enumerate(group["params"]):
+                yield p, partial(_label, group, index)
 
-    def _update(self, p: Tensor, grad: Tensor, hyper: AdamHyper) -> None:
+    def _update(self, p: Tensor, hyper: AdamHyper) -> None:
         state = self.state[p]
         if not state:
-            state["step"] = _no_steps()
+            state["step"] = no_steps()
             state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["step"] += 1
         # All four in the parameter's order of memory, so that a transposed or channels-last parameter is not copied.
-        order = _memory_order(p)
+        order = memory_order(p)
         written = (p, state["exp_avg"], state["exp_avg_sq"])
-        flat = [_flatten(x, order) for x in written]
-        adam_update_(flat[0], _flatten(grad, order), flat[1], flat[2], step=int(state["step"].item()), **hyper)
+        flat = [flattened(x, order) for x in written]
+        adam_update_(
+            flat[0],
+            flattened(p if p.grad is None else p.grad, order),
+            flat[1],
+            flat[2],
+            step=int(state["step"].item()),
+            **hyper,
+        )
         for x, updated in zip(written, flat, strict=True):
-            _write_back(x, updated, order)
-
-    # Moments on NVMe
-
-    def _is_on_nvme(self, p: Tensor) -> bool:
-        return p in self._placed
-
-    def _check_whole(self) -> None:
-        if self._failure is not None:
-            raise StorageError(self._failure)
-
-    def _share_out(self) -> None:
-        """See which of the parameters that are new have their moments on NVMe, and make room for those.
-
-        Raises:
-            PlanError: One that is there has changed.
-            StorageError: There is no room. Nothing has changed then.
-        """
-        if not self._nvme_options.fraction:
-            return
-        new = []
-        for group in self.param_groups:
-            for index, p in enumerate(group["params"]):
-                self._check_place(p, group, index)
-                if p not in self._shared_out and p.numel() and (p.requires_grad or p.grad is not None):
-                    new.append(p)
-        chosen = _first_share(new, self._nvme_options.fraction)
-        if chosen:
-            if self._nvme is None:
-                self._nvme = NvmeStates(_folder(self._nvme_options.directory), self._nvme_options.backend)
-            self._nvme.add(chosen)
-        self._shared_out.update(new)
-        self._placed.update((p, _Placed(p.shape, p.dtype, _memory_order(p))) for p in chosen)
-
-    def _check_place(self, p: Tensor, group: Mapping[str, Any], index: int) -> None:
-        if p.device.type != "cpu":
-            what = f"{_label(group, index)} is on {p.device}"
-            raise PlanError(
-                f"moments on NVMe are those of parameters on the CPU, but {what}; leave nvme_offload_fraction at 0, or "
-                "train with a strategy and set it there"
-            )
-        placed = self._placed.get(p)
-        if placed is not None and (placed.shape, placed.dtype) != (p.shape, p.dtype):
-            what = f"{_label(group, index)} was of shape {tuple(placed.shape)} and {placed.dtype}, and is {p.dtype} now"
-            raise PlanError(f"{what}: its moments are on NVMe as they were; make a new optimizer")
-
-    def _bring(self) -> None:
-        """Write moments to NVMe that belong there: loaded ones, or those of a copied optimizer."""
-        stray = {p for p in self._placed if "exp_avg" in self.state.get(p, ())}
-        if not stray or self._nvme is None:
-            return
-        for p in stray:
-            for name in _MOMENTS:
-                if self.state[p][name].numel() != p.numel():
-                    shape = tuple(self.state[p][name].shape)
-                    raise PlanError(f"{name} of shape {shape} is not of a parameter of shape {tuple(p.shape)}")
-        flat: list[Tensor] = []
-        try:
-            with closing(self._nvme.update(stray.__contains__)) as parts:
-                for part, *moments in parts:
-                    if part.is_first:
-                        order = self._placed[part.param].order
-                        flat = [_flatten(self.state[part.param][name], order) for name in _MOMENTS]
-                    for moment, whole in zip(moments, flat, strict=True):
-                        moment.copy_(whole[part.start : part.start + part.numel])
-        except BaseException as error:
-            self._fail(error, "moments were being brought to NVMe, and are lost")
-        for p in stray:
-            for name in _MOMENTS:
-                del self.state[p][name]
-
-    def _update_through_nvme(
-        self, offloaded: Mapping[Tensor, AdamHyper], in_memory: Sequence[tuple[Tensor, AdamHyper]]
-    ) -> None:
-        done = 0
-
-        def beside() -> None:
-            nonlocal done
-            self._update_in_memory(in_memory)
-            done += len(in_memory)
-
-        if self._nvme is None:
-            raise StorageError("moments on NVMe have been closed")
-        for group in self.param_groups:  # states are in this order, whatever is updated first
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p]
-        current: _Current | None = None
-        try:
-            with closing(self._nvme.update(offloaded.__contains__, beside)) as parts:
-                for part, exp_avg, exp_avg_sq in parts:
-                    if current is None or part.is_first:
-                        current = _Current(part.param, self._placed[part.param].order, self.state[part.param])
-                    current.update(part, exp_avg, exp_avg_sq, offloaded[part.param])
-                    done += part.is_last
-        except BaseException as error:
-            total = len(offloaded) + len(in_memory)
-            what = f"the step was cut off: {done} of {total} parameters have their new values, and moments are lost"
-            self._fail(error, what)
-
-    def _fail(self, error: BaseException, what: str) -> NoReturn:
-        """Give up the file, and raise.
-
-        Raises:
-            StorageError: Where that was the cause, with what it means here.
-            BaseException: Otherwise the cause.
-        """
-        cure = "load a checkpoint, the parameters and then the optimizer's state_dict, to go on"
-        self._failure = f"{what}; {cure}. It was: {error!r}"
-        if self._nvme is not None:
-            self._nvme.close()
-        self._nvme = None
-        if not isinstance(error, StorageError):
-            raise error
-        text = f"{error}. With that {what}; {cure}"
-        raise StorageError(text, path=error.path, offset=error.offset, nbytes=error.nbytes) from error
+            write_back(x, updated, order)
 
     def _check_settings(self, group: Mapping[str, Any]) -> None:
         lr, betas, eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
@@ -483,8 +328,7 @@ class HybridAdam(Optimizer):
             name = type(self).__name__
             what = f"{_label(group, index)} is {p.dtype}, {p.layout}"
             raise PlanError(f"{name} updates dense floating parameters, but {what}")
-        if self._nvme_options.fraction:
-            self._check_place(p, group, index)
+        self._nvme.check_place(p, partial(_label, group, index))
 
 
 class CPUAdam(HybridAdam):
@@ -499,84 +343,6 @@ class CPUAdam(HybridAdam):
         if p.device.type != "cpu":
             what = f"{_label(group, index)} is on {p.device}"
             raise PlanError(f"CPUAdam updates parameters on the CPU, but {what}; use HybridAdam")
-
-
-class _Current:
-    """The parameter of which parts are being updated.
-
-    Args:
-        p: It has a gradient.
-        order: Of its dimensions, for moments.
-        state: Its own; gets the step count.
-    """
-
-    def __init__(self, p: Tensor, order: list[int] | None, state: dict[str, Any]) -> None:
-        self.has_moments = bool(state)
-        if not state:  # or they were taken away, and what is on the disk is of the past
-            state["step"] = _no_steps()
-        state["step"] += 1
-        self._step = int(state["step"].item())
-        self._p, self._order = p, order
-        self._param, self._grad = _flatten(p, order), _flatten(p if p.grad is None else p.grad, order)
-
-    def update(self, part: Part, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: AdamHyper) -> None:
-        if not self.has_moments:
-            exp_avg.zero_()
-            exp_avg_sq.zero_()
-        where = slice(part.start, part.start + part.numel)
-        adam_update_(self._param[where], self._grad[where], exp_avg, exp_avg_sq, step=self._step, **hyper)
-        if part.is_last:
-            _write_back(self._p, self._param, self._order)
-
-
-def _no_steps() -> Tensor:
-    return torch.zeros((), dtype=torch.float32, device="cpu")
-
-
-def _memory_order(p: Tensor) -> list[int] | None:
-    """The dimensions as they lie in memory; None: as they are."""
-    return None if p.is_contiguous() else sorted(range(p.dim()), key=p.stride, reverse=True)
-
-
-def _first_share(params: Sequence[Tensor], fraction: float) -> list[Tensor]:
-    """The first ones, until they have this share of all bytes."""
-    sizes = [p.numel() * p.dtype.itemsize for p in params]
-    wanted, taken, chosen = fraction * sum(sizes), 0, []
-    for p, nbytes in zip(params, sizes, strict=True):
-        if taken >= wanted:
-            break
-        chosen.append(p)
-        taken += nbytes
-    return chosen
-
-
-def _folder(directory: str | os.PathLike[str] | None) -> Path:
-    if directory is None:
-        return temporary_folder()
-    folder = Path(directory)
-    if is_in_memory(folder):
-        logger.warning("nvme_offload_dir=%s is on a file system in memory: offloading there saves none", folder)
-    return folder
-
-
-def _write_back(x: Tensor, flat: Tensor, order: list[int] | None) -> None:
-    """Where `_flatten` gave a copy, because `x` has gaps or another order."""
-    if flat.data_ptr() != x.data_ptr():
-        view = x if order is None else x.permute(order)
-        view.copy_(flat.view(view.shape))
-
-
-def _unflatten(flat: Tensor, placed: _Placed) -> Tensor:
-    if placed.order is None:
-        return flat.view(placed.shape)
-    back = sorted(range(len(placed.order)), key=placed.order.__getitem__)
-    return flat.view([placed.shape[i] for i in placed.order]).permute(back)
-
-
-def _flatten(x: Tensor, order: list[int] | None) -> Tensor:
-    """The elements with the dimensions in this order (None: as they are), contiguous: a view where that is possible."""
-    x = (x if order is None else x.permute(order)).contiguous()
-    return x if x.dim() == 1 else x.view(-1)
 
 
 def _label(group: Mapping[str, Any], index: int) -> str:
@@ -601,12 +367,3 @@ def _check_gradient(p: Tensor, grad: Tensor, group: Mapping[str, Any], index: in
 def _check_amsgrad(amsgrad: bool) -> None:
     if amsgrad:
         raise PlanError("amsgrad=True is not supported; use torch.optim.AdamW(amsgrad=True)")
-
-
-def _check_nvme(options: _NvmeOptions) -> None:
-    if not 0.0 <= options.fraction <= 1.0:
-        raise PlanError(f"nvme_offload_fraction must be in [0, 1], got {options.fraction}")
-    if options.directory is not None and not isinstance(options.directory, (str, os.PathLike)):
-        raise PlanError(f"nvme_offload_dir must be a folder, got {options.directory!r}")
-    if options.backend not in BACKENDS:
-        raise PlanError(f"there is no nvme_backend {options.backend!r}: choose one of {', '.join(BACKENDS)}")
