@@ -123,7 +123,7 @@ class MomentsOnNvme:
         self._placed.update((p, _Placed(p.shape, p.dtype, memory_order(p))) for p in chosen)
 
     def forget(self) -> None:
-        """All moments on the disk are zeros again."""
+        """What the disk holds is of no use any more, and need not be read."""
         if self._states is not None:
             self._states.forget()
 

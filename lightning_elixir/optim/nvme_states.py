@@ -117,7 +117,7 @@ class NvmeStates:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def forget(self) -> None:
-        """All moments are zeros again."""
+        """No moments are there any more: nothing of them needs to be read."""
         for region in self._regions:
             region.is_written = False
 
