@@ -71,7 +71,11 @@ class Problem:
 
     def speculating(self) -> Problem:
         """The same with spare states for all chunks that can have them, and no states on NVMe to make room for them."""
-        return replace(self, has_spare_states=True, budget=replace(self.budget, nvme_bytes=0))
+        return replace(self.in_memory(), has_spare_states=True)
+
+    def in_memory(self) -> Problem:
+        """The same without states on NVMe."""
+        return replace(self, budget=replace(self.budget, nvme_bytes=0))
 
     def reusing(self) -> Problem:
         """The same with gradients in compute shards; those must stay as they are while backward runs."""
@@ -106,6 +110,7 @@ class Outcome:
     chunks: tuple[ChunkSpec, ...]
     gpu_bytes: int
     host_bytes: int
+    nvme_bytes: int
     blocks: int
     timeline: Timeline | None
     """None if it does not fit."""
@@ -224,7 +229,7 @@ class Space:
         ):
             timeline = self._simulate(chunks, blocks, choice.depth, self.brief)
             self.num_simulations += 1
-        return Outcome(choice, chunks, gpu_bytes, use.host_bytes, blocks, timeline)
+        return Outcome(choice, chunks, gpu_bytes, use.host_bytes, use.nvme_bytes, blocks, timeline)
 
     def _simulate(self, chunks: tuple[ChunkSpec, ...], blocks: int, depth: int, profile: StepProfile) -> Timeline:
         return simulate_step(
@@ -307,9 +312,10 @@ class Space:
         return list(ids)
 
 
-def rank(outcome: Outcome) -> tuple[float, int, int, int]:
-    """The faster, then the one that takes less of the host, then of the GPU, then that fetches less far ahead."""
-    return (outcome.total_s, outcome.host_bytes, outcome.gpu_bytes, outcome.choice.depth)
+def rank(outcome: Outcome) -> tuple[float, int, int, int, int]:
+    """The faster, then the one that takes less of NVMe, then of the host, then of the GPU, then that fetches less far
+    ahead."""
+    return (outcome.total_s, outcome.nvme_bytes, outcome.host_bytes, outcome.gpu_bytes, outcome.choice.depth)
 
 
 def is_all_on_gpu(chunks: Sequence[ChunkSpec]) -> bool:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,7 @@ from tests.plan.problems import (
     tiers,
 )
 
+MIB = 1024 * KIB
 DISK = constant_hardware(nvme_read_bytes_per_s=3e9, nvme_write_bytes_per_s=2e9)
 
 
@@ -263,6 +265,51 @@ def test_nvme_takes_what_the_host_cannot() -> None:
         search([Candidate(layout, profile)], replace(problem, budget=replace(problem.budget, nvme_bytes=48 * KIB - 1)))
     with pytest.raises(PlanError, match="nobody has measured how fast it is"):
         search([Candidate(layout, profile)], replace(with_disk, hardware=constant_hardware()))
+
+
+def disk_problem(read_bytes_per_s: float, cpu_bytes: int, **options: Any) -> tuple[Candidate, Problem]:
+    """Nine layers that compute for a second in all, and next to no GPU memory."""
+    specs = [spec(f"l{i}.w", 512 * 1024) for i in range(9)]
+    accesses = accesses_of(specs)
+    hardware = constant_hardware(nvme_read_bytes_per_s=read_bytes_per_s, nvme_write_bytes_per_s=read_bytes_per_s)
+    layout = layout_of(specs, 512 * 1024)
+    profile = structural_profile(layout, accesses, hardware)
+    profile = replace(profile, intervals=tuple(replace(i, compute_s=1 / 18) for i in profile.intervals))
+    budget = Budget(3 * 2 * MIB, cpu_bytes, 0, 2**30)
+    return Candidate(layout, profile), Problem(
+        PlacementRequest(accesses=accesses), budget, 1, MIXED, hardware, **options
+    )
+
+
+def test_a_slow_disk_is_said_to_set_the_pace_and_what_would_help() -> None:
+    states = 9 * 4 * MIB
+    slow, problem = disk_problem(6 * MIB, states * 2 - 24 * MIB)
+    plan = search([slow], problem)
+    assert plan.notes["nvme_bytes"] == states
+    text = plan.explain()
+    assert "  the disk sets the pace: it reads and writes states for 12.00 s of a step of 12.00 s" in text
+    assert "24.0 MiB more host memory for each rank would keep all states there; more micro-batches" in text
+    assert "  NVMe: 36.0 MiB" in text
+    assert "buffers for states on NVMe 12.0 MiB" in text
+    assert "12.00 s the disk reads and writes states" in text
+    fast, problem = disk_problem(10 * 2**30, states * 2 - 24 * MIB)
+    plan = search([fast], problem)
+    assert plan.notes["nvme_bytes"] == states
+    assert "sets the pace" not in plan.explain()
+
+
+def test_states_stay_in_memory_where_they_fit_or_the_disk_brings_little() -> None:
+    states = 9 * 4 * MIB
+    candidate, problem = disk_problem(1e15, states * 2)  # everything fits the host
+    assert search([candidate], problem).notes["nvme_bytes"] == 0
+    # It does not fit, but gradients in compute shards save enough, and nothing is slower for that.
+    specs = [spec(f"l{i}.w", 512 * 1024, dtype="bfloat16") for i in range(9)]
+    layout = Layout(layout_of(specs, 512 * 1024).packed, MIB, "bfloat16")
+    profile = structural_profile(layout, accesses_of(specs), problem.hardware)
+    problem = replace(problem, budget=replace(problem.budget, cpu_bytes=9 * 7 * MIB), can_reuse_compute_shard=True)
+    plan = search([Candidate(layout, profile)], problem)
+    assert plan.grad_reuses_compute_shard
+    assert plan.notes["nvme_bytes"] == 0
 
 
 # The same every time
