@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""The project's two commands, for a machine that has nothing but Python >= 3.11.
+"""The project's commands, for a machine that has nothing but Python >= 3.11.
 
     python3 dev.py example [arguments of examples/train_gpt.py]
     python3 dev.py test [arguments of pytest]
+    python3 dev.py tensornvme      (compiles and installs the package tensornvme, for its tests)
 
-Both make the environment `.venv` when it is missing, bring it up to date when `pyproject.toml` has changed, and
+All make the environment `.venv` when it is missing, bring it up to date when `pyproject.toml` has changed, and
 use it otherwise. Where the running Python has everything already (a GPU machine without a network, an environment
 of your own), it is used as it is and nothing is installed.
 """
@@ -20,6 +21,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,6 +54,8 @@ def main(arguments: list[str]) -> int:
         return run([python, str(ROOT / "examples" / "train_gpt.py"), *arguments[1:]])
     if arguments[:1] == ["test"]:
         return test(interpreter(extra="test"), arguments[1:])
+    if arguments == ["tensornvme"]:
+        return install_tensornvme(interpreter(extra="test"))
     print(__doc__)
     return 0 if arguments in (["-h"], ["--help"], ["help"]) else 2
 
@@ -183,13 +188,79 @@ def has_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None or bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
+# ----------------------------------------------------------------------------------------------------- tensornvme
+
+TENSORNVME = "tensornvme==0.1.0"
+TRY_TENSORNVME = """
+import tempfile, torch
+from lightning_elixir.storage.nvme import open_offload_file
+with open_offload_file(tempfile.gettempdir(), [4000], backend="tensornvme") as file:
+    file.write(0, torch.ones(1000)).wait()
+    target = torch.zeros(1000)
+    file.read(0, target).wait()
+    raise SystemExit(not bool((target == 1).all()))
+"""
+
+
+def install_tensornvme(python: str) -> int:
+    """Compile tensornvme against the torch that is there; says what is missing, if something is."""
+    try_it = [python, "-c", TRY_TENSORNVME]
+    if has_module(python, "tensornvme") and run(try_it) == 0:
+        return 0
+    if not sys.platform.startswith("linux"):
+        return fail("tensornvme is for Linux only")
+    tools = [names for names in ("make", "c++|g++|clang++") if not any(map(shutil.which, names.split("|")))]
+    if tools:
+        return fail(f"tensornvme needs {' and '.join(tools)} to be compiled; on Debian and Ubuntu: build-essential")
+    if missing_headers() and shutil.which("apt-get") and os.geteuid() == 0:
+        packages = ["apt-get", "install", "-y", "--no-install-recommends", "liburing-dev", "libaio-dev"]
+        if run(packages):  # the list of packages may be old, or missing
+            run(["apt-get", "update"])
+            run(packages)
+    if missing_headers():
+        what = "`apt-get install liburing-dev libaio-dev` as root, or what your system calls them"
+        return fail(
+            f"tensornvme needs {' and '.join(missing_headers())}, which are not here: {what}; then run me again"
+        )
+
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check"]
+    environment = {"LIBRARY_PATH": os.path.dirname(static_uring()), "PATH": path_with(python)}
+    if os.access("/usr", os.W_OK):
+        environment["WITH_ROOT"] = "1"
+    with tempfile.TemporaryDirectory() as home:  # whose .bashrc it edits
+        # Its build wants the torch that is there, and a wheel from pip's cache may have been built for another.
+        build = [*pip, "--no-cache-dir", "--no-build-isolation", "--force-reinstall", "--no-deps", TENSORNVME]
+        for command in ([*pip, "-U", "setuptools", "wheel", "packaging", "ninja", "cmake", "click"], build):
+            if run(command, {**environment, "HOME": home}):
+                return fail(f"`{' '.join(command)}` failed; its message is above")
+    if run(try_it):
+        return fail(f"{TENSORNVME} was installed and does not work here; the message is above")
+    return 0
+
+
+def missing_headers() -> list[str]:
+    """What tensornvme is compiled with and is not on this machine."""
+    headers = [name for name in ("liburing.h", "libaio.h") if not os.path.exists(f"/usr/include/{name}")]
+    return headers + ([] if static_uring() else ["liburing.a"])
+
+
+def static_uring() -> str:
+    places = ("/usr/lib*/liburing.a", "/usr/lib/*/liburing.a", "/usr/local/lib*/liburing.a")
+    return next((path for place in places for path in sorted(glob.glob(place))), "")
+
+
+def path_with(python: str) -> str:
+    """Where programs are found, those of this environment first."""
+    return os.pathsep.join([os.path.dirname(python), os.environ.get("PATH", os.defpath)])
+
+
 # ------------------------------------------------------------------------------------------------------ processes
 
 
-def run(command: list[str]) -> int:
-    """Run a command with this folder's package on its path; returns its exit code."""
+def run(command: list[str], variables: Mapping[str, str] | None = None) -> int:
+    """Run a command with this folder's package on its path, and with these variables; returns its exit code."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(variables or {})}
     if not has_gpu():
         # Threads that wait give their core away. Spinning, on a machine that has other things to do as well, was
         # seen to turn steps of 0.15 s into steps of 3 s.

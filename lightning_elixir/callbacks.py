@@ -61,7 +61,7 @@ class _Steady:
     compute_s: deque[float] = field(default_factory=_seconds)
     waiting_s: deque[float] = field(default_factory=_seconds)
     update_s: deque[float] = field(default_factory=_seconds)
-    counters: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
     """Summed over `num_steps` steps."""
     held_bytes: dict[str, int] = field(default_factory=dict)
     """The most of each kind that was seen."""
@@ -106,8 +106,8 @@ class StepMonitor(Callback):
         self._since_s: float | None = None  # when the step under way began
         self._is_timed = False
         self._wall_s = _Mean()  # since the last log
-        self._counted: dict[str, int] = {}  # in steps since the last log
-        self._counters: dict[str, int] = {}  # when the batch under way began
+        self._counted: dict[str, float] = {}  # in steps since the last log
+        self._counters: dict[str, float] = {}  # when the batch under way began
         self._plan: Plan = engine.plan  # then
         self._seen_times: UpdateTimes | None = None  # so that no step's update counts twice
 
@@ -187,10 +187,14 @@ class StepMonitor(Callback):
         if since_s is not None:
             self._wall_s.add(now_s - since_s)
 
-    def _read_counters(self) -> dict[str, int]:
+    def _read_counters(self) -> dict[str, float]:
         counters, moved = self._engine.rcache.counters, self._engine.moved
-        found = {name: getattr(counters, name) for name in _RCACHE_COUNTERS}
+        found: dict[str, float] = {name: getattr(counters, name) for name in _RCACHE_COUNTERS}
         found["redone_steps"] = self._engine.redone_steps
+        if self._engine.store.states is not None:
+            traffic = self._engine.traffic
+            found |= {"nvme_read_bytes": traffic.read_bytes, "nvme_written_bytes": traffic.written_bytes}
+            found["nvme_wait_s"] = traffic.waited_s
         return found | {f"{name}_bytes": getattr(moved, name) for name in _MOVES}
 
     def _count(self) -> None:
@@ -229,7 +233,7 @@ class StepMonitor(Callback):
     def _metrics(self, stats: Stats) -> dict[str, float]:
         held, engine = stats.held_bytes, self._engine
         found: dict[str, float | None] = {f"{kind}_bytes": nbytes for kind, nbytes in held.items()}
-        found["gpu_bytes"] = sum(nbytes for kind, nbytes in held.items() if not kind.startswith("cpu_"))
+        found["gpu_bytes"] = sum(nbytes for kind, nbytes in held.items() if not kind.startswith(("cpu_", "nvme_")))
         found["cpu_bytes"] = sum(nbytes for kind, nbytes in held.items() if kind.startswith("cpu_"))
         found |= self._counted
         self._counted = {}

@@ -16,6 +16,7 @@ from lightning_elixir.plan.types import Plan
 
 PolicyName = Literal["auto", "cpu", "cuda", "const", "static"]
 TimingName = Literal["auto", "after_backward", "behind_forward", "inside_backward"]
+NvmeBackendName = Literal["direct", "tensornvme"]
 
 if TYPE_CHECKING:
     PlanOption = Plan | str | os.PathLike[str] | None
@@ -78,6 +79,8 @@ class ElixirConfig:
     cpu_memory_limit: int | str | None = None
     nvme_offload_fraction: float = 0.0
     nvme_offload_dir: str | None = None
+    nvme_backend: NvmeBackendName = "direct"
+    nvme_checksums: bool = False
     plan: PlanOption = None
     hardware: HardwareOption = None
     report_dir: str | None = field(default=None, compare=False)  # an engine can be kept where only this differs
@@ -105,11 +108,7 @@ class ElixirConfig:
         _parse_reduce_dtype(self.reduce_dtype)
         self._check_paths()
         self._check_loss_scale()
-        if self.nvme_offload_fraction > 0 or self.nvme_offload_dir is not None:
-            raise PlanError(
-                "NVMe offload (nvme_offload_fraction, nvme_offload_dir, strategy 'elixir_nvme') comes with a later"
-                " version of lightning_elixir; use placement_policy='cpu' or 'auto' instead"
-            )
+        self._check_nvme()
 
     def _check_policy(self) -> None:
         if self.update_timing not in get_args(TimingName):
@@ -127,6 +126,24 @@ class ElixirConfig:
                     f"{name} belongs to placement_policy 'const' (or 'static'), but the policy is"
                     f" {self.placement_policy!r}"
                 )
+
+    def _check_nvme(self) -> None:
+        if self.nvme_backend not in get_args(NvmeBackendName):
+            names = ", ".join(get_args(NvmeBackendName))
+            raise PlanError(f"unknown nvme_backend {self.nvme_backend!r}: choose one of {names}")
+        folder = self.nvme_offload_dir
+        if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder)):
+            raise PlanError(f"nvme_offload_dir must be the path of a folder, got {folder!r}")
+        if self.nvme_offload_fraction > 0 and self.plan is None and self.placement_policy in ("auto", "cuda"):
+            instead = (
+                "give nvme_offload_dir alone, and states go there where the host's memory is short"
+                if self.placement_policy == "auto"
+                else "which has none there"
+            )
+            raise PlanError(
+                "nvme_offload_fraction is a share of the optimizer states that a placement has in host memory: use it"
+                f" with placement_policy='cpu' (or 'const'), not {self.placement_policy!r} ({instead})"
+            )
 
     def _check_bytes(self, name: str) -> None:
         try:
@@ -183,6 +200,11 @@ class ElixirConfig:
     @property
     def cpu_limit_bytes(self) -> int | None:
         return _as_bytes(self.cpu_memory_limit)
+
+    @property
+    def may_use_nvme(self) -> bool:
+        """Whether states may go to NVMe, as far as these options tell."""
+        return self.nvme_offload_fraction > 0 or self.nvme_offload_dir is not None
 
     def given_hardware(self) -> HardwareSpec | None:
         """The figures to plan with that the user gave; None: to be measured.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class ElixirError(RuntimeError):
     """Base of the errors that lightning_elixir raises on purpose."""
@@ -31,7 +33,22 @@ class StateError(ElixirError):
 
 
 class StorageError(ElixirError):
-    """Reading or writing a shard failed."""
+    """Reading or writing a shard failed.
+
+    Args:
+        message: For people.
+        path: The file or folder.
+        offset: Where in the file, in bytes, if that is known.
+        nbytes: How much was to be moved there.
+    """
+
+    def __init__(
+        self, message: str, *, path: Path | None = None, offset: int | None = None, nbytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
 
 
 class DivergenceError(ElixirError):

@@ -7,7 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -26,6 +26,7 @@ from lightning_elixir.optim.scaling import LossScaler, absolute_max, clip_coeffi
 from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace, elementwise_class, is_scalar_state
 from lightning_elixir.optim.speculation import Begun, Speculation
 from lightning_elixir.optim.updates import FlatUpdate
+from lightning_elixir.plan.memory import is_on_nvme
 from lightning_elixir.plan.segments import Segment, segments_of
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
 from lightning_elixir.runtime.agreement import Meeting
@@ -91,7 +92,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._cls = elementwise_class(optimizer)
         self._engine: Engine = module.engine
         check_parameters(self._engine, optimizer)
-        self._check_streaming(module.engine.plan)
+        self._check_sites(module.engine.plan)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self.optimizer = optimizer
@@ -126,7 +127,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._take_over_state(optimizer)
         self._engine.reducer.is_tracking_square_sums = self.scaler.enabled or max_norm > 0
         self._watch_gradients()
-        self._engine.on_replan(self._rebuild, check=self._check_streaming)
+        self._engine.on_replan(self._rebuild, check=self._check_sites)
         self._engine.on_held_bytes(self.state_bytes)
         self._engine.on_held_bytes(self._runner.held_bytes)
         if init_step:
@@ -150,8 +151,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 if id(chunk.parameters[s.member_index]) in group_of
             ]
             empty = partial(engine.store.empty, tier=chunk.spec.optim_tier)
-            shard = engine.own_shard(chunk)
-            self._inner[chunk.id] = SegmentOptimizer(self._cls, shard, places, self.param_groups, empty)
+            on_disk = engine.store[chunk.id].on_disk
+            work = on_disk.stand_in() if on_disk is not None and on_disk.has_master else engine.own_shard(chunk)
+            self._inner[chunk.id] = SegmentOptimizer(self._cls, work, places, self.param_groups, empty, on_disk)
 
     def _group_sizes(self) -> tuple[int, ...]:
         return tuple(len(g["params"]) for g in self.param_groups)
@@ -171,7 +173,22 @@ class ElixirOptimizer(torch.optim.Optimizer):
         # Step counts and the like are too small to count as a state.
         return math.ceil(sum(i.state_bytes() for i in inners) / max(1, sum(i.work.nbytes for i in inners)) - 0.1)
 
-    def _check_streaming(self, plan: Plan) -> None:
+    @property
+    def can_offload_to_nvme(self) -> bool:
+        """Whether the plan may have states on NVMe: only where updates are described before they run, which is so for
+        the same optimizers."""
+        return self.can_stream
+
+    def _check_sites(self, plan: Plan) -> None:
+        on_nvme = [c for c in plan.chunks if is_on_nvme(c)]
+        if on_nvme and not self.can_offload_to_nvme:
+            raise PlanError(
+                f"the plan has the optimizer states of {len(on_nvme)} chunks on NVMe (nvme_offload_fraction, "
+                f"nvme_offload_dir), which {self._cls.__name__} cannot update there: use HybridAdam (with "
+                "adamw_mode=False for Adam), or leave these options out"
+            )
+        if any(c.is_update_streamed for c in on_nvme):
+            raise PlanError("the plan streams updates of states on NVMe to the device: those are the host's to update")
         if self.can_stream:
             return
         streamed = [c for c in plan.chunks if c.requires_grad and c.is_update_streamed]
@@ -282,6 +299,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         engine = self._engine
+        with self._all_or_nothing():
+            engine.store.check_states()
         engine.begin_step()
         if self._group_sizes() != self._shape:
             check_parameters(engine, self)
@@ -407,7 +426,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
             updates = self._adam_updates(chunk, members, target, is_compute_on_device=is_near)
             if not is_near:
                 ready.append(now)  # likewise
-        job = ChunkUpdate(updates, is_streamed, tuple(ready), now, uploads, cast)
+        on_disk = self._inner[chunk.id].take_on_disk()
+        job = ChunkUpdate(updates, is_streamed, tuple(ready), now, uploads, cast, on_disk)
         self._announce(chunk, self._runner.submit(job, record, order=order))
 
     def _begin_early(self, chunk: Chunk) -> None:
@@ -432,7 +452,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         download = self._engine.reducer.take_download(chunk.id)
         with torch.no_grad(), self._all_or_nothing():
             updates = self._adam_updates(chunk, members, grad)
-            job = ChunkUpdate(updates, is_streamed, () if download is None else (download,))
+            ready = () if download is None else (download,)
+            job = ChunkUpdate(updates, is_streamed, ready, on_disk=inner.take_on_disk())
             self._engine.reducer.note_begun(chunk)
             self._early[chunk.id] = self._runner.submit(job, self._record, order=len(self._early))
 
@@ -700,10 +721,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _write_back_target(self, chunk: Chunk) -> Tensor | None:
         """Where the master goes in the compute dtype: this rank's slice of shard or replica. None without a master."""
         engine, shard = self._engine, self._engine.store[chunk.id]
-        if shard.master is None:
+        if not shard.has_master:
             return None
         target = chunk.flat if shard.param is None else shard.param
-        if target.numel() != shard.master.numel():
+        if target.numel() != engine.store.optim_numel(chunk.spec):
             target = chunk.shard_of(target, engine.comm.rank, engine.comm.world_size)
         return target
 
@@ -840,10 +861,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
         numbers, groups = self._numbered()
         described = self._described_states()
         whole: dict[str, dict[str, Tensor]] = {}
-        for key in sorted({k for entries in described.values() for k, v in entries.items() if v[0] == "tensor"}):
-            pieces = ((chunk, self._piece(chunk, key, described)) for chunk in engine.chunks if chunk.id in self._inner)
-            for fqn, value in gather_whole(engine, pieces, on_all_ranks=False).items():
-                whole.setdefault(fqn, {})[key] = value
+        with engine.store.checkpoint_memory() or nullcontext() as memory:
+            for key in sorted({k for entries in described.values() for k, v in entries.items() if v[0] == "tensor"}):
+                pieces = ((c, self._piece(c, key, described)) for c in engine.chunks if c.id in self._inner)
+                for fqn, value in gather_whole(engine, pieces, on_all_ranks=False, memory=memory).items():
+                    whole.setdefault(fqn, {})[key] = value
         if engine.comm.rank != 0:
             return {}
         state: dict[int, dict[str, Any]] = {}
@@ -918,16 +940,16 @@ class ElixirOptimizer(torch.optim.Optimizer):
         dtypes = [e[key][1] for (chunk_id, _), e in described.items() if chunk_id == chunk.id and key in e]
         if not dtypes:
             return None
-        inner = self._inner[chunk.id]
-        piece = torch.zeros(inner.work.numel(), dtype=dtypes[0])
-        for position, place in enumerate(inner.places):
-            value = inner.state_of(position).get(key)
-            if value is not None:
-                piece[place.shard_offset : place.shard_offset + place.numel] = value
-        return piece
+        return self._inner[chunk.id].flat_state(key, dtypes[0])
 
     def _load_chunk(self, chunk: Chunk, saved: Mapping[int, Mapping[str, Any]]) -> None:
         inner = self._inner[chunk.id]
+        if chunk.spec.optim_tier is Tier.NVME:
+            inner.allocate_moments()  # so that there is something to open
+        with inner.opened(is_written=True):
+            self._load_segments(chunk, inner, saved)
+
+    def _load_segments(self, chunk: Chunk, inner: SegmentOptimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
         segments = {s.member_index: s for s in self._segments[chunk.id]}
         for position, place in enumerate(inner.places):
             state = saved.get(id(chunk.parameters[place.member_index]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -24,6 +26,7 @@ from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.timeline import Timeline, scheme_of
 from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.planning import data_bytes_of, make_plan, norm_parameters, param_specs, timeline_of
+from lightning_elixir.storage.nvme import DiskOptions
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,12 @@ _SHARES_LEFT = (0.75, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03)
 """Of the device's memory, for activations that nobody knows yet: the first that leaves room for the chunks."""
 
 T = TypeVar("T")
+
+
+def disk_options(config: ElixirConfig) -> DiskOptions:
+    """Where states on NVMe go."""
+    folder = None if config.nvme_offload_dir is None else os.fspath(config.nvme_offload_dir)
+    return DiskOptions(folder, config.nvme_backend, config.nvme_checksums)
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,8 @@ class _RankMemory:
     model_bytes: int
     """Host memory of the model as the user built it, which its shards will take over."""
     device_bytes: int | None
+    nvme_bytes: int
+    """Free on the disk that states may go to."""
 
 
 class Planner:
@@ -146,6 +157,7 @@ class Planner:
                 available_host_bytes(),
                 sum(p.untyped_storage().nbytes() for p in own.values()),
                 current_device_memory_bytes(self._device),
+                self._free_nvme_bytes(),
             )
         )
         limit = self._config.cpu_limit_bytes
@@ -157,7 +169,16 @@ class Planner:
         device = [m.device_bytes for m in everyone if m.device_bytes is not None]
         if self._config.gpu_limit_bytes is not None:
             device.append(self._config.gpu_limit_bytes)
-        return Budget(min(device, default=None), min(per_rank))
+        on_disk = [m.nvme_bytes // sum(n.node_rank == m.node_rank for n in everyone) for m in everyone]
+        # Half: where the engine moves to another placement, states may be there twice for a moment.
+        return Budget(min(device, default=None), min(per_rank), nvme_bytes=min(on_disk) // 2)
+
+    def _free_nvme_bytes(self) -> int:
+        """Looked for where the search may use it."""
+        config = self._config
+        if config.placement_policy != "auto" or config.nvme_offload_dir is None:
+            return 0
+        return shutil.disk_usage(disk_options(config).existing_folder()).free
 
     def first_plan(
         self, model: nn.Module, budget: Budget, *, is_training: bool, optimizer: OptimizerFacts | None = None
@@ -348,6 +369,8 @@ class Planner:
             world_size=self._comm.world_size,
             gpu_bytes=budget.gpu_bytes,
             cpu_bytes=budget.cpu_bytes,
+            nvme_bytes=budget.nvme_bytes,
+            nvme_offload_fraction=config.nvme_offload_fraction,
             non_model_bytes=budget.non_model_bytes,
             num_states=facts.num_states,
             accumulates=self._accumulates,

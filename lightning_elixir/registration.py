@@ -14,7 +14,7 @@ _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "elixir_cpu": ("parameters and optimizer states in host memory", {"placement_policy": "cpu"}),
     "elixir_cuda": ("everything in GPU memory", {"placement_policy": "cuda"}),
     "elixir_nvme": (
-        "optimizer states on NVMe (comes with a later version)",
+        "parameters in host memory, optimizer states on NVMe",
         {"placement_policy": "cpu", "nvme_offload_fraction": 1.0},
     ),
 }

@@ -36,21 +36,24 @@ from lightning_elixir.building import (
     run_together,
     skeleton_of,
 )
-from lightning_elixir.config import ElixirConfig, HardwareOption, PlanOption, PolicyName, TimingName
+from lightning_elixir.config import ElixirConfig, HardwareOption, NvmeBackendName, PlanOption, PolicyName, TimingName
 from lightning_elixir.core.threads import ThreadPlan, thread_plan
 from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.fitting import FitRun, accumulates_gradients
 from lightning_elixir.holding import BuildOptions, Holding
+from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.memory import is_on_nvme
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.planner import OptimizerFacts, Planner
+from lightning_elixir.planner import OptimizerFacts, Planner, disk_options
 from lightning_elixir.precision import ElixirPrecision, elixir_precision, is_update_unobserved, needs_norm_or_scale
 from lightning_elixir.processes import ProcessStrategy, StartMethod
-from lightning_elixir.profiling.hardware import profile_hardware
+from lightning_elixir.profiling.hardware import profile_hardware, with_disk_rates
 from lightning_elixir.retry import RepeatableStep
 from lightning_elixir.run_report import RunReport
 from lightning_elixir.runtime.stats import Stats
+from lightning_elixir.storage.nvme import is_in_memory
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
 log = logging.getLogger(__name__)
@@ -88,6 +91,8 @@ class ElixirStrategy(ProcessStrategy):
         cpu_memory_limit: int | str | None = None,
         nvme_offload_fraction: float = 0.0,
         nvme_offload_dir: str | None = None,
+        nvme_backend: NvmeBackendName = "direct",
+        nvme_checksums: bool = False,
         plan: PlanOption = None,
         hardware: HardwareOption = None,
         report_dir: str | None = None,
@@ -143,8 +148,13 @@ class ElixirStrategy(ProcessStrategy):
                 may take. Default: all of it.
             gpu_memory_limit: Plan as if each GPU had no more. On the CPU accelerator this limits the rCache.
             cpu_memory_limit: Plan as if each host had no more.
-            nvme_offload_fraction: Share of the optimizer states on NVMe. Comes with a later version.
-            nvme_offload_dir: Folder for them. Comes with a later version.
+            nvme_offload_fraction: cpu, const: share of the masters and optimizer states in host memory, by elements,
+                that lives on NVMe instead; `HybridAdam` and `CPUAdam` only.
+            nvme_offload_dir: Folder for them, on a fast disk; made if missing. No file of ours stays there. auto:
+                states go there where the host's memory is short. Default: the system's folder for temporary files, if
+                that is on a disk.
+            nvme_backend: Who reads and writes there: "direct" (our own) or "tensornvme" (the package of that name).
+            nvme_checksums: Check what is read from NVMe against what was written; slow, for debugging.
             plan: A `Plan`, or the path of one that was saved, to obey instead of searching.
             hardware: Figures of the machine to plan with: a `HardwareSpec`, or the path of one that was saved. Default:
                 measured on GPUs, once for each machine; round figures on the CPU accelerator.
@@ -205,6 +215,7 @@ class ElixirStrategy(ProcessStrategy):
         apply_threads(self._threads)
         # Before the model takes memory
         run_together(self._comm, self._check_files if self.is_global_zero else lambda: None)
+        run_together(self._comm, self._check_disk)
 
     def _check_files(self) -> None:
         self._config.given_hardware()
@@ -212,6 +223,13 @@ class ElixirStrategy(ProcessStrategy):
         is_training = module is not None and module.trainer.state.fn == TrainerFn.FITTING
         if is_training and self._config.report_dir is not None:
             RunReport(self._config.report_dir).prepare()
+
+    def _check_disk(self) -> None:
+        if not self._config.may_use_nvme:
+            return
+        folder = disk_options(self._config).existing_folder()
+        if is_in_memory(folder):
+            log.warning("nvme_offload_dir: %s is in memory itself, so that nothing is gained by it", folder)
 
     @property
     @override
@@ -305,13 +323,18 @@ class ElixirStrategy(ProcessStrategy):
         found = run_together(self._comm, config.given_hardware if self.is_global_zero else lambda: None)
         given: HardwareSpec | None = self._comm.exchange_objects(found)[0]
         is_searched = config.placement_policy == "auto" and config.plan is None
-        if given is not None or not is_training or not (is_searched or config.report_dir is not None):
-            return given or self._hardware
-        if self._hardware is not None:
-            return self._hardware
-        if device.type == "cpu":
-            return HardwareSpec.nominal(config.gpu_limit_bytes)
-        return profile_hardware(device=device, comm=self._comm, local_world_size=max(1, self.num_processes))
+        disk = config.nvme_offload_dir if is_searched else None
+        known = given or self._hardware
+        is_wanted = is_training and (is_searched or config.report_dir is not None)
+        if known is None and is_wanted and device.type != "cpu":
+            known = profile_hardware(
+                device=device, comm=self._comm, local_world_size=max(1, self.num_processes), nvme_dir=disk
+            )
+        elif known is None and (is_wanted or disk is not None):
+            known = HardwareSpec.nominal(config.gpu_limit_bytes)
+        if known is None or disk is None or known.nvme_adam_numel_per_s is not None:
+            return known
+        return with_disk_rates(known, disk, self._comm, device=device, local_world_size=max(1, self.num_processes))
 
     def _build(self, module: LightningModule, options: BuildOptions, is_training: bool) -> Holding:
         plugin, config = self.precision_plugin, self._config
@@ -323,7 +346,7 @@ class ElixirStrategy(ProcessStrategy):
         plan, is_final = planner.first_plan(
             module, budget, is_training=is_training, optimizer=self._facts() if is_training else None
         )
-        skeleton = skeleton_of(module)
+        skeleton, disk = skeleton_of(module), disk_options(config)
         engine = ElixirModule(
             module,
             plan,
@@ -336,6 +359,9 @@ class ElixirStrategy(ProcessStrategy):
             reduce_dtype=config.reduction_dtype,
             pin_memory=config.pin_memory,
             device=self.root_device,
+            nvme_offload_dir=disk.folder,
+            nvme_backend=disk.backend,
+            nvme_checksums=disk.has_checksums,
         )
         holding = Holding(engine, options, budget, skeleton, is_warm=is_final)
         holding.attach()
@@ -438,6 +464,7 @@ class ElixirStrategy(ProcessStrategy):
                 " over self.parameters(), and return it"
             )
         config = self._config
+        self._avoid_nvme_for(optimizer)
         self._elixir_optimizer = ElixirOptimizer(
             self._engine,
             optimizer,
@@ -453,6 +480,17 @@ class ElixirStrategy(ProcessStrategy):
         )
         self.precision_plugin.attach_optimizer(self._elixir_optimizer)
         return self._elixir_optimizer
+
+    def _avoid_nvme_for(self, optimizer: Optimizer) -> None:
+        """Where placements are searched for, one that is no Adam of ours goes without NVMe."""
+        config, holding = self._config, self._holding
+        if isinstance(optimizer, HybridAdam) or config.placement_policy != "auto" or config.plan is not None:
+            return
+        holding.budget = dataclasses.replace(holding.budget, nvme_bytes=0)
+        plan = holding.engine.plan
+        if any(is_on_nvme(c) for c in plan.chunks):
+            log.info("%s cannot update states on NVMe: placing them without it", type(optimizer).__name__)
+            holding.engine.replan(self._planner().warm_up_plan(holding.skeleton, plan, holding.budget))
 
     # Training
 

@@ -22,6 +22,7 @@ from lightning_elixir.runtime.build import Precision
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.runtime.whole import whole_grads, write_whole
+from lightning_elixir.storage.nvme import DiskOptions
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,13 @@ class ElixirModule(nn.Module):
         reduce_dtype: What gradients are cast to for the reduction over ranks; None: as they are.
         pin_memory: Page-lock host shards (CUDA).
         device: Where to compute; None: the current CUDA device, or the CPU where there is none.
+        nvme_offload_dir: Folder for the optimizer states that the plan has on NVMe; None: the system's folder for
+            temporary files, if that is on a disk.
+        nvme_backend: Who reads and writes there: "direct" (our own) or "tensornvme" (the package).
+        nvme_checksums: Check what is read from NVMe against what was written; slow, for debugging.
 
     Raises:
+        StorageError: If the folder cannot be used, or its disk has too little room.
         PlanError: If the plan is for another model, another number of ranks or another dtype, or fp16 is asked for on
             the CPU.
     """
@@ -66,6 +72,9 @@ class ElixirModule(nn.Module):
         reduce_dtype: torch.dtype | None = None,
         pin_memory: bool = True,
         device: torch.device | None = None,
+        nvme_offload_dir: str | None = None,
+        nvme_backend: str = "direct",
+        nvme_checksums: bool = False,
     ) -> None:
         super().__init__()
         plan = search_result
@@ -75,7 +84,8 @@ class ElixirModule(nn.Module):
         _check(plan, self.dtype, dtype is not None, comm.world_size, runtime_device.torch_device)
         is_half = self.dtype.itemsize == 2
         precision = Precision(torch.float32 if is_half and master_weights else None)
-        self.engine = Engine(model, plan, runtime_device, comm, precision, reduce_dtype, prefetch)
+        disk = DiskOptions(nvme_offload_dir, nvme_backend, nvme_checksums)
+        self.engine = Engine(model, plan, runtime_device, comm, precision, reduce_dtype, prefetch, disk)
         self.module = model
         self.needs_loss_scale = self.dtype is torch.float16 and master_weights
         self._device_type = runtime_device.torch_device.type

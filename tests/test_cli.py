@@ -232,6 +232,25 @@ def test_precision_decides_the_bytes(capsys: pytest.CaptureFixture[str], precisi
     assert (notes["gpu_param_bytes"], notes["gpu_state_bytes"]) == (numel * per_param[0], numel * per_param[1])
 
 
+def test_states_on_nvme_are_planned_and_the_disk_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["plan", "--model", "gpt2", "--set", "n_layer=12", "n_embd=256", "n_head=4", "vocab_size=1000"]
+    arguments += ["--seq-len", "128", "--batch-size", "2", "--chunk-size", "1MiB", "--checkpointing"]
+    arguments += ["--gpu-memory", "115MiB", "--cpu-memory", "90MiB", "--nvme-memory", "1GiB"]
+    arguments += ["--nvme-read-gb-s", "0.5", "--nvme-write-gb-s", "0.4", "--html", "plan.html"]
+    assert main(arguments) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the disk sets the pace: it reads and writes states for" in out
+    assert "buffers for states on NVMe" in out
+    assert "busy: NVMe, states read and written" in out
+    assert "training takes nvme_offload_dir, a folder on that disk" in out
+    assert "cannot be run" not in out
+    page = Path("plan.html").read_text(encoding="utf-8")
+    assert "The disk sets the pace" in page
+    assert "states read from NVMe" in page
+    assert main([*arguments[:-10], "--cpu-memory", "300MiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["notes"]["nvme_bytes"] == 0
+
+
 def test_checkpointing_saves_activations(capsys: pytest.CaptureFixture[str]) -> None:
     peaks = []
     for extra in ([], ["--checkpointing"]):

@@ -6,14 +6,15 @@ import dataclasses
 import inspect
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from lightning_elixir.config import ElixirConfig, parse_bytes
+from lightning_elixir.config import ElixirConfig, NvmeBackendName, parse_bytes
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import HardwareSpec, save_hardware
+from lightning_elixir.storage.nvme import BACKENDS
 
 
 @pytest.mark.parametrize(
@@ -126,12 +127,27 @@ def test_contradicting_loss_scale_is_refused(options: dict[str, Any]) -> None:
         ElixirConfig(**options)
 
 
-@pytest.mark.parametrize("options", [{"nvme_offload_fraction": 1.0}, {"nvme_offload_dir": "somewhere"}])
-def test_nvme_says_that_it_comes_later(options: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match="NVMe offload .* comes with a later version"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nvme_offload_fraction": 2.0}, "nvme_offload_fraction must be between 0 and 1"),
+        ({"nvme_offload_fraction": 0.5}, "placement_policy='cpu' .*not 'auto' .*give nvme_offload_dir alone"),
+        ({"nvme_offload_fraction": 0.5, "placement_policy": "cuda"}, "not 'cuda' .*which has none there"),
+        ({"nvme_offload_dir": ""}, "nvme_offload_dir must be the path of a folder, got ''"),
+        ({"nvme_offload_dir": 3}, "nvme_offload_dir must be the path of a folder, got 3"),
+        ({"nvme_backend": "floppy"}, "unknown nvme_backend 'floppy': choose one of direct, tensornvme"),
+    ],
+)
+def test_nvme_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         ElixirConfig(**options)
-    with pytest.raises(PlanError, match="nvme_offload_fraction must be between 0 and 1"):
-        ElixirConfig(nvme_offload_fraction=2.0)
+
+
+def test_nvme_options_that_can_be() -> None:
+    assert not ElixirConfig().may_use_nvme
+    assert ElixirConfig(nvme_offload_dir="somewhere").may_use_nvme
+    assert ElixirConfig(nvme_offload_fraction=1.0, placement_policy="cpu").may_use_nvme
+    assert get_args(NvmeBackendName) == BACKENDS  # config knows nothing of storage
 
 
 @pytest.mark.parametrize("given", [3, b"there", True])

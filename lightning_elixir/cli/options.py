@@ -88,7 +88,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nvme-memory",
         metavar="SIZE",
-        help="NVMe space for optimizer states, to see what it would bring: training with it comes with a later version",
+        help="NVMe space for optimizer states, for all GPUs together, where host memory is short",
     )
     group.add_argument("--gpus", type=_positive, default=1, metavar="N", help="GPUs, all of one host; default: 1")
     group.add_argument(

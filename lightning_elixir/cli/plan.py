@@ -54,7 +54,7 @@ class Found:
         """What to keep in mind."""
         remarks = (*self.subject.remarks, *self.machine.remarks)
         if any(c.optim_tier is Tier.NVME for c in self.plan.chunks):
-            remarks += ("states on NVMe: training with them comes with a later version; this plan cannot be run yet",)
+            remarks += ("states on NVMe: training takes nvme_offload_dir, a folder on that disk",)
         has_host_states = any(c.requires_grad and c.optim_tier is not Tier.GPU for c in self.plan.chunks)
         is_inside = self.plan.update_timing is UpdateTiming.INSIDE_BACKWARD and not self.plan.has_spare_states
         if has_host_states and is_inside:

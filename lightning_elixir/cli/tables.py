@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_elixir.plan.describe import describe_updates
+from lightning_elixir.plan.describe import describe_disk, describe_updates
 from lightning_elixir.plan.hardware import HardwareSpec, hardware_table
 from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.types import Plan, Tier
@@ -63,6 +63,9 @@ def _summary(found: Found, options: argparse.Namespace) -> Table:
     updates = describe_updates(plan)
     if updates:
         table.add_row("updates on the host", updates)
+    disk = describe_disk(plan)
+    if disk:
+        table.add_row("NVMe", disk)
     table.add_row("one step", format_seconds(step_s))
     for unit, count in (("tokens", found.num_tokens), ("samples", found.num_samples)):
         if count and step_s:
@@ -102,6 +105,10 @@ def _memory(found: Found) -> Table:
         on_gpu, on_host = int(plan.notes.get(key, 0)), host.get(text.partition(" and their")[0])
         host_bytes = int(plan.notes.get(on_host, 0)) if on_host else 0
         table.add_row(text, _bytes(on_gpu), _bytes(host_bytes))
+        host.pop(text.partition(" and their")[0], None)
+    for text, key in host.items():  # what only the host has
+        if plan.notes.get(key):
+            table.add_row(text, "-", _bytes(int(plan.notes[key])))
     table.add_section()
     together = [sum(int(plan.notes.get(key, 0)) for key, *_ in kinds) for kinds in (GPU_KINDS, HOST_KINDS)]
     table.add_row("together", *map(_bytes, together))
@@ -132,6 +139,7 @@ def _times(found: Found) -> Table:
         ("bus from the GPU", times.d2h_s),
         ("between ranks", times.collective_s),
         ("Adam, wherever it runs", times.adam_s),
+        ("NVMe, states read and written", times.nvme_s),
     )
     table.add_section()
     for what, seconds in beside:

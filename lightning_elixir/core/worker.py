@@ -29,9 +29,17 @@ class Task:
     """Work given to a `Worker`."""
 
     def __init__(
-        self, pool: _Pool, work: Work, order: float, after: Task | None, event: Event | None, is_brief: bool
+        self,
+        pool: _Pool,
+        work: Work,
+        order: float,
+        after: Task | None,
+        event: Event | None,
+        is_brief: bool,
+        is_held: bool,
     ) -> None:
         self._pool = pool
+        self._is_held = is_held
         self._work: Work | None = work
         self._order = order
         self._after = after
@@ -69,6 +77,12 @@ class Task:
         """Have it not begun any more, where that is possible: then it is over, and failed."""
         self._pool.cancel(self)
 
+    def release(self) -> None:
+        """A task that was submitted as held may begin. Waits for nothing."""
+        with self._pool.changed:
+            self._is_held = False
+            self._pool.changed.notify_all()
+
     def then(self, follower: Callable[[], None]) -> None:
         """Call it when the work is done, or has failed: on the thread that did it, before the task counts as over; or
         right here if that is past. It must not wait for the task, nor raise."""
@@ -81,7 +95,7 @@ class Task:
     # For the pool
 
     def _can_begin(self) -> bool:
-        return self._after is None or self._after._is_over
+        return not self._is_held and (self._after is None or self._after._is_over)
 
     def _is_prepared(self) -> bool:
         try:
@@ -407,6 +421,7 @@ class Worker:
         after: Task | None = None,
         event: Event | None = None,
         is_brief: bool = False,
+        is_held: bool = False,
     ) -> Task:
         """Have work done.
 
@@ -417,13 +432,15 @@ class Worker:
             event: It waits for this moment; work that need not wait may go before.
             is_brief: It only gives the device something to do: it goes before work that is not, and whoever waits for
                 it may carry it out.
+            is_held: It begins after `Task.release` alone, which must come. No thread waits for that, as one does for
+                an event: what comes first may be something that the threads themselves have to bring about.
         """
         if not self._threads:
             for number in range(self._num_threads):
                 thread = threading.Thread(target=self._pool.serve, name=f"{self._name}-{number}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
-        task = Task(self._pool, work, order, after, event, is_brief)
+        task = Task(self._pool, work, order, after, event, is_brief, is_held)
         self._pool.add(task)
         return task
 

@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypedDict
 
 from torch import Tensor
 
 from lightning_elixir.kernels import cpu
 from lightning_elixir.kernels.sequence import SCRATCH_ROWS, Scalars, Table, piece_numel, run_sequence
 
-__all__ = ["SCRATCH_ROWS", "Scalars", "adam_scalars", "adam_update_", "piece_numel", "update_parts_"]
+__all__ = ["SCRATCH_ROWS", "AdamHyper", "Scalars", "adam_scalars", "adam_update_", "piece_numel", "update_parts_"]
+
+
+class AdamHyper(TypedDict):
+    """A group's settings in the form `adam_update_` takes: plain Python numbers, read at the moment of the call."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    adamw_mode: bool
+    bias_correction: bool
+    maximize: bool
 
 
 def adam_scalars(

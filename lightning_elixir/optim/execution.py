@@ -22,7 +22,8 @@ from lightning_elixir.core.device import Device, Event, Uploads, working_on
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.optim.streaming import StateStream
-from lightning_elixir.optim.updates import FlatUpdate
+from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk
+from lightning_elixir.storage.nvme import Visit
 
 # Bounds temporary memory on the device, and for changed gradients everywhere.
 _DEVICE_PIECE_NUMEL = _CHANGED_NUMEL = 16 * 1024 * 1024
@@ -116,7 +117,7 @@ class UpdateRecord:
 
 @dataclass(frozen=True)
 class ChunkUpdate:
-    """All updates of one chunk whose states are in host memory."""
+    """All updates of one chunk whose states are in host memory, or on a disk."""
 
     updates: Sequence[FlatUpdate]
     is_streamed: bool = False
@@ -130,6 +131,9 @@ class ChunkUpdate:
     wait for `may_write` then."""
     cast: tuple[Tensor, Tensor] | None = None
     """A host tensor and one of another dtype that receives its values, 1-D, of one numel; after the update."""
+    on_disk: StatesOnDisk | None = None
+    """The updates are described over what is there; they begin when it has come to host memory, and are over before it
+    is back."""
 
 
 class UpdateRunner:
@@ -150,6 +154,7 @@ class UpdateRunner:
         context = partial(working_on, device.torch_device)
         self._host = Worker("elixir-update", num_threads=2, context=context)
         self._streamer = Worker("elixir-stream", context=context, most_in_flight=_STREAMED_IN_FLIGHT)
+        self._visits: dict[Task, Visit] = {}  # of updates that are not over
 
     def held_bytes(self) -> dict[str, int]:
         """Device memory held now, by the engine's kinds."""
@@ -234,10 +239,14 @@ class UpdateRunner:
         else:
             record.cpu_numel += numel
         worker = self._streamer if job.is_streamed else self._host
+        event = _All(job.ready) if job.ready else None
         task = after
-        if job.updates or job.cast is not None or task is None:
+        if job.on_disk is not None:
+            task = self._submit_visit(job, job.on_disk, record, order, after, event)
+            record.watch(task)
+        elif job.updates or job.cast is not None or task is None:
             work = partial(self._stream_up if job.is_streamed else self._update_on_host, job, record)
-            task = worker.submit(work, order=order, after=after, event=_All(job.ready) if job.ready else None)
+            task = worker.submit(work, order=order, after=after, event=event)
             record.watch(task)
         if job.uploads:
             # A task of its own: it waits for the end of backward, and the threads go on with other updates until then.
@@ -246,10 +255,42 @@ class UpdateRunner:
             record.watch(task)
         return task
 
+    def _submit_visit(
+        self,
+        job: ChunkUpdate,
+        on_disk: StatesOnDisk,
+        record: UpdateRecord,
+        order: float,
+        after: Task | None,
+        event: Event | None,
+    ) -> Task:
+        """The task is held until the states are there: a thread that waited for them could be the one that has to free
+        the buffer which they wait for."""
+        visit = on_disk.begin(order)
+        try:
+            work = partial(self._update_visited, job, on_disk, visit, record)
+            task = self._host.submit(work, order=order, after=after, event=event, is_held=True)
+        except BaseException:
+            visit.drop()
+            raise
+        self._visits[task] = visit
+        task.then(partial(self._forget_visit, task))
+        visit.then(task.release)
+        return task
+
+    def _forget_visit(self, task: Task) -> None:
+        visit = self._visits.pop(task, None)
+        if visit is not None:
+            visit.drop()  # where the update has ended it, this does nothing
+
     def reorder(self, orders: dict[Task, float]) -> None:
         """Have tasks that have not begun carried out in another order."""
         for worker in (self._host, self._streamer):
             worker.reorder(orders.get)
+        for task, order in orders.items():
+            visit = self._visits.get(task)
+            if visit is not None:
+                visit.set_order(order)
 
     def close(self) -> None:
         """Finish what is under way and end the threads."""
@@ -280,6 +321,16 @@ class UpdateRunner:
                     self._run_timed(update, record)
         if job.cast is not None:
             _cast(job.cast)
+        return end
+
+    def _update_visited(
+        self, job: ChunkUpdate, on_disk: StatesOnDisk, visit: Visit, record: UpdateRecord
+    ) -> Event | None:
+        visit.wait()  # it has come, or has failed
+        on_disk.prepare(visit)
+        updates = [update.over(visit.tensors) for update in job.updates]
+        end = self._update_on_host(replace(job, updates=updates), record)
+        visit.end()  # new values are in the compute dtype's memory already: nobody waits for this
         return end
 
     def _send_up(self, uploads: Sequence[tuple[Tensor, Tensor]]) -> Event:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypedDict, overload
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -14,26 +17,16 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.errors import PlanError
 from lightning_elixir.kernels.cpu import implementation
+from lightning_elixir.optim.adam import AdamHyper as AdamHyper
 from lightning_elixir.optim.adam import adam_update_
+from lightning_elixir.optim.memory_order import flattened, memory_order, write_back
+from lightning_elixir.optim.nvme_moments import MomentsOnNvme, NvmeOptions, no_steps
 
 logger = logging.getLogger(__name__)
 
 # What torch's implementations are chosen by. A loaded group must not keep them: they would come back to life in a
 # `torch.optim.AdamW` that loads our state dict, and `fused` or `capturable` would move `step` to the GPU here.
 _TORCH_IMPLEMENTATION_KEYS = ("foreach", "fused", "capturable", "differentiable")
-
-
-class AdamHyper(TypedDict):
-    """A group's settings in the form `adam_update_` takes: plain Python numbers, read at the moment of the call."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    adamw_mode: bool
-    bias_correction: bool
-    maximize: bool
 
 
 class HybridAdam(Optimizer):
@@ -48,6 +41,15 @@ class HybridAdam(Optimizer):
     An fp32 parameter takes an fp32, bf16, fp16 or fp64 gradient. torch lets `p.grad = g` through only for the dtype
     in `p.grad_dtype`: set that to the gradient's dtype (or None, for any) first.
 
+    With `nvme_offload_fraction`, moments of parameters on the CPU lie in a file on a disk, which is read, updated and
+    written piece by piece in `step()`, all three at once; the numbers stay the same to the bit. The file is made at the
+    first step, takes its space at once, and is gone with the optimizer, however the process ends. Parameters are taken
+    in their order until the share is reached; the one within which that happens goes as a whole. Parameters that come
+    later, by `add_param_group` or because they begin to train, are shared out among themselves, in a file of their own.
+    `optimizer.state[p]` then holds the step count alone: `state_dict()` has it all, in host memory, and `iter_states()`
+    one parameter after the other; `load_state_dict(torch.load(file, mmap=True))` brings states to the disk without
+    holding them in memory. If reading or writing fails in a step, the optimizer refuses all but `load_state_dict`.
+
     Args:
         params: Parameters, named parameters or groups, as any torch optimizer takes them. Strided, floating.
         lr: Learning rate, a number or a tensor of one element.
@@ -57,14 +59,18 @@ class HybridAdam(Optimizer):
         weight_decay: Decoupled decay (AdamW), or L2 penalty with `adamw_mode=False`.
         adamw_mode: AdamW rather than Adam. The default of the groups, which carry it under torch's name,
             `decoupled_weight_decay`.
-        nvme_offload_fraction: Share of the states to keep on NVMe, in [0, 1]. Only 0 so far.
-        nvme_offload_dir: Directory for the states on NVMe; unused while the fraction is 0.
+        nvme_offload_fraction: Share of the moments, by bytes, to keep on NVMe, in [0, 1]. All parameters must be on the
+            CPU then. A strategy has an option of its own for this.
+        nvme_offload_dir: Folder for them, made if it is missing. None: one for temporary files that is on a disk.
         simd_log: Log which implementation updates the parameters.
         amsgrad: Must be False; there for compatibility.
         maximize: Climb instead of descend.
+        nvme_backend: Who reads and writes: "direct", threads of our own that pass the page cache by, or "tensornvme",
+            the package of that name.
 
     Raises:
-        PlanError: (a `ValueError`) A setting out of range, `amsgrad`, NVMe, or a parameter that cannot be updated.
+        PlanError: (a `ValueError`) A setting out of range, `amsgrad`, or a parameter that cannot be updated, or not
+            with its moments on NVMe.
     """
 
     def __init__(
@@ -77,13 +83,14 @@ class HybridAdam(Optimizer):
         weight_decay: float = 0.0,
         adamw_mode: bool = True,
         nvme_offload_fraction: float = 0.0,
-        nvme_offload_dir: str | None = None,
+        nvme_offload_dir: str | os.PathLike[str] | None = None,
         *,
         simd_log: bool = False,
         amsgrad: bool = False,
         maximize: bool = False,
+        nvme_backend: str = "direct",
     ) -> None:
-        _check_nvme(nvme_offload_fraction, nvme_offload_dir)
+        self._nvme = MomentsOnNvme(NvmeOptions(nvme_offload_fraction, nvme_offload_dir, nvme_backend))
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -99,6 +106,16 @@ class HybridAdam(Optimizer):
         if simd_log:
             name, threads = type(self).__name__, default_num_threads()
             logger.info("%s: on the CPU %s, %d threads", name, implementation(), threads)
+
+    @property
+    def nvme_bytes(self) -> int:
+        """What moments take on NVMe now."""
+        return self._nvme.nbytes
+
+    @property
+    def nvme_buffer_bytes(self) -> int:
+        """Host memory that they pass through."""
+        return self._nvme.buffer_bytes
 
     @property
     def adamw_mode(self) -> bool:
@@ -136,7 +153,13 @@ class HybridAdam(Optimizer):
             self.param_groups.pop()
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "state": self._whole_states(), "_nvme_options": self._nvme.options}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_nvme" not in self.__dict__:  # a copy, or from a pickle: with a file of its own
+            self._nvme = MomentsOnNvme(state.pop("_nvme_options", NvmeOptions()))
         # torch calls this with a loaded state dict as well as with a pickle.
         for group in state["param_groups"]:
             _check_amsgrad(group.get("amsgrad", False))
@@ -152,6 +175,54 @@ class HybridAdam(Optimizer):
         for p_state in self.state.values():
             if "step" in p_state:  # a number in old state dicts, on the GPU in those of capturable and fused optimizers
                 p_state["step"] = torch.as_tensor(p_state["step"], dtype=torch.float32, device="cpu")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: with all moments, also those on NVMe, in host memory. `iter_states` does with less.
+
+        Raises:
+            StorageError: Moments cannot be read, or are lost since a step that failed.
+        """
+        own = self.state
+        self.state = self._whole_states()
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. What belongs on NVMe is written there; after a failure, to a new file.
+
+        Raises:
+            PlanError: `amsgrad`, or moments of another size than their parameter. With the latter, load others.
+            StorageError: It cannot be written.
+        """
+        super().load_state_dict(state_dict)
+        if self._nvme.failure is not None:
+            self._nvme = MomentsOnNvme(self._nvme.options)
+        self._nvme.share_out(self._labelled())
+        self._nvme.forget()
+        self._nvme.bring(self.state)
+
+    def iter_states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Each parameter that has states with those, whether they are in host memory or on NVMe.
+
+        Moments on NVMe come one parameter after the other, so that no more of them need to be in host memory; they are
+        copies. There must be no step until it has ended.
+
+        Raises:
+            StorageError: As `state_dict`.
+        """
+        self._nvme.check_whole()
+        for p, state in self.state.items():
+            if p not in self._nvme or "exp_avg" in state:
+                yield p, state
+        yield from self._nvme.read(self.state)
+
+    def _whole_states(self) -> Any:
+        self._nvme.check_whole()
+        whole = copy.copy(self.state)
+        whole.update(self.iter_states())  # in the order in which they were
+        return whole
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -172,7 +243,10 @@ class HybridAdam(Optimizer):
         Raises:
             PlanError: A sparse gradient, or one on another device, of another shape or not floating. No parameter
                 has been touched then.
+            StorageError: There is no room on the disk for moments: no parameter has been touched. Or reading or writing
+                them has failed, and now or in an earlier step: the message tells how far the step has come.
         """
+        self._nvme.check_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -182,29 +256,57 @@ class HybridAdam(Optimizer):
                 if p.grad is not None:
                     self._check_parameter(p, group, index)
                     _check_gradient(p, p.grad, group, index)
+        self._nvme.share_out(self._labelled())
+        self._nvme.bring(self.state)
+        in_memory: list[tuple[Tensor, AdamHyper]] = []
+        on_nvme: dict[Tensor, AdamHyper] = {}
         for group in self.param_groups:
             hyper = self.hyper_parameters(group)
             for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, p.grad, hyper)
+                if p.grad is None:
+                    continue
+                if p in self._nvme:
+                    on_nvme[p] = hyper
+                else:
+                    in_memory.append((p, hyper))
+        if on_nvme:
+            for group in self.param_groups:  # states are in this order, whatever is updated first
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self.state[p]
+            self._nvme.update(self.state, on_nvme, in_memory, self._update)
+        else:
+            for p, hyper in in_memory:
+                self._update(p, hyper)
         return loss
 
-    def _update(self, p: Tensor, grad: Tensor, hyper: AdamHyper) -> None:
+    def _labelled(self) -> Iterator[tuple[Tensor, Callable[[], str]]]:
+        """All parameters, and what to call them in an error."""
+        for group in self.param_groups:
+            for index, p in enumerate(group["params"]):
+                yield p, partial(_label, group, index)
+
+    def _update(self, p: Tensor, hyper: AdamHyper) -> None:
         state = self.state[p]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["step"] = no_steps()
             state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["step"] += 1
         # All four in the parameter's order of memory, so that a transposed or channels-last parameter is not copied.
-        order = None if p.is_contiguous() else sorted(range(p.dim()), key=p.stride, reverse=True)
+        order = memory_order(p)
         written = (p, state["exp_avg"], state["exp_avg_sq"])
-        flat = [_flatten(x, order) for x in written]
-        adam_update_(flat[0], _flatten(grad, order), flat[1], flat[2], step=int(state["step"].item()), **hyper)
+        flat = [flattened(x, order) for x in written]
+        adam_update_(
+            flat[0],
+            flattened(p if p.grad is None else p.grad, order),
+            flat[1],
+            flat[2],
+            step=int(state["step"].item()),
+            **hyper,
+        )
         for x, updated in zip(written, flat, strict=True):
-            if updated.data_ptr() != x.data_ptr():  # a copy, because `x` has gaps or another order
-                view = x if order is None else x.permute(order)
-                view.copy_(updated.view(view.shape))
+            write_back(x, updated, order)
 
     def _check_settings(self, group: Mapping[str, Any]) -> None:
         lr, betas, eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
@@ -226,6 +328,7 @@ class HybridAdam(Optimizer):
             name = type(self).__name__
             what = f"{_label(group, index)} is {p.dtype}, {p.layout}"
             raise PlanError(f"{name} updates dense floating parameters, but {what}")
+        self._nvme.check_place(p, partial(_label, group, index))
 
 
 class CPUAdam(HybridAdam):
@@ -240,12 +343,6 @@ class CPUAdam(HybridAdam):
         if p.device.type != "cpu":
             what = f"{_label(group, index)} is on {p.device}"
             raise PlanError(f"CPUAdam updates parameters on the CPU, but {what}; use HybridAdam")
-
-
-def _flatten(x: Tensor, order: list[int] | None) -> Tensor:
-    """The elements with the dimensions in this order (None: as they are), contiguous: a view where that is possible."""
-    x = (x if order is None else x.permute(order)).contiguous()
-    return x if x.dim() == 1 else x.view(-1)
 
 
 def _label(group: Mapping[str, Any], index: int) -> str:
@@ -270,13 +367,3 @@ def _check_gradient(p: Tensor, grad: Tensor, group: Mapping[str, Any], index: in
 def _check_amsgrad(amsgrad: bool) -> None:
     if amsgrad:
         raise PlanError("amsgrad=True is not supported; use torch.optim.AdamW(amsgrad=True)")
-
-
-def _check_nvme(fraction: float, directory: str | None) -> None:
-    if not 0.0 <= fraction <= 1.0:
-        raise PlanError(f"nvme_offload_fraction must be in [0, 1], got {fraction}")
-    if fraction > 0.0:
-        raise PlanError(
-            f"nvme_offload_fraction={fraction} (nvme_offload_dir={directory!r}) needs NVMe storage, which this version "
-            "does not have; leave it at 0"
-        )

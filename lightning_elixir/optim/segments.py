@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
-from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
+from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk, UpdatePart
 from lightning_elixir.plan.types import ALIGN_NUMEL
+from lightning_elixir.storage.nvme import MOMENTS, ChunkStates
 
 # Their update of one element looks at that element alone, so they may run over any slice of a parameter.
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -32,8 +34,6 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 
 # State entries that are one number for the whole parameter, whatever its shape.
 _SCALAR_STATES = {"step", "eta", "mu", "mu_product", "ax_step"}
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def elementwise_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
@@ -77,12 +77,16 @@ class SegmentOptimizer:
     Adam's two moments lie in one flat tensor each, segment after segment, so that a shard is moved and updated in long
     pieces; the states that it shows are views of them. Other optimizers make theirs themselves.
 
+    Moments on a disk are tensors on `meta` here: an update is described over those, and carried out where they have
+    come to (`StatesOnDisk`). Whoever needs their values opens them (`opened`).
+
     Args:
         cls: From `elementwise_class`.
-        work: 1-D tensor to update: the master, or the compute shard where there is none.
+        work: 1-D tensor to update: the master, or the compute shard where there is none; on `meta` if it is on a disk.
         places: The segments that have a parameter group, in order.
         groups: The user's parameter groups, for settings.
         empty: Makes 1-D tensors (numel, dtype) where the moments shall live.
+        on_disk: Where the moments are, if that is a disk; Adam only.
     """
 
     def __init__(
@@ -92,11 +96,14 @@ class SegmentOptimizer:
         places: Sequence[SegmentPlace],
         groups: Sequence[Mapping[str, Any]],
         empty: Callable[[int, torch.dtype], Tensor],
+        on_disk: ChunkStates | None = None,
     ) -> None:
         self.places = tuple(places)
+        self._on_disk = on_disk
+        self._blank: set[int] = set()  # positions whose moments are zeros, whatever the disk holds
         self.work = work
         self._empty = empty
-        self._moments: tuple[Tensor, ...] = ()  # Adam: `_MOMENTS`, once there are any
+        self._moments: tuple[Tensor, ...] = ()  # Adam: `MOMENTS`, once there are any
         self._spare_moments: tuple[Tensor, ...] = ()  # memory for the next ones, where these must stay as they are
         self._counts: dict[int, int] = {}  # Adam: position -> updates so far; no tensors, which took long
         # Where each segment's moments begin: as far apart as in the shard where segments follow each other there.
@@ -168,8 +175,53 @@ class SegmentOptimizer:
         if self.is_adam and not self._spare_moments:
             self._spare_moments = self._new_moments()
 
+    @contextmanager
+    def opened(self, *, is_written: bool = False) -> Iterator[None]:
+        """Inside, moments have values wherever they live: those on a disk are read to host memory, one chunk's at a
+        time, so nothing else may open them or update them.
+
+        Args:
+            is_written: They are changed inside.
+
+        Raises:
+            StorageError: The disk has failed.
+        """
+        on_disk = self._on_disk
+        if on_disk is None or not self._moments or not self._moments[0].is_meta:
+            yield
+            return
+        stand_ins, numel = self._moments, self._starts[-1]
+        if self._has_come_from_disk():
+            self._moments = tuple(on_disk.read(part)[:numel] for part in MOMENTS)
+            for position in self._blank:
+                for view in self._moments_at(position).values():
+                    view.zero_()
+        else:
+            self._moments = tuple(torch.zeros(numel, dtype=self.work.dtype) for _ in MOMENTS)
+        try:
+            yield
+            if is_written:
+                for part, moment in zip(MOMENTS, self._moments, strict=True):
+                    on_disk.write(part, nn.functional.pad(moment, (0, on_disk.spec.numel - numel)))
+                self._blank.clear()
+        finally:
+            self._moments = stand_ins
+
+    def _has_come_from_disk(self) -> bool:
+        """Whether any moments there hold something."""
+        return any(position not in self._blank for position in self._counts)
+
+    def take_on_disk(self) -> StatesOnDisk | None:
+        """What the update that was described just now has to know of states on a disk; it makes their zeros."""
+        if self._on_disk is None:
+            return None
+        blank = [slice(self._starts[i], self._starts[i] + self.places[i].numel) for i in sorted(self._blank)]
+        found = StatesOnDisk(self._on_disk, not self._has_come_from_disk(), tuple(blank))
+        self._blank.clear()
+        return found
+
     def _new_moments(self) -> tuple[Tensor, ...]:
-        return tuple(self._empty(self._starts[-1], self.work.dtype) for _ in _MOMENTS)
+        return tuple(self._empty(self._starts[-1], self.work.dtype) for _ in MOMENTS)
 
     def drop_spares(self) -> None:
         """Give them back."""
@@ -198,6 +250,8 @@ class SegmentOptimizer:
                 moments = {key: view.zero_() for key, view in self._moments_at(position).items()}
                 self._inner.state[self._tensors[position]] = moments
                 self._counts[position] = 0
+                if self._on_disk is not None:
+                    self._blank.add(position)
 
     def adam_updates(
         self,
@@ -302,16 +356,44 @@ class SegmentOptimizer:
         return runs
 
     def state_of(self, position: int) -> dict[str, Any]:
-        """State of the segment at `places[position]`, as torch's optimizers have it; empty before its first update."""
+        """State of the segment at `places[position]`, as torch's optimizers have it; empty before its first update.
+        Moments on a disk are on `meta`, unless they are `opened`."""
         if self._inner is None:
             return {}
         state: dict[str, Any] = self._inner.state.get(self._tensors[position], {})
         if self.is_adam and state:
-            return {"step": torch.tensor(float(self._counts[position]), dtype=torch.float32), **state}
+            step = torch.tensor(float(self._counts[position]), dtype=torch.float32)
+            return {"step": step, **state, **self._moments_at(position)}
         return state
 
+    def flat_state(self, key: str, dtype: torch.dtype) -> Tensor:
+        """One element-wise state of all segments, each where the segment lies in the shard, else zeros; in host memory.
+
+        Args:
+            key: Its name.
+            dtype: Of the result.
+        """
+        home: Tensor | None = None
+        if self._on_disk is not None and key in MOMENTS and self._has_come_from_disk():
+            home = self._on_disk.read(key)
+            is_whole = not self._blank and len(self._counts) == len(self.places)
+            if is_whole and all(s == p.shard_offset for s, p in zip(self._starts, self.places, strict=False)):
+                return home.to(dtype)  # which is what was to be made
+        piece = torch.zeros(self.work.numel(), dtype=dtype)
+        for position, place in enumerate(self.places):
+            value = self.state_of(position).get(key)
+            if value is None:
+                continue
+            if value.is_meta:
+                if home is None or position in self._blank:
+                    continue
+                value = home[self._starts[position] : self._starts[position] + place.numel]
+            piece[place.shard_offset : place.shard_offset + place.numel] = value
+        return piece
+
     def set_state(self, position: int, state: Mapping[str, Any]) -> None:
-        """Replace the state of the segment at `places[position]` by a copy, where the shard is.
+        """Replace the state of the segment at `places[position]` by a copy, where the shard is. Those on a disk must be
+        `opened` for that.
 
         Args:
             state: One value or 1-D tensor, `[numel]`, any device and dtype, by name; element-wise ones get the dtype of
@@ -322,10 +404,11 @@ class SegmentOptimizer:
         """
         if self._inner is None:
             return
-        taken = {k: self._copied(k, v) for k, v in state.items() if not (self.is_adam and k in ("step", *_MOMENTS))}
+        taken = {k: self._copied(k, v) for k, v in state.items() if not (self.is_adam and k in ("step", *MOMENTS))}
         self._counts.pop(position, None)
+        self._blank.discard(position)
         if self.is_adam and state:
-            missing = [key for key in ("step", *_MOMENTS) if key not in state]
+            missing = [key for key in ("step", *MOMENTS) if key not in state]
             if missing:
                 raise PlanError(
                     f"a state to load into Adam holds {sorted(state)}, but not {missing}: it was saved by another "
@@ -334,16 +417,42 @@ class SegmentOptimizer:
             self._counts[position] = int(state["step"])
             self.allocate_moments()
             for key, view in self._moments_at(position).items():
-                is_there = state[key].device == view.device and state[key].data_ptr() == view.data_ptr()
-                taken[key] = view if is_there else view.copy_(state[key])
+                if self._on_disk is None:
+                    is_there = state[key].device == view.device and state[key].data_ptr() == view.data_ptr()
+                    taken[key] = view if is_there else view.copy_(state[key])
+                elif view.is_meta:
+                    raise RuntimeError("states on a disk are written while they are opened")
+                else:
+                    view.copy_(state[key])
+                    taken[key] = torch.empty(view.shape, dtype=view.dtype, device="meta")
         self._inner.state[self._tensors[position]] = taken
 
     def take_states(self, earlier: SegmentOptimizer) -> None:
         """Take over the states of the optimizer that the same shard had before, on whatever device and with whatever
         segments in groups. `earlier` is of no use afterwards."""
+        if self._on_disk is not None and self._on_disk == earlier._on_disk and self._extents() == earlier._extents():
+            self._take_same(earlier)
+            return
+        if self._on_disk is not None and earlier._counts:
+            self.allocate_moments()
+        with earlier.opened(), self.opened(is_written=True):
+            self._copy_states(earlier)
+
+    def _extents(self) -> list[tuple[int, int, int]]:
+        return [(p.member_index, p.shard_offset, p.numel) for p in self.places]
+
+    def _take_same(self, earlier: SegmentOptimizer) -> None:
+        """As `take_states`, of states that are where they shall be."""
+        self._moments, self._counts, self._blank = earlier._moments, earlier._counts, earlier._blank
+        if self._inner is not None and earlier._inner is not None:
+            for tensor, before in zip(self._tensors, earlier._tensors, strict=True):
+                if before in earlier._inner.state:
+                    self._inner.state[tensor] = earlier._inner.state[before]
+
+    def _copy_states(self, earlier: SegmentOptimizer) -> None:
         if self.is_adam and earlier._moments and earlier._moments[0].device == self.work.device:
-            extents = [(p.member_index, p.shard_offset, p.numel) for p in self.places]
-            if extents == [(p.member_index, p.shard_offset, p.numel) for p in earlier.places]:
+            is_in_memory = self._on_disk is None and earlier._on_disk is None
+            if is_in_memory and self._extents() == earlier._extents():
                 self._moments, self._spare_moments = earlier._moments, earlier._spare_moments
         by_member = {p.member_index: i for i, p in enumerate(earlier.places)}
         for position, place in enumerate(self.places):
@@ -355,12 +464,13 @@ class SegmentOptimizer:
     def _copied(self, key: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or is_scalar_state(key, value):
             return value.clone() if isinstance(value, Tensor) else value
-        return value.to(device=self.work.device, dtype=self.work.dtype, copy=True)
+        device = "cpu" if self.work.is_meta else self.work.device
+        return value.to(device=device, dtype=self.work.dtype, copy=True)
 
     def _moments_at(self, position: int) -> dict[str, Tensor]:
         start = self._starts[position]
         return {
-            key: m[start : start + self.places[position].numel] for key, m in zip(_MOMENTS, self._moments, strict=True)
+            key: m[start : start + self.places[position].numel] for key, m in zip(MOMENTS, self._moments, strict=True)
         }
 
     def reset_step_counts(self) -> None:
@@ -383,7 +493,7 @@ class SegmentOptimizer:
             v.nbytes
             for state in self._inner.state.values()
             for k, v in state.items()
-            if isinstance(v, Tensor) and not is_scalar_state(k, v) and not (self.is_adam and k in _MOMENTS)
+            if isinstance(v, Tensor) and not is_scalar_state(k, v) and not (self.is_adam and k in MOMENTS)
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +12,7 @@ from lightning_elixir.kernels.sequence import Scalars, Table
 from lightning_elixir.optim.adam import adam_scalars, update_parts_
 from lightning_elixir.optim.hybrid_adam import AdamHyper
 from lightning_elixir.plan.types import ALIGN_NUMEL
+from lightning_elixir.storage.nvme import MASTER, MOMENTS, ChunkStates, Visit
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,16 @@ class FlatUpdate:
             outputs=self.outputs,
         )
 
+    def over(self, states: Mapping[str, Tensor]) -> FlatUpdate:
+        """The same over states that were on a disk when it was described, and are in a buffer now.
+
+        Args:
+            states: The whole of what this update's tensors on `meta` are slices of, by part.
+        """
+        named = {MASTER: self.param, MOMENTS[0]: self.exp_avg, MOMENTS[1]: self.exp_avg_sq}
+        found = {part: _same_slice(x, states[part]) if x.is_meta else x for part, x in named.items()}
+        return replace(self, param=found[MASTER], exp_avg=found[MOMENTS[0]], exp_avg_sq=found[MOMENTS[1]])
+
     @property
     def written(self) -> tuple[Tensor, Tensor, Tensor]:
         """Where the new parameter and moments go."""
@@ -145,6 +156,34 @@ class FlatUpdate:
                 numbers[key] = adam_scalars(step=part.step, grad_factor=self.grad_factor, **part.hyper)
             table.append((part.start, part.numel, numbers[key]))
         return table
+
+
+@dataclass(frozen=True)
+class StatesOnDisk:
+    """What an update has to know of states that it was described over while they were on a disk."""
+
+    states: ChunkStates
+    is_first: bool
+    """The moments have never been made: they are zeros, and not read."""
+    blank: tuple[slice, ...] = ()
+    """Where in the moments there are zeros, whatever the disk holds."""
+
+    def begin(self, order: float) -> Visit:
+        """Have them brought to host memory."""
+        read = [part for part in self.states.spec.parts if part == MASTER or not self.is_first]
+        return self.states.file.begin(self.states.chunk_id, read, order)
+
+    def prepare(self, visit: Visit) -> None:
+        """Once they are there: make the zeros."""
+        for part in MOMENTS:
+            moment = visit.tensors[part]
+            for span in (slice(None),) if self.is_first else self.blank:
+                moment[span].zero_()
+
+
+def _same_slice(stand_in: Tensor, whole: Tensor) -> Tensor:
+    start = int(stand_in.storage_offset())
+    return whole[start : start + stand_in.numel()]
 
 
 def _cut(outputs: tuple[Tensor, Tensor, Tensor] | None, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor] | None:

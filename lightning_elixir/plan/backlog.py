@@ -1,7 +1,8 @@
 """Updates that run beside forward and backward: who does them, in which order, and when each is done.
 
-The host's worker updates one chunk after the other; another thread streams pieces of chunks through the device, over
-the bus that fetches and gradients use as well. Both take the first chunk of their queue whose gradients have landed.
+The host's worker updates one chunk after the other, those whose states are on NVMe when these have been read; another
+thread streams pieces of chunks through the device, over the bus that fetches and gradients use as well. All take the
+first chunk of their queue whose gradients have landed.
 Nothing happens by itself: `advance` lets them work up to a moment, `done_s` makes one chunk the next one.
 """
 
@@ -34,8 +35,14 @@ class Work:
     """Streamed: of the bus to the device, a piece."""
     down_s: float = 0.0
     """Streamed: of the bus from the device, a piece."""
+    read_s: float = 0.0
+    """States on NVMe: of the disk, before the update."""
+    write_s: float = 0.0
+    """States on NVMe: of the disk, after it."""
+    known_s: float = 0.0
+    """States on NVMe: when reading may begin."""
     ready_s: float = math.inf
-    """When its gradients are there."""
+    """When its gradients are there, and its states read."""
     is_before_step: bool = False
     """Backward still reads the old values: the new ones may not go up yet."""
     is_begun: bool = False
@@ -43,6 +50,10 @@ class Work:
     @property
     def is_streamed(self) -> bool:
         return self.num_pieces > 0
+
+    @property
+    def is_on_disk(self) -> bool:
+        return self.read_s + self.write_s > 0
 
 
 class _Site(ABC):
@@ -52,6 +63,14 @@ class _Site(ABC):
         self.h2d, self.d2h, self.record, self.done = h2d, d2h, record, done
         self.free_s = 0.0
         self.waiting: list[Work] = []
+
+    def add(self, work: Work) -> None:
+        """One more, at the end of the queue."""
+        self.waiting.append(work)
+
+    def sort(self, key: Callable[[Work], tuple[bool, int]]) -> None:
+        """Another order for what has not begun."""
+        self.waiting.sort(key=key)
 
     def advance(self, until_s: float) -> None:
         """Do what begins before `until_s`."""
@@ -85,6 +104,10 @@ class _Site(ABC):
         ready = next((w for w in self.waiting if w.ready_s <= self.free_s), None)
         return ready or min(self.waiting, key=lambda w: w.ready_s)  # the first of equals
 
+    def left_s(self, now_s: float) -> float:
+        """Seconds of work that `now_s` leaves."""
+        return max(0.0, self.free_s - now_s) + sum(w.seconds for w in self.waiting)
+
     @abstractmethod
     def _do(self, work: Work, until_s: float) -> None:
         """Go on with `work`, not much further than `until_s`."""
@@ -95,19 +118,23 @@ class _Site(ABC):
 
 
 class _Host(_Site):
-    def __init__(self, h2d: Bus, d2h: Bus, record: Record, done: dict[int, float]) -> None:
+    def __init__(self, h2d: Bus, d2h: Bus, record: Record, done: dict[int, float], cpu: Bus) -> None:
         super().__init__(h2d, d2h, record, done)
+        self.cpu = cpu
         self._held: list[tuple[Work, float]] = []  # updated, with values that may not go up yet
 
     def _do(self, work: Work, until_s: float) -> None:
-        start_s = max(self.free_s, work.ready_s)
-        self.free_s = start_s + work.seconds
-        self.record("cpu", start_s, self.free_s, f"update {work.chunk_id}")
+        end_s = self._update(work)
         if work.write_back_s and work.is_before_step:
-            self._held.append((work, self.free_s))
+            self._held.append((work, end_s))
             self.waiting.remove(work)
         else:
-            self._done(work, self._write_back(work, self.free_s))
+            self._done(work, self._write_back(work, end_s))
+
+    def _update(self, work: Work) -> float:
+        start_s, self.free_s = self.cpu.reserve(max(self.free_s, work.ready_s), work.seconds)
+        self.record("cpu", start_s, self.free_s, f"update {work.chunk_id}")
+        return self.free_s
 
     def let_go(self, now_s: float) -> None:
         """The step has come: new values may go up."""
@@ -118,6 +145,68 @@ class _Host(_Site):
     def _write_back(self, work: Work, from_s: float) -> float:
         begin_s, end_s = self.h2d.reserve(from_s, work.write_back_s)
         self.record("h2d", begin_s, end_s, f"write back {work.chunk_id}")
+        return end_s
+
+
+class _HostOverDisk(_Host):
+    """States are read into buffers, in the order of the queue, also before gradients have landed; the host updates what
+    is there; then they are written back. Reads and writes share the disk, first come, first served."""
+
+    def __init__(self, h2d: Bus, d2h: Bus, record: Record, done: dict[int, float], cpu: Bus, num_buffers: int) -> None:
+        super().__init__(h2d, d2h, record, done, cpu)
+        self.disk = Bus()
+        self.unread: list[Work] = []
+        self._free_buffers = [0.0] * num_buffers  # since when
+
+    def add(self, work: Work) -> None:
+        self.unread.append(work)
+
+    def advance(self, until_s: float) -> None:
+        self._read(until_s)
+        while self.waiting:
+            work = self._next()
+            if max(self.free_s, work.ready_s) >= until_s:
+                return
+            self._do(work, until_s)
+            self._read(until_s)
+
+    def finish(self, work: Work, now_s: float) -> None:
+        if work in self.unread:
+            self.unread.remove(work)
+            self.unread.insert(0, work)
+        while work in self.unread:
+            if not self._free_buffers:
+                self._do(self._next(), math.inf)
+            self._read(math.inf)
+        super().finish(work, now_s)
+
+    def sort(self, key: Callable[[Work], tuple[bool, int]]) -> None:
+        super().sort(key)
+        self.unread.sort(key=key)
+
+    def left_s(self, now_s: float) -> float:
+        reading_s = sum(w.seconds + w.read_s for w in self.unread)
+        writing_s = sum(w.write_s for w in (*self.unread, *self.waiting))
+        return super().left_s(now_s) + reading_s + writing_s + max(0.0, max(self._free_buffers, default=now_s) - now_s)
+
+    def _read(self, until_s: float) -> None:
+        """What there are buffers for."""
+        while self.unread and self._free_buffers:
+            work, free_s = self.unread[0], min(self._free_buffers)
+            if max(free_s, work.known_s) >= until_s:
+                return
+            self._free_buffers.remove(free_s)
+            self.waiting.append(self.unread.pop(0))
+            begin_s, end_s = self.disk.reserve(max(free_s, work.known_s), work.read_s)
+            self.record("nvme", begin_s, end_s, f"read states {work.chunk_id}")
+            work.ready_s = max(work.ready_s, end_s)
+
+    def _update(self, work: Work) -> float:
+        end_s = super()._update(work)
+        self._read(end_s)  # all that the disk was asked for before
+        begin_s, written_s = self.disk.reserve(end_s, work.write_s)
+        self.record("nvme", begin_s, written_s, f"store states {work.chunk_id}")
+        self._free_buffers.append(written_s)
         return end_s
 
 
@@ -158,13 +247,18 @@ class Backlog:
         h2d: The bus to the device, shared with fetches.
         d2h: The bus from the device, shared with gradients.
         record: Told what is done when.
+        num_buffers: For states on NVMe.
     """
 
-    def __init__(self, h2d: Bus, d2h: Bus, record: Record) -> None:
+    def __init__(self, h2d: Bus, d2h: Bus, record: Record, num_buffers: int = 0) -> None:
+        self.cpu = Bus()
+        """The host's worker."""
         self._done: dict[int, float] = {}
         self._pending: dict[int, tuple[_Site, Work]] = {}
-        self._host = _Host(h2d, d2h, record, self._done)
+        self._host = _Host(h2d, d2h, record, self._done, self.cpu)
+        self._over_disk = _HostOverDisk(h2d, d2h, record, self._done, self.cpu, num_buffers)
         self._stream = _Stream(h2d, d2h, record, self._done)
+        self._sites: tuple[_Site, ...] = (self._host, self._over_disk, self._stream)
 
     def __contains__(self, chunk_id: int) -> bool:
         """Whether somebody who needs this chunk's new values has to wait for them. Backward needs the old ones."""
@@ -181,20 +275,19 @@ class Backlog:
         if work.chunk_id in self._pending:  # nobody needed it since
             ready_s = max(ready_s, self.done_s(work.chunk_id, ready_s))
         work.ready_s, work.is_before_step = ready_s, is_before_step
-        site = self._stream if work.is_streamed else self._host
-        site.waiting.append(work)
+        site: _Site = self._stream if work.is_streamed else self._over_disk if work.is_on_disk else self._host
+        site.add(work)
         self._pending[work.chunk_id] = site, work
 
     def advance(self, until_s: float) -> None:
-        """Let both work up to a moment."""
+        """Let all work up to a moment."""
         if self._pending:
-            self._host.advance(until_s)
-            self._stream.advance(until_s)
+            for site in self._sites:
+                site.advance(until_s)
 
     def left_s(self, now_s: float) -> float:
-        """Seconds of work that `now_s` leaves to both together."""
-        sites = (self._host, self._stream)
-        return sum(max(0.0, s.free_s - now_s) + sum(w.seconds for w in s.waiting) for s in sites)
+        """Seconds of work that `now_s` leaves to all together."""
+        return sum(site.left_s(now_s) for site in self._sites)
 
     def step(self, needed: Mapping[int, int], now_s: float) -> None:
         """Backward is over: what has not begun is done in the order of `needed` from now on."""
@@ -202,8 +295,14 @@ class Backlog:
         for _, work in self._pending.values():
             work.is_before_step = False
         self._host.let_go(now_s)
-        for site in (self._host, self._stream):
-            site.waiting.sort(key=lambda w: (not w.is_begun, needed.get(w.chunk_id, len(needed))))
+        self._over_disk.let_go(now_s)
+        for site in self._sites:
+            site.sort(lambda w: (not w.is_begun, needed.get(w.chunk_id, len(needed))))
+
+    def forget(self, before_s: float) -> None:
+        """Nobody asks for a time before this one again."""
+        for bus in (self.cpu, self._over_disk.disk):
+            bus.forget(before_s)
 
     def done_s(self, chunk_id: int, now_s: float) -> float:
         """When a chunk's update is done that somebody needs from `now_s` on; asked once an update."""

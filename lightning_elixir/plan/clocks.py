@@ -8,13 +8,14 @@ rCache does is the same in all of them, and found once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from lightning_elixir.plan.backlog import Backlog, Work
 from lightning_elixir.plan.cost import Costs
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.lanes import Bus, Lane
-from lightning_elixir.plan.memory import Scheme, memory_use
+from lightning_elixir.plan.memory import Scheme, is_on_nvme, memory_use, nvme_buffers
 from lightning_elixir.plan.policy import CachePolicy
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.rcache import RCache
@@ -85,7 +86,9 @@ class Clocks:
         """Of the compute stream."""
         self.fetch, self.reduce = Lane(), Lane()
         self.h2d, self.d2h = Bus(), Bus()
-        self.backlog = Backlog(self.h2d, self.d2h, self._span)
+        self.nvme_s = sum(sum(self.costs.nvme_s(c)) for c in self.on_host)
+        num_buffers = nvme_buffers(scheme.state_bytes(c) for c in self.on_host if is_on_nvme(c))[0]
+        self.backlog = Backlog(self.h2d, self.d2h, self._span, num_buffers)
         self.needed = self._order_of_need()
         self.landed_s: dict[int, float] = {}
         self.spans: list[Span] = []
@@ -93,11 +96,15 @@ class Clocks:
 
     def run(self) -> Clocked:
         step = self._step()
-        for _ in range(_MOST_STEPS - 1 if self.is_overlapped else 0):
+        has_rest = self.is_overlapped or self.nvme_s > 0  # the last states are written behind forward anyway
+        for _ in range(_MOST_STEPS - 1 if has_rest else 0):
             left_s = self.backlog.left_s(self.now_s)
             step = self._step()
             if abs(self.backlog.left_s(self.now_s) - left_s) <= _SAME * step.times.total_s:
                 break  # the next step would begin as this one did
+        if self.hardware.nvme_adam_numel_per_s is None and any(map(is_on_nvme, self.on_host)):
+            unknown = math.inf  # what spans and waiting leave out
+            return replace(step, times=replace(step.times, total_s=unknown, step_s=unknown, nvme_s=unknown))
         return step
 
     # What the rCache does, the same in every step
@@ -184,8 +191,10 @@ class Clocks:
             self._update()
         step_s = self.now_s - backward_end_s
         waiting_s = max(0.0, forward_backward_s - n * compute_s)
-        # All lanes together may ask more of the host's memory than it has; the spans do not show that.
-        more_s = max(0.0, self._host_memory_s() - forward_backward_s - step_s) if self.is_overlapped else 0.0
+        # All lanes together may ask more of the host's memory than it has; the spans do not show that. Nor may a step
+        # be shorter than what the disk has to do in it, as one could be that leaves more than it was left.
+        least_s = max(self._host_memory_s() if self.is_overlapped else 0.0, self.nvme_s)
+        more_s = max(0.0, least_s - forward_backward_s - step_s)
         times = StepTimes(
             total_s=forward_backward_s + step_s + more_s,
             compute_s=n * compute_s,
@@ -196,6 +205,7 @@ class Clocks:
             waiting_s=waiting_s + more_s,
             step_s=step_s,
             update_waiting_s=self.update_waiting_s + more_s,
+            nvme_s=self.nvme_s,
         )
         memory = tuple(replace(p, at_s=p.at_s - self.begin_s) for p in self.memory[first_memory:])
         end_s = backward_end_s - self.begin_s
@@ -359,11 +369,16 @@ class Clocks:
             for chunk in self.on_host:
                 if chunk.is_persistent and chunk.id in self.backlog:
                     self._wait(self.backlog.done_s(chunk.id, self.now_s), f"wait for the update of chunk {chunk.id}")
-        self.h2d.forget(self.begin_s)
-        self.d2h.forget(self.begin_s)
+        self._forget()
+
+    def _forget(self) -> None:
+        for each in (self.h2d, self.d2h, self.backlog):
+            each.forget(self.begin_s)
 
     def _work(self, chunk: ChunkSpec) -> Work:
         work = Work(chunk.id, self._update_s(chunk), self.costs.write_back_s(chunk))
+        work.read_s, work.write_s = self.costs.nvme_s(chunk)
+        work.known_s = self.now_s
         if chunk.is_update_streamed:
             work.num_pieces, work.up_s, work.down_s = self.costs.stream_s(chunk)
         return work
@@ -391,7 +406,7 @@ class Clocks:
     def _update(self) -> None:
         """Updates on the device, streamed ones and those of the host run side by side, each kind in turn; the last two
         share the host's memory, and slow each other down."""
-        begin_s = cpu_s = self.now_s
+        begin_s = last_s = self.now_s
         self._remember(begin_s, 0, self.stream_bytes)
         self.grad_bytes = self.start_grad_bytes
         streamed: list[tuple[float, str]] = []
@@ -401,13 +416,20 @@ class Clocks:
             if chunk.is_update_streamed:
                 streamed.append((seconds, label))
                 continue
-            self._span("cpu", cpu_s, cpu_s + seconds, label)
-            cpu_s += seconds
-            write_back_s = self.costs.write_back_s(chunk)
-            if write_back_s:
-                written.append((cpu_s, write_back_s, f"write back {chunk.id}"))
+            work = self._work(chunk)
+            if work.is_on_disk:
+                self.backlog.add(work, begin_s)
+                continue
+            start_s, last_s = self.backlog.cpu.reserve(last_s, seconds)
+            self._span("cpu", start_s, last_s, label)
+            if work.write_back_s:
+                written.append((last_s, work.write_back_s, f"write back {chunk.id}"))
         self._update_on_device()
-        self.now_s = max(self.now_s, cpu_s, self._share_bus(begin_s, streamed, written))
+        self.now_s = max(self.now_s, last_s, self._share_bus(begin_s, streamed, written))
+        for chunk in self.on_host:
+            if chunk.id in self.backlog:
+                self.now_s = max(self.now_s, self.backlog.done_s(chunk.id, begin_s))
+        self._forget()
 
     def _share_bus(
         self, now_s: float, streamed: list[tuple[float, str]], written: list[tuple[float, float, str]]

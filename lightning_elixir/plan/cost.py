@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.memory import Scheme
+from lightning_elixir.plan.memory import Scheme, is_on_nvme
 from lightning_elixir.plan.streaming import SLOT_BYTES
 from lightning_elixir.plan.types import ChunkSpec, Tier
 
@@ -53,17 +53,14 @@ class Costs:
         return self.hardware.d2h.seconds(chunk.nbytes // self.scheme.world_size)
 
     def update_s(self, chunk: ChunkSpec) -> float:
-        """Adam over this rank's shard, where the plan has it run; on NVMe, or reading and writing if longer."""
+        """Adam over this rank's shard, where the plan has it run; of states on NVMe, what the host does."""
         hardware = self.hardware
         numel = chunk.numel // self.scheme.world_size
         if chunk.optim_tier is Tier.GPU:
             return numel / hardware.gpu_adam_numel_per_s
         if chunk.is_update_streamed:
             return numel / hardware.streamed_adam_numel_per_s
-        update_s = numel / hardware.cpu_adam_numel_per_s
-        if chunk.optim_tier is Tier.NVME:
-            update_s = max(update_s, self.nvme_s(chunk))
-        return update_s
+        return numel / hardware.cpu_adam_numel_per_s
 
     def stream_s(self, chunk: ChunkSpec) -> tuple[int, float, float]:
         """A streamed update that shares the bus: in how many pieces, and how long one of them has the bus up and
@@ -86,14 +83,17 @@ class Costs:
         each = data.grad + 2 * (data.master + data.states) + data.compute
         if chunk.param_tier is Tier.GPU:  # values go up again, or never come down
             each += -data.compute if chunk.is_update_streamed else data.compute
+        if is_on_nvme(chunk):  # the disk writes them to host memory, and reads them there
+            each += 2 * (data.master + data.states)
         return (each + data.compute) * (chunk.numel // self.scheme.world_size)
 
-    def nvme_s(self, chunk: ChunkSpec) -> float:
-        """Reading and writing master and states, one after the other; infinite where no NVMe was measured."""
-        hardware, nbytes = self.hardware, self.scheme.state_bytes(chunk)
-        if not hardware.nvme_read_bytes_per_s or not hardware.nvme_write_bytes_per_s:
-            return math.inf
-        return nbytes / hardware.nvme_read_bytes_per_s + nbytes / hardware.nvme_write_bytes_per_s
+    def nvme_s(self, chunk: ChunkSpec) -> tuple[float, float]:
+        """Reading and writing master and states on NVMe; nothing where nobody has measured that."""
+        read_rate, write_rate = self.hardware.nvme_read_bytes_per_s, self.hardware.nvme_write_bytes_per_s
+        if not is_on_nvme(chunk) or not read_rate or not write_rate:
+            return 0.0, 0.0
+        nbytes = self.scheme.state_bytes(chunk)
+        return nbytes / read_rate, nbytes / write_rate
 
     def write_back_s(self, chunk: ChunkSpec) -> float:
         """New values of an update on the host, on their way to a parameter shard or replica on the device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_elixir.plan.placement import format_bytes, format_seconds
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
 
 _TIMINGS = {
@@ -35,6 +36,28 @@ def describe_placement(chunks: Sequence[ChunkSpec], blocks: int, depth: int) -> 
             parts.append(f"shards of {shards} on the GPU")
         parts.append(f"the others through an rCache of {blocks} block{'s' * (blocks != 1)}, fetched {depth} ahead")
     return ", ".join(parts)
+
+
+_PACE = 0.7
+_FELT = 0.05
+
+
+def describe_disk(plan: Plan) -> str:
+    """What the disk makes of a predicted step, and what would help, where that is much; else empty."""
+    times = None if plan.forecast is None else plan.forecast.times
+    if times is None or not times.nvme_s:
+        return ""
+    waiting_s = times.step_s + times.update_waiting_s
+    if times.nvme_s < _PACE * times.total_s or waiting_s < _FELT * times.total_s:
+        return ""
+    notes = plan.notes
+    lacking = int(notes.get("nvme_bytes", 0)) - int(notes.get("host_buffer_bytes", 0))
+    memory = f"{format_bytes(lacking, is_rounded_up=True)} more host memory for each rank would keep all states there; "
+    return (
+        f"the disk sets the pace: it reads and writes states for {format_seconds(times.nvme_s)} of a step of"
+        f" {format_seconds(times.total_s)}. {memory if lacking > 0 else ''}more micro-batches before each update give"
+        " it more time to hide in, and a faster disk needs less"
+    )
 
 
 def describe_updates(plan: Plan) -> str:

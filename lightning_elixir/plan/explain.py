@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_elixir.plan.describe import describe_placement, describe_updates
+from lightning_elixir.plan.describe import describe_disk, describe_placement, describe_updates
 from lightning_elixir.plan.placement import format_bytes, format_seconds
 from lightning_elixir.plan.types import Plan, StepTimes
 
@@ -12,6 +12,7 @@ _PARTS = (
     ("step_s", "the update, between backward and the next forward"),
     ("update_waiting_s", "of the waiting: for updates that are not done yet"),
     ("adam_s", "Adam, wherever it runs"),
+    ("nvme_s", "the disk reads and writes states"),
     ("h2d_s", "the bus to the device is busy"),
     ("d2h_s", "the bus from the device is busy"),
     ("collective_s", "collectives"),
@@ -48,10 +49,17 @@ def explain(plan: Plan) -> str:
         "states": "host_state_bytes",
         "spare states": "host_spare_bytes",
         "gradients": "host_grad_bytes",
+        "buffers for states on NVMe": "host_buffer_bytes",
     }
     lines.append(f"    {_kinds(plan, kinds)}")
+    on_nvme = int(plan.notes.get("nvme_bytes", 0))
+    if on_nvme:
+        lines.append(f"  NVMe: {format_bytes(on_nvme)}")
     lines.append(f"  predicted step: {format_seconds(forecast.times.total_s)}, with the figures of {forecast.hardware}")
     lines += [f"    {format_seconds(seconds)} {text}" for text, seconds in step_parts(forecast.times)]
+    disk = describe_disk(plan)
+    if disk:
+        lines.append(f"  {disk}")
     if forecast.alternatives:
         lines.append("  looked at as well:")
         for other in forecast.alternatives:

@@ -164,8 +164,8 @@ class _Fields:
     def optional_integer(self, key: str) -> int | None:
         return None if self.get(key) is None else self.integer(key, least=0)
 
-    def number(self, key: str) -> float:
-        value = self.get(key)
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key) if default is None else self._content.get(key, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise PlanError(f"{self._where}: {key} must be a number, got {value!r}")
         return float(value)
@@ -218,6 +218,10 @@ def _forecast_to_dict(forecast: Forecast) -> dict[str, object]:
     return content
 
 
+_LATER = {"nvme_s": 0.0}
+"""What forecasts have had only since some version, and what it was before."""
+
+
 def _forecast(content: object) -> Forecast | None:
     if content is None:
         return None
@@ -233,7 +237,7 @@ def _forecast(content: object) -> Forecast | None:
             Alternative(entry.text("description"), entry.optional_number("total_s"), entry.text("reason"))
         )
     return Forecast(
-        times=StepTimes(**{f.name: times.number(f.name) for f in dataclass_fields(StepTimes)}),
+        times=StepTimes(**{f.name: times.number(f.name, _LATER.get(f.name)) for f in dataclass_fields(StepTimes)}),
         peak_gpu_bytes=fields.integer("peak_gpu_bytes", least=0),
         gpu_limit_bytes=fields.optional_integer("gpu_limit_bytes"),
         host_bytes=fields.integer("host_bytes", least=0),

@@ -13,6 +13,19 @@ GRAD_BLOCKS = 2
 STAGING_BUFFERS = 3
 """Buffers through which gradients come down to be added up in host memory: one fills up, one is added, one waits."""
 
+NVME_BUFFERS = 3
+"""Buffers through which states on NVMe are updated: one is read into, one is updated, one is written back."""
+
+
+def nvme_buffers(state_bytes: Iterable[int]) -> tuple[int, int]:
+    """How many of those buffers there are in host memory, and the bytes of each: of the largest chunk's states.
+
+    Args:
+        state_bytes: Master and states of one rank, of each chunk that has them on NVMe.
+    """
+    sizes = list(state_bytes)
+    return min(NVME_BUFFERS, len(sizes)), max(sizes, default=0)
+
 
 def grad_staging(chunks: Iterable[ChunkSpec], world_size: int, itemsize: int | None = None) -> tuple[int, int]:
     """How many of those buffers there are, and the bytes of each: of the largest gradient shard.
@@ -28,6 +41,11 @@ def grad_staging(chunks: Iterable[ChunkSpec], world_size: int, itemsize: int | N
         if c.requires_grad and c.optim_tier is not Tier.GPU
     ]
     return min(STAGING_BUFFERS, len(sizes)), max(sizes, default=0)
+
+
+def is_on_nvme(chunk: ChunkSpec) -> bool:
+    """Whether the chunk has states, and has them there."""
+    return chunk.requires_grad and chunk.optim_tier is Tier.NVME
 
 
 @dataclass(frozen=True)
@@ -119,6 +137,11 @@ class Scheme:
         number, nbytes = grad_staging(chunks, self.world_size) if self.accumulates else (0, 0)
         return number * nbytes
 
+    def nvme_buffer_bytes(self, chunks: Iterable[ChunkSpec]) -> int:
+        """Host memory of the buffers through which states on NVMe are updated."""
+        number, nbytes = nvme_buffers(self.state_bytes(c) for c in chunks if is_on_nvme(c))
+        return number * nbytes
+
     def can_reuse(self, chunk: ChunkSpec) -> bool:
         """Whether a chunk's gradients could land in its compute shard."""
         data = self.data_bytes[chunk.dtype]
@@ -165,7 +188,10 @@ class MemoryUse:
     """Gradient shards in host memory, and the buffers through which they are added up."""
     non_model_bytes: int
     nvme_bytes: int = 0
+    """Master and optimizer states on NVMe."""
     host_spare_bytes: int = 0
+    host_buffer_bytes: int = 0
+    """Buffers through which states on NVMe are updated."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -176,7 +202,8 @@ class MemoryUse:
 
     @property
     def host_bytes(self) -> int:
-        return self.host_param_bytes + self.host_state_bytes + self.host_grad_bytes + self.host_spare_bytes
+        held = self.host_param_bytes + self.host_state_bytes + self.host_grad_bytes
+        return held + self.host_spare_bytes + self.host_buffer_bytes
 
 
 def memory_use(chunks: Sequence[ChunkSpec], rcache_blocks: int, scheme: Scheme, non_model_bytes: int = 0) -> MemoryUse:
@@ -218,4 +245,5 @@ def memory_use(chunks: Sequence[ChunkSpec], rcache_blocks: int, scheme: Scheme, 
         non_model_bytes=non_model_bytes,
         nvme_bytes=nvme,
         host_spare_bytes=sum(scheme.spare_bytes(c) for c in chunks),
+        host_buffer_bytes=scheme.nvme_buffer_bytes(chunks),
     )

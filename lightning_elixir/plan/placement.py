@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.memory import GRAD_BLOCKS, Budget, MemoryUse, ModelDataBytes, Scheme, memory_use
@@ -37,6 +37,11 @@ class Site:
     is_update_streamed: bool = False
 
 
+def sites_of(chunks: Sequence[ChunkSpec]) -> list[Site]:
+    """Where each of them is."""
+    return [Site(c.param_tier, c.optim_tier, c.is_persistent, c.is_update_streamed) for c in chunks]
+
+
 RESIDENT = Site(Tier.GPU, Tier.GPU, True)
 OFFLOADED = Site(Tier.CPU, Tier.CPU, False)
 
@@ -53,6 +58,8 @@ class PlacementRequest:
     """const: share of the optimizer bytes that lives on the host."""
     offload_param_frac: float = 0.0
     """const: share of the parameter bytes whose shards live on the host (and so are not persistent)."""
+    nvme_offload_fraction: float = 0.0
+    """Other than auto: share of the states in host memory, by elements, that goes on to NVMe."""
     prefetch_depth: int = 0
     """How many chunks to fetch ahead; 0: no prefetching."""
     distributed_storage: bool = True
@@ -112,19 +119,27 @@ def place(
     )
     policy = {"static": "const"}.get(request.policy, request.policy)
     if policy == "cuda":
-        return placer.plan([RESIDENT] * len(layout.packed), policy)
-    if policy == "cpu":
-        return placer.plan([OFFLOADED] * len(layout.packed), policy)
-    if policy == "const":
-        return placer.plan(_const_sites(placer), policy)
-    raise PlanError(f"policy {request.policy!r} is searched for, not placed")
+        sites = [RESIDENT] * len(layout.packed)
+    elif policy == "cpu":
+        sites = [OFFLOADED] * len(layout.packed)
+    elif policy == "const":
+        sites = _const_sites(placer)
+    else:
+        raise PlanError(f"policy {request.policy!r} is searched for, not placed")
+    return placer.plan(sites_of(with_states_on_nvme(placer.chunks(sites), request.nvme_offload_fraction)), policy)
 
 
 def check_request(request: PlacementRequest, world_size: int) -> None:
     """Raises `PlanError` for an unknown policy or an option out of its range."""
     if request.policy not in POLICIES:
         raise PlanError(f"unknown placement policy {request.policy!r}; known are {', '.join(map(repr, POLICIES))}")
-    for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac", "gpu_margin_mem_ratio"):
+    for name in (
+        "shard_param_frac",
+        "offload_optim_frac",
+        "offload_param_frac",
+        "nvme_offload_fraction",
+        "gpu_margin_mem_ratio",
+    ):
         value = getattr(request, name)
         if value is not None and not 0.0 <= value <= 1.0:
             raise PlanError(f"{name} must be between 0 and 1, got {value}")
@@ -321,6 +336,7 @@ class Placer:
                 "host_grad_bytes": use.host_grad_bytes,
                 "host_spare_bytes": use.host_spare_bytes,
                 "host_bytes": use.host_bytes,
+                "host_buffer_bytes": use.host_buffer_bytes,
                 "nvme_bytes": use.nvme_bytes,
                 "non_model_bytes": use.non_model_bytes,
                 "padding_bytes": padding_bytes(self.layout.packed),
@@ -377,15 +393,39 @@ class Placer:
             if c.param_tier is not Tier.GPU or (c.requires_grad and c.optim_tier is not Tier.GPU)
         )
         fitting = offloaded * max(0, limit) // use.host_bytes
+        buffers = f"; buffers for states on NVMe {format_bytes(use.host_buffer_bytes)}" * (use.host_buffer_bytes > 0)
         raise CapacityError(
             f"host memory: the plan needs {format_bytes(use.host_bytes)} for each rank (parameters"
             f" {format_bytes(use.host_param_bytes)}; optimizer states {format_bytes(use.host_state_bytes)}; gradients"
-            f" {format_bytes(use.host_grad_bytes)}), but there are {format_bytes(limit)}. What would fit is about"
-            f" {fitting:,} of the {offloaded:,} offloaded parameters: keep more on the GPU, spread the model over"
+            f" {format_bytes(use.host_grad_bytes)}{buffers}), but there are {format_bytes(limit)}. What would fit is"
+            f" about {fitting:,} of the {offloaded:,} offloaded parameters: keep more on the GPU, spread the model over"
             " more hosts, or make it smaller.",
             resource="host",
             lacking_bytes=use.host_bytes - limit,
         )
+
+
+def with_states_on_nvme(chunks: Sequence[ChunkSpec], fraction: float) -> tuple[ChunkSpec, ...]:
+    """The same chunks with the states of some of those that have them in host memory on NVMe.
+
+    The last ones go there: their gradients land first, and the next forward needs them last, so that their updates have
+    the longest time. They are updated by the host.
+
+    Args:
+        chunks: With their tiers; positions are ids.
+        fraction: Share of the elements with states in host memory that goes. Where that falls within a chunk, the
+            number of chunks that comes nearest to it is taken; of two as near, the smaller.
+
+    Raises:
+        PlanError: The fraction is outside [0, 1].
+    """
+    if not 0.0 <= fraction <= 1.0:
+        raise PlanError(f"nvme_offload_fraction must be between 0 and 1, got {fraction}")
+    sizes = [c.numel if c.requires_grad and c.optim_tier is Tier.CPU else 0 for c in chunks]
+    chosen = _highest(sizes, fraction)
+    return tuple(
+        replace(c, optim_tier=Tier.NVME, is_update_streamed=False) if i in chosen else c for i, c in enumerate(chunks)
+    )
 
 
 def _managed(chunks: Sequence[ChunkSpec]) -> set[int]:

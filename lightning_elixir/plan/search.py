@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, product
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
-from lightning_elixir.plan.memory import memory_use
+from lightning_elixir.plan.memory import is_on_nvme, memory_use
 from lightning_elixir.plan.placement import (
     OFFLOADED,
     RESIDENT,
@@ -24,6 +25,7 @@ from lightning_elixir.plan.placement import (
     check_request,
     format_bytes,
     format_seconds,
+    sites_of,
 )
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.space import (
@@ -38,11 +40,14 @@ from lightning_elixir.plan.space import (
     is_all_on_gpu,
     rank,
 )
+from lightning_elixir.plan.spilling import in_host_memory, spilled
 from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier, UpdateTiming
 
 _NUM_ALTERNATIVES = 6
 _SAME = 1e-3  # relative difference of predictions below which two placements are as fast
+_WORTH_A_DISK = 0.05
+"""Part of the step that states on NVMe have to save where another placement needs none: disks are shared, and wear."""
 _HIDDEN = 5e-3  # part of the step below which nobody has to be told of a cost
 # Activations cannot be cut to less than this part: of a batch of eight, one sample and checkpointing would be left.
 _LEAST_ACTIVATIONS = 10
@@ -88,19 +93,34 @@ def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
 def could_speculate(plan: Plan, problem: Problem) -> bool:
     """Whether updates of a plan without spare states would begin earlier with them, had the host the memory."""
     scheme = scheme_of(replace(plan, has_spare_states=True), problem.data_bytes)
-    is_short = plan.grad_reuses_compute_shard or any(c.optim_tier is Tier.NVME for c in plan.chunks)
+    is_short = plan.grad_reuses_compute_shard or has_states_on_nvme(plan)
     return problem.can_speculate and not is_short and any(scheme.has_spares(c) for c in plan.chunks)
 
 
+def has_states_on_nvme(plan: Plan) -> bool:
+    return any(is_on_nvme(c) for c in plan.chunks)
+
+
 def _frugal(candidates: Sequence[Candidate], problem: Problem) -> Plan:
-    """The fastest plan without spare states, gradients in compute shards where nothing else fits."""
+    """The fastest plan without spare states; with states on NVMe only where that is worth it, or nothing else fits."""
+    plan = _reusing_if_short(candidates, problem)
+    if has_states_on_nvme(plan):
+        with suppress(CapacityError):
+            other = _reusing_if_short(candidates, problem.in_memory())
+            if _seconds(plan) >= _seconds(other) * (1 - _WORTH_A_DISK):
+                return other
+    return plan
+
+
+def _reusing_if_short(candidates: Sequence[Candidate], problem: Problem) -> Plan:
+    """The fastest plan, gradients in compute shards where nothing else fits but with states on NVMe."""
     try:
         plan = _searched(candidates, problem)
     except CapacityError as error:
         if error.resource != "host" or not problem.can_reuse_compute_shard:
             raise
         return _searched(candidates, problem.reusing())
-    if problem.can_reuse_compute_shard and any(c.optim_tier is Tier.NVME for c in plan.chunks):
+    if problem.can_reuse_compute_shard and has_states_on_nvme(plan):
         other = _searched(candidates, problem.reusing())
         if _seconds(other) < _seconds(plan):
             return other
@@ -142,7 +162,10 @@ def distance(refusal: CapacityError) -> tuple[bool, int]:
 
 
 def with_forecast(plan: Plan, profile: StepProfile, problem: Problem) -> Plan:
-    """A plan that nobody searched for, with what the simulation expects of it."""
+    """A plan that nobody searched for, with what the simulation expects of it; without where it has states on a disk
+    that nobody has measured."""
+    if has_states_on_nvme(plan) and problem.hardware.nvme_adam_numel_per_s is None:
+        return plan
     scheme = scheme_of(plan, problem.data_bytes, problem.stream_bytes, accumulates=problem.accumulates)
     timeline = simulate_step(
         plan,
@@ -367,9 +390,10 @@ class _LayoutSearch(Space):
 
     def plan_of(self, outcome: Outcome, others: Sequence[tuple[_LayoutSearch, Outcome]]) -> Plan:
         """The plan, simulated with the whole trace."""
-        sites = [Site(c.param_tier, c.optim_tier, c.is_persistent, c.is_update_streamed) for c in outcome.chunks]
         depth = outcome.choice.depth if self.problem.request.prefetch_depth else 0
-        plan = self.placer.plan(sites, "auto", prefetch_depth=depth or self.problem.request.prefetch_depth)
+        plan = self.placer.plan(
+            sites_of(outcome.chunks), "auto", prefetch_depth=depth or self.problem.request.prefetch_depth
+        )
         timeline = self._simulate(plan.chunks, plan.rcache_blocks, plan.prefetch_depth, self.profile)
         hardware = self.problem.hardware.name
         if self.problem.is_time_guessed:
@@ -395,7 +419,7 @@ class _LayoutSearch(Space):
         where = "the GPU's memory"
         if self.most_state_bytes is not None:
             where += f", of which states may take {format_bytes(self.most_state_bytes)} (gpu_margin_mem_ratio)"
-        if any(c.optim_tier is Tier.NVME for c in outcome.chunks):
+        if outcome.nvme_bytes:
             where = "the host's memory, which sends states to NVMe"
         costs = {
             "updates of states beside the GPU": times.step_s + times.update_waiting_s,
@@ -456,7 +480,7 @@ class _LayoutSearch(Space):
         if limit > whole:
             hosts = math.ceil((use.host_bytes - whole) * problem.world_size / (limit - whole))
             cures.append(f"{hosts} GPUs on as many hosts")
-        on_nvme = self._nvme_bytes(chunks, lacking)
+        on_nvme = self._nvme_bytes(chunks)
         if on_nvme is not None:
             cures.append(f"{format_bytes(on_nvme, is_rounded_up=True)} of NVMe for each rank's optimizer states")
         return CapacityError(
@@ -468,17 +492,11 @@ class _LayoutSearch(Space):
             lacking_bytes=lacking,
         )
 
-    def _nvme_bytes(self, chunks: Sequence[ChunkSpec], lacking: int) -> int | None:
+    def _nvme_bytes(self, chunks: Sequence[ChunkSpec]) -> int | None:
         """What the states take that have to go on to NVMe, with what is there already; None if that is no cure."""
-        scheme = self.placer.scheme
-        nbytes = memory_use(chunks, 0, scheme).nvme_bytes
-        for chunk in reversed(chunks):
-            if lacking <= 0:
-                break
-            if chunk.requires_grad and chunk.optim_tier is Tier.CPU:
-                nbytes += scheme.state_bytes(chunk)
-                lacking -= scheme.state_bytes(chunk)
-        return nbytes if lacking <= 0 else None
+        scheme, limit = self.placer.scheme, self.problem.budget.cpu_bytes or 0
+        use = memory_use(spilled(in_host_memory(chunks), scheme, limit, None), 0, scheme)
+        return use.nvme_bytes if use.host_bytes <= limit else None
 
 
 def _alternatives(

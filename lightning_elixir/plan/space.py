@@ -9,6 +9,7 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget, ModelDataBytes, memory_use
 from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, PlacementRequest, Placer, Site
 from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.spilling import spilled
 from lightning_elixir.plan.timeline import Timeline, compressed, simulate_step
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
 
@@ -70,7 +71,11 @@ class Problem:
 
     def speculating(self) -> Problem:
         """The same with spare states for all chunks that can have them, and no states on NVMe to make room for them."""
-        return replace(self, has_spare_states=True, budget=replace(self.budget, nvme_bytes=0))
+        return replace(self.in_memory(), has_spare_states=True)
+
+    def in_memory(self) -> Problem:
+        """The same without states on NVMe."""
+        return replace(self, budget=replace(self.budget, nvme_bytes=0))
 
     def reusing(self) -> Problem:
         """The same with gradients in compute shards; those must stay as they are while backward runs."""
@@ -105,6 +110,7 @@ class Outcome:
     chunks: tuple[ChunkSpec, ...]
     gpu_bytes: int
     host_bytes: int
+    nvme_bytes: int
     blocks: int
     timeline: Timeline | None
     """None if it does not fit."""
@@ -228,7 +234,7 @@ class Space:
         ):
             timeline = self._simulate(chunks, blocks, choice.depth, self.brief)
             self.num_simulations += 1
-        return Outcome(choice, chunks, gpu_bytes, use.host_bytes, blocks, timeline)
+        return Outcome(choice, chunks, gpu_bytes, use.host_bytes, use.nvme_bytes, blocks, timeline)
 
     def _simulate(self, chunks: tuple[ChunkSpec, ...], blocks: int, depth: int, profile: StepProfile) -> Timeline:
         return simulate_step(
@@ -273,7 +279,9 @@ class Space:
         sites = self._sites(choice)
         chunks = self.placer.chunks(sites)
         if self.problem.budget.nvme_bytes and not self._fits_host(memory_use(chunks, 0, self.placer.scheme).host_bytes):
-            chunks = self._spilled(chunks)
+            chunks = spilled(
+                chunks, self.placer.scheme, self.problem.budget.cpu_bytes or 0, self.problem.budget.nvme_bytes
+            )
         return chunks
 
     def _sites(self, choice: Choice) -> list[Site]:
@@ -308,31 +316,11 @@ class Space:
             return picked + [i for i in ids if i not in chosen]
         return list(ids)
 
-    def _spilled(self, chunks: tuple[ChunkSpec, ...]) -> tuple[ChunkSpec, ...]:
-        """States go on to NVMe, the last chunks first, until the host's memory holds the rest."""
-        scheme, limit = self.placer.scheme, self.problem.budget.cpu_bytes or 0
-        lacking = memory_use(chunks, 0, scheme).host_bytes - limit
-        room = self.problem.budget.nvme_bytes
-        spilled = list(chunks)
-        for chunk in reversed(chunks):
-            if lacking <= 0:
-                break
-            nbytes = scheme.state_bytes(chunk)
-            if chunk.requires_grad and chunk.optim_tier is Tier.CPU and nbytes <= room:
-                spilled[chunk.id] = replace(chunk, optim_tier=Tier.NVME, is_update_streamed=False)
-                lacking -= nbytes
-                room -= nbytes
-        for chunk in chunks:  # a large one may have made a small one unnecessary
-            nbytes = scheme.state_bytes(chunk)
-            if spilled[chunk.id] is not chunk and nbytes <= -lacking:
-                spilled[chunk.id] = chunk
-                lacking += nbytes
-        return tuple(spilled)
 
-
-def rank(outcome: Outcome) -> tuple[float, int, int, int]:
-    """The faster, then the one that takes less of the host, then of the GPU, then that fetches less far ahead."""
-    return (outcome.total_s, outcome.host_bytes, outcome.gpu_bytes, outcome.choice.depth)
+def rank(outcome: Outcome) -> tuple[float, int, int, int, int]:
+    """The faster, then the one that takes less of NVMe, then of the host, then of the GPU, then that fetches less far
+    ahead."""
+    return (outcome.total_s, outcome.nvme_bytes, outcome.host_bytes, outcome.gpu_bytes, outcome.choice.depth)
 
 
 def is_all_on_gpu(chunks: Sequence[ChunkSpec]) -> bool:

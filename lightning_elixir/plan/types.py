@@ -124,6 +124,8 @@ class StepTimes:
     """From the end of backward until the next forward may begin. Updates that run behind that are not part of it."""
     update_waiting_s: float = 0.0
     """The part of `waiting_s` that is for updates which are not done yet."""
+    nvme_s: float = 0.0
+    """The disk reads or writes states."""
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,37 @@ def find_hardware(
             ranks.close()
 
 
+def with_disk_rates(
+    spec: HardwareSpec,
+    folder: str | Path,
+    comm: Comm,
+    *,
+    device: torch.device,
+    local_world_size: int = 1,
+    budget_s: float = 10.0,
+) -> HardwareSpec:
+    """The same figures, with those of a folder's disk, measured now. Collective.
+
+    Args:
+        spec: Of the rest of the machine.
+        folder: On the disk; a file of at most 256 MiB a rank is written there for a moment.
+        comm: The ranks.
+        device: Compute device.
+        local_world_size: How many of them share this host.
+        budget_s: Of a whole measurement, of which this is a small part.
+
+    Raises:
+        StorageError: The folder cannot be written to, or has too little room; on every rank.
+    """
+    path = Path(folder).absolute()
+    free = free_disk_bytes(path, comm)
+    watch = Stopwatch(make_device(device), comm, _DISK_SHARE * budget_s)
+    read, write = measure_disk(path, comm, watch, int(free * _LARGEST_SHARE) // local_world_size)
+    found = replace(spec, nvme_read_bytes_per_s=read, nvme_write_bytes_per_s=write, nvme_bytes=free)
+    specs: list[HardwareSpec] = comm.exchange_objects(found)
+    return specs[0]
+
+
 def _measured(
     device: Device,
     comm: Comm,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from lightning_elixir.plan.describe import describe_updates
+from lightning_elixir.plan.describe import describe_disk, describe_updates
 from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.report.chunk_picture import chunk_picture
 from lightning_elixir.report.data import ReportData
@@ -200,7 +200,9 @@ def _margin_note(data: ReportData) -> str:
 
 def _updates_note(data: ReportData) -> str:
     updates = describe_updates(data.plan)
-    return f" Updates on the host run {updates}." if updates else ""
+    disk = describe_disk(data.plan)
+    disk = f" {disk[0].upper()}{disk[1:]}." if disk else ""
+    return (f" Updates on the host run {updates}." if updates else "") + disk
 
 
 def _figures(data: ReportData) -> list[Markup]:

@@ -24,6 +24,7 @@ HOST_KINDS = (
     ("host_state_bytes", "master and optimizer states", "purple"),
     ("host_spare_bytes", "spare master and states", "sand"),
     ("host_grad_bytes", "gradients", "yellow"),
+    ("host_buffer_bytes", "buffers for states on NVMe", "cyan"),
 )
 BAR_WIDTH, BAR_HEIGHT = 1120.0, 26.0
 
@@ -136,6 +137,7 @@ def step_table(times: StepTimes) -> Markup:
         ("bus from the device", times.d2h_s),
         ("between ranks", times.collective_s),
         ("Adam, wherever it runs", times.adam_s),
+        ("NVMe, states read and written", times.nvme_s),
     )
     busy: list[Row] = [(text, format_seconds(s), _percent(s, times.total_s)) for text, s in beside if s > 0]
     first = element(

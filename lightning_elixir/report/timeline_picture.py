@@ -33,6 +33,8 @@ KINDS = (
     ("reduce", "yellow", "on-light", "gradients, reduced or on their way"),
     ("gradients", "yellow", "on-light", "gradients, reduced or on their way"),
     ("update", "purple", "on-dark", "update"),
+    ("read", "cyan", "on-light", "states read from NVMe"),
+    ("store", "sand", "on-light", "states written to NVMe"),
     ("write", "grey", "on-light", "write back new values"),
     ("other", "grey", "on-light", "other"),
 )

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device
 from lightning_elixir.errors import PlanError
-from lightning_elixir.plan.types import ChunkSpec, Plan
+from lightning_elixir.plan.memory import is_on_nvme
+from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
+from lightning_elixir.storage.nvme import MASTER, StateSpec
 from lightning_elixir.storage.shards import ShardStore
 
 
@@ -30,7 +32,9 @@ class Precision:
         compute = dtype_of(spec)
         if self.master is not None and compute.itemsize < self.master.itemsize:
             return self.master
-        return compute if spec.param_tier is not spec.optim_tier else None
+        # States on NVMe are updated by the host: parameters that are there are its own copy.
+        optim_tier = Tier.CPU if spec.optim_tier is Tier.NVME else spec.optim_tier
+        return compute if spec.param_tier is not optim_tier else None
 
 
 def dtype_of(spec: ChunkSpec) -> torch.dtype:
@@ -60,22 +64,21 @@ class Builder:
         PlanError: If plan and model do not fit, or rank 0 has parameters on `meta`.
     """
 
-    def __init__(
-        self, module: nn.Module, plan: Plan, device: Device, comm: Comm, store: ShardStore, precision: Precision
-    ) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, device: Device, comm: Comm) -> None:
         self._module = module
         self._plan = plan
         self._device = device
         self._comm = comm
-        self._store = store
-        self._precision = precision
         self._named = dict(module.named_parameters(remove_duplicate=False))
         self._meta_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by id of the replacement
         _check_names(plan, self._named)
         _check_modules(module)
         self._check_meta()
 
-    def build(self) -> list[Chunk]:
+    def build(self, store: ShardStore, precision: Precision) -> list[Chunk]:
+        """Bind everything, and fill the shards."""
+        self._store = store
+        self._precision = precision
         self._replace_meta_parameters()
         self._move_buffers()
         return [self._build_chunk(spec) for spec in self._plan.chunks]
@@ -161,7 +164,9 @@ class Builder:
                 spec.numel // comm.world_size, dtype=master_dtype or dtype, device=self._device.torch_device
             )
             comm.scatter_from_first(piece, full)
-        if master_dtype is not None:
+        if shard.on_disk is not None and shard.on_disk.has_master:
+            shard.on_disk.write(MASTER, piece)
+        elif master_dtype is not None:
             shard.master = store.empty(piece.numel(), master_dtype, spec.optim_tier)
             shard.master.copy_(piece)
         if spec.is_persistent:
@@ -186,6 +191,16 @@ class Builder:
             chunk.flat.copy_(full)
         if self._comm.world_size > 1:
             self._comm.broadcast_from_first(chunk.flat)
+
+
+def states_on_nvme(plan: Plan, precision: Precision) -> dict[int, StateSpec]:
+    """What one rank keeps on NVMe under a plan, by chunk id."""
+    found = {}
+    for spec in plan.chunks:
+        if is_on_nvme(spec):
+            master = precision.master_of(spec)
+            found[spec.id] = StateSpec(spec.numel // plan.world_size, master or dtype_of(spec), master is not None)
+    return found
 
 
 def storage_bytes(plan: Plan, spec: ChunkSpec) -> int:

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device, release_cached_memory
-from lightning_elixir.errors import StateError
+from lightning_elixir.errors import ElixirError, StateError, StorageError
+from lightning_elixir.plan.memory import is_on_nvme
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import AccessTrace, Drop, Plan, Tier, UpdateTiming
 from lightning_elixir.runtime.agreement import Agreement, Meeting
-from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all_ranks
+from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all_ranks, states_on_nvme
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.fetcher import Fetcher, TransferBytes
 from lightning_elixir.runtime.hooks import Hooks, SavedTensors, innermost_pack
@@ -33,6 +34,7 @@ from lightning_elixir.runtime.residency import Residency
 from lightning_elixir.runtime.sampling import StepSeconds
 from lightning_elixir.runtime.stats import Stats, take_stats
 from lightning_elixir.runtime.whole import own_shard, whole_values
+from lightning_elixir.storage.nvme import DiskOptions, StateFile, StateTraffic, open_state_file
 from lightning_elixir.storage.shards import ShardStore
 
 
@@ -83,9 +85,11 @@ class Engine:
         precision: Master dtype.
         reduce_dtype: What gradients are cast to for reduction; None: as they are.
         prefetch: False: fetch on demand only, whatever the plan's depth.
+        disk: Where states go that the plan has on NVMe; None: `DiskOptions()`.
 
     Raises:
         PlanError: If the plan was made for another model or differs between ranks, or parameters have no values.
+        StorageError: The disk cannot hold the states that shall go there.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class Engine:
         precision: Precision,
         reduce_dtype: torch.dtype | None = None,
         prefetch: bool = True,
+        disk: DiskOptions | None = None,
     ) -> None:
         _check_unmanaged(module)
         check_same_on_all_ranks(comm, plan)
@@ -106,6 +111,8 @@ class Engine:
         self.comm = comm
         self.precision = precision
         self.moved = TransferBytes()
+        self.traffic = StateTraffic()
+        self._disk = disk or DiskOptions()
         self.redone_steps = 0
         """Since the last reset: see `Stats`."""
         self.phase = Phase.IDLE
@@ -119,8 +126,14 @@ class Engine:
             lambda: self.reducer.num_ready,
             lambda count: self.reducer.issue_until(count),
         )
-        store = self._new_store(plan)
-        self.chunks = Builder(module, plan, device, comm, store, precision).build()
+        builder = Builder(module, plan, device, comm)
+        states = self._open_states(plan)
+        store = self._new_store(plan, states)
+        try:
+            self.chunks = builder.build(store, precision)
+        except BaseException:
+            store.close()  # with it the file
+            raise
         self._home = {id(p): (c, i) for c in self.chunks for i, p in enumerate(c.parameters)}
         self.interception = Interception(self, self.chunks)
         self._saved = SavedTensors({c.storage_key: c for c in self.chunks}, self._need_in_backward)
@@ -213,13 +226,44 @@ class Engine:
         else:
             self._hooks.watch_forwards(self._entrances())
 
-    def _new_store(self, plan: Plan) -> ShardStore:
+    def _open_states(self, plan: Plan, kept: StateFile | None = None) -> StateFile | None:
+        """Room on the disk for what the plan has there. Collective.
+
+        Args:
+            kept: What there is already; given back if it has room for all, each chunk's where it is.
+
+        Raises:
+            PlanError: There is no such back end.
+            StorageError: The disk cannot hold it; on every rank, if it is so on one.
+        """
+        specs = states_on_nvme(plan, self.precision)
+        if not any(is_on_nvme(c) for c in plan.chunks):
+            return None
+        if kept is not None and kept.holds(specs):
+            return kept
+        file, problem = None, None
+        try:
+            file = open_state_file(specs, self._disk, self.comm.rank, self.traffic)
+        except Exception as error:
+            problem = error
+        problems = self.comm.exchange_objects(None if problem is None else str(problem))
+        if any(problems):
+            if file is not None:
+                file.close()
+            if problem is not None:
+                raise problem
+            rank, text = next((rank, text) for rank, text in enumerate(problems) if text)
+            raise StorageError(f"rank {rank} cannot keep optimizer states on NVMe: {text}")
+        return file
+
+    def _new_store(self, plan: Plan, states: StateFile | None) -> ShardStore:
         return ShardStore(
             self.device,
             self.comm.world_size,
             plan.is_storage_distributed,
             plan.grad_reuses_compute_shard,
             plan.has_spare_states,
+            states,
         )
 
     def _entrances(self) -> list[nn.Module]:
@@ -675,6 +719,7 @@ class Engine:
 
         Raises:
             StateError: An update has failed, or has begun inside backward and waits for its step.
+            StorageError: States on a disk are lost.
         """
         self.check_whole()
         self.store.settle_all()
@@ -684,6 +729,7 @@ class Engine:
     def check_whole(self) -> None:
         """Raises `StateError` between the begin of updates inside backward and their step."""
         if self.reducer.begun:
+            self.check_open()  # after a failure, nobody shall be told to go on
             raise StateError(
                 "updates have begun inside backward, and no step has followed: parameters and optimizer states are not "
                 "whole. Look at them after the step, or use update_timing='behind_forward'"
@@ -746,6 +792,7 @@ class Engine:
         Raises:
             PlanError: If the layout differs, or the ranks' plans do.
             StateError: If there are gradients that no step has used yet.
+            StorageError: If the disk has no room for the states that shall come there, beside those that are there.
         """
         self.meet(Meeting.REPLAN)
         check_layout(self.plan, plan)
@@ -758,11 +805,13 @@ class Engine:
             raise StateError(
                 "the placement cannot change while gradients wait for a step: call step() or zero_grad() first"
             )
+        earlier = self.store.states
+        states = self._open_states(plan, earlier)
         self.residency.release(list(self.rcache.resident_ids))
         self.iterations.end()
         self.give_back()  # what lasts shall not come to lie in the gaps that activations have left
         try:
-            store = self._new_store(plan)
+            store = self._new_store(plan, states)
             move_chunks(self, plan, store)
             self.device.synchronize()  # uploads still read the shards that go now
             self._adopt(plan, store)
@@ -773,6 +822,8 @@ class Engine:
         except BaseException as error:
             self.give_up(f"half way to another placement ({type(error).__name__})")
             raise
+        if earlier is not None and earlier is not states:
+            earlier.close()
         self.give_back()
 
     def give_up(self, where: str, cure: str = "with a lower gpu_memory_limit if memory ran out") -> None:
@@ -810,7 +861,7 @@ class Engine:
     def device_bytes(self) -> int:
         """Device memory that replicas, gradient blocks and shards take now."""
         held = self.held_bytes()
-        return sum(n for key, n in held.items() if not key.startswith("cpu_"))
+        return sum(n for key, n in held.items() if not key.startswith(("cpu_", "nvme_")))
 
     def on_held_bytes(self, holder: Callable[[], dict[str, int]]) -> None:
         """Have `held_bytes` include what `holder`, a bound method, reports, for as long as its object lives."""
@@ -832,13 +883,17 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters since the last reset, and bytes held now."""
-        return take_stats(self.rcache, self.moved, self.held_bytes(), self.last_seconds, self.redone_steps)
+        return take_stats(
+            self.rcache, self.moved, self.held_bytes(), self.last_seconds, self.redone_steps, self.traffic
+        )
 
     def reset_stats(self) -> None:
         self.rcache.reset_counters()
         self.iterations.traces.forget_misses()
         self.redone_steps = 0
         self.moved.h2d = self.moved.d2h = self.moved.gathered = self.moved.reduced = 0
+        self.traffic.read_bytes = self.traffic.written_bytes = 0
+        self.traffic.waited_s = 0.0
 
     def close(self) -> None:
         """Remove all hooks and free replicas and shards; the parameters raise when they are used."""
@@ -846,7 +901,7 @@ class Engine:
             return
         self._is_freed = True
         self.reducer.withdraw()
-        with suppress(StateError):  # a failed update has nothing left to lose
+        with suppress(ElixirError):  # a failed update has nothing left to lose
             self.store.settle_all()
         for chunk in self.chunks:  # nothing shall be copied to a replica that is gone
             if chunk.ready is not None:

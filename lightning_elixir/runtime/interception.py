@@ -19,6 +19,7 @@ from lightning_elixir.errors import StateError
 from lightning_elixir.plan.segments import segments_of
 from lightning_elixir.runtime import released
 from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.storage.shards import Shard
 
 if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
@@ -234,25 +235,41 @@ class Interception:
         shard = engine.store.settle(chunk.id)
         with torch.no_grad():
             mine = chunk.shard_of(chunk.flat, engine.comm.rank, engine.comm.world_size)
-            if shard.master is not None:
-                written = mine.to(shard.master.device)
+            master = self._master_to_change(chunk, shard, mine)
+            if master is not None:
+                written = mine.to(master.device)
                 bits = _BITS[written.dtype.itemsize]
-                changed = written.view(bits) != shard.master.to(chunk.dtype).view(bits)
+                changed = written.view(bits) != master.to(chunk.dtype).view(bits)
                 if bool(changed.any()):
                     segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
                     parts = [changed[s.shard_offset : s.shard_offset + s.numel] for s in segments]
                     if any(bool(part.any()) for part in parts):  # and not only padding, which holds anything
                         engine.reducer.withdraw((chunk.id,))
-                    shard.master[changed] = written[changed].to(shard.master.dtype)
+                    master[changed] = written[changed].to(master.dtype)
+                    shard.keep_master(master)
             if shard.param is not None and not shard.is_param_overwritten:
                 shard.param.copy_(mine if engine.plan.is_storage_distributed else chunk.flat)
+
+    def _master_to_change(self, chunk: Chunk, shard: Shard, values: Tensor) -> Tensor | None:
+        """The master that these values of the replica may have to be brought to. One on a disk is only read if they are
+        others than those of the compute shard, which is that master, cast."""
+        param = shard.param
+        if shard.on_disk is None or not shard.has_master or param is None or param.numel() != values.numel():
+            return shard.read_master()
+        bits = _BITS[values.dtype.itemsize]
+        if torch.equal(values.to(param.device).view(bits), param.view(bits)):
+            return None
+        return shard.read_master()
 
     def _write_master(self, parameter: Tensor, value: Tensor) -> None:
         """After `p.copy_(value)`: the master takes the value as given, not as rounded to the compute dtype."""
         engine = self._engine
         chunk, index = self._at(parameter)
-        master = engine.store.settle(chunk.id).master
-        if master is None or not isinstance(value, Tensor) or value.dtype == chunk.dtype:
+        shard = engine.store.settle(chunk.id)
+        if not shard.has_master or not isinstance(value, Tensor) or value.dtype == chunk.dtype:
+            return
+        master = shard.read_master()
+        if master is None:
             return
         engine.reducer.withdraw((chunk.id,))
         stride = chunk.strides[index]
@@ -267,6 +284,7 @@ class Interception:
                 if segment.member_index == index:
                     part = flat[segment.param_offset : segment.param_offset + segment.numel]
                     master[segment.shard_offset : segment.shard_offset + segment.numel].copy_(part)
+            shard.keep_master(master)
 
     # Copies
 

@@ -11,6 +11,7 @@ from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.build import storage_bytes
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.whole import own_shard
+from lightning_elixir.storage.nvme import MASTER
 from lightning_elixir.storage.shards import ShardStore
 
 if TYPE_CHECKING:
@@ -53,11 +54,13 @@ def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, store: Shar
         engine.fetcher.fetch(chunk)
         chunk.wait_ready()
     master_dtype = engine.precision.master_of(spec)
-    if master_dtype is not None:
-        source = own_shard(engine, chunk)
+    if master_dtype is not None and (new.on_disk is None or new.on_disk != old.on_disk):
         if old.master is not None and chunk.spec.optim_tier is spec.optim_tier:
             new.master = old.master
+        elif new.on_disk is not None:
+            new.on_disk.write(MASTER, own_shard(engine, chunk))
         else:
+            source = own_shard(engine, chunk)
             new.master = store.empty(source.numel(), master_dtype, spec.optim_tier)
             new.master.copy_(source)
     if plan.has_spare_states and spec.optim_tier is Tier.CPU:  # those of a chunk that comes now are made in its step

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.runtime.fetcher import TransferBytes
 from lightning_elixir.runtime.sampling import StepSeconds
+from lightning_elixir.storage.nvme import StateTraffic
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,23 @@ class Stats:
     """Time in the same iteration in which nothing ran because a chunk or a gradient block was not there."""
     redone_steps: int = 0
     """Steps of which updates had begun inside backward and were dropped: they ran again, or the step was skipped."""
+    nvme_read_bytes: int = 0
+    """Of masters and optimizer states on NVMe."""
+    nvme_written_bytes: int = 0
+    nvme_wait_s: float = 0.0
+    """Time in which updates of such states were wanted, and none had come from the disk that could go on."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def take_stats(
-    rcache: RCache, moved: TransferBytes, held: Mapping[str, int], seconds: StepSeconds | None, redone_steps: int
+    rcache: RCache,
+    moved: TransferBytes,
+    held: Mapping[str, int],
+    seconds: StepSeconds | None,
+    redone_steps: int,
+    traffic: StateTraffic,
 ) -> Stats:
     """What has been counted so far.
 
@@ -50,6 +61,7 @@ def take_stats(
         held: Bytes by tier and kind.
         seconds: Of the last timed iteration.
         redone_steps: See `Stats`.
+        traffic: Of states on NVMe.
     """
     counters = rcache.counters
     return Stats(
@@ -68,4 +80,7 @@ def take_stats(
         compute_s=None if seconds is None else seconds.compute_s,
         exposed_wait_s=None if seconds is None else seconds.exposed_wait_s,
         redone_steps=redone_steps,
+        nvme_read_bytes=traffic.read_bytes,
+        nvme_written_bytes=traffic.written_bytes,
+        nvme_wait_s=traffic.waited_s,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,16 +12,19 @@ from torch import Tensor
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.segments import segments_of
 from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.storage.nvme import MappedMemory
 
 if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
 
 
 def own_shard(engine: Engine, chunk: Chunk) -> Tensor:
-    """This rank's current values of a chunk, 1-D, `[chunk.numel / world_size]`: master, else compute shard; no copy."""
+    """This rank's current values of a chunk, 1-D, `[chunk.numel / world_size]`: master, else compute shard. No copy,
+    unless the master is on a disk."""
     shard = engine.store.settle(chunk.id)
-    if shard.master is not None:
-        return shard.master
+    master = shard.read_master()
+    if master is not None:
+        return master
     whole = chunk.flat if shard.param is None else shard.param
     if whole.numel() == engine.store.optim_numel(chunk.spec):
         return whole
@@ -28,7 +32,10 @@ def own_shard(engine: Engine, chunk: Chunk) -> Tensor:
 
 
 def gather_whole(
-    engine: Engine, pieces: Iterable[tuple[Chunk, Tensor | None]], on_all_ranks: bool
+    engine: Engine,
+    pieces: Iterable[tuple[Chunk, Tensor | None]],
+    on_all_ranks: bool,
+    memory: MappedMemory | None = None,
 ) -> dict[str, Tensor]:
     """Put shards together, chunk by chunk. Collective.
 
@@ -36,6 +43,7 @@ def gather_whole(
         pieces: Chunks, the same and in the same order on every rank, each with this rank's shard (any device and dtype,
             the same dtype on every rank); None leaves the chunk out.
         on_all_ranks: Return the result everywhere, not only on rank 0.
+        memory: Of the result; None: host memory.
 
     Returns:
         FQN -> CPU tensor in the parameter's shape, of memory of its own; empty where not asked for.
@@ -49,8 +57,15 @@ def gather_whole(
             continue
         flat = rows[0] if len(rows) == 1 else torch.cat(rows)
         for index, member in enumerate(chunk.spec.members):
-            found[member.fqn] = chunk.view_of(flat, index).clone()
+            found[member.fqn] = _copied(chunk.view_of(flat, index), memory)
     return found
+
+
+def _copied(value: Tensor, memory: MappedMemory | None) -> Tensor:
+    if memory is None or not value.numel():
+        return value.clone()
+    home = memory.empty(value.numel(), value.dtype)
+    return home.as_strided(value.shape, value.stride()).copy_(value)  # parameters lie in chunks without gaps
 
 
 def whole_values(engine: Engine, *, on_all_ranks: bool, is_frozen_included: bool = True) -> dict[str, Tensor]:
@@ -62,7 +77,8 @@ def whole_values(engine: Engine, *, on_all_ranks: bool, is_frozen_included: bool
     pieces = (
         (chunk, own_shard(engine, chunk)) for chunk in engine.chunks if chunk.spec.requires_grad or is_frozen_included
     )
-    found = gather_whole(engine, pieces, on_all_ranks)
+    with engine.store.checkpoint_memory() or nullcontext() as memory:
+        found = gather_whole(engine, pieces, on_all_ranks, memory)
     if engine.precision.master is None:
         return found
     dtypes = {m.fqn: d for c in engine.chunks for m, d in zip(c.spec.members, c.original_dtypes, strict=True)}
@@ -108,11 +124,12 @@ def _write_chunk(engine: Engine, chunk: Chunk, named: list[tuple[int, Tensor]]) 
     shard, comm = engine.store.settle(chunk.id), engine.comm
     chunk.wait_ready()
     segments = segments_of(chunk.spec, comm.rank, comm.world_size)
+    master = shard.read_master()
     for index, value in named:
         member = chunk.spec.members[index]
         flat = in_memory_order(chunk, index, value)
         has_param = engine.plan.is_storage_distributed and not shard.is_param_overwritten
-        for target in (shard.master, shard.param if has_param else None):
+        for target in (master, shard.param if has_param else None):
             if target is None:
                 continue
             for segment in segments:
@@ -123,6 +140,8 @@ def _write_chunk(engine: Engine, chunk: Chunk, named: list[tuple[int, Tensor]]) 
             shard.param[member.offset : member.offset + member.numel].copy_(flat)
         if chunk.is_usable:
             chunk.slice_of(chunk.flat, index).copy_(flat)
+    if master is not None:
+        shard.keep_master(master)
 
 
 def in_memory_order(chunk: Chunk, index: int, value: Tensor) -> Tensor:

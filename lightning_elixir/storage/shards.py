@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lightning_elixir.core.device import Device
 from lightning_elixir.core.worker import Task
-from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.errors import ElixirError, StateError, StorageError
 from lightning_elixir.plan.types import ChunkSpec, Tier
+from lightning_elixir.storage.nvme import MASTER, ChunkStates, MappedMemory, StateFile
 
 
 @dataclass
@@ -22,13 +23,16 @@ class Shard:
     """1-D, compute dtype, on the parameter tier. None where the replica itself is the shard (persistent chunks on the
     GPU tier). The whole chunk where storage is not distributed."""
     master: Tensor | None = None
-    """1-D, master dtype, on the optimizer tier. None for frozen chunks, and where the compute shard is the optimizer's
-    own copy."""
+    """1-D, master dtype, on the optimizer tier. None for frozen chunks, where the compute shard is the optimizer's own
+    copy, and on NVMe."""
+    on_disk: ChunkStates | None = None
+    """Master and moments of chunks that have them on NVMe. Who asks for the master reads and writes it there."""
     grad: Tensor | None = None
-    """1-D, on the optimizer tier: gradients reduced since the last step; in the reduce dtype after one backward, fp32
-    when more have been added, or, in host memory, when that is expected. None: no gradient yet."""
+    """1-D, on the optimizer tier (for NVMe in host memory): gradients reduced since the last step; in the reduce dtype
+    after one backward, fp32 when more have been added, or, in host memory, when that is expected. None: no gradient
+    yet."""
     grad_buffer: Tensor | None = None
-    """Host memory that `grad` reuses from step to step (CPU tier only)."""
+    """Host memory that `grad` reuses from step to step (not on the GPU tier)."""
     spare_master: Tensor | None = None
     """As `master`: an update that may be taken back writes here (`Plan.has_spare_states`), and the two change roles
     when it is not."""
@@ -42,6 +46,30 @@ class Shard:
     is_param_outdated: bool = False
     """Storage not distributed: only this rank's slice of `param` has seen the last update."""
 
+    @property
+    def has_master(self) -> bool:
+        """Whether there is one, wherever it is."""
+        return self.master is not None or (self.on_disk is not None and self.on_disk.has_master)
+
+    def read_master(self) -> Tensor | None:
+        """The master, or a copy of it in host memory where it is on a disk; the chunk's update must be over.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+        if self.on_disk is not None and self.on_disk.has_master:
+            return self.on_disk.read(MASTER)
+        return self.master
+
+    def keep_master(self, master: Tensor) -> None:
+        """What `read_master` has given was changed.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        if self.on_disk is not None:
+            self.on_disk.write(MASTER, master)
+
 
 class ShardStore:
     """Owner of the shards.
@@ -52,6 +80,7 @@ class ShardStore:
         is_distributed: False: parameter shards are whole on every rank.
         is_param_reused: Gradients land in the memory of the compute shard, where that lies beside a master on the host.
         has_spares: Masters on the host get a second one.
+        states: Of the chunks that have them on NVMe.
     """
 
     def __init__(
@@ -61,7 +90,9 @@ class ShardStore:
         is_distributed: bool,
         is_param_reused: bool = False,
         has_spares: bool = False,
+        states: StateFile | None = None,
     ) -> None:
+        self.states = states
         self._device = device
         self._has_spares = has_spares
         self._is_param_reused = is_param_reused
@@ -74,7 +105,7 @@ class ShardStore:
         return self._shards[chunk_id]
 
     def add(self, spec: ChunkSpec) -> Shard:
-        shard = Shard()
+        shard = Shard(on_disk=None if self.states is None else self.states.of(spec.id))
         self._shards[spec.id] = shard
         self._specs[spec.id] = spec
         return shard
@@ -86,45 +117,61 @@ class ShardStore:
         return spec.numel // self._world_size
 
     def empty(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
-        """1-D uninitialised tensor on `tier`."""
+        """1-D uninitialised tensor on `tier`; for NVMe one without memory, on `meta`."""
         if tier is Tier.GPU:
             return torch.empty(numel, dtype=dtype, device=self._device.torch_device)
         if tier is Tier.CPU:
             return self._device.host_empty(numel, dtype)
-        raise PlanError("the NVMe tier is not part of this version; use the GPU and CPU tiers")
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+    def checkpoint_memory(self) -> MappedMemory | None:
+        """Where to put whole states that are to be saved; None: in host memory, which holds them already."""
+        return None if self.states is None else self.states.mapped_memory()
 
     def settle(self, chunk_id: int) -> Shard:
         """The shard of a chunk, its values up to date: waits for the chunk's update.
 
         Raises:
             StateError: The update has failed.
+            StorageError: It has failed for want of states on a disk.
         """
         shard = self._shards[chunk_id]
         if shard.update is not None:
             try:
                 shard.update.wait()
             except Exception as error:
-                raise StateError(
-                    f"the update of {self._specs[chunk_id]} has failed ({type(error).__name__}: {error}), so its "
-                    "parameters and optimizer states are not whole any more: start again from a checkpoint"
-                ) from error
+                raise _lost(f"the update of {self._specs[chunk_id]} has failed", error) from error
             shard.update = None
         return shard
 
     def settle_all(self) -> None:
-        """Wait for the updates of all chunks.
+        """Wait for the updates of all chunks, and until states that go to a disk are there.
 
         Raises:
             StateError: One of them has failed; the others are over all the same.
+            StorageError: Likewise, for the disk.
         """
-        first: StateError | None = None
+        first: ElixirError | None = None
         for chunk_id in self._shards:
             try:
                 self.settle(chunk_id)
-            except StateError as error:
+            except ElixirError as error:
                 first = first or error
         if first is not None:
             raise first
+        if self.states is not None:
+            try:
+                self.states.synchronize()
+            except Exception as error:
+                raise _lost("keeping optimizer states on NVMe has failed", error) from error
+
+    def check_states(self) -> None:
+        """Raises `StorageError` if states on a disk are known to be lost; waits for nothing."""
+        if self.states is not None:
+            try:
+                self.states.check()
+            except Exception as error:
+                raise _lost("keeping optimizer states on NVMe has failed", error) from error
 
     def set_grad(self, spec: ChunkSpec, dtype: torch.dtype) -> Tensor:
         """An uninitialised gradient shard on the optimizer tier; host memory is reused."""
@@ -190,18 +237,19 @@ class ShardStore:
         )
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes held, as `<tier>_<kind>`: tiers `gpu` and `cpu` by where the plan put them, kinds `param`, `master`,
-        `grad`, `spare`."""
+        """Bytes held, as `<tier>_<kind>`: tiers `gpu`, `cpu` and `nvme` by where the plan put them, kinds `param`,
+        `master`, `grad`, `spare`, `state_buffer`."""
         held: dict[str, int] = {}
         for chunk_id, shard in self._shards.items():
             spec = self._specs[chunk_id]
             grad = shard.grad if shard.grad is not None else shard.grad_buffer
+            grad_tier = Tier.GPU if spec.optim_tier is Tier.GPU else Tier.CPU
             if shard.is_param_overwritten:
                 grad = None  # counted as parameters
             kinds = (
                 ("param", shard.param, spec.param_tier),
                 ("master", shard.master, spec.optim_tier),
-                ("grad", grad, spec.optim_tier),
+                ("grad", grad, grad_tier),
                 ("spare", shard.spare_master, spec.optim_tier),
                 ("spare", shard.spare_param, spec.optim_tier),
             )
@@ -209,7 +257,24 @@ class ShardStore:
                 if tensor is not None:
                     key = f"{tier.value}_{kind}"
                     held[key] = held.get(key, 0) + tensor.nbytes
+        if self.states is not None:
+            masters = [s.on_disk.spec.part_bytes for s in self._shards.values() if s.on_disk and s.on_disk.has_master]
+            held["nvme_master"] = sum(masters)
+            held["cpu_state_buffer"] = self.states.buffer_bytes_held()
         return held
 
     def close(self) -> None:
+        """Drop everything."""
         self._shards.clear()
+        if self.states is not None:
+            self.states.close()
+
+
+def _lost(what: str, error: Exception) -> ElixirError:
+    text = (
+        f"{what} ({type(error).__name__}: {error}), so parameters and optimizer states are not whole any more: start "
+        "again from a checkpoint"
+    )
+    if isinstance(error, StorageError):
+        return StorageError(text, path=error.path, offset=error.offset, nbytes=error.nbytes)
+    return StateError(text)

@@ -488,3 +488,33 @@ def test_the_interpreter_ends_with_work_under_way() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["0", "1", "2"], "")
+
+
+def test_a_held_task_waits_for_its_release_and_keeps_no_thread_from_others() -> None:
+    worker, log = Worker("test"), []
+    held = worker.submit(noting(log, "held"), order=-1.0, is_held=True)
+    worker.submit(noting(log, "other")).wait()
+    after = worker.submit(noting(log, "after"), after=held)
+    time.sleep(0.02)
+    assert log == ["other"]
+    assert not held.is_over()
+    held.release()
+    after.wait()
+    assert log == ["other", "held", "after"]
+    worker.close()
+
+
+def test_a_worker_ends_when_held_tasks_are_released() -> None:
+    worker, log = Worker("test"), []
+    held = worker.submit(noting(log, "held"), is_held=True)
+    threading.Timer(0.05, held.release).start()
+    worker.close()
+    assert log == ["held"]
+
+
+def test_a_held_task_may_be_cancelled() -> None:
+    worker = Worker("test")
+    held = worker.submit(lambda: None, is_held=True)
+    held.cancel()
+    assert isinstance(held.error, CancelledError)
+    worker.close()

@@ -377,7 +377,9 @@ def test_simd_log_names_the_implementation(caplog: pytest.LogCaptureFixture) -> 
         ({"amsgrad": True}, "amsgrad"),
         ({"nvme_offload_fraction": 1.5}, r"\[0, 1\], got 1.5"),
         ({"nvme_offload_fraction": -0.5}, r"\[0, 1\], got -0.5"),
-        ({"nvme_offload_fraction": 0.5, "nvme_offload_dir": "x"}, "needs NVMe storage, which this"),
+        ({"nvme_offload_fraction": float("nan")}, r"\[0, 1\], got nan"),
+        ({"nvme_offload_dir": 3}, "nvme_offload_dir must be a folder, got 3"),
+        ({"nvme_backend": "floppy"}, "no nvme_backend 'floppy': choose one of direct, tensornvme"),
     ],
 )
 def test_settings_out_of_range_raise(settings: dict[str, Any], message: str) -> None:

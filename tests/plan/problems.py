@@ -131,6 +131,8 @@ def plan_of(case: Case, sites: Sequence[Site], depth: int) -> Plan | None:
         return None
     if budget.cpu_bytes is not None and use.host_bytes > budget.cpu_bytes:
         return None
+    if use.nvme_bytes > budget.nvme_bytes:
+        return None
     return bare_plan(case, chunks, blocks, depth)
 
 
@@ -165,6 +167,9 @@ def every_placement(case: Case, depths: Sequence[int]) -> Iterator[Plan]:
                 sites.append(SHARDED_PARAMS)
         if chunk.requires_grad and case.problem.can_stream:
             sites += [replace(s, is_update_streamed=True) for s in sites if s.optim_tier is Tier.CPU]
+        if chunk.requires_grad and case.problem.budget.nvme_bytes:
+            resident = [s for s in sites if s.optim_tier is Tier.CPU and not s.is_update_streamed]
+            sites += [replace(s, optim_tier=Tier.NVME) for s in resident]
         choices.append(sites)
     for sites in product(*choices):
         for depth in depths:

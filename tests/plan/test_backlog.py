@@ -155,3 +155,26 @@ def test_what_nobody_needed_is_over_before_the_next_update_of_it() -> None:
     work.add(Work(0, 5.0, write_back_s=3.0), 2.0)
     assert work.done_s(0, 2.0) == 2 * (5.0 + 3.0)
     assert 0 not in work
+
+
+def test_states_on_a_disk_wait_for_a_free_buffer() -> None:
+    """Reading takes one second, an update ten, writing five; the fourth read waits for the first write."""
+    spans = Spans()
+    work = Backlog(Bus(), Bus(), lambda *span: spans.append(span), 3)
+    for i in range(4):
+        work.add(Work(i, 10.0, read_s=1.0, write_s=5.0), 0.0)
+    work.advance(100.0)
+    on_disk = [span[1:] for span in spans if span[0] == "nvme"]
+    assert on_disk[:5] == [
+        (0.0, 1.0, "read states 0"),
+        (1.0, 2.0, "read states 1"),
+        (2.0, 3.0, "read states 2"),
+        (11.0, 16.0, "store states 0"),
+        (16.0, 17.0, "read states 3"),
+    ]
+    assert [span[1:] for span in spans if span[0] == "cpu"] == [
+        (1.0, 11.0, "update 0"),
+        (11.0, 21.0, "update 1"),
+        (21.0, 31.0, "update 2"),
+        (31.0, 41.0, "update 3"),
+    ]

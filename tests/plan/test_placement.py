@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -8,10 +10,10 @@ import pytest
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
-from lightning_elixir.plan.memory import Budget, ModelDataBytes
+from lightning_elixir.plan.memory import NVME_BUFFERS, Budget, ModelDataBytes, nvme_buffers
 from lightning_elixir.plan.packing import PackedChunk, pack
-from lightning_elixir.plan.placement import Needs, PlacementRequest, format_bytes, place
-from lightning_elixir.plan.types import DTYPE_BYTES, ParamSpec, Plan, Tier
+from lightning_elixir.plan.placement import Needs, PlacementRequest, format_bytes, place, with_states_on_nvme
+from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, ParamSpec, Plan, Tier
 from tests.plan.models import accesses_of, random_specs, spec
 from tests.plan.problems import KIB, MIXED, layers, layout_of, place_specs, tiers
 
@@ -302,3 +304,70 @@ def test_format_bytes() -> None:
     assert [format_bytes(b, is_rounded_up=True) for b in (1023, 1536, 1537, 5 * 2**20 + 1)] == [
         "1023 B", "1.5 KiB", "1.6 KiB", "5.1 MiB",
     ]  # fmt: skip
+
+
+# States on NVMe
+
+
+def chunks_of(count: int, **options: Any) -> tuple[ChunkSpec, ...]:
+    return place_specs(layers(count), "const", **{"offload_optim_frac": 1.0, **options}).chunks
+
+
+def on_nvme(chunks: Sequence[ChunkSpec]) -> list[int]:
+    return [c.id for c in chunks if c.optim_tier is Tier.NVME]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "chosen"),
+    [(0.0, []), (0.12, []), (0.13, [3]), (0.5, [2, 3]), (0.62, [2, 3]), (0.88, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3])],
+)
+def test_the_last_chunks_go_to_nvme(fraction: float, chosen: list[int]) -> None:
+    assert on_nvme(with_states_on_nvme(chunks_of(4), fraction)) == chosen
+
+
+def test_nvme_takes_a_share_of_the_elements() -> None:
+    specs = [spec("a.w", 1024), spec("b.w", 3 * 1024), spec("c.w", 1024), spec("d.w", 3 * 1024)]
+    chunks = place_specs(specs, "cpu").chunks
+    assert on_nvme(with_states_on_nvme(chunks, 0.5)) == [2, 3]  # 4 of 8
+    assert on_nvme(with_states_on_nvme(chunks, 0.3)) == [3]
+
+
+def test_nvme_takes_only_states_in_host_memory() -> None:
+    frozen = replace(chunks_of(1)[0], requires_grad=False)
+    on_gpu = chunks_of(1, offload_optim_frac=0.0)[0]
+    streamed = replace(chunks_of(1)[0], is_update_streamed=True)
+    chunks = tuple(replace(c, id=i) for i, c in enumerate((streamed, frozen, on_gpu)))
+    moved = with_states_on_nvme(chunks, 1.0)
+    assert on_nvme(moved) == [0]
+    assert not moved[0].is_update_streamed
+    assert moved[1:] == chunks[1:]
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
+def test_share_on_nvme_out_of_range_raises(fraction: float) -> None:
+    with pytest.raises(PlanError, match="nvme_offload_fraction must be between 0 and 1"):
+        with_states_on_nvme(chunks_of(2), fraction)
+    with pytest.raises(PlanError, match="nvme_offload_fraction must be between 0 and 1"):
+        place_specs(layers(2), "cpu", nvme_offload_fraction=fraction)
+
+
+def test_policies_send_their_share_to_nvme_and_count_the_buffers() -> None:
+    plan = place_specs(layers(8), "cpu", nvme_offload_fraction=0.5)
+    assert tiers(plan) == ["cc"] * 4 + ["cn"] * 4
+    assert plan.notes["nvme_bytes"] == 4 * 8 * KIB
+    assert plan.notes["host_buffer_bytes"] == NVME_BUFFERS * 8 * KIB
+    assert plan.notes["host_state_bytes"] == 4 * 8 * KIB
+    assert plan.notes["host_bytes"] == 8 * (4 + 4) * KIB + (4 + NVME_BUFFERS) * 8 * KIB
+
+
+def test_host_memory_has_to_hold_the_buffers() -> None:
+    needed = 8 * (4 + 4) * KIB + NVME_BUFFERS * 8 * KIB
+    assert tiers(place_specs(layers(8), "cpu", nvme_offload_fraction=1.0, cpu=needed)) == ["cn"] * 8
+    with pytest.raises(CapacityError, match=r"host memory.*buffers for states on NVMe 24\.0 KiB"):
+        place_specs(layers(8), "cpu", nvme_offload_fraction=1.0, cpu=needed - 1)
+
+
+def test_buffers_are_as_large_as_the_largest_and_no_more_than_chunks() -> None:
+    assert nvme_buffers([]) == (0, 0)
+    assert nvme_buffers([5, 9]) == (2, 9)
+    assert nvme_buffers(iter([1, 2, 3, 4])) == (NVME_BUFFERS, 4)

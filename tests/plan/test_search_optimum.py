@@ -8,8 +8,20 @@ from random import Random
 import pytest
 
 from lightning_elixir.errors import CapacityError
-from lightning_elixir.plan.types import UpdateTiming
-from tests.plan.problems import HARDWARE, Case, every_placement, random_case
+from lightning_elixir.plan.memory import memory_use
+from lightning_elixir.plan.placement import OFFLOADED, PlacementRequest
+from lightning_elixir.plan.structure import structural_profile
+from lightning_elixir.plan.types import Tier, UpdateTiming
+from tests.plan.models import accesses_of, spec
+from tests.plan.problems import (
+    HARDWARE,
+    Case,
+    constant_hardware,
+    every_placement,
+    layout_of,
+    random_case,
+    random_times,
+)
 
 DEPTHS = (2, 4, 8)
 """Those that the search looks at."""
@@ -20,7 +32,7 @@ def fastest_s(case: Case) -> float | None:
     return min(times, default=None)
 
 
-def check(case: Case) -> bool:
+def check(case: Case, rel: float = 0.02) -> bool:
     """Whether anything fits; if so, the search has found the best."""
     best_s = fastest_s(case)
     try:
@@ -31,7 +43,7 @@ def check(case: Case) -> bool:
     assert best_s is not None
     assert plan.forecast is not None
     assert plan.forecast.times.total_s == pytest.approx(case.simulate(plan).times.total_s)
-    assert plan.forecast.times.total_s == pytest.approx(best_s, rel=0.02)
+    assert plan.forecast.times.total_s == pytest.approx(best_s, rel=rel)
     return True
 
 
@@ -82,6 +94,32 @@ def test_the_search_finds_the_best_of_more_placements() -> None:
     found += sum(check(random_case(random, most_chunks=4, world_size=2)) for _ in range(10))
     found += sum(check(random_case(random, most_chunks=4)) for _ in range(100))
     assert found >= 80
+
+
+@pytest.mark.parametrize("timing", UpdateTiming)
+def test_the_search_finds_the_best_placement_with_a_disk(timing: UpdateTiming) -> None:
+    """Up to what states on NVMe have to bring before they go there."""
+    random = Random(3)
+    on_nvme = 0
+    for _ in range(4):
+        rates = {f"nvme_{what}_bytes_per_s": random.uniform(2e9, 2e10) for what in ("read", "write")}
+        case = overlapped(random_case(random, hardware=constant_hardware(**rates), can_stream=False), timing)
+        specs = [spec(f"l{i}.w", 512 * 200 * random.choice((1, 1, 1, 2))) for i in range(5)]
+        request = PlacementRequest(accesses=accesses_of(specs), prefetch_depth=2)
+        layout = layout_of(specs, 512 * 200)
+        profile = random_times(random, structural_profile(layout, request.accesses, case.problem.hardware, 0), 0)
+        case = replace(case, layout=layout, profile=profile, problem=replace(case.problem, request=request))
+        placer = case.placer
+        chunks = placer.chunks([OFFLOADED] * len(specs))
+        host_bytes = memory_use(chunks, 0, placer.scheme).host_bytes
+        case = case.with_budget(
+            gpu_bytes=int(placer.gpu_bytes(chunks, placer.smallest(chunks)) * random.uniform(1.0, 1.2)),
+            cpu_bytes=int(host_bytes * random.uniform(0.82, 0.98)),
+            nvme_bytes=2**30,
+        )
+        if check(case, rel=0.07):
+            on_nvme += any(c.optim_tier is Tier.NVME for c in case.search().chunks)
+    assert on_nvme >= 2
 
 
 def test_whole_shards_on_two_ranks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 
 from lightning_elixir.plan.cost import Costs
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
-from lightning_elixir.plan.memory import ModelDataBytes, Scheme
+from lightning_elixir.plan.memory import NVME_BUFFERS, ModelDataBytes, Scheme
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.simulate import simulate
 from lightning_elixir.plan.timeline import Timeline, compressed, moments, scheme_of, simulate_step
-from lightning_elixir.plan.types import AccessTrace, Acquire, ChunkSpec, Plan, Tier
+from lightning_elixir.plan.types import AccessTrace, Acquire, ChunkSpec, Plan, Tier, UpdateTiming
 from tests.plan.problems import KEPT, MIXED, OFFLOADED, RESIDENT, SHARDED, constant_hardware
 from tests.plan.traces import BLOCK_BYTES, make_chunk, make_plan_of, random_trace, unpinned
 
@@ -182,10 +183,64 @@ def test_states_on_nvme_are_read_and_written() -> None:
     plan = make_plan_of([replace(c, optim_tier=Tier.NVME) for c in chunks_at(OFFLOADED, 2)], 2)
     nbytes = NUMEL * 8  # two fp32 states
     hardware = machine(nvme_read_bytes_per_s=nbytes / 6e-3, nvme_write_bytes_per_s=nbytes / 7e-3)
-    assert run(plan, there_and_back(2), hardware).times.step_s == pytest.approx(2 * 13e-3)
-    fast = machine(nvme_read_bytes_per_s=nbytes / 1e-3, nvme_write_bytes_per_s=nbytes / 1e-3)
-    assert run(plan, there_and_back(2), fast).times.step_s == pytest.approx(2 * 4e-3)  # the host's Adam is slower
+    timeline = run(plan, there_and_back(2), hardware, is_detailed=True)
+    spans = {s.label: (s.start_s - timeline.backward_end_s, s.end_s - timeline.backward_end_s) for s in timeline.spans}
+    # The last write of the step before is not over when this one's updates begin.
+    begin_s = spans["read states 0"][0]
+    assert spans["read states 0"] == pytest.approx((begin_s, begin_s + 6e-3))
+    assert spans["update 0"] == pytest.approx((begin_s + 6e-3, begin_s + 10e-3))
+    assert spans["read states 1"] == pytest.approx((begin_s + 6e-3, begin_s + 12e-3))
+    assert spans["update 1"] == pytest.approx((begin_s + 12e-3, begin_s + 16e-3))
+    assert timeline.times.step_s == pytest.approx(begin_s + 16e-3)
+    assert timeline.times.nvme_s == pytest.approx(26e-3)
+    assert timeline.times.total_s == pytest.approx(26e-3)  # which is all that the disk does
     assert run(plan, there_and_back(2), machine()).times.step_s == float("inf")
+
+
+def test_a_fast_disk_costs_the_first_read() -> None:
+    """The host's Adam takes 4 ms a chunk."""
+    plan = make_plan_of([replace(c, optim_tier=Tier.NVME) for c in chunks_at(OFFLOADED, 5)], 2)
+    nbytes = NUMEL * 8
+    fast = machine(nvme_read_bytes_per_s=nbytes / 1e-3, nvme_write_bytes_per_s=nbytes / 1e-3)
+    assert run(plan, there_and_back(5), fast).times.step_s == pytest.approx(1e-3 + 5 * 4e-3)
+
+
+@pytest.mark.parametrize("timing", UpdateTiming)
+@pytest.mark.parametrize("num_memory", [0, 3])
+def test_the_disk_does_one_thing_at_a_time_through_three_buffers(timing: UpdateTiming, num_memory: int) -> None:
+    chunks = chunks_at(OFFLOADED, 9)
+    chunks = [replace(c, optim_tier=Tier.NVME) if c.id >= num_memory else c for c in chunks]
+    plan = replace(make_plan_of(chunks, 3), update_timing=timing)
+    nbytes = NUMEL * 8
+    random = Random(5)
+    for _ in range(10):
+        read_s, write_s = random.uniform(1e-3, 9e-3), random.uniform(1e-3, 9e-3)
+        hardware = machine(nvme_read_bytes_per_s=nbytes / read_s, nvme_write_bytes_per_s=nbytes / write_s)
+        timeline = run(plan, there_and_back(9), hardware, is_detailed=True)
+        times = timeline.times
+        assert times.total_s >= times.nvme_s * (1 - 1e-3)  # in the steady state nothing is left
+        assert times.nvme_s == pytest.approx((9 - num_memory) * (read_s + write_s))
+        lane = sorted((s.start_s, s.end_s) for s in timeline.spans if s.lane == "nvme")
+        assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(lane))
+        cores = sorted((s.start_s, s.end_s) for s in timeline.spans if s.lane == "cpu")
+        assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(cores))
+        at = {s.label: s for s in timeline.spans if s.lane in ("nvme", "cpu") and s.start_s > 0}
+        for i in range(num_memory, 9):
+            if {f"read states {i}", f"update {i}", f"store states {i}"} <= set(at):
+                read, update, write = (at[f"{what} {i}"] for what in ("read states", "update", "store states"))
+                if read.start_s < update.start_s < write.start_s:
+                    assert read.end_s <= update.start_s + 1e-12
+                    assert update.end_s <= write.start_s + 1e-12
+
+
+@pytest.mark.parametrize("timing", UpdateTiming)
+def test_a_disk_without_delay_is_as_memory(timing: UpdateTiming) -> None:
+    plan = replace(make_plan_of(chunks_at(OFFLOADED, NVME_BUFFERS), 2), update_timing=timing)
+    on_nvme = replace(plan, chunks=tuple(replace(c, optim_tier=Tier.NVME) for c in plan.chunks))
+    hardware = machine(nvme_read_bytes_per_s=1e30, nvme_write_bytes_per_s=1e30)
+    times, wanted = (run(p, there_and_back(NVME_BUFFERS), hardware).times for p in (on_nvme, plan))
+    assert times.total_s == pytest.approx(wanted.total_s)
+    assert times.update_waiting_s == pytest.approx(wanted.update_waiting_s)
 
 
 def test_both_directions_at_once_take_longer() -> None:

@@ -98,6 +98,10 @@ SITES: dict[str, Callable[[ChunkSpec], ChunkSpec]] = {
     "streamed_persistent": lambda c: replace(c, param_tier=Tier.GPU, is_persistent=True, is_update_streamed=True),
     "mixed_persistent": lambda c: replace(c, param_tier=Tier.GPU, is_persistent=True, is_update_streamed=c.id % 2 == 0),
     "gpu": lambda c: replace(c, param_tier=Tier.GPU, optim_tier=Tier.GPU, is_persistent=True),
+    "nvme": lambda c: replace(c, optim_tier=Tier.NVME),
+    "nvme_some": lambda c: replace(c, optim_tier=Tier.NVME if c.id % 3 else Tier.CPU, is_update_streamed=c.id % 6 == 3),
+    "nvme_param_on_gpu": lambda c: replace(c, param_tier=Tier.GPU, optim_tier=Tier.NVME),
+    "nvme_persistent": lambda c: replace(c, param_tier=Tier.GPU, optim_tier=Tier.NVME, is_persistent=True),
 }
 
 
@@ -235,7 +239,7 @@ def test_every_place_of_parameters_and_states(how: str) -> None:
     check_sites_agree(HOWS[how], [s for s in SITES if s not in ("host", "streamed", "mixed")], CPU)
 
 
-@pytest.mark.parametrize("site", ["host", "streamed"])
+@pytest.mark.parametrize("site", ["host", "streamed", "nvme"])
 def test_equals_plain_pytorch(site: str) -> None:
     """`HybridAdam` over the plain model, with gradients clipped by value, gives the same bits."""
     how = How(dtype=torch.float32, clip_value=0.003, has_groups=True)
@@ -270,6 +274,7 @@ def test_unused_parameters_stay_untouched() -> None:
 
 
 ORDER = ["streamed", "host", "gpu", "streamed", "streamed_persistent", "mixed", "every_site", "streamed"]
+NVME_ORDER = ["nvme", "host", "nvme_some", "nvme", "gpu", "nvme_persistent", "nvme_param_on_gpu", "streamed", "nvme"]
 
 
 def check_replan(how: How, device: torch.device, order: list[str]) -> None:
@@ -282,7 +287,8 @@ def check_replan(how: How, device: torch.device, order: list[str]) -> None:
             train_step(m, o, how, step)
         held = module.stats().held_bytes
         assert "update_slot" not in held
-        assert held.get("cpu_states", 0) + held.get("gpu_states", 0) == sum(optimizer.state_bytes().values())
+        tiers = ("cpu", "gpu", "nvme")
+        assert sum(held.get(f"{tier}_states", 0) for tier in tiers) == sum(optimizer.state_bytes().values())
         assert sum(optimizer.state_bytes().values()) == sum(reference_optimizer.state_bytes().values())
     assert_same(result_of(module, optimizer), result_of(reference, reference_optimizer))
     module.close()
@@ -290,8 +296,9 @@ def check_replan(how: How, device: torch.device, order: list[str]) -> None:
 
 
 @pytest.mark.parametrize("how", ["bf16", "fp32", "bf16_true", "unused"])
-def test_replan_keeps_everything(how: str) -> None:
-    check_replan(HOWS[how], CPU, ORDER)
+@pytest.mark.parametrize("order", [ORDER, NVME_ORDER], ids=["memory", "nvme"])
+def test_replan_keeps_everything(how: str, order: list[str]) -> None:
+    check_replan(HOWS[how], CPU, order)
 
 
 def check_resume(how: How, device: torch.device, saved_from: str, loaded_into: str) -> None:
@@ -311,7 +318,10 @@ def check_resume(how: How, device: torch.device, saved_from: str, loaded_into: s
         m.close()
 
 
-@pytest.mark.parametrize(("saved_from", "loaded_into"), [("streamed", "host"), ("gpu", "streamed"), ("mixed", "mixed")])
+@pytest.mark.parametrize(
+    ("saved_from", "loaded_into"),
+    [("streamed", "host"), ("gpu", "streamed"), ("mixed", "mixed"), ("nvme", "host"), ("host", "nvme_some")],
+)
 @pytest.mark.parametrize("how", ["bf16", "scaled", "unused", "groups"])
 def test_resume_from_another_placement(how: str, saved_from: str, loaded_into: str) -> None:
     check_resume(HOWS[how], CPU, saved_from, loaded_into)
@@ -344,7 +354,7 @@ def test_state_of_torch_and_back() -> None:
 def test_optimizer_that_had_stepped_before() -> None:
     """States made over the plain model are taken over."""
     results = []
-    for site in ("host", "streamed"):
+    for site in ("host", "streamed", "nvme"):
         how = HOWS["fp32"]
         model = make(how.name)
         inner = new_optimizer(model, how)
@@ -358,11 +368,12 @@ def test_optimizer_that_had_stepped_before() -> None:
         assert {float(s["step"]) for s in results[-1].optimizer_state["state"].values()} == {2.0}
         module.close()
     assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
 
 
 def test_group_added_later() -> None:
     results = []
-    for site in ("host", "streamed"):
+    for site in ("host", "streamed", "nvme"):
         how = HOWS["bf16"]
         model = make(how.name)
         module = ElixirModule(model, plan_for(model, how, site), dtype=how.dtype, device=CPU)
@@ -379,6 +390,7 @@ def test_group_added_later() -> None:
         assert steps == {2.0, 4.0}
         module.close()
     assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
 
 
 # Several ranks

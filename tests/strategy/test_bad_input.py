@@ -30,11 +30,6 @@ def test_fp16_mixed_plugin_on_the_cpu() -> None:
         make_trainer(ElixirStrategy(), plugins=[plugin])
 
 
-def test_nvme_comes_later() -> None:
-    with pytest.raises(PlanError, match="comes with a later version"):
-        make_trainer("elixir_nvme")
-
-
 def test_limit_below_the_smallest_rcache_says_how_much_is_needed_and_for_which_module() -> None:
     with pytest.raises(CapacityError, match=r"(?s)smallest rCache.* for layers\.\d.*KiB"):
         fit(ElixirStrategy(**(TIGHT | {"gpu_memory_limit": "20KiB"})))

@@ -1,0 +1,104 @@
+"""Which chunks' states go on to NVMe where the host's memory is short."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_elixir.plan.memory import NVME_BUFFERS, Scheme, is_on_nvme, memory_use, nvme_buffers
+from lightning_elixir.plan.types import ChunkSpec, Tier
+
+
+@dataclass(frozen=True)
+class _Movable:
+    """A chunk whose states may go."""
+
+    chunk: ChunkSpec
+    moved: ChunkSpec
+    state_bytes: int
+    relief_bytes: int
+    """What goes from the host's memory with them, buffers not counted."""
+
+
+def spilled(chunks: Sequence[ChunkSpec], scheme: Scheme, limit: int, room: int | None) -> tuple[ChunkSpec, ...]:
+    """States go on to NVMe, those of the last chunks first, until the host's memory holds the rest.
+
+    The buffers through which they are updated are as large as the largest of them: so first only the smallest chunks
+    are looked at, then larger ones as well, and the least bytes on NVMe win.
+
+    Args:
+        chunks: None of them with states on NVMe.
+        scheme: Bytes per element.
+        limit: Of the host's memory.
+        room: NVMe space; None: as much as it takes.
+
+    Returns:
+        The chunks; where no choice fits, those of the choice that comes nearest to it, perhaps none moved.
+    """
+    lacking = memory_use(chunks, 0, scheme).host_bytes - limit
+    movable = [_movable(c, scheme) for c in reversed(chunks) if c.requires_grad and c.optim_tier is Tier.CPU]
+    best: list[_Movable] = []
+    best_rank = _rank(best, lacking)
+    for largest in sorted({m.state_bytes for m in movable}):
+        chosen = _needed(_taken([m for m in movable if m.state_bytes <= largest], lacking, room), lacking)
+        found = _rank(chosen, lacking)
+        if found < best_rank:
+            best, best_rank = chosen, found
+    moved = {m.chunk.id: m.moved for m in best}
+    return tuple(moved.get(c.id, c) for c in chunks)
+
+
+def in_host_memory(chunks: Sequence[ChunkSpec]) -> tuple[ChunkSpec, ...]:
+    """The same chunks with the states that are on NVMe back in the host's memory."""
+    return tuple(replace(c, optim_tier=Tier.CPU) if is_on_nvme(c) else c for c in chunks)
+
+
+def _movable(chunk: ChunkSpec, scheme: Scheme) -> _Movable:
+    moved = replace(chunk, optim_tier=Tier.NVME, is_update_streamed=False)
+    states = scheme.state_bytes(chunk)
+    before = states + scheme.host_grad_bytes(chunk) + scheme.spare_bytes(chunk)
+    return _Movable(chunk, moved, states, before - scheme.host_grad_bytes(moved))
+
+
+def _relief(chosen: Sequence[_Movable]) -> int:
+    number, nbytes = nvme_buffers(m.state_bytes for m in chosen)
+    return sum(m.relief_bytes for m in chosen) - number * nbytes
+
+
+def _rank(chosen: Sequence[_Movable], lacking: int) -> tuple[int, int]:
+    """What is lacking still, then what NVMe holds."""
+    return max(0, lacking - _relief(chosen)), sum(m.state_bytes for m in chosen)
+
+
+def _taken(movable: Sequence[_Movable], lacking: int, room: int | None) -> list[_Movable]:
+    """One after the other while something is lacking."""
+    chosen: list[_Movable] = []
+    relief = most = 0
+    for one in movable:
+        number, nbytes = nvme_buffers([most] * len(chosen))
+        if relief - number * nbytes >= lacking:
+            break
+        if room is not None and one.state_bytes > room:
+            continue
+        chosen.append(one)
+        relief += one.relief_bytes
+        most = max(most, one.state_bytes)
+        room = None if room is None else room - one.state_bytes
+    return chosen
+
+
+def _needed(chosen: list[_Movable], lacking: int) -> list[_Movable]:
+    """Without those that came to be unnecessary: a large one may do what small ones were taken for."""
+    sizes = sorted(m.state_bytes for m in chosen)
+    relief = sum(m.relief_bytes for m in chosen)
+    kept = []
+    for one in reversed(chosen):
+        # Only where the largest goes do the buffers get smaller; of several as large, one stays.
+        largest = sizes[-2:-1] if one.state_bytes == sizes[-1] else sizes[-1:]
+        nbytes = min(NVME_BUFFERS, len(sizes) - 1) * sum(largest)
+        if relief - one.relief_bytes - nbytes >= lacking:
+            relief -= one.relief_bytes
+            sizes.remove(one.state_bytes)
+        else:
+            kept.append(one)
+    return kept

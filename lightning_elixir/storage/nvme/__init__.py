@@ -1,0 +1,41 @@
+"""Tensors on a disk: `open_offload_file`."""
+
+from lightning_elixir.storage.nvme.folders import is_in_memory, temporary_folder
+from lightning_elixir.storage.nvme.mapped import MappedMemory
+from lightning_elixir.storage.nvme.offload_file import BACKENDS, OffloadFile, OffloadStats, open_offload_file
+from lightning_elixir.storage.nvme.scratch import remove_stale
+from lightning_elixir.storage.nvme.state_file import (
+    MASTER,
+    MOMENTS,
+    ChunkStates,
+    DiskOptions,
+    StateFile,
+    StateSpec,
+    StateTraffic,
+    Visit,
+    open_state_file,
+)
+from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Request
+
+__all__ = [
+    "ALIGNMENT",
+    "BACKENDS",
+    "MASTER",
+    "MOMENTS",
+    "ChunkStates",
+    "DiskOptions",
+    "MappedMemory",
+    "OffloadFile",
+    "OffloadStats",
+    "Region",
+    "Request",
+    "StateFile",
+    "StateSpec",
+    "StateTraffic",
+    "Visit",
+    "is_in_memory",
+    "open_offload_file",
+    "open_state_file",
+    "remove_stale",
+    "temporary_folder",
+]

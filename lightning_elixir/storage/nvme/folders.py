@@ -1,0 +1,45 @@
+"""Folders for those who name none."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from lightning_elixir.errors import StorageError
+
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+
+
+def temporary_folder() -> Path:
+    """A folder for temporary files that is on a disk.
+
+    Raises:
+        StorageError: There is none that can be written to: what would be offloaded there would stay in host memory.
+    """
+    usual = (tempfile.gettempdir(), "/var/tmp")  # noqa: S108 (a file without a name is made there, no other)
+    tried = list(dict.fromkeys(Path(name).absolute() for name in usual))
+    for folder in tried:
+        if os.access(folder, os.W_OK | os.X_OK) and not is_in_memory(folder):
+            return folder
+    raise StorageError(
+        f"no folder for temporary files is on a disk ({' and '.join(map(str, tried))} are in memory, or cannot be "
+        "written to): name one on the disk to offload to (nvme_offload_dir)"
+    )
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Whether the folder, or the one that it would be made in, is on a file system that keeps its files in memory."""
+    real = folder.absolute()
+    while not real.exists() and real != real.parent:
+        real = real.parent
+    real = real.resolve()
+    # The mount point nearest to the folder; of several there, the last hides the others.
+    nearest, kind = -1, ""
+    for mount in psutil.disk_partitions(all=True):
+        point = Path(mount.mountpoint)
+        if (real == point or point in real.parents) and len(point.parts) >= nearest:
+            nearest, kind = len(point.parts), mount.fstype
+    return kind in _IN_MEMORY

@@ -1,0 +1,491 @@
+"""Masters and moments of chunks on a disk, and the buffers in host memory through which they are updated.
+
+[Note: states on NVMe] Each part of a chunk's states (master, first and second moment) has a region of its own in one
+file, so that who needs the master alone reads a third. An update borrows one of a few equal buffers: the states are
+read into it (`StateFile.begin`), changed there by whoever called, and written back (`Visit.end`); the buffer goes to
+the next update when that is over. Nobody waits in between: what is read next is decided where a buffer becomes free, on
+the threads that move the bytes, by the order of the visits that wait then. So reading one chunk, updating another and
+writing a third go on at once, and no thread stands still with a buffer that another waits for.
+
+Everybody else (checkpoints, moves to another placement, writes by users) reads and writes one part of one chunk at a
+time, in memory of their own. Reads and writes of one region take place in the order in which they were asked for, so
+whoever has waited for a chunk's update finds what that has written.
+
+After a read for an update or any write has failed, the states are not whole any more: whoever asks for any of them gets
+that error, and visits that wait are over at once, so that none of them waits for ever.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_elixir.errors import StateError, StorageError
+from lightning_elixir.plan.memory import nvme_buffers
+from lightning_elixir.storage.nvme.folders import temporary_folder
+from lightning_elixir.storage.nvme.mapped import MappedMemory
+from lightning_elixir.storage.nvme.offload_file import OffloadFile, open_offload_file
+from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Request, aligned, aligned_memory
+
+MASTER = "master"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_MOST_URGENT = float("-inf")
+
+
+@dataclass(frozen=True)
+class DiskOptions:
+    """How states are kept on a disk."""
+
+    folder: str | None = None
+    """Of the files; made if missing. None: `temporary_folder()`."""
+    backend: str = "direct"
+    """One of `storage.nvme.BACKENDS`."""
+    has_checksums: bool = False
+    """Whether what is read is checked against what was written."""
+
+    def existing_folder(self) -> Path:
+        """The folder, made, and tried out.
+
+        Raises:
+            StorageError: It cannot be used, none was given and there is none to take, or the back end is not there.
+        """
+        folder = temporary_folder() if self.folder is None else Path(self.folder).absolute()
+        open_offload_file(folder, [ALIGNMENT], backend=self.backend).close()
+        return folder
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What a rank keeps of one chunk."""
+
+    numel: int
+    dtype: torch.dtype
+    has_master: bool
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (MASTER, *MOMENTS) if self.has_master else MOMENTS
+
+    @property
+    def part_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def buffer_bytes(self) -> int:
+        """All parts, each where a transfer may begin."""
+        return len(self.parts) * aligned(self.part_bytes)
+
+
+@dataclass
+class StateTraffic:
+    """What states on a disk have taken since the last reset."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    waited_s: float = 0.0
+    """Time in which states were wanted for updates and none had come that could be updated."""
+
+
+class Visit:
+    """One chunk's states on their way to a buffer, in it, or on their way back. An `Event`: they are in it, or will
+    never be.
+
+    Args:
+        file: Makes these.
+        chunk_id: Whose states.
+        read: Parts to read; the others are written all the same, so they must be made.
+        order: The lowest comes first.
+    """
+
+    def __init__(self, file: StateFile, chunk_id: int, read: Collection[str], order: float) -> None:
+        self.chunk_id = chunk_id
+        self.tensors: dict[str, Tensor] = {}
+        """By part, 1-D; those that were not to be read are uninitialised."""
+        self._file = file
+        self._read = tuple(read)
+        self._order = order
+        self._buffer: Tensor | None = None
+        self._error: BaseException | None = None
+        self._has_come = threading.Event()
+        self._followers: list[Callable[[], None]] = []
+        self._is_over = False
+
+    def is_over(self) -> bool:
+        return self._has_come.is_set()
+
+    def wait(self) -> None:
+        """Make the host wait until the states are there.
+
+        Raises:
+            StorageError: They could not be read, or others could not be written.
+        """
+        self._file._make_urgent(self)
+        self._has_come.wait()
+        if self._error is not None:
+            raise self._error
+
+    synchronize = wait
+
+    def set_order(self, order: float) -> None:
+        """Another place in the order, where reading has not begun."""
+        self._order = order
+
+    def then(self, follower: Callable[[], None]) -> None:
+        """Call it when this is over, on whatever thread finds out; or right here. It must not wait, nor raise."""
+        with self._file._lock:
+            if not self._has_come.is_set():
+                self._followers.append(follower)
+                return
+        follower()
+
+    def end(self) -> None:
+        """Begin to write all parts back; `tensors` are of no use afterwards.
+
+        Raises:
+            StorageError: That is not possible.
+        """
+        self._file._write_back(self)
+
+    def drop(self) -> None:
+        """Give the buffer back, if that has not been done, and write nothing: the update has failed. The back end
+        "tensornvme" then has nothing there any more, and says so."""
+        self._file._drop(self)
+
+
+class StateFile:
+    """The states of some chunks.
+
+    Args:
+        specs: By chunk id.
+        file: With one region for each part of each chunk, in this order.
+        traffic: Counts what is done.
+    """
+
+    def __init__(self, specs: Mapping[int, StateSpec], file: OffloadFile, traffic: StateTraffic) -> None:
+        self.specs = dict(specs)
+        self._file = file
+        self._traffic = traffic
+        self._regions = {key: number for number, key in enumerate(_keys(specs))}
+        self._num_buffers, self._buffer_bytes = nvme_buffers(spec.buffer_bytes for spec in specs.values())
+        self._lock = threading.RLock()  # what is called when a transfer is over may begin others that are over at once
+        self._free: list[Tensor] = []
+        self._num_made = 0
+        self._waiting: list[Visit] = []
+        self._num_reading = self._num_ready = 0
+        self._looked_at_s = time.perf_counter()
+        self._failure: BaseException | None = None
+        self._is_closed = False
+
+    @property
+    def backend(self) -> str:
+        """The name of the file's back end."""
+        return self._file.backend
+
+    def mapped_memory(self) -> MappedMemory:
+        """For what is put together of states, and is as large as they are."""
+        return MappedMemory(self._file.folder)
+
+    def of(self, chunk_id: int) -> ChunkStates | None:
+        """The states of a chunk, if they are here."""
+        return ChunkStates(self, chunk_id, self.specs[chunk_id]) if chunk_id in self.specs else None
+
+    def holds(self, specs: Mapping[int, StateSpec]) -> bool:
+        """Whether there is room for these, in the places that they have."""
+        return all(self.specs.get(chunk_id) == spec for chunk_id, spec in specs.items())
+
+    def bytes_on_disk(self, part_names: Collection[str]) -> int:
+        """What these parts take, of all chunks."""
+        return sum(s.part_bytes for s in self.specs.values() for part in s.parts if part in part_names)
+
+    def buffer_bytes_held(self) -> int:
+        """Host memory of the buffers."""
+        return self._num_made * self._buffer_bytes
+
+    # One part at a time
+
+    def read(self, chunk_id: int, part: str) -> Tensor:
+        """A copy of a part, 1-D, in host memory of its own.
+
+        Raises:
+            StorageError: It cannot be read, or is not whole.
+        """
+        spec = self.specs[chunk_id]
+        target = torch.frombuffer(aligned_memory(max(1, spec.part_bytes)), dtype=spec.dtype)[: spec.numel]
+        self.check()
+        self._file.read(self._regions[chunk_id, part], target, order=_MOST_URGENT).wait()
+        with self._lock:
+            self._traffic.read_bytes += target.nbytes
+        return target
+
+    def write(self, chunk_id: int, part: str, value: Tensor) -> None:
+        """Replace a part.
+
+        Args:
+            value: 1-D, `[numel]`, on any device.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        source = value.detach().to("cpu", self.specs[chunk_id].dtype).contiguous()
+        self.check()
+        try:
+            self._file.write(self._regions[chunk_id, part], source, order=_MOST_URGENT).wait()
+        except Exception as error:
+            self._fail(error)
+            raise
+        with self._lock:
+            self._traffic.written_bytes += source.nbytes
+
+    # Updates
+
+    def begin(self, chunk_id: int, read: Collection[str], order: float = 0.0) -> Visit:
+        """Have states brought to a buffer; that, and the buffer, is waited for in the order of the visits. Whoever
+        begins one ends it, or drops it.
+
+        Args:
+            chunk_id: Its last visit must have ended.
+            read: See `Visit`, as for `order`.
+        """
+        visit = Visit(self, chunk_id, read, order)
+        with self._lock:
+            self._note_time()
+            self._waiting.append(visit)
+            self._go_on()
+        return visit
+
+    def check(self) -> None:
+        """Raises what has made the states unusable, if anything has."""
+        if self._failure is not None:
+            raise self._failure
+
+    def synchronize(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            StorageError: A read for an update, or a write, has failed; or the file is not ours any more.
+        """
+        self.check()
+        self._file.synchronize()
+        self.check()
+
+    def close(self) -> None:
+        """Free the disk and the buffers. Visits that wait are over, and have failed."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._fail(StateError("the states on NVMe are closed"))
+        self._file.close()
+        self._free.clear()
+
+    # Inside
+
+    def _go_on(self) -> None:
+        """Begin as many reads as there are buffers. Locked."""
+        while self._waiting:
+            if self._failure is not None:
+                visits, self._waiting = self._waiting, []
+                for visit in visits:
+                    self._arrive(visit, self._failure)
+                return
+            if not self._free:
+                if self._num_made >= self._num_buffers:
+                    return
+                try:
+                    self._free.append(self._file.empty(self._buffer_bytes, torch.uint8))
+                except BaseException as error:  # no memory, or the file is closed
+                    self._fail(error)
+                    continue
+                self._num_made += 1
+            visit = min(self._waiting, key=lambda v: v._order)
+            self._waiting.remove(visit)
+            self._read(visit, self._free.pop())
+
+    def _read(self, visit: Visit, buffer: Tensor) -> None:
+        spec = self.specs[visit.chunk_id]
+        stride = aligned(spec.part_bytes)
+        visit._buffer = buffer
+        visit.tensors = {
+            part: buffer[i * stride : i * stride + spec.part_bytes].view(spec.dtype)
+            for i, part in enumerate(spec.parts)
+        }
+        self._num_reading += 1
+        wanted = [(self._regions[visit.chunk_id, part], visit.tensors[part]) for part in visit._read]
+        try:
+            requests = [self._file.read(region, x, will_write=True, order=visit._order) for region, x in wanted]
+        except BaseException as error:
+            self._on_read(visit, (), error)
+            return
+        self._traffic.read_bytes += len(wanted) * spec.part_bytes
+        _when_over(requests, partial(self._on_read, visit, requests))
+
+    def _on_read(self, visit: Visit, requests: Sequence[Request], error: BaseException | None = None) -> None:
+        with self._lock:
+            self._note_time()
+            self._num_reading -= 1
+            error = error or _first_error(requests)
+            if error is not None:
+                self._fail(error)
+            else:
+                self._num_ready += 1
+            self._arrive(visit, error)
+
+    def _arrive(self, visit: Visit, error: BaseException | None) -> None:
+        visit._error = error
+        visit._has_come.set()
+        followers, visit._followers = visit._followers, []
+        for follower in followers:
+            follower()
+        if visit._is_over:  # dropped on the way
+            self._num_ready -= error is None
+            self._give_back(visit)
+
+    def _write_back(self, visit: Visit) -> None:
+        with self._lock:
+            self._note_time()
+            if visit._is_over:
+                return
+            visit._is_over = True
+            self._num_ready -= 1
+            spec = self.specs[visit.chunk_id]
+            try:
+                self.check()
+                requests = [
+                    self._file.write(self._regions[visit.chunk_id, part], visit.tensors[part]) for part in spec.parts
+                ]
+            except BaseException as error:
+                self._fail(error)
+                raise
+            self._traffic.written_bytes += len(requests) * spec.part_bytes
+            _when_over(requests, partial(self._on_written, visit, requests))
+
+    def _on_written(self, visit: Visit, requests: Sequence[Request]) -> None:
+        with self._lock:
+            error = _first_error(requests)
+            if error is not None:
+                self._fail(error)
+            self._give_back(visit)
+
+    def _drop(self, visit: Visit) -> None:
+        with self._lock:
+            self._note_time()
+            if visit._is_over:
+                return
+            visit._is_over = True
+            if visit in self._waiting:
+                self._waiting.remove(visit)
+                self._arrive(visit, StateError("nobody wants these states any more"))
+            elif visit.is_over() and visit._error is None:
+                self._num_ready -= 1
+                self._give_back(visit)
+
+    def _give_back(self, visit: Visit) -> None:
+        buffer, visit._buffer = visit._buffer, None
+        visit.tensors = {}
+        if buffer is not None and not self._is_closed:
+            self._free.append(buffer)
+        self._go_on()
+
+    def _make_urgent(self, visit: Visit) -> None:
+        with self._lock:
+            visit._order = _MOST_URGENT
+
+    def _fail(self, error: BaseException) -> None:
+        """Nothing that is here can be relied on any more."""
+        with self._lock:
+            self._failure = self._failure or error
+            self._go_on()
+
+    def _note_time(self) -> None:
+        """Call before anything changes that the waiting depends on."""
+        now_s = time.perf_counter()
+        if (self._waiting or self._num_reading) and not self._num_ready:
+            self._traffic.waited_s += now_s - self._looked_at_s
+        self._looked_at_s = now_s
+
+
+@dataclass(frozen=True)
+class ChunkStates:
+    """The states of one chunk on a disk."""
+
+    file: StateFile
+    chunk_id: int
+    spec: StateSpec
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the master is there as well; otherwise the compute shard is the optimizer's copy."""
+        return self.spec.has_master
+
+    def stand_in(self) -> Tensor:
+        """What has the place of a part where tensors are described and nobody reads them: without memory, on `meta`."""
+        return torch.empty(self.spec.numel, dtype=self.spec.dtype, device="meta")
+
+    def read(self, part: str) -> Tensor:
+        """See `StateFile.read`."""
+        return self.file.read(self.chunk_id, part)
+
+    def write(self, part: str, value: Tensor) -> None:
+        """See `StateFile.write`."""
+        self.file.write(self.chunk_id, part, value)
+
+
+def open_state_file(
+    specs: Mapping[int, StateSpec], options: DiskOptions, rank: int, traffic: StateTraffic
+) -> StateFile:
+    """Take room on the disk for the states of these chunks; they are zeros at first.
+
+    Args:
+        specs: By chunk id.
+        options: Where, and by whom.
+        rank: Of this process.
+        traffic: Counts what is done.
+
+    Raises:
+        StorageError: The folder cannot be used or has too little room, the back end is not there, or no folder was
+            given and there is none to take.
+        PlanError: There is no such back end.
+    """
+    file = open_offload_file(
+        temporary_folder() if options.folder is None else options.folder,
+        [specs[chunk_id].part_bytes for chunk_id, _ in _keys(specs)],
+        backend=options.backend,
+        rank=rank,
+        has_checksums=options.has_checksums,
+    )
+    return StateFile(specs, file, traffic)
+
+
+def _keys(specs: Mapping[int, StateSpec]) -> list[tuple[int, str]]:
+    return [(chunk_id, part) for chunk_id, spec in specs.items() for part in spec.parts]
+
+
+def _when_over(requests: Sequence[Request], follower: Callable[[], None]) -> None:
+    """Call it when all of them are."""
+    left = [len(requests)]
+    lock = threading.Lock()
+
+    def count() -> None:
+        with lock:
+            left[0] -= 1
+            is_last = left[0] == 0
+        if is_last:
+            follower()
+
+    for request in requests:
+        request.then(count)
+    if not requests:
+        follower()
+
+
+def _first_error(requests: Sequence[Request]) -> StorageError | None:
+    errors = [request.take_care() for request in requests]
+    return next((error for error in errors if error is not None), None)

@@ -1,0 +1,380 @@
+"""The `tensornvme` package (0.1.0) as a back end, its traps kept away from whoever uses it.
+
+[Note: what tensornvme does, and what is done about it]
+
+- It decides itself where in the file a tensor goes, and forgets the tensor when it is read. So the file is cut into
+  slots of one size, in any place of which any slot may lie, and a region is a row of slots. A slot that is read and
+  shall stay is written back; one that is written is read first, if it is there, so that its place becomes free.
+- Freeing the last place of the file loses those before it, and the file grows without end. So all places are given out
+  at once at the beginning, to a tensor over memory that cannot be touched, of which nothing is written; then one last
+  block is written and never read again; then the places are freed. From then on the file keeps the size reserved.
+- It looks at no result: a failed or short read or write goes unnoticed. So every slot ends with its number and the
+  number of times it was written. A read that does not bring both has failed; so has a write whose read does not.
+- It writes the whole storage of a tensor, from where the tensor begins. So it sees our staging buffers only.
+- Of its ways to wait only `synchronize` waits for reads. It holds the GIL in there.
+- It does not know threads: one thread of ours makes all calls. It asks io_uring for a queue without looking whether it
+  gets one, and crashes without: we ask first.
+- Its end removes the file by name, and complains on stdout if there is none: there is, for that moment.
+- It goes through the page cache: where the file system can do without, its descriptor is told so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_elixir.core.labels import label
+from lightning_elixir.core.worker import Task, Worker
+from lightning_elixir.errors import StorageError
+from lightning_elixir.storage.nvme.checksums import Checksums
+from lightning_elixir.storage.nvme.scratch import ScratchFile, go_direct
+from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Transfer, aligned, aligned_memory
+
+SLOT_BYTES = 8 * 2**20
+"""Most that a slot holds, beside its mark."""
+
+_MARK = struct.Struct("<8sQQ")
+_MAGIC = b"elixslot"
+_NUM_ENTRIES = 64  # of the queues; more than there are staging buffers
+_IO_URING_PARAMS_BYTES = 120
+_IO_URING_SETUP = 425  # on every architecture that Linux has io_uring on
+_HOW_TO_INSTALL = (
+    'Install it with liburing and libaio ("apt-get install liburing-dev libaio-dev") and "pip install -U setuptools '
+    'wheel packaging ninja cmake", then "LIBRARY_PATH=/usr/lib/x86_64-linux-gnu WITH_ROOT=1 pip install --no-cache-dir '
+    '--no-build-isolation tensornvme==0.1.0"; or choose the back end "direct", which needs nothing'
+)
+
+
+class _Offloader(Protocol):
+    """What is used of `tensornvme._C.Offloader`."""
+
+    def async_write(self, tensor: Tensor, key: str) -> None: ...
+
+    def async_read(self, tensor: Tensor, key: str, callback: Callable[[], None] | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class TensornvmeBackend:
+    """One thread over tensornvme's io_uring.
+
+    Args:
+        file: New, and with a name; this owns it.
+        regions: As the user sees them; where they lie here is another matter.
+        queue_depth: Slots that are read or written at a time.
+        checksums: To note and check, if any.
+
+    Raises:
+        StorageError: The package is missing or does not work, or the disk has no room.
+    """
+
+    name = "tensornvme"
+
+    def __init__(
+        self, file: ScratchFile, regions: Sequence[Region], queue_depth: int, checksums: Checksums | None
+    ) -> None:
+        payload = min(SLOT_BYTES, aligned(max((r.nbytes for r in regions), default=0)) or ALIGNMENT)
+        self._slots = _Slots(file, regions, payload, min(2 * queue_depth, _NUM_ENTRIES), checksums)
+        self.is_direct = self._slots.is_direct
+        self._worker = Worker("tensornvme")
+        self._waiting: set[Task] = set()
+        self._latest: dict[int, Task] = {}  # by region
+
+    def submit(self, transfer: Transfer) -> list[Task]:
+        self._waiting = {task for task in self._waiting if not task.is_over()}
+        latest = self._latest.get(transfer.region)
+        if latest is not None and latest.is_over():
+            latest = None
+        work = partial(self._move, transfer)
+        task = self._worker.submit(work, order=transfer.order, after=latest)
+        self._latest[transfer.region] = task
+        self._waiting.add(task)
+        return [task]
+
+    def _move(self, transfer: Transfer) -> None:
+        with label("write states" if transfer.is_write else "read states"):
+            (self._slots.write if transfer.is_write else self._slots.read)(transfer)
+
+    def check(self) -> None:
+        self._slots.file.check()
+
+    def close(self) -> None:
+        for task in self._waiting:
+            task.cancel()
+        self._worker.close()
+        self._slots.close()
+
+
+class _Slots:
+    """The slots, on the thread that alone may touch them."""
+
+    def __init__(
+        self,
+        file: ScratchFile,
+        regions: Sequence[Region],
+        payload: int,
+        depth: int,
+        checksums: Checksums | None,
+    ) -> None:
+        self.file = file
+        self._regions = regions
+        self._payload = payload
+        self._first_slots = first_slots = _first_slots(regions, payload)
+        self._checksums = checksums
+        self._times_written: dict[int, int] = {}
+        self._lost: dict[int, str] = {}
+        """Slots that were written, and why they cannot be read any more."""
+        slot_bytes, num_slots = payload + ALIGNMENT, first_slots[-1]
+        self._staging = [torch.frombuffer(aligned_memory(slot_bytes), dtype=torch.uint8) for _ in range(depth)]
+        self._held = [_open(file.path)]
+        self._finalizer = weakref.finalize(self, _end, self._held, file)
+        try:
+            if not file.unlink():
+                raise StorageError(
+                    f"{file.path.parent} cannot hold a file without a name, as the back end tensornvme needs it: "
+                    'choose another folder, or the back end "direct"',
+                    path=file.path.parent,
+                )
+            file.allocate(slot_bytes * num_slots + ALIGNMENT)
+            file.go_direct()
+            self.is_direct = file.is_direct and all(go_direct(fd, file.nbytes) for fd in _other_descriptors(file.fd))
+            self._reserve(slot_bytes * num_slots)
+            if num_slots:
+                self._try_out()
+        except BaseException:
+            self._finalizer()
+            raise
+
+    def write(self, transfer: Transfer) -> None:
+        address = transfer.tensor.data_ptr()
+        if self._checksums is not None:
+            self._checksums.note(transfer.region, transfer.offset, address, transfer.nbytes)
+        for group in self._groups(transfer):
+            for part in group:
+                if part.is_partial and part.slot in self._lost:
+                    raise self._cannot_read(part)
+            self._take(group)  # what is there already: its places become free, and parts of slots are put into it
+            for part, buffer in zip(group, self._staging, strict=False):
+                if part.is_partial and part.slot not in self._times_written:
+                    buffer[: self._payload].zero_()
+                ctypes.memmove(buffer.data_ptr() + part.in_slot, address + part.first, part.nbytes)
+                self._put(part.slot, buffer)
+            self._synchronize()
+
+    def read(self, transfer: Transfer) -> None:
+        address = transfer.tensor.data_ptr()
+        for group in self._groups(transfer):
+            for part in group:
+                if part.slot in self._lost:
+                    raise self._cannot_read(part)
+            taken = self._take(group, address)
+            for part, buffer in zip(group, self._staging, strict=False):
+                if part.slot not in taken:  # never written
+                    ctypes.memset(address + part.first, 0, part.nbytes)
+                elif transfer.will_write and not part.is_partial:
+                    self._lost[part.slot] = "it was read with will_write, and has not been written since"
+                else:
+                    self._put(part.slot, buffer)
+            self._synchronize()
+        if self._checksums is not None:
+            self._checksums.check(transfer.region, transfer.offset, address, transfer.nbytes)
+
+    def close(self) -> None:
+        self._finalizer()
+        self.file.close()
+
+    def _groups(self, transfer: Transfer) -> Iterator[list[_Part]]:
+        """The slots of a transfer, as many at a time as there are staging buffers."""
+        first_slot = self._first_slots[transfer.region]
+        group: list[_Part] = []
+        at = 0
+        while at < transfer.nbytes:
+            index, in_slot = divmod(transfer.offset + at, self._payload)
+            nbytes = min(self._payload - in_slot, transfer.nbytes - at)
+            in_region = transfer.offset + at
+            holds = min(self._payload, self._regions[transfer.region].nbytes - index * self._payload)
+            group.append(_Part(first_slot + index, transfer.region, in_region, in_slot, at, nbytes, nbytes < holds))
+            at += nbytes
+            if len(group) == len(self._staging):
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _take(self, group: Sequence[_Part], address: int | None = None) -> set[int]:
+        """Bring what is there of these slots to the staging buffers, and to memory; tensornvme then forgets it."""
+        arrived: set[int] = set()
+        asked: set[int] = set()
+        for part, buffer in zip(group, self._staging, strict=False):
+            if part.slot in self._times_written and part.slot not in self._lost:
+                buffer[self._payload :].zero_()
+                self._held[0].async_read(buffer, str(part.slot), partial(self._arrive, part, buffer, address, arrived))
+                asked.add(part.slot)
+        if not asked:
+            return asked
+        self._synchronize()
+        failed = [part for part in group if part.slot in asked - arrived]
+        for part in failed:
+            self._lost[part.slot] = "it could not be read, or had not been written"
+        if failed:
+            for part, buffer in zip(group, self._staging, strict=False):
+                if part.slot in arrived:
+                    self._put(part.slot, buffer)
+            self._synchronize()
+            raise self._cannot_read(failed[0])
+        return asked
+
+    def _arrive(self, part: _Part, buffer: Tensor, address: int | None, arrived: set[int]) -> None:
+        """Called by tensornvme when a read is over, while others are not."""
+        mark = _MARK.unpack_from((ctypes.c_char * _MARK.size).from_address(buffer.data_ptr() + self._payload))
+        if mark != (_MAGIC, part.slot, self._times_written[part.slot]):
+            return
+        if address is not None:
+            ctypes.memmove(address + part.first, buffer.data_ptr() + part.in_slot, part.nbytes)
+        arrived.add(part.slot)
+
+    def _put(self, slot: int, buffer: Tensor) -> None:
+        """Begin to write a staging buffer to its slot, which tensornvme knows nothing of."""
+        times = self._times_written[slot] = self._times_written.get(slot, 0) + 1
+        self._lost.pop(slot, None)
+        memory = (ctypes.c_char * _MARK.size).from_address(buffer.data_ptr() + self._payload)
+        _MARK.pack_into(memory, 0, _MAGIC, slot, times)
+        self._held[0].async_write(buffer, str(slot))
+
+    def _reserve(self, nbytes: int) -> None:
+        """Have tensornvme know of all places, and of one more that it never gives back."""
+        untouchable = None
+        if nbytes:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+            untouchable = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.mprotect(ctypes.c_void_p(untouchable.data_ptr()), ctypes.c_size_t(nbytes), 0) != 0:
+                raise StorageError(f"no address space for {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
+            self._held[0].async_write(untouchable, "all")
+            self._synchronize()
+        self._held[0].async_write(torch.frombuffer(aligned_memory(ALIGNMENT), dtype=torch.uint8), "last")
+        self._synchronize()
+        if untouchable is not None:
+            self._held[0].async_read(untouchable, "all")
+            self._synchronize()
+
+    def _try_out(self) -> None:
+        """
+        Raises:
+            StorageError: What is read is not what was written.
+        """
+        part = _Part(0, 0, 0, 0, 0, self._payload, False)
+        buffer = self._staging[0]
+        buffer[: self._payload] = torch.arange(self._payload, dtype=torch.int32).to(torch.uint8)
+        wanted = buffer[: self._payload].clone()
+        self._put(0, buffer)
+        self._synchronize()
+        buffer.zero_()
+        self._take([part])
+        if not torch.equal(buffer[: self._payload], wanted):
+            raise self._cannot_read(part)
+        self._times_written.clear()
+
+    def _synchronize(self) -> None:
+        self._held[0].synchronize()
+
+    def _cannot_read(self, part: _Part) -> StorageError:
+        why = self._lost.get(part.slot, "other bytes came back than were written")
+        return StorageError(
+            f"{part.nbytes} bytes at offset {part.in_region} of region {part.region} of {self.file.path} cannot be "
+            f"read by tensornvme: {why}; start again from a checkpoint, with another folder, or with the back end "
+            '"direct", which tells what the system says',
+            path=self.file.path,
+            offset=part.in_region,
+            nbytes=part.nbytes,
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a transfer has to do with one slot."""
+
+    slot: int
+    region: int
+    in_region: int
+    """Offset, as are the next two."""
+    in_slot: int
+    first: int
+    """In the tensor."""
+    nbytes: int
+    is_partial: bool
+    """Whether the slot holds more."""
+
+
+def _first_slots(regions: Sequence[Region], payload: int) -> list[int]:
+    """The first slot of each region, and one past the last."""
+    first = [0]
+    for region in regions:
+        first.append(first[-1] - (-region.nbytes // payload))
+    return first
+
+
+def _open(path: Path) -> _Offloader:
+    problem = _io_uring_problem()
+    try:
+        if sys.platform != "linux":
+            raise ImportError("it is for Linux only")
+        from tensornvme import _C
+
+        if "uring" not in _C.get_backends():
+            problem = "it was built without io_uring"
+    except (ImportError, OSError) as error:
+        raise StorageError(f"the package tensornvme cannot be used ({error}). {_HOW_TO_INSTALL}") from error
+    if problem is None:
+        try:
+            offloader: _Offloader = _C.Offloader(str(path), _NUM_ENTRIES, "uring")
+        except RuntimeError as error:
+            problem = str(error)
+        else:
+            return offloader
+    raise StorageError(f'tensornvme cannot work here: {problem}; choose the back end "direct", which needs nothing')
+
+
+def _io_uring_problem() -> str | None:
+    """Why the system gives no io_uring, if so."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.syscall(_IO_URING_SETUP, _NUM_ENTRIES, ctypes.create_string_buffer(_IO_URING_PARAMS_BYTES))
+    if fd < 0:
+        return f"the system refuses io_uring ({os.strerror(ctypes.get_errno())})"
+    os.close(fd)
+    return None
+
+
+def _other_descriptors(fd: int) -> list[int]:
+    """Descriptors of this process for the same file."""
+    wanted, found = os.fstat(fd), []
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if int(name) != fd and os.path.samestat(os.fstat(int(name)), wanted):
+                    found.append(int(name))
+    return found
+
+
+def _end(held: list[_Offloader], file: ScratchFile) -> None:
+    """Let tensornvme's object go, quietly."""
+    if not file.is_ours():  # a fork, whose copy would wait for requests of its parent
+        for offloader in held:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(offloader))
+    else:
+        with suppress(OSError):
+            os.close(os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    held.clear()

@@ -1,0 +1,653 @@
+"""States on NVMe give, bit for bit, what states in host memory give; a disk that fails is told of, and ends the run.
+
+The bodies take the device, so that `tests/gpu` runs them with real lanes and page-locked memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_elixir.errors import PlanError, StateError, StorageError
+from lightning_elixir.optim import HybridAdam
+from lightning_elixir.optim.updates import FlatUpdate
+from lightning_elixir.plan.memory import NVME_BUFFERS
+from lightning_elixir.plan.placement import with_states_on_nvme
+from lightning_elixir.plan.types import Tier, UpdateTiming
+from lightning_elixir.planning import make_plan
+from lightning_elixir.storage.nvme import direct, mapped
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.dist import run_ranks
+from tests.helpers.zoo import ZOO, make
+from tests.runtime import test_streamed_updates as bodies
+from tests.runtime import test_update_timing as timing_bodies
+from tests.runtime.test_streamed_updates import CPU, HOWS, How, Result, assert_same, result_of, use_small_slots
+from tests.runtime.test_update_timing import held_updates, slow_updates
+
+NVME_SITES = ["nvme", "nvme_some", "nvme_param_on_gpu", "nvme_persistent"]
+BF16 = HOWS["bf16"]
+
+Training = tuple[ElixirModule, ElixirOptimizer]
+
+
+@contextmanager
+def slow_disk(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.001) -> Iterator[None]:
+    """Reads and writes take long, and not all the same: whoever does not wait for them finds other values."""
+    times = random.Random(0)
+    with monkeypatch.context() as patch:
+        for name in ("preadv", "pwritev"):
+            call = getattr(os, name)
+
+            def slow(*args: Any, call: Callable[..., int] = call) -> int:
+                time.sleep(times.random() * seconds)
+                return call(*args)
+
+            patch.setattr(direct.os, name, slow)
+        yield
+
+
+def new_training(how: How = BF16, site: str = "nvme", timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD) -> Training:
+    return timing_bodies.new_training(how, site, CPU, timing)
+
+
+def step(training: Training, how: How, number: int) -> None:
+    timing_bodies.step(*training, how, number)
+
+
+# Every way to train
+
+
+def check_every_way(
+    how: How, site: str, timing: UpdateTiming, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = bodies.train(how, "host", device)
+    with slow_disk(monkeypatch), slow_updates(monkeypatch, 0.001):
+        actual = timing_bodies.train(how, site, timing, device)
+    assert_same(actual, expected)
+    assert str(actual.norms) == str(expected.norms)
+
+
+@pytest.mark.parametrize("timing", UpdateTiming)
+@pytest.mark.parametrize("site", NVME_SITES)
+@pytest.mark.parametrize("name", ["bf16", "fp32", "bf16_true", "unused"])
+def test_the_disk_changes_no_bit(name: str, site: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_slots(monkeypatch)
+    check_every_way(HOWS[name], site, timing, CPU, monkeypatch)
+
+
+@pytest.mark.parametrize("name", sorted(set(HOWS) - {"bf16", "fp32", "bf16_true", "unused"}))
+def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_slots(monkeypatch)
+    check_every_way(HOWS[name], "nvme_some", UpdateTiming.INSIDE_BACKWARD, CPU, monkeypatch)
+
+
+def test_small_rcache_and_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fetches that wait for updates, which wait for the disk; every loss is the same."""
+    losses: dict[str, list[float]] = {}
+    for site in ("host", "nvme"):
+        model = make("llama")
+        inner = bodies.new_optimizer(model, BF16)
+        plan = replace(bodies.plan_for(model, BF16, site), rcache_blocks=3, update_timing=UpdateTiming.BEHIND_FORWARD)
+        module = ElixirModule(model, plan, dtype=torch.bfloat16)
+        optimizer = ElixirOptimizer(module, inner, max_norm=0.1)
+        losses[site] = []
+        with slow_disk(monkeypatch):
+            for number in range(5):
+                loss = ZOO["llama"].loss(module, number)
+                losses[site].append(loss.item())
+                optimizer.backward(loss)
+                optimizer.step()
+        assert module.stats().evictions > 0
+        module.close()
+    assert losses["nvme"] == losses["host"]
+    assert len(set(losses["host"])) == 5
+
+
+def train_rank(how: How, site: str, timing: UpdateTiming, options: dict[str, Any]) -> Result:
+    with pytest.MonkeyPatch.context() as patch, slow_disk(patch):
+        use_small_slots(patch)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        module, optimizer = timing_bodies.new_training(how, site, CPU, timing, world_size=world_size, **options)
+        for number in range(how.steps):
+            timing_bodies.step(module, optimizer, how, number, rank)
+        result = result_of(module, optimizer)
+        module.close()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [("tied", {}), ("accumulated_clipped", {"enable_distributed_storage": False}), ("unused_fp32", {})],
+)
+def test_several_ranks(how: str, options: dict[str, Any]) -> None:
+    timing = UpdateTiming.INSIDE_BACKWARD
+    expected = run_ranks(train_rank, 2, HOWS[how], "host", timing, options)
+    for site in ("nvme", "nvme_some"):
+        assert_same(run_ranks(train_rank, 2, HOWS[how], site, timing, options)[0], expected[0])
+
+
+def test_two_engines_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainings = [new_training(HOWS[name]) for name in ("bf16", "fp32")]
+    with slow_disk(monkeypatch):
+        for number in range(3):
+            for training, name in zip(trainings, ("bf16", "fp32"), strict=True):
+                step(training, HOWS[name], number)
+    for (module, optimizer), name in zip(trainings, ("bf16", "fp32"), strict=True):
+        expected = replace(bodies.train(replace(HOWS[name], steps=3), "host"), skipped=[])
+        assert_same(result_of(module, optimizer), expected)
+        module.close()
+
+
+# What goes over the disk
+
+
+@pytest.mark.parametrize(("name", "each"), [("bf16", 12), ("fp32", 8), ("bf16_true", 4)])
+def test_bytes_of_a_step(name: str, each: int) -> None:
+    """12 a parameter, up and down, padding included; 8 without a master. The first step finds zeros and reads none."""
+    module, optimizer = new_training(HOWS[name])
+    numel = sum(c.numel for c in module.plan.chunks)
+    master = 4 if name == "bf16" else 0
+    seen = []
+    for number in range(3):
+        module.reset_stats()
+        step((module, optimizer), HOWS[name], number)
+        optimizer.synchronize()
+        stats = module.stats()
+        seen.append((stats.nvme_read_bytes, stats.nvme_written_bytes))
+    assert seen == [(master * numel, each * numel), (each * numel, each * numel), (each * numel, each * numel)]
+    held = module.stats().held_bytes
+    assert held["nvme_master"] + held["nvme_states"] == each * numel
+    assert "cpu_master" not in held
+    assert "cpu_states" not in held
+    assert held["cpu_state_buffer"] <= NVME_BUFFERS * (max(c.numel for c in module.plan.chunks) * each + 3 * 4096)
+    assert module.engine.device_bytes() == held["replica"] + held["grad_block"]
+    module.close()
+
+
+def test_an_unused_chunk_is_not_read() -> None:
+    how = HOWS["unused"]
+    module, optimizer = new_training(how)
+    optimizer.backward(ZOO[how.name].loss(module, 0))
+    module.reset_stats()
+    optimizer.step()
+    optimizer.synchronize()
+    numel = sum(module.plan.chunks[i].numel for i in range(len(module.plan.chunks)))
+    assert 0 < module.stats().nvme_written_bytes < 12 * numel
+    module.close()
+
+
+def test_only_a_few_chunks_are_in_memory_and_they_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no update goes on, as many chunks are read as there are buffers, and no more."""
+    module, optimizer = new_training()
+    step((module, optimizer), BF16, 0)
+    optimizer.synchronize()
+    sizes = sorted({c.numel * 12 for c in module.plan.chunks})
+    with held_updates(monkeypatch) as gate:
+        module.reset_stats()
+        step((module, optimizer), BF16, 1)
+        deadline = time.monotonic() + 10
+        while module.engine.store.states._num_ready < NVME_BUFFERS and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(0.05)
+        states = module.engine.store.states
+        assert states._num_ready == NVME_BUFFERS
+        assert NVME_BUFFERS * sizes[0] <= module.stats().nvme_read_bytes <= NVME_BUFFERS * sizes[-1]
+        assert module.stats().nvme_written_bytes == 0
+        gate.set()
+    optimizer.synchronize()
+    assert module.stats().nvme_written_bytes == sum(c.numel * 12 for c in module.plan.chunks)
+    module.close()
+
+
+def test_the_order_is_that_of_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates that began inside backward, the last chunk's first, are put into the order of need by the step."""
+    module, optimizer = training = new_training(timing=UpdateTiming.INSIDE_BACKWARD)
+    for number in range(2):
+        step(training, BF16, number)
+    optimizer.synchronize()
+    states, order = module.engine.store.states, []
+    read = states._read
+
+    def noted(visit: Any, buffer: Any) -> None:
+        order.append(visit.chunk_id)
+        read(visit, buffer)
+
+    monkeypatch.setattr(states, "_read", noted)
+    with held_updates(monkeypatch) as gate:
+        step(training, BF16, 2)
+        gate.set()
+    optimizer.synchronize()
+    needs = module.engine.first_needs()
+    begun, rest = order[:NVME_BUFFERS], order[NVME_BUFFERS:]  # there were buffers for these when they came
+    assert begun == sorted(begun, key=lambda i: -needs[i])
+    assert rest == sorted(rest, key=lambda i: needs[i])
+    assert len(rest) > NVME_BUFFERS
+    module.close()
+
+
+def test_a_step_does_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    module, optimizer = training = new_training()
+    for number in range(2):
+        step(training, BF16, number)
+    optimizer.synchronize()
+    write = os.pwritev
+
+    def held_up(*args: Any) -> int:
+        gate.wait()
+        return write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(direct.os, "pwritev", held_up)
+        step(training, BF16, 2)
+        for chunk_id in range(NVME_BUFFERS):  # the values are there, the states are not back
+            module.engine.store.settle(chunk_id)
+        gate.set()
+    optimizer.synchronize()
+    assert module.stats().nvme_wait_s > 0
+    expected = replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[])
+    assert_same(result_of(module, optimizer), expected)
+    module.close()
+
+
+# Between steps
+
+
+WRITES: dict[str, Callable[[ElixirModule], None]] = {
+    "copy": lambda m: [p.copy_(torch.full(p.shape, 0.123456789)) for p in m.module.parameters()],  # type: ignore[dict-item]
+    "clamp": lambda m: [p.clamp_(-0.01, 0.01) for p in m.module.parameters()],  # type: ignore[dict-item]
+    "read": lambda m: [p.norm() for p in m.module.parameters()],  # type: ignore[dict-item]
+    "load": lambda m: m.load_full_state_dict({k: v * 0.5 for k, v in m.full_state_dict().items()}),  # type: ignore[dict-item]
+}
+
+
+def whole_write(module: ElixirModule) -> None:
+    with module.full_parameters(modify=True) as parameters:
+        for parameter in parameters.values():
+            parameter.mul_(1.25)
+
+
+@pytest.mark.parametrize("site", ["nvme", "nvme_persistent"])
+@pytest.mark.parametrize("name", ["bf16", "fp32"])
+@pytest.mark.parametrize("write", [*WRITES.values(), whole_write], ids=[*WRITES, "full_parameters"])
+def test_what_users_write_is_kept(write: Callable[[ElixirModule], None], name: str, site: str) -> None:
+    results = []
+    for place in ("host", site):
+        module, optimizer = training = new_training(HOWS[name], place)
+        for number in range(2):
+            step(training, HOWS[name], number)
+        with torch.no_grad():
+            write(module)
+        for number in range(2, 4):
+            step(training, HOWS[name], number)
+        results.append(result_of(module, optimizer))
+        module.close()
+    assert_same(results[1], results[0])
+
+
+def test_looking_at_parameters_reads_no_master() -> None:
+    module, optimizer = training = new_training()
+    step(training, BF16, 0)
+    optimizer.synchronize()
+    module.reset_stats()
+    with torch.no_grad():
+        total = sum(float(p.float().norm()) for p in module.module.parameters())
+    module.engine.absorb_touched()
+    assert total > 0
+    assert module.stats().nvme_read_bytes == 0
+    module.close()
+
+
+def test_loading_again_leaves_nothing_of_the_states_before() -> None:
+    """A state dict without some states: those begin with zeros, though the disk holds others."""
+    results = []
+    for site in ("host", "nvme"):
+        module, optimizer = training = new_training(BF16, site)
+        for number in range(2):
+            step(training, BF16, number)
+        state = optimizer.state_dict()
+        state["state"] = {k: v for k, v in state["state"].items() if k % 3 == 0}
+        optimizer.load_state_dict(state)
+        assert sorted(optimizer.state_dict()["state"]) == sorted(state["state"])
+        step(training, BF16, 2)
+        results.append(result_of(module, optimizer))
+        module.close()
+    assert_same(results[1], results[0])
+
+
+def test_a_second_optimizer_begins_anew() -> None:
+    results = []
+    for site in ("host", "nvme"):
+        module, optimizer = training = new_training(BF16, site)
+        step(training, BF16, 0)
+        optimizer.synchronize()
+        other = ElixirOptimizer(module, bodies.new_optimizer(module.module, BF16))
+        step((module, other), BF16, 1)
+        results.append(result_of(module, other))
+        module.close()
+    assert_same(results[1], results[0])
+
+
+def test_the_same_places_are_kept_where_fewer_are_needed() -> None:
+    module, optimizer = training = new_training()
+    step(training, BF16, 0)
+    optimizer.synchronize()
+    states, plan = module.engine.store.states, module.plan
+    module.reset_stats()
+    module.replan(replace(plan, rcache_blocks=plan.rcache_blocks + 1))
+    assert module.engine.store.states is states
+    assert module.stats().nvme_written_bytes == 0
+    step(training, BF16, 1)
+    module.replan(bodies.plan_for(module.module, BF16, "host"))
+    assert states._is_closed
+    step(training, BF16, 2)
+    assert_same(result_of(module, optimizer), replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[]))
+    module.close()
+
+
+# Disks that fail
+
+
+def failing(call: str, number: int, after: int = 0) -> Callable[..., int]:
+    """As the system's call, which fails from some call on."""
+    real, calls = getattr(os, call), []
+
+    def fail(*args: Any) -> int:
+        calls.append(1)
+        if len(calls) > after:
+            raise OSError(number, os.strerror(number))
+        return real(*args)
+
+    return fail
+
+
+@pytest.mark.parametrize("timing", UpdateTiming)
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("after", [0, 4])
+def test_a_disk_that_fails_ends_the_run_and_hangs_nowhere(
+    call: str, after: int, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, optimizer = training = new_training(timing=timing)
+    for number in range(2):
+        step(training, BF16, number)
+    saved = result_of(module, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(direct.os, call, failing(call, errno.EIO, after))
+
+        def go_on() -> None:
+            for number in range(2, 4):
+                step(training, BF16, number)
+            optimizer.synchronize()
+
+        with pytest.raises(StorageError, match="Input/output error") as caught:
+            go_on()
+    assert caught.value.path is not None
+    assert caught.value.offset is not None
+    # The disk works again, and the states are lost all the same.
+    for use in (module.full_state_dict, optimizer.state_dict, optimizer.synchronize, optimizer.step):
+        with pytest.raises((StateError, StorageError), match="from a checkpoint"):
+            use()
+    module.close()
+    other = new_training(timing=timing)
+    other[0].load_full_state_dict(saved.values)
+    other[1].load_state_dict(saved.optimizer_state)
+    for number in range(2, 4):
+        step(other, BF16, number)
+    assert_same(result_of(*other), replace(bodies.train(BF16, "host"), skipped=[]))
+    other[0].close()
+
+
+def test_a_checkpoint_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, optimizer = training = new_training()
+    for number in range(2):
+        step(training, BF16, number)
+    optimizer.synchronize()
+    with monkeypatch.context() as patch:
+        patch.setattr(direct.os, "preadv", failing("preadv", errno.EIO))
+        for use in (module.full_state_dict, optimizer.state_dict):
+            with pytest.raises(StorageError, match="Input/output error"):
+                use()
+    step(training, BF16, 2)  # nothing was changed
+    assert_same(result_of(module, optimizer), replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[]))
+    module.close()
+
+
+def test_a_failed_update_leaves_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a buffer behind, though there are more chunks than buffers."""
+    module, optimizer = training = new_training()
+    step(training, BF16, 0)
+    optimizer.synchronize()
+
+    def fail(self: FlatUpdate, **options: Any) -> None:
+        raise RuntimeError("no such luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatUpdate, "run", fail)
+        step(training, BF16, 1)
+        with pytest.raises(StateError, match=r"update of chunk.*no such luck.*from a checkpoint"):
+            optimizer.synchronize()
+    module.close()
+
+
+def test_a_disk_without_room_is_seen_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("gpt2")
+    before = model.state_dict()
+    plan = bodies.plan_for(model, BF16, "nvme")
+    monkeypatch.setattr(os, "posix_fallocate", failing("posix_fallocate", errno.ENOSPC))
+    with pytest.raises(StorageError, match="MiB free, and rank 0 needs"):
+        ElixirModule(model, plan, dtype=torch.bfloat16, nvme_offload_dir=str(tmp_path))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())  # the model is the user's still
+    assert list(tmp_path.iterdir()) == []
+
+
+def refuse_on_second_rank(folder: str) -> str:
+    if dist.get_rank() == 1:
+        os.posix_fallocate = failing("posix_fallocate", errno.ENOSPC)  # type: ignore[assignment]
+    model = make("gpt2")
+    plan = bodies.plan_for(model, BF16, "nvme", world_size=2)
+    with pytest.raises(StorageError) as caught:
+        ElixirModule(model, plan, dtype=torch.bfloat16, nvme_offload_dir=folder)
+    return str(caught.value)
+
+
+def test_a_disk_without_room_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(refuse_on_second_rank, 2, str(tmp_path), fresh=True)
+    assert first.startswith("rank 1 cannot keep optimizer states on NVMe")
+    assert "rank 1 needs" in second
+
+
+def test_a_replan_without_room_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, optimizer = training = new_training(BF16, "host")
+    step(training, BF16, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", failing("posix_fallocate", errno.ENOSPC))
+        with pytest.raises(StorageError):
+            module.replan(bodies.plan_for(module.module, BF16, "nvme"))
+    for number in range(1, 3):
+        step(training, BF16, number)
+    assert_same(result_of(module, optimizer), replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[]))
+    module.close()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_optimizers_of_torch_are_refused(kind: type[torch.optim.Optimizer]) -> None:
+    how = HOWS["fp32"]
+    model = make(how.name)
+    module = ElixirModule(model, bodies.plan_for(model, how, "nvme"))
+    with pytest.raises(PlanError, match=rf"nvme_offload_fraction.*{kind.__name__} cannot.*use HybridAdam"):
+        ElixirOptimizer(module, kind(model.parameters(), lr=1e-2))
+    module.close()
+
+
+def test_streamed_updates_of_states_there_are_refused() -> None:
+    model = make("gpt2")
+    plan = bodies.plan_for(model, BF16, "nvme")
+    plan = replace(plan, chunks=tuple(replace(c, is_update_streamed=True) for c in plan.chunks))
+    module = ElixirModule(model, plan, dtype=torch.bfloat16)
+    with pytest.raises(PlanError, match="streams updates of states on NVMe"):
+        ElixirOptimizer(module, HybridAdam(model.parameters()))
+    module.close()
+
+
+# Nothing stays behind, and memory is saved
+
+
+def test_an_engine_that_is_dropped_frees_the_disk(tmp_path: Path) -> None:
+    model = make("gpt2")
+    module = ElixirModule(
+        model, bodies.plan_for(model, BF16, "nvme"), dtype=torch.bfloat16, nvme_offload_dir=str(tmp_path)
+    )
+    optimizer = ElixirOptimizer(module, bodies.new_optimizer(model, BF16))
+    step((module, optimizer), BF16, 0)
+    fd = module.engine.store.states._file._backend._file.fd
+    assert os.fstat(fd).st_size > 0
+    optimizer.synchronize()
+    del module, optimizer, model
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert list(tmp_path.iterdir()) == []
+
+
+PROGRAM = """
+    import gc, os, sys, time
+    import psutil, torch
+    from dataclasses import replace
+    from torch import nn
+    from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
+    from lightning_elixir.plan.placement import with_states_on_nvme
+    from lightning_elixir.planning import make_plan
+
+    folder, fraction, then = sys.argv[1], float(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(24)])
+    optimizer = HybridAdam(model.parameters(), lr=1e-3)
+    plan = make_plan(model, placement_policy="cpu", chunk_size=2**19, compute_dtype=torch.bfloat16)
+    plan = replace(plan, chunks=with_states_on_nvme(plan.chunks, fraction), rcache_blocks=2)
+    module = ElixirModule(model, plan, dtype=torch.bfloat16, nvme_offload_dir=folder)
+    optimizer = ElixirOptimizer(module, optimizer)
+    x = torch.randn(4, 512)
+    for _ in range(3):
+        loss = module(x).float().square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+    optimizer.synchronize()
+    gc.collect()
+    rss, numel = psutil.Process().memory_info().rss, sum(c.numel for c in plan.chunks)
+    print(rss, numel, loss.item(), os.listdir(folder), flush=True)
+    if then == "save":
+        def own():
+            return int(next(x for x in open("/proc/self/status") if x.startswith("RssAnon")).split()[1]) * 1024
+        before = own()
+        saved = (module.full_state_dict(), optimizer.state_dict())
+        grown = own() - before
+        torch.save(saved, sys.argv[4])
+        print(grown, os.listdir(folder), flush=True)
+    if then == "raise":
+        raise RuntimeError
+    if then == "sleep":
+        optimizer.backward(module(x).float().square().mean())
+        optimizer.step()
+        time.sleep(60)
+"""
+
+
+def start(folder: Path, fraction: float, then: str, *more: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder), str(fraction), then, *more]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_host_memory_is_lower_by_the_states(tmp_path: Path) -> None:
+    seen = {}
+    for fraction in (0.0, 1.0):
+        out, errors = start(tmp_path / "disk", fraction, "end").communicate(timeout=120)
+        assert out, errors
+        rss, numel, loss, listing = out.split(maxsplit=3)
+        seen[fraction] = (int(rss), float(loss))
+        assert listing.strip() == "[]"
+    assert seen[0.0][1] == seen[1.0][1]
+    expected = 12 * int(numel) - NVME_BUFFERS * 12 * 512 * 512  # what the buffers take stays
+    saved = seen[0.0][0] - seen[1.0][0]
+    assert 0.8 * expected < saved < 1.2 * expected, (saved / 2**20, expected / 2**20)
+
+
+def test_a_checkpoint_takes_no_memory_of_its_size(tmp_path: Path) -> None:
+    """Whole states lie in a file, too, until they are saved; what is saved is the same."""
+    grown, saved = {}, {}
+    for fraction in (0.0, 1.0):
+        out, errors = start(tmp_path / "disk", fraction, "save", str(tmp_path / "saved")).communicate(timeout=120)
+        first, last = out.strip().splitlines() or pytest.fail(errors)
+        assert last.split(maxsplit=1)[1] == "[]"
+        grown[fraction], saved[fraction] = int(last.split()[0]), torch.load(tmp_path / "saved", weights_only=True)
+        numel = int(first.split()[1])
+    assert grown[0.0] > 10 * numel
+    assert grown[1.0] < 2 * numel, (grown, 12 * numel)
+    (values, state), (expected_values, expected_state) = saved[1.0], saved[0.0]
+    assert all(torch.equal(values[k], v) for k, v in expected_values.items())
+    for number, entries in expected_state["state"].items():
+        assert all(torch.equal(state["state"][number][k], v) for k, v in entries.items())
+
+
+def test_a_checkpoint_is_put_together_in_memory_where_the_disk_is_full(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mapped, "_LEAST_BYTES", 1)
+    module, optimizer = training = new_training()
+    for number in range(2):
+        step(training, BF16, number)
+    expected = result_of(module, optimizer)
+    monkeypatch.setattr(os, "posix_fallocate", failing("posix_fallocate", errno.ENOSPC, after=3))
+    assert_same(result_of(module, optimizer), expected)
+    assert "is put together in host memory" in caplog.text
+    module.close()
+    gc.collect()
+    for state in expected.optimizer_state["state"].values():
+        assert float(state["exp_avg_sq"].sum()) >= 0  # what was mapped outlives the engine
+
+
+@pytest.mark.parametrize("then", ["raise", "sleep"])
+def test_nothing_stays_behind(tmp_path: Path, then: str) -> None:
+    process = start(tmp_path / "disk", 1.0, then)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    if then == "sleep":
+        process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_share_of_the_states() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(8)])
+    plan = make_plan(model, placement_policy="cpu", chunk_size=4096, nvme_offload_fraction=0.5)
+    assert [c.optim_tier for c in plan.chunks] == [Tier.CPU] * 4 + [Tier.NVME] * 4
+    assert plan.chunks == with_states_on_nvme(replace(plan, chunks=plan.chunks).chunks, 0.0)
+    module = ElixirModule(model, plan)
+    held = module.stats().held_bytes
+    assert "nvme_master" in held
+    module.close()

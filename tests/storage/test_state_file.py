@@ -1,0 +1,196 @@
+"""States on a disk: buffers, their order, and what happens when the disk fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_elixir.errors import StateError, StorageError
+from lightning_elixir.plan.memory import NVME_BUFFERS
+from lightning_elixir.storage.nvme import DiskOptions, StateFile, StateSpec, StateTraffic, direct, open_state_file
+
+NUMEL = 3 * 512  # parts that end within a block
+SPEC = StateSpec(NUMEL, torch.float32, has_master=True)
+
+Make = Callable[..., StateFile]
+
+
+@pytest.fixture
+def make_file(tmp_path: Path, backend: str) -> Iterator[Make]:
+    made = []
+
+    def make(num_chunks: int = 6, spec: StateSpec = SPEC, traffic: StateTraffic | None = None) -> StateFile:
+        options = DiskOptions(str(tmp_path / "disk"), backend)
+        made.append(open_state_file(dict.fromkeys(range(num_chunks), spec), options, 0, traffic or StateTraffic()))
+        return made[-1]
+
+    yield make
+    for file in made:
+        file.close()
+
+
+def values(chunk_id: int, part: str, spec: StateSpec = SPEC) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(chunk_id * 10 + spec.parts.index(part))
+    return torch.randn(spec.numel, generator=generator).to(spec.dtype)
+
+
+@pytest.mark.parametrize("spec", [SPEC, StateSpec(NUMEL, torch.bfloat16, has_master=False)], ids=["fp32", "bf16"])
+def test_parts_are_read_as_they_were_written(make_file: Make, spec: StateSpec) -> None:
+    traffic = StateTraffic()
+    file = make_file(spec=spec, traffic=traffic)
+    for chunk_id in range(6):
+        states = file.of(chunk_id)
+        assert states is not None
+        assert not states.read("exp_avg").any()  # zeros at first
+        for part in spec.parts:
+            states.write(part, values(chunk_id, part, spec))
+    for chunk_id in reversed(range(6)):
+        for part in spec.parts:
+            assert torch.equal(file.read(chunk_id, part), values(chunk_id, part, spec))
+    assert traffic.written_bytes == 6 * len(spec.parts) * spec.part_bytes
+    assert file.of(6) is None
+    assert file.bytes_on_disk(spec.parts) == traffic.written_bytes
+    assert file.buffer_bytes_held() == 0
+
+
+def test_visits_change_what_is_there(make_file: Make) -> None:
+    file = make_file()
+    for chunk_id in range(6):
+        for part in SPEC.parts:
+            file.write(chunk_id, part, values(chunk_id, part))
+    for _ in range(2):
+        visits = [file.begin(chunk_id, SPEC.parts, order=chunk_id) for chunk_id in range(6)]
+        for visit in visits:
+            visit.wait()
+            for tensor in visit.tensors.values():
+                tensor.mul_(2)
+            visit.end()
+    file.synchronize()
+    for chunk_id in range(6):
+        for part in SPEC.parts:
+            assert torch.equal(file.read(chunk_id, part), values(chunk_id, part) * 4)
+    assert file.buffer_bytes_held() == NVME_BUFFERS * 3 * 8192
+
+
+def test_the_order_decides_where_buffers_are_short(make_file: Make) -> None:
+    file, come = make_file(8), []
+    first = [file.begin(i, ()) for i in range(NVME_BUFFERS)]
+    others = [file.begin(i, (), order=10 - i) for i in range(NVME_BUFFERS, 8)]
+    for visit in others:
+        visit.then(lambda visit=visit: come.append(visit.chunk_id))
+    assert come == []
+    others[0].set_order(-1.0)
+    for visit in [*first, others[0], *reversed(others[1:])]:
+        visit.wait()
+        visit.end()
+        file.synchronize()
+    assert come == [NVME_BUFFERS, 7, 6, 5, 4]
+
+
+def test_what_is_waited_for_comes_first(make_file: Make) -> None:
+    file = make_file(6)
+    first = [file.begin(i, ()) for i in range(NVME_BUFFERS)]
+    second, third = file.begin(3, (), order=1.0), file.begin(4, (), order=2.0)
+    waiter = threading.Thread(target=third.wait)
+    waiter.start()
+    while third._order > 0:
+        time.sleep(0.001)
+    first[0].end()
+    waiter.join()
+    assert not second.is_over()
+    third.end()
+    second.wait()
+
+
+def test_a_dropped_visit_writes_nothing_and_gives_its_buffer_back(make_file: Make, backend: str) -> None:
+    if backend == "tensornvme":
+        pytest.skip("what that has read for an update is not there any more until it is written")
+    file = make_file(6)
+    file.write(0, "master", values(0, "master"))
+    for _ in range(3):
+        visits = [file.begin(i, SPEC.parts) for i in range(5)]  # some of them wait, read, have come
+        for visit in reversed(visits):
+            visit.drop()
+            visit.drop()
+    visit = file.begin(0, SPEC.parts)
+    visit.wait()
+    assert torch.equal(visit.tensors["master"], values(0, "master"))
+    visit.end()
+    visit.drop()
+    file.synchronize()
+    assert (file._num_ready, file._num_reading, len(file._free)) == (0, 0, file._num_made)
+
+
+def failing(*args: object) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_after_a_failure_nobody_waits(
+    make_file: Make, backend: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend != "direct":
+        pytest.skip("the package's own calls cannot be made to fail from here")
+    file = make_file(8)
+    visits = [file.begin(i, SPEC.parts) for i in range(8)]
+    for visit in visits[:NVME_BUFFERS]:
+        visit.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(direct.os, call, failing)
+        for visit in visits[:NVME_BUFFERS]:
+            with suppress(StorageError):  # an earlier write may have failed by now
+                visit.end()
+        for visit in visits[NVME_BUFFERS:]:
+            with pytest.raises(StorageError, match="Input/output error"):
+                visit.wait()
+    for use in (file.check, file.synchronize, lambda: file.read(0, "master"), file.begin(0, ()).wait):
+        with pytest.raises(StorageError, match="Input/output error"):
+            use()
+    with pytest.raises(StorageError):
+        file.write(0, "master", values(0, "master"))
+
+
+def test_closing_ends_all_waiting(make_file: Make) -> None:
+    file = make_file(8)
+    visits = [file.begin(i, ()) for i in range(8)]
+    waiter = threading.Thread(target=lambda: pytest.raises(StateError, visits[-1].wait))
+    waiter.start()
+    file.close()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    with pytest.raises(StateError, match="closed"):
+        file.read(0, "master")
+    assert all(visit.is_over() for visit in visits)
+
+
+def test_waiting_is_the_time_in_which_nothing_can_go_on(
+    make_file: Make, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend != "direct":
+        pytest.skip("the package's own calls cannot be slowed down from here")
+    traffic = StateTraffic()
+    file = make_file(2, traffic=traffic)
+    read = os.preadv
+
+    def slow(*args: object) -> int:
+        time.sleep(0.05)
+        return read(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(direct.os, "preadv", slow)
+    first = file.begin(0, ("master",))
+    first.wait()
+    waited_s = traffic.waited_s
+    assert waited_s >= 0.05
+    second = file.begin(1, ("master",))
+    second.wait()  # beside the first, which could go on
+    assert traffic.waited_s == waited_s
+    first.end()
+    second.end()

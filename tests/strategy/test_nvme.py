@@ -1,0 +1,337 @@
+"""`ElixirStrategy` with optimizer states on NVMe: the same run, bit for bit; options, checkpoints, disks that fail."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_elixir._lightning import pl
+from lightning_elixir.errors import CapacityError, PlanError, StorageError
+from lightning_elixir.optim import HybridAdam
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.types import Tier
+from lightning_elixir.storage.nvme import direct, folders
+from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.dist import run_ranks
+from tests.runtime.test_nvme import failing
+from tests.strategy.models import (
+    CHUNK,
+    TIGHT,
+    LateNet,
+    Net,
+    assert_same_run,
+    assert_same_state,
+    fit,
+    make_data,
+    make_layers,
+    make_trainer,
+)
+from tests.strategy.test_fit import FrozenNet, TiedNet
+
+
+class DeepNet(Net):
+    """Of so many chunks that the buffers do not take what NVMe saves."""
+
+    def _make(self) -> None:
+        torch.manual_seed(7)
+        self.layers = make_layers(16)
+
+
+class GroupsNet(Net):
+    def configure_optimizers(self) -> Any:
+        decayed = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim <= 1]
+        return HybridAdam([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}], lr=1e-2)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().param_groups[1]["lr"] = 3e-3 / (1 + batch_idx)  # type: ignore[union-attr]
+
+
+def hybrid(make_model: type[Net] = Net) -> Any:
+    return lambda: make_model(optimizer="hybrid")
+
+
+def on_nvme(tmp_path: Path, **options: Any) -> dict[str, Any]:
+    return {**TIGHT, "nvme_offload_fraction": 1.0, "nvme_offload_dir": str(tmp_path / "disk"), **options}
+
+
+def tiers(strategy: ElixirStrategy) -> set[Tier]:
+    return {c.optim_tier for c in strategy.plan.chunks if c.requires_grad}
+
+
+@pytest.mark.parametrize("timing", ["auto", "after_backward", "behind_forward"])
+@pytest.mark.parametrize("make_model", [Net, LateNet, GroupsNet, FrozenNet, TiedNet])
+def test_equals_states_in_host_memory(make_model: Any, timing: str, tmp_path: Path) -> None:
+    for precision in ("32-true", "bf16-mixed"):
+        options = {"precision": precision, "val": lambda: make_data(8, seed=2)}
+        expected = fit(ElixirStrategy(**TIGHT), hybrid(make_model), **options)[2]
+        strategy = ElixirStrategy(**on_nvme(tmp_path, update_timing=timing))
+        actual = fit(strategy, hybrid(make_model), **options)[2]
+        assert_same_run(actual, expected)
+        assert tiers(strategy) == {Tier.NVME}
+        assert strategy.stats().nvme_read_bytes > 0
+        assert list((tmp_path / "disk").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_clip_val": 0.05},
+        {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3},
+        {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 2, "precision": "bf16-mixed"},
+        {"precision": "bf16-true"},
+    ],
+    ids=str,
+)
+def test_ways_to_train(options: dict[str, Any], tmp_path: Path) -> None:
+    expected = fit(ElixirStrategy(**TIGHT), hybrid(), max_epochs=2, **options)[2]
+    for fraction in (0.4, 1.0):
+        strategy = ElixirStrategy(**on_nvme(tmp_path, nvme_offload_fraction=fraction))
+        assert_same_run(fit(strategy, hybrid(), max_epochs=2, **options)[2], expected)
+        assert tiers(strategy) == ({Tier.NVME} if fraction == 1.0 else {Tier.CPU, Tier.NVME})
+
+
+def test_equals_plain_lightning(tmp_path: Path) -> None:
+    expected = fit("auto", hybrid())[2]
+    assert_same_run(fit(ElixirStrategy(**on_nvme(tmp_path)), hybrid())[2], expected)
+
+
+def test_registered_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a folder: the system's one for temporary files."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(folders, "is_in_memory", lambda _: False)
+    trainer, _, actual = fit("elixir_nvme", hybrid())
+    assert tiers(trainer.strategy) == {Tier.NVME}
+    assert trainer.strategy.plan.policy == "cpu"
+    assert_same_run(actual, fit("auto", hybrid())[2])
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def _train(options: dict[str, Any], more: dict[str, Any]) -> Any:
+    strategy = ElixirStrategy(**options)
+    run = fit(strategy, hybrid(LateNet), devices=2, train=lambda: make_data(64), **more)[2]
+    stats = strategy.stats()
+    return [x.item() for x in run.losses], run.state, stats.nvme_written_bytes, len(tiers(strategy))
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    more = {"precision": "bf16-mixed", "gradient_clip_val": 0.1}
+    expected = run_ranks(_train, 2, dict(TIGHT), more, init_group=False)
+    actual = run_ranks(_train, 2, on_nvme(tmp_path), more, init_group=False)
+    for a, e in zip(actual, expected, strict=True):
+        assert a[0] == e[0]
+        assert_same_state(a[1], e[1])
+        assert a[2] > 0 == e[2]
+
+
+# The search
+
+
+DISK = HardwareSpec.nominal().to_dict() | {"nvme_read_bytes_per_s": 2e9, "nvme_write_bytes_per_s": 2e9}
+SHORT = {**CHUNK, "gpu_memory_limit": "150KiB", "cpu_memory_limit": "900KiB"}
+
+
+def hardware() -> HardwareSpec:
+    return HardwareSpec.from_dict(DISK)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_auto_goes_there_where_the_host_is_short(precision: str, tmp_path: Path) -> None:
+    """States exceed the memory that the host may give."""
+    with pytest.raises(CapacityError):
+        fit(ElixirStrategy(**SHORT), hybrid(DeepNet), precision=precision)
+    expected = fit(ElixirStrategy(**TIGHT), hybrid(DeepNet), precision=precision)[2]
+    strategy = ElixirStrategy(**SHORT, nvme_offload_dir=str(tmp_path / "disk"), hardware=hardware())
+    assert_same_run(fit(strategy, hybrid(DeepNet), precision=precision)[2], expected)
+    assert Tier.NVME in tiers(strategy)
+    assert strategy.plan.policy == "auto"
+    held = strategy.stats().held_bytes
+    if precision == "bf16-mixed":  # plans do not count fp32 masters of fp32 parameters that are on the GPU
+        host_bytes = sum(n for kind, n in held.items() if kind.startswith("cpu_"))
+        assert host_bytes <= 900 * 1024 + 3 * 3 * 4096  # in buffers, parts begin at blocks
+
+
+def test_auto_does_not_go_there_where_the_host_has_room(tmp_path: Path) -> None:
+    strategy = ElixirStrategy(**CHUNK, gpu_memory_limit="150KiB", nvme_offload_dir=str(tmp_path), hardware=hardware())
+    fit(strategy, hybrid())
+    assert Tier.NVME not in tiers(strategy)
+    assert strategy.stats().nvme_written_bytes == 0
+
+
+def test_auto_measures_the_disk(tmp_path: Path) -> None:
+    strategy = ElixirStrategy(**SHORT, nvme_offload_dir=str(tmp_path / "disk"))
+    fit(strategy, hybrid(DeepNet), limit_train_batches=2)
+    assert strategy._hardware is not None
+    assert strategy._hardware.nvme_adam_numel_per_s is not None
+    assert Tier.NVME in tiers(strategy)
+
+
+def test_auto_goes_without_for_optimizers_of_torch(tmp_path: Path) -> None:
+    """Though the first plan, which leaves most of the GPU to activations, has states there."""
+    options = {**SHORT, "gpu_memory_limit": "1500KiB", "nvme_offload_dir": str(tmp_path), "hardware": hardware()}
+    strategy = ElixirStrategy(**options)
+    assert_same_run(fit(strategy, DeepNet)[2], fit("auto", DeepNet)[2])
+    assert Tier.NVME not in tiers(strategy)
+    with pytest.raises(PlanError, match="AdamW cannot update there"):
+        fit(ElixirStrategy(**(options | SHORT)), DeepNet)
+
+
+# Options
+
+
+def test_optimizers_of_torch_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"nvme_offload_fraction.*AdamW cannot update there: use HybridAdam"):
+        fit(ElixirStrategy(**on_nvme(tmp_path)), Net)
+
+
+def test_a_folder_that_cannot_be_used_is_told_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").write_text("a file")
+    monkeypatch.setattr("lightning_elixir.strategy.ElixirStrategy.setup", lambda *_: pytest.fail("it came too late"))
+    with pytest.raises(StorageError, match="cannot be used to offload to"):
+        fit(ElixirStrategy(**on_nvme(tmp_path)), hybrid())
+
+
+def _refused(options: dict[str, Any]) -> str:
+    if os.environ.get("LOCAL_RANK") == "1" or int(os.environ.get("RANK", "0")) == 1:
+        options = {**options, "nvme_offload_dir": "/dev/null/nowhere"}
+    with pytest.raises((StorageError, PlanError)) as caught:
+        fit(ElixirStrategy(**options), hybrid(), devices=2)
+    return str(caught.value)
+
+
+def test_a_folder_that_one_rank_cannot_use_is_an_error_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(_refused, 2, on_nvme(tmp_path), init_group=False)
+    assert "rank 1 failed" in first
+    assert "cannot be used to offload to" in second
+
+
+def test_a_folder_in_memory_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning_elixir.strategy.is_in_memory", lambda _: True)
+    fit(ElixirStrategy(**on_nvme(tmp_path)), hybrid(), limit_train_batches=1)
+    assert "is in memory itself" in caplog.text
+
+
+def test_checksums_find_what_was_changed_on_the_disk(tmp_path: Path) -> None:
+    class Disturb(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                engine = trainer.strategy._engine.engine
+                engine.synchronize()
+                with mmap.mmap(-1, 4096) as block:  # aligned, as a file without the page cache wants it
+                    block[:] = b"x" * 4096
+                    os.pwritev(engine.store.states._file._backend._file.fd, [block], 0)
+
+    with pytest.raises(StorageError, match="checksum"):
+        fit(ElixirStrategy(**on_nvme(tmp_path, nvme_checksums=True)), hybrid(), callbacks=[Disturb()])
+
+
+# Checkpoints
+
+
+PLACES = {
+    "nvme": lambda path: ElixirStrategy(**on_nvme(path)),
+    "host": lambda path: ElixirStrategy(**TIGHT),
+    "plain": lambda path: "auto",
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("nvme", "nvme"), ("nvme", "host"), ("host", "nvme"), ("nvme", "plain"), ("plain", "nvme")]
+)
+def test_resume(first: str, second: str, tmp_path: Path) -> None:
+    def interrupted(first: str, second: str) -> tuple[list[float], Any]:
+        trainer, model, _ = fit(PLACES[first](tmp_path), hybrid(), max_epochs=1)
+        trainer.save_checkpoint(tmp_path / "one.ckpt")
+        resumed = hybrid()()
+        trainer = make_trainer(PLACES[second](tmp_path), max_epochs=2)
+        trainer.fit(resumed, make_data(), ckpt_path=str(tmp_path / "one.ckpt"), weights_only=False)
+        return [x.item() for x in [*model.losses, *resumed.losses]], trainer.strategy.lightning_module_state_dict()
+
+    torch.manual_seed(3)
+    expected = interrupted("host", "host")
+    torch.manual_seed(3)
+    actual = interrupted(first, second)
+    assert actual[0] == expected[0]
+    assert_same_state(actual[1], expected[1])
+
+
+def test_a_checkpoint_in_the_middle_changes_nothing(tmp_path: Path) -> None:
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    expected = fit(ElixirStrategy(**TIGHT), hybrid(), precision="bf16-mixed")[2]
+    (tmp_path / "host").mkdir()
+    actual = fit(ElixirStrategy(**on_nvme(tmp_path)), hybrid(), precision="bf16-mixed", callbacks=[Save()])[2]
+    assert_same_run(actual, expected)
+    saved = torch.load(tmp_path / "5.ckpt", weights_only=True)
+    fit(ElixirStrategy(**TIGHT), hybrid(), precision="bf16-mixed", callbacks=[Save()])
+    expected_saved = torch.load(tmp_path / "5.ckpt", weights_only=True)
+    assert_same_state(saved["state_dict"], expected_saved["state_dict"])
+    for index, state in expected_saved["optimizer_states"][0]["state"].items():
+        assert_same_state(saved["optimizer_states"][0]["state"][index], state)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_failing_disk_ends_the_run_and_leaves_the_checkpoint_whole(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SaveAndBreak(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                trainer.save_checkpoint(tmp_path / "before.ckpt")
+                patch.setattr(direct.os, call, failing(call, errno.EIO))
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            seen.append(exception)
+
+    seen: list[BaseException] = []
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="Input/output error"):
+        fit(ElixirStrategy(**on_nvme(tmp_path)), hybrid(), callbacks=[SaveAndBreak()])
+    assert isinstance(seen[0], StorageError)
+    assert list((tmp_path / "disk").iterdir()) == []
+    resumed = hybrid()()
+    trainer = make_trainer(ElixirStrategy(**on_nvme(tmp_path)))
+    trainer.fit(resumed, make_data(), ckpt_path=str(tmp_path / "before.ckpt"), weights_only=False)
+    assert trainer.global_step == 8
+
+
+# The rest of a run
+
+
+def test_validate_test_predict_and_a_second_fit(tmp_path: Path) -> None:
+    results = []
+    for options in (dict(TIGHT), on_nvme(tmp_path)):
+        torch.manual_seed(0)
+        model = hybrid()()
+        trainer = make_trainer(ElixirStrategy(**options))
+        trainer.validate(model, make_data(8), verbose=False)
+        trainer.fit(model, make_data())
+        trainer.test(model, make_data(8), verbose=False)
+        trainer.predict(model, make_data(8))
+        trainer.fit(model, make_data())
+        results.append(([x.item() for x in model.losses], trainer.strategy.lightning_module_state_dict()))
+        trainer.strategy.close()
+    assert results[0][0] == results[1][0]
+    assert_same_state(results[1][1], results[0][1])
+
+
+def test_metrics_and_report(tmp_path: Path) -> None:
+    logger = pl.loggers.CSVLogger(tmp_path / "logs")
+    strategy = ElixirStrategy(**on_nvme(tmp_path, report_dir=str(tmp_path / "report")))
+    fit(strategy, hybrid(), logger=logger, log_every_n_steps=1, precision="bf16-mixed")
+    text = (tmp_path / "report" / "report.json").read_text()
+    assert "nvme_read_bytes" in text
+    header = next((tmp_path / "logs").rglob("metrics.csv")).read_text().splitlines()[0]
+    assert {"elixir/nvme_read_bytes", "elixir/nvme_written_bytes", "elixir/nvme_wait_s"} <= set(header.split(","))
