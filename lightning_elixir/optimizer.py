@@ -92,6 +92,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._cls = elementwise_class(optimizer)
         self._engine: Engine = module.engine
         check_parameters(self._engine, optimizer)
+        check_has_no_place(optimizer)
         self._check_sites(module.engine.plan)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
@@ -1010,6 +1011,16 @@ def _change_grad(transforms: Sequence[tuple[str, float]], grad: Tensor) -> None:
 def _place(chunk: Chunk, needs: Mapping[int, int]) -> float:
     """Where a chunk comes in the order in which the next forward needs them; the order of registration is the guess."""
     return needs.get(chunk.id, len(needs) + chunk.id)
+
+
+def check_has_no_place(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `PlanError` if the optimizer was told where its states shall be, which is the plan's to say."""
+    if isinstance(optimizer, HybridAdam) and optimizer.nvme_offload_fraction > 0:
+        raise PlanError(
+            f"{type(optimizer).__name__}(nvme_offload_fraction={optimizer.nvme_offload_fraction:g}) places its states "
+            "by itself, and under ElixirStrategy or ElixirModule the plan does: give nvme_offload_fraction to "
+            "ElixirStrategy or make_plan (and nvme_offload_dir to ElixirStrategy or ElixirModule), and leave it out here"
+        )
 
 
 def check_parameters(engine: Engine, optimizer: torch.optim.Optimizer) -> None:

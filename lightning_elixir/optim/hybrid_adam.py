@@ -108,6 +108,11 @@ class HybridAdam(Optimizer):
             logger.info("%s: on the CPU %s, %d threads", name, implementation(), threads)
 
     @property
+    def nvme_offload_fraction(self) -> float:
+        """Share of the moments that was asked to be on NVMe."""
+        return self._nvme.options.fraction
+
+    @property
     def nvme_bytes(self) -> int:
         """What moments take on NVMe now."""
         return self._nvme.nbytes

@@ -500,6 +500,16 @@ def test_optimizers_of_torch_are_refused(kind: type[torch.optim.Optimizer]) -> N
     module.close()
 
 
+def test_an_optimizer_that_places_its_states_by_itself_is_refused() -> None:
+    how = HOWS["fp32"]
+    for site in ("host", "nvme"):
+        model = make(how.name)
+        module = ElixirModule(model, bodies.plan_for(model, how, site))
+        with pytest.raises(PlanError, match=r"HybridAdam.nvme_offload_fraction=0\.5.*to ElixirStrategy or make_plan"):
+            ElixirOptimizer(module, HybridAdam(model.parameters(), nvme_offload_fraction=0.5))
+        module.close()
+
+
 def test_streamed_updates_of_states_there_are_refused() -> None:
     model = make("gpt2")
     plan = bodies.plan_for(model, BF16, "nvme")
