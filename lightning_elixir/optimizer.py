@@ -1019,7 +1019,7 @@ def check_has_no_place(optimizer: torch.optim.Optimizer) -> None:
         raise PlanError(
             f"{type(optimizer).__name__}(nvme_offload_fraction={optimizer.nvme_offload_fraction:g}) places its states "
             "by itself, and under ElixirStrategy or ElixirModule the plan does: give nvme_offload_fraction to "
-            "ElixirStrategy or make_plan (and nvme_offload_dir to ElixirStrategy or ElixirModule), and leave it out here"
+            "ElixirStrategy or make_plan (nvme_offload_dir to ElixirStrategy or ElixirModule), and leave it out here"
         )
 
 
