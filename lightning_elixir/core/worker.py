@@ -227,11 +227,16 @@ class _Pool:
         if task._end is not None and not task._is_ending:
             return partial(self._help_to_end, task, task._end)
         if task._is_brief and task in self._waiting:
-            if not task._is_prepared():
-                return task._prepare
-            self._waiting.remove(task)
-            return partial(self._help_to_begin, task)
+            return partial(self._help_to_begin if task._is_prepared() else self._help_to_prepare, task)
         return None
+
+    def _help_to_prepare(self, task: Task) -> None:
+        event = task._event
+        try:
+            if event is not None:
+                event.synchronize()
+        except Exception:  # not what interrupts this thread: it is no matter of the task's
+            task._is_event_broken = True
 
     def _help_to_end(self, task: Task, end: Event) -> None:
         error: Exception | None = None
@@ -243,8 +248,15 @@ class _Pool:
             self._finish(task, error)
 
     def _help_to_begin(self, task: Task) -> None:
+        """To its end, without interruption: no thread of the pool knows of what this one has begun."""
         with deferred(), self._context():
-            self._begin(task)
+            with self.changed:
+                if task not in self._waiting:
+                    return
+                self._waiting.remove(task)
+            end = self._begin(task)
+            if end is not None:
+                self._land([(task, end)], must_wait=True)
 
     def cancel(self, task: Task) -> None:
         with self.changed:
@@ -290,7 +302,8 @@ class _Pool:
         in_flight: list[tuple[Task, Event]] = []
         with self._context():
             while True:
-                task, is_prepared = self._next(bool(in_flight), len(in_flight) < self._most_in_flight)
+                has_room = sum(not t._is_brief for t, _ in in_flight) < self._most_in_flight
+                task, is_prepared = self._next(bool(in_flight), has_room)
                 if task is not None and not is_prepared:
                     task._prepare()
                 elif task is not None:
@@ -392,7 +405,8 @@ class Worker:
         name: Of the threads.
         num_threads: More than one, if a thread may be late in taking up its next task.
         context: Entered on every thread, around all of its work.
-        most_in_flight: Tasks of one thread that may be under way on the device, when the next is begun.
+        most_in_flight: Tasks of one thread that may be under way on the device, when the next is begun, but for brief
+            ones.
     """
 
     def __init__(

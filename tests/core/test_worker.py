@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -274,6 +275,22 @@ def test_what_is_brief_goes_first_and_is_waited_for_last() -> None:
     worker.close()
 
 
+def test_what_is_brief_takes_no_room_on_the_device() -> None:
+    worker, begin = held_worker(most_in_flight=1)
+    moment, log = Moment(), list[str]()
+    for _ in range(3):
+        worker.submit(lambda: moment, is_brief=True)
+    worker.submit(noting(log, "long"))
+    begin.set()
+    give_up_s = time.monotonic() + 10
+    while not log:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.001)
+    moment.come.set()
+    worker.wait()
+    worker.close()
+
+
 def test_who_waits_for_what_is_brief_does_it_while_the_threads_are_busy() -> None:
     inside: list[bool] = []
     names: list[str] = []
@@ -325,6 +342,48 @@ def test_ctrl_c_while_waiting_is_no_failure_of_the_task() -> None:
     assert not task.is_over()
     moment.come.set()
     worker.wait()
+    task.wait()
+    worker.close()
+
+
+def test_ctrl_c_is_heard_where_what_is_brief_may_not_begin_yet() -> None:
+    class Interrupted(Moment):
+        def synchronize(self) -> None:
+            if threading.current_thread() is threading.main_thread():
+                self.come.set()
+                signal.raise_signal(signal.SIGINT)
+            super().synchronize()
+
+    worker, begin = held_worker()
+    log: list[str] = []
+    task = worker.submit(noting(log, "done"), event=Interrupted(), is_brief=True)
+    with pytest.raises(KeyboardInterrupt):
+        task.wait()
+    assert not task.is_over()
+    begin.set()
+    worker.wait()
+    assert log == ["done"]
+    worker.close()
+
+
+def test_ctrl_c_leaves_nothing_behind_that_the_waiting_thread_has_begun() -> None:
+    class Interrupted(Moment):
+        def synchronize(self) -> None:
+            super().synchronize()
+            if threading.current_thread() is threading.main_thread():
+                signal.raise_signal(signal.SIGINT)  # it came meanwhile
+
+    worker, begin = held_worker()
+    moment = Interrupted()
+    task = worker.submit(lambda: moment, is_brief=True)
+    moment.come.set()
+    with pytest.raises(KeyboardInterrupt):
+        task.wait()
+    begin.set()
+    other = threading.Thread(target=worker.wait, daemon=True)
+    other.start()
+    other.join(10)
+    assert not other.is_alive()
     task.wait()
     worker.close()
 
