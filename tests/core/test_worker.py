@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
@@ -346,6 +346,15 @@ def test_ctrl_c_while_waiting_is_no_failure_of_the_task() -> None:
     worker.close()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT is what it is at a keyboard: a job in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_is_heard_where_what_is_brief_may_not_begin_yet() -> None:
     class Interrupted(Moment):
         def synchronize(self) -> None:
@@ -366,6 +375,7 @@ def test_ctrl_c_is_heard_where_what_is_brief_may_not_begin_yet() -> None:
     worker.close()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_nothing_behind_that_the_waiting_thread_has_begun() -> None:
     class Interrupted(Moment):
         def synchronize(self) -> None:
