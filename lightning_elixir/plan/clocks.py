@@ -442,7 +442,7 @@ class Clocks:
                 continue
             work = self._work(chunk)
             if work.is_on_disk:
-                self.backlog.add(work, begin_s)
+                self.backlog.add(work, max(begin_s, self.landed_s.get(chunk.id, 0.0)))
                 continue
             start_s, last_s = self.backlog.cpu.reserve(last_s, seconds)
             self._span("cpu", start_s, last_s, label)

@@ -276,7 +276,19 @@ def test_unused_parameters_stay_untouched() -> None:
 
 
 ORDER = ["streamed", "host", "gpu", "streamed", "streamed_persistent", "mixed", "every_site", "streamed"]
-NVME_ORDER = ["nvme", "host", "nvme_some", "nvme", "gpu", "nvme_persistent", "nvme_param_on_gpu", "streamed", "nvme"]
+NVME_ORDER = [
+    "nvme",
+    "host",
+    "nvme_some",
+    "nvme_param",
+    "nvme",
+    "nvme_param",
+    "gpu",
+    "nvme_persistent",
+    "nvme_param",
+    "streamed",
+    "nvme",
+]
 
 
 def check_replan(how: How, device: torch.device, order: list[str]) -> None:
