@@ -26,7 +26,13 @@ else:
     # names, and hand over what it finds there as text.
     PlanOption = HardwareOption = str | os.PathLike[str] | None
 
-_FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac", "nvme_offload_fraction")
+_FRACTIONS = (
+    "shard_param_frac",
+    "offload_optim_frac",
+    "offload_param_frac",
+    "nvme_offload_fraction",
+    "nvme_offload_param_fraction",
+)
 _UNITS = {"": 1, "b": 1} | {
     prefix + ending: base**power
     for power, prefix in enumerate("kmgtp", start=1)
@@ -78,6 +84,7 @@ class ElixirConfig:
     gpu_memory_limit: int | str | None = None
     cpu_memory_limit: int | str | None = None
     nvme_offload_fraction: float = 0.0
+    nvme_offload_param_fraction: float = 0.0
     nvme_offload_dir: str | None = None
     nvme_backend: NvmeBackendName = "direct"
     nvme_checksums: bool = False
@@ -134,6 +141,11 @@ class ElixirConfig:
         folder = self.nvme_offload_dir
         if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder)):
             raise PlanError(f"nvme_offload_dir must be the path of a folder, got {folder!r}")
+        if self.nvme_offload_param_fraction > 0 and self.nvme_offload_fraction == 0 and self.plan is None:
+            raise PlanError(
+                "nvme_offload_param_fraction is a share of the parameters whose optimizer states are on NVMe: give"
+                " nvme_offload_fraction as well, or leave both out with placement_policy='auto'"
+            )
         if self.nvme_offload_fraction > 0 and self.plan is None and self.placement_policy in ("auto", "cuda"):
             instead = (
                 "give nvme_offload_dir alone, and states go there where the host's memory is short"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
@@ -410,7 +411,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """
         shard = self._engine.store.settle(chunk.id)
         target, grad = self._write_back_target(chunk), shard.grad
-        ready = [e for e in (self._engine.reducer.take_download(chunk.id), chunk.ready) if e is not None]
+        landed = self._engine.reducer.take_download(chunk.id)
+        ready = [e for e in (landed, chunk.ready) if e is not None]
         is_near = self._is_param_near(chunk)
         is_streamed = chunk.spec.is_update_streamed
         uploads: list[tuple[Tensor, Tensor]] = []
@@ -425,9 +427,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
             ready.append(now)  # backward may still read the parameters that are written
         else:
             updates = self._adam_updates(chunk, members, target, is_compute_on_device=is_near)
-            if not is_near:
+            if not is_near and not shard.is_param_on_disk:
                 ready.append(now)  # likewise
         on_disk = self._inner[chunk.id].take_on_disk()
+        if on_disk is not None and grad is not None and shard.is_param_on_disk:
+            is_whole = sum(update.used_numel for update in updates) == on_disk.states.spec.numel
+            on_disk = dataclasses.replace(on_disk, grad_dtype=grad.dtype, is_whole=is_whole)
         job = ChunkUpdate(updates, is_streamed, tuple(ready), now, uploads, cast, on_disk)
         self._announce(chunk, self._runner.submit(job, record, order=order))
 
@@ -583,6 +588,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def _is_param_near(self, chunk: Chunk) -> bool:
         """Whether the parameters are on the compute device, in the replica or in a shard."""
+        if chunk.spec.param_tier is Tier.NVME:
+            return False
         return self._engine.store[chunk.id].param is None or chunk.spec.param_tier is Tier.GPU
 
     def _fits_over_grad(self, chunk: Chunk, target: Tensor | None, grad: Tensor, members: set[int]) -> bool:
@@ -590,6 +597,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if target is None or (target.dtype, target.numel()) != (grad.dtype, grad.numel()):
             return False
         shard = self._engine.store[chunk.id]
+        if shard.is_param_on_disk:
+            return False  # backward may read the parameters again: they are written in the step
         if shard.param is not None and shard.param.numel() != grad.numel():
             return False  # a whole chunk, of which this rank has updated a slice
         if self._is_param_near(chunk):
@@ -724,6 +733,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         engine, shard = self._engine, self._engine.store[chunk.id]
         if not shard.has_master:
             return None
+        if shard.on_disk is not None and shard.on_disk.has_param:
+            return shard.on_disk.param_stand_in()
         target = chunk.flat if shard.param is None else shard.param
         if target.numel() != engine.store.optim_numel(chunk.spec):
             target = chunk.shard_of(target, engine.comm.rank, engine.comm.world_size)
@@ -827,20 +838,25 @@ class ElixirOptimizer(torch.optim.Optimizer):
         return result
 
     def _chunk_parts(self, chunk_id: int, is_max: bool) -> Tensor:
-        grad = self._engine.store[chunk_id].grad
+        shard = self._engine.store[chunk_id]
         bounds = [(s.shard_offset, s.numel) for s in self._segments[chunk_id]]
-        if grad is None:
+        if shard.grad is None:
             return torch.zeros(len(bounds), dtype=torch.float64)
         if self._engine.reducer.has_begun(chunk_id):
             self._engine.check_whole()
         self._engine.reducer.wait_for_download(chunk_id)  # and learn whether adding up has failed
         measure = absolute_max if is_max else square_sums
+        known = None if is_max or self._transforms else self._engine.reducer.square_sums.get(chunk_id)
+        inverse = self._inverse_scale
+        if known is not None:
+            return known * inverse**2
+        grad = shard.read_grad()
+        if grad is None:
+            raise RuntimeError("a gradient has gone while its norm was computed")
         if self._transforms:
             wide = grad if grad.dtype.itemsize >= 4 else grad.float()
             return measure(self._transformed(wide), bounds)
-        inverse = self._inverse_scale
-        known = None if is_max else self._engine.reducer.square_sums.get(chunk_id)
-        return measure(grad, bounds, scale=inverse) if known is None else known * inverse**2
+        return measure(grad, bounds, scale=inverse)
 
     def _is_finite(self, used: Mapping[int, set[int]]) -> bool:
         earlier, self._transforms = self._transforms, []

@@ -371,6 +371,7 @@ class Planner:
             cpu_bytes=budget.cpu_bytes,
             nvme_bytes=budget.nvme_bytes,
             nvme_offload_fraction=config.nvme_offload_fraction,
+            nvme_offload_param_fraction=config.nvme_offload_param_fraction,
             non_model_bytes=budget.non_model_bytes,
             num_states=facts.num_states,
             accumulates=self._accumulates,

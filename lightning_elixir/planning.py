@@ -80,6 +80,7 @@ def make_plan(
     cpu_bytes: int | None = None,
     nvme_bytes: int = 0,
     nvme_offload_fraction: float = 0.0,
+    nvme_offload_param_fraction: float = 0.0,
     non_model_bytes: int = 0,
     profile: MemoryProfile | StepProfile | None = None,
     hardware: HardwareSpec | None = None,
@@ -119,8 +120,11 @@ def make_plan(
         world_size: Ranks that share a chunk.
         gpu_bytes: Device memory of one rank; None: not known, treated as unlimited.
         cpu_bytes: Host memory of one rank; None: not known, treated as unlimited.
-        nvme_bytes: auto: NVMe space of one rank that states may take where the host's memory is short.
+        nvme_bytes: auto: NVMe space of one rank that states may take where the host's memory is short, and parameters
+            where it is short even so.
         nvme_offload_fraction: Other policies: share of the states in host memory that goes on to NVMe.
+        nvme_offload_param_fraction: Other policies: share of the parameters in host memory whose states are on NVMe,
+            or that are frozen, that goes there as well, gradients with them.
         non_model_bytes: Device memory for activations, buffers and temporaries at their peak, without a `profile`.
         profile: What a step does: from `profile_memory`, or, with `layout`, measured over its chunks.
         hardware: Measured figures to predict times with; None: `HardwareSpec.nominal()`.
@@ -143,6 +147,7 @@ def make_plan(
         offload_optim_frac=offload_optim_frac,
         offload_param_frac=offload_param_frac,
         nvme_offload_fraction=nvme_offload_fraction,
+        nvme_offload_param_fraction=nvme_offload_param_fraction,
         prefetch_depth=prefetch_depth if prefetch else 0,
         distributed_storage=enable_distributed_storage,
         gpu_margin_mem_ratio=gpu_margin_mem_ratio,

@@ -90,6 +90,7 @@ class ElixirStrategy(ProcessStrategy):
         gpu_memory_limit: int | str | None = None,
         cpu_memory_limit: int | str | None = None,
         nvme_offload_fraction: float = 0.0,
+        nvme_offload_param_fraction: float = 0.0,
         nvme_offload_dir: str | None = None,
         nvme_backend: NvmeBackendName = "direct",
         nvme_checksums: bool = False,
@@ -150,6 +151,8 @@ class ElixirStrategy(ProcessStrategy):
             cpu_memory_limit: Plan as if each host had no more.
             nvme_offload_fraction: cpu, const: share of the masters and optimizer states in host memory, by elements,
                 that lives on NVMe instead; `HybridAdam` and `CPUAdam` only.
+            nvme_offload_param_fraction: cpu, const: share of the parameters in host memory whose states are on NVMe,
+                and of frozen ones, by elements, that lives there as well, with their gradients.
             nvme_offload_dir: Folder for them, on a fast disk; made if missing. No file of ours stays there. auto:
                 states go there where the host's memory is short. Default: the system's folder for temporary files, if
                 that is on a disk.

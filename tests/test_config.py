@@ -131,6 +131,7 @@ def test_contradicting_loss_scale_is_refused(options: dict[str, Any]) -> None:
     ("options", "message"),
     [
         ({"nvme_offload_fraction": 2.0}, "nvme_offload_fraction must be between 0 and 1"),
+        ({"nvme_offload_param_fraction": 2.0}, "nvme_offload_param_fraction must be between 0 and 1"),
         ({"nvme_offload_fraction": 0.5}, "placement_policy='cpu' .*not 'auto' .*give nvme_offload_dir alone"),
         ({"nvme_offload_fraction": 0.5, "placement_policy": "cuda"}, "not 'cuda' .*which has none there"),
         ({"nvme_offload_dir": ""}, "nvme_offload_dir must be the path of a folder, got ''"),

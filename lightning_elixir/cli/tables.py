@@ -91,6 +91,9 @@ def describe_chunks(plan: Plan) -> str:
     on_nvme = sum(c.optim_tier is Tier.NVME for c in trained)
     if on_nvme:
         parts.append(f"states of {on_nvme} are on NVMe")
+    params = sum(c.param_tier is Tier.NVME for c in plan.chunks)
+    if params:
+        parts.append(f"parameters of {params} are on NVMe")
     if not plan.is_all_resident:
         size = format_bytes(plan.block_bytes)
         parts.append(f"an rCache of {plan.rcache_blocks} blocks of {size}, {plan.prefetch_depth} chunks fetched ahead")

@@ -266,7 +266,7 @@ class UpdateRunner:
     ) -> Task:
         """The task is held until the states are there: a thread that waited for them could be the one that has to free
         the buffer which they wait for."""
-        visit = on_disk.begin(order)
+        visit = on_disk.begin(order, has_landed=event is None or _has_come(event))
         try:
             work = partial(self._update_visited, job, on_disk, visit, record)
             task = self._host.submit(work, order=order, after=after, event=event, is_held=True)
@@ -388,6 +388,13 @@ class UpdateRunner:
         else:
             with self._staging:
                 self._uploads.upload(master, target)
+
+
+def _has_come(event: Event) -> bool:
+    try:
+        return event.is_over()
+    except Exception:  # what waits for it says why
+        return False
 
 
 def _bounded(update: FlatUpdate) -> Iterable[FlatUpdate]:

@@ -12,7 +12,7 @@ from lightning_elixir.kernels.sequence import Scalars, Table
 from lightning_elixir.optim.adam import adam_scalars, update_parts_
 from lightning_elixir.optim.hybrid_adam import AdamHyper
 from lightning_elixir.plan.types import ALIGN_NUMEL
-from lightning_elixir.storage.nvme import MASTER, MOMENTS, ChunkStates, Visit
+from lightning_elixir.storage.nvme import GRAD, MASTER, MOMENTS, PARAM, ChunkStates, Visit, aligned
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,13 @@ class FlatUpdate:
         """
         named = {MASTER: self.param, MOMENTS[0]: self.exp_avg, MOMENTS[1]: self.exp_avg_sq}
         found = {part: _same_slice(x, states[part]) if x.is_meta else x for part, x in named.items()}
-        return replace(self, param=found[MASTER], exp_avg=found[MOMENTS[0]], exp_avg_sq=found[MOMENTS[1]])
+        grad, compute = self.grad, self.compute
+        if grad.is_meta:
+            grad = _same_slice(grad, states[GRAD].view(grad.dtype))
+        if compute is not None and compute.is_meta:
+            compute = _same_slice(compute, states[PARAM])
+        param, exp_avg, exp_avg_sq = found[MASTER], found[MOMENTS[0]], found[MOMENTS[1]]
+        return replace(self, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, compute=compute)
 
     @property
     def written(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,14 +173,38 @@ class StatesOnDisk:
     """The moments have never been made: they are zeros, and not read."""
     blank: tuple[slice, ...] = ()
     """Where in the moments there are zeros, whatever the disk holds."""
+    grad_dtype: torch.dtype | None = None
+    """Of gradients that are there as well; None: they are in host memory."""
+    is_whole: bool = True
+    """Whether the update makes a new value of every element."""
 
-    def begin(self, order: float) -> Visit:
-        """Have them brought to host memory."""
-        read = [part for part in self.states.spec.parts if part == MASTER or not self.is_first]
-        return self.states.file.begin(self.states.chunk_id, read, order)
+    def begin(self, order: float, *, has_landed: bool) -> Visit:
+        """Have them brought to host memory.
+
+        Args:
+            order: See `Visit`.
+            has_landed: Gradients are where they shall be, so that they can be read now; otherwise `prepare` does that.
+        """
+        spec = self.states.spec
+        read = [part for part in spec.states if part == MASTER or not self.is_first]
+        grad_bytes = self._grad_bytes if has_landed else 0
+        return self.states.file.begin(self.states.chunk_id, read, order, grad_bytes)
+
+    @property
+    def _grad_bytes(self) -> int:
+        return 0 if self.grad_dtype is None else self.states.spec.numel * self.grad_dtype.itemsize
 
     def prepare(self, visit: Visit) -> None:
-        """Once they are there: make the zeros."""
+        """Once they are there, and gradients have landed: read what could not be read before, and make the rest.
+
+        Raises:
+            StorageError: Gradients cannot be read.
+        """
+        if self._grad_bytes and GRAD not in visit.read:
+            blocks = visit.tensors[GRAD][: aligned(self._grad_bytes)]
+            self.states.file.read_into(self.states.chunk_id, GRAD, blocks, self._grad_bytes)
+        if PARAM in visit.tensors and not self.is_whole:
+            visit.tensors[PARAM].copy_(visit.tensors[MASTER])  # for what gets no update, and padding
         for part in MOMENTS:
             moment = visit.tensors[part]
             for span in (slice(None),) if self.is_first else self.blank:

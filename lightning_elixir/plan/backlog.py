@@ -260,6 +260,11 @@ class Backlog:
         self._stream = _Stream(h2d, d2h, record, self._done)
         self._sites: tuple[_Site, ...] = (self._host, self._over_disk, self._stream)
 
+    @property
+    def disk(self) -> Bus:
+        """Where states on NVMe are, and what else is there."""
+        return self._over_disk.disk
+
     def __contains__(self, chunk_id: int) -> bool:
         """Whether somebody who needs this chunk's new values has to wait for them. Backward needs the old ones."""
         return chunk_id in self._pending and not self._pending[chunk_id][1].is_before_step

@@ -15,7 +15,7 @@ from lightning_elixir.plan.backlog import Backlog, Work
 from lightning_elixir.plan.cost import Costs
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.lanes import Bus, Lane
-from lightning_elixir.plan.memory import Scheme, is_on_nvme, memory_use, nvme_buffers
+from lightning_elixir.plan.memory import Scheme, has_params_on_nvme, is_on_nvme, memory_use, nvme_buffers, uses_nvme
 from lightning_elixir.plan.policy import CachePolicy
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.rcache import RCache
@@ -86,7 +86,8 @@ class Clocks:
         """Of the compute stream."""
         self.fetch, self.reduce = Lane(), Lane()
         self.h2d, self.d2h = Bus(), Bus()
-        self.nvme_s = sum(sum(self.costs.nvme_s(c)) for c in self.on_host)
+        self.nvme_s = 0.0
+        """Of the disk, in the step under way."""
         num_buffers = nvme_buffers(scheme.state_bytes(c) for c in self.on_host if is_on_nvme(c))[0]
         self.backlog = Backlog(self.h2d, self.d2h, self._span, num_buffers)
         self.needed = self._order_of_need()
@@ -96,13 +97,15 @@ class Clocks:
 
     def run(self) -> Clocked:
         step = self._step()
-        has_rest = self.is_overlapped or self.nvme_s > 0  # the last states are written behind forward anyway
+        has_rest = self.is_overlapped or any(
+            map(is_on_nvme, self.on_host)
+        )  # the last states are written behind forward anyway
         for _ in range(_MOST_STEPS - 1 if has_rest else 0):
             left_s = self.backlog.left_s(self.now_s)
             step = self._step()
             if abs(self.backlog.left_s(self.now_s) - left_s) <= _SAME * step.times.total_s:
                 break  # the next step would begin as this one did
-        if self.hardware.nvme_adam_numel_per_s is None and any(map(is_on_nvme, self.on_host)):
+        if self.hardware.nvme_adam_numel_per_s is None and any(map(uses_nvme, self.plan.chunks)):
             unknown = math.inf  # what spans and waiting leave out
             return replace(step, times=replace(step.times, total_s=unknown, step_s=unknown, nvme_s=unknown))
         return step
@@ -162,15 +165,16 @@ class Clocks:
         self.begin_s = self.now_s
         self.h2d_s = self.d2h_s = self.collective_s = 0.0
         self.update_waiting_s = 0.0
+        self.nvme_s = 0.0
         self.fetched_bytes = 0
         first_memory = len(self.memory)
         self._spread()
         n, compute_s = self.num_backwards, self.profile.compute_s
         forward_backward_s = self._micro_batch()
         times_repeated = n
-        once = (0.0, 0.0, 0.0)
+        once = (0.0, 0.0, 0.0, 0.0)
         if n > 1 and self.is_overlapped:  # only the first one waits for updates
-            once = (self.h2d_s, self.d2h_s, self.collective_s)
+            once = (self.h2d_s, self.d2h_s, self.collective_s, self.nvme_s)
             fetched = self.fetched_bytes
             times_repeated = n - 1
             forward_backward_s += times_repeated * self._micro_batch()
@@ -180,8 +184,9 @@ class Clocks:
             self.fetched_bytes *= n
         busy = [
             first + times_repeated * (total - first)
-            for first, total in zip(once, (self.h2d_s, self.d2h_s, self.collective_s), strict=True)
+            for first, total in zip(once, (self.h2d_s, self.d2h_s, self.collective_s, self.nvme_s), strict=True)
         ]
+        self.nvme_s = busy[3] + sum(sum(self.costs.nvme_s(c)) for c in self.on_host)
         backward_end_s = self.now_s
         adam_s = sum(self._update_s(c) for c in self.trained)
         busy[0] += sum(self.costs.write_back_s(c) for c in self.trained)
@@ -297,6 +302,9 @@ class Clocks:
         if upload_s and (self.reduce.free_s > start_s or self.d2h.is_busy(start_s)):
             upload_s *= self.hardware.duplex_slowdown
         self.backlog.advance(self.now_s)
+        start_s = self._use_disk(
+            start_s, self.costs.param_read_s(self.plan.chunks[chunk_id]), "read parameters", chunk_id
+        )
         start_s, uploaded_s = self.h2d.reserve(start_s, upload_s)
         end_s = uploaded_s + gather_s + refresh_s
         self.ready[chunk_id] = end_s
@@ -334,6 +342,9 @@ class Clocks:
         self.backlog.advance(self.now_s)
         down_s, end_s = self.d2h.reserve(reduced_s, download_s)
         self.reduce.free_s = end_s
+        stored_s = self._use_disk(
+            end_s, self.costs.grad_store_s(chunk, is_added=self.num_backwards > 1), "store gradients", chunk.id
+        )
         self.d2h_s += download_s
         self.collective_s += reduce_s
         if self.is_detailed:
@@ -344,9 +355,22 @@ class Clocks:
         self.reductions = [end_s]
         if chunk.optim_tier is Tier.GPU:
             self.reduced_s = end_s
-        elif self.timing is UpdateTiming.INSIDE_BACKWARD:
+        elif self._is_early(chunk):
             self.backlog.add(self._work(chunk), end_s, is_before_step=True)
-        self.landed_s[chunk.id] = end_s
+        self.landed_s[chunk.id] = stored_s
+
+    def _is_early(self, chunk: ChunkSpec) -> bool:
+        """Whether its update may begin inside backward, which reads parameters on NVMe until it is over."""
+        return self.timing is UpdateTiming.INSIDE_BACKWARD and not has_params_on_nvme(chunk)
+
+    def _use_disk(self, start_s: float, seconds: float, what: str, chunk_id: int) -> float:
+        """Read or write something there; returns the end."""
+        if seconds <= 0:
+            return start_s
+        begin_s, end_s = self.backlog.disk.reserve(start_s, seconds)
+        self._span("nvme", begin_s, end_s, f"{what} {chunk_id}")
+        self.nvme_s += seconds
+        return end_s
 
     def _wait(self, until_s: float, label: str) -> None:
         if until_s > self.now_s:
@@ -360,8 +384,8 @@ class Clocks:
         begin_s = self.now_s
         self._remember(begin_s, 0)
         self.grad_bytes = self.start_grad_bytes
-        if self.timing is UpdateTiming.BEHIND_FORWARD:
-            for chunk in self.on_host:
+        for chunk in self.on_host:
+            if not self._is_early(chunk):
                 self.backlog.add(self._work(chunk), max(begin_s, self.landed_s.get(chunk.id, 0.0)))
         self.backlog.step(self.needed, begin_s)
         self._update_on_device()
@@ -418,7 +442,7 @@ class Clocks:
                 continue
             work = self._work(chunk)
             if work.is_on_disk:
-                self.backlog.add(work, begin_s)
+                self.backlog.add(work, max(begin_s, self.landed_s.get(chunk.id, 0.0)))
                 continue
             start_s, last_s = self.backlog.cpu.reserve(last_s, seconds)
             self._span("cpu", start_s, last_s, label)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.memory import Scheme, is_on_nvme
+from lightning_elixir.plan.memory import Scheme, has_params_on_nvme, is_on_nvme
 from lightning_elixir.plan.streaming import SLOT_BYTES
 from lightning_elixir.plan.types import ChunkSpec, Tier
 
@@ -88,12 +88,29 @@ class Costs:
         return (each + data.compute) * (chunk.numel // self.scheme.world_size)
 
     def nvme_s(self, chunk: ChunkSpec) -> tuple[float, float]:
-        """Reading and writing master and states on NVMe; nothing where nobody has measured that."""
+        """Reading and writing master and states on NVMe for an update, gradients and new parameters that are there as
+        well; nothing where nobody has measured that."""
         read_rate, write_rate = self.hardware.nvme_read_bytes_per_s, self.hardware.nvme_write_bytes_per_s
         if not is_on_nvme(chunk) or not read_rate or not write_rate:
             return 0.0, 0.0
         nbytes = self.scheme.state_bytes(chunk)
-        return nbytes / read_rate, nbytes / write_rate
+        if not has_params_on_nvme(chunk):
+            return nbytes / read_rate, nbytes / write_rate
+        grad, values = self.scheme.grad_shard_bytes(chunk), self.scheme.param_shard_bytes(chunk)
+        return (nbytes + grad) / read_rate, (nbytes + values) / write_rate
+
+    def param_read_s(self, chunk: ChunkSpec) -> float:
+        """Reading this rank's parameters from NVMe for a fetch; nothing where nobody has measured that."""
+        rate = self.hardware.nvme_read_bytes_per_s
+        return self.scheme.param_shard_bytes(chunk) / rate if has_params_on_nvme(chunk) and rate else 0.0
+
+    def grad_store_s(self, chunk: ChunkSpec, *, is_added: bool = False) -> float:
+        """Bringing gradients to NVMe; with `is_added`, to a sum that is there."""
+        read_rate, write_rate = self.hardware.nvme_read_bytes_per_s, self.hardware.nvme_write_bytes_per_s
+        if not has_params_on_nvme(chunk) or not chunk.requires_grad or not read_rate or not write_rate:
+            return 0.0
+        nbytes = self.scheme.grad_shard_bytes(chunk)
+        return nbytes / write_rate + (nbytes / read_rate if is_added else 0.0)
 
     def write_back_s(self, chunk: ChunkSpec) -> float:
         """New values of an update on the host, on their way to a parameter shard or replica on the device."""

@@ -29,6 +29,9 @@ def describe_placement(chunks: Sequence[ChunkSpec], blocks: int, depth: int) -> 
         parts.append(f"{streamed} streamed to it for their update")
     if nvme:
         parts.append(f"{nvme} on NVMe")
+    on_nvme = sum(c.param_tier is Tier.NVME for c in chunks)
+    if on_nvme:
+        parts.append(f"parameters of {on_nvme} on NVMe")
     parts.append("all parameters on the GPU" if kept == n else f"parameters of {kept} on the GPU")
     if kept < n:
         shards = sum(not c.is_persistent and c.param_tier is Tier.GPU for c in chunks)

@@ -9,6 +9,7 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.memory import problem_of_params_on_nvme
 from lightning_elixir.plan.types import (
     ALIGN_NUMEL,
     DTYPE_BYTES,
@@ -282,6 +283,9 @@ def _check_layout(plan: Plan) -> None:
         raise PlanError("grad_reuses_compute_shard and updates inside backward exclude each other")
     if plan.has_spare_states and plan.update_timing is not UpdateTiming.INSIDE_BACKWARD:
         raise PlanError('has_spare_states is for update_timing "inside_backward" only')
+    problem = problem_of_params_on_nvme(plan.chunks, plan.world_size, plan.is_storage_distributed)
+    if problem is not None:
+        raise PlanError(problem)
     seen: set[str] = set()
     multiple = plan.world_size * ALIGN_NUMEL
     needed_blocks = 0

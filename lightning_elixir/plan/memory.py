@@ -17,6 +17,10 @@ NVME_BUFFERS = 3
 """Buffers through which states on NVMe are updated: one is read into, one is updated, one is written back."""
 
 
+PARAM_BUFFERS = 3
+"""Buffers through which parameters come from NVMe: some are read into, from others replicas are filled."""
+
+
 def nvme_buffers(state_bytes: Iterable[int]) -> tuple[int, int]:
     """How many of those buffers there are in host memory, and the bytes of each: of the largest chunk's states.
 
@@ -25,6 +29,16 @@ def nvme_buffers(state_bytes: Iterable[int]) -> tuple[int, int]:
     """
     sizes = list(state_bytes)
     return min(NVME_BUFFERS, len(sizes)), max(sizes, default=0)
+
+
+def param_buffers(param_bytes: Iterable[int]) -> tuple[int, int]:
+    """As `nvme_buffers`, for reading parameters.
+
+    Args:
+        param_bytes: Of one rank, of each chunk that has them on NVMe.
+    """
+    sizes = list(param_bytes)
+    return min(PARAM_BUFFERS, len(sizes)), max(sizes, default=0)
 
 
 def grad_staging(chunks: Iterable[ChunkSpec], world_size: int, itemsize: int | None = None) -> tuple[int, int]:
@@ -46,6 +60,33 @@ def grad_staging(chunks: Iterable[ChunkSpec], world_size: int, itemsize: int | N
 def is_on_nvme(chunk: ChunkSpec) -> bool:
     """Whether the chunk has states, and has them there."""
     return chunk.requires_grad and chunk.optim_tier is Tier.NVME
+
+
+def has_params_on_nvme(chunk: ChunkSpec) -> bool:
+    """Whether the chunk's parameters are there; its gradients then are, too."""
+    return chunk.param_tier is Tier.NVME
+
+
+def uses_nvme(chunk: ChunkSpec) -> bool:
+    """Whether anything of the chunk is there."""
+    return is_on_nvme(chunk) or has_params_on_nvme(chunk)
+
+
+def problem_of_params_on_nvme(chunks: Iterable[ChunkSpec], world_size: int, is_storage_distributed: bool) -> str | None:
+    """Why no runtime could obey a plan with these parameters on NVMe; None if one can."""
+    for chunk in chunks:
+        if not has_params_on_nvme(chunk):
+            continue
+        if chunk.is_persistent:
+            return f"{chunk} stays on the device, so its parameters cannot be on NVMe"
+        if chunk.requires_grad and chunk.optim_tier is not Tier.NVME:
+            return f"{chunk} has its parameters on NVMe, so its optimizer states must be there, too"
+        if world_size > 1 and not is_storage_distributed:
+            return (
+                f"{chunk} has its parameters on NVMe, of which every rank must keep its slice alone there: use"
+                " enable_distributed_storage=True"
+            )
+    return None
 
 
 @dataclass(frozen=True)
@@ -130,17 +171,37 @@ class Scheme:
         """What gradients take in host memory beside the compute shard."""
         if chunk.optim_tier is Tier.GPU or (self.grad_reuses_compute_shard and self.can_reuse(chunk)):
             return 0
-        return self.grad_shard_bytes(chunk)
+        return 0 if has_params_on_nvme(chunk) else self.grad_shard_bytes(chunk)
 
-    def grad_staging_bytes(self, chunks: Iterable[ChunkSpec]) -> int:
-        """Host memory of the buffers through which gradients come down to be added up."""
-        number, nbytes = grad_staging(chunks, self.world_size) if self.accumulates else (0, 0)
-        return number * nbytes
+    def grad_staging_bytes(self, chunks: Sequence[ChunkSpec]) -> int:
+        """Host memory of the buffers through which gradients come down to be added up, or to go on to NVMe; and of one
+        sum that is read there, and written again."""
+        on_nvme = [c for c in chunks if c.requires_grad and has_params_on_nvme(c)]
+        if not self.accumulates and not on_nvme:
+            return 0
+        number, nbytes = grad_staging(chunks, self.world_size)
+        sums = 2 * max(map(self.nvme_grad_bytes, on_nvme), default=0) if self.accumulates else 0
+        return number * nbytes + sums
+
+    def nvme_grad_bytes(self, chunk: ChunkSpec) -> int:
+        """What gradients have reserved on NVMe: they may become sums in fp32."""
+        if not chunk.requires_grad or not has_params_on_nvme(chunk):
+            return 0
+        return chunk.numel // self.world_size * max(4, self.data_bytes[chunk.dtype].compute)
+
+    def nvme_bytes(self, chunk: ChunkSpec) -> int:
+        """All that a chunk takes on NVMe."""
+        states = self.state_bytes(chunk) if is_on_nvme(chunk) else 0
+        if not has_params_on_nvme(chunk):
+            return states
+        return states + self.param_shard_bytes(chunk) + self.nvme_grad_bytes(chunk)
 
     def nvme_buffer_bytes(self, chunks: Iterable[ChunkSpec]) -> int:
-        """Host memory of the buffers through which states on NVMe are updated."""
-        number, nbytes = nvme_buffers(self.state_bytes(c) for c in chunks if is_on_nvme(c))
-        return number * nbytes
+        """Host memory of the buffers through which states on NVMe are updated, and parameters come from there."""
+        chunks = list(chunks)
+        number, nbytes = nvme_buffers(self.nvme_bytes(c) for c in chunks if is_on_nvme(c))
+        read, largest = param_buffers(self.param_shard_bytes(c) for c in chunks if has_params_on_nvme(c))
+        return number * nbytes + read * largest
 
     def can_reuse(self, chunk: ChunkSpec) -> bool:
         """Whether a chunk's gradients could land in its compute shard."""
@@ -188,10 +249,10 @@ class MemoryUse:
     """Gradient shards in host memory, and the buffers through which they are added up."""
     non_model_bytes: int
     nvme_bytes: int = 0
-    """Master and optimizer states on NVMe."""
+    """Master and optimizer states on NVMe; parameters and gradients that are there as well."""
     host_spare_bytes: int = 0
     host_buffer_bytes: int = 0
-    """Buffers through which states on NVMe are updated."""
+    """Buffers through which states on NVMe are updated, and parameters come from there."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -221,8 +282,9 @@ def memory_use(chunks: Sequence[ChunkSpec], rcache_blocks: int, scheme: Scheme, 
             gpu_param += chunk.nbytes
         elif chunk.param_tier is Tier.GPU:
             gpu_param += scheme.param_shard_bytes(chunk)
-        if chunk.param_tier is not Tier.GPU:
+        if chunk.param_tier is Tier.CPU:
             host_param += scheme.param_shard_bytes(chunk)
+        nvme += scheme.nvme_bytes(chunk)
         if not chunk.requires_grad:
             continue
         if chunk.optim_tier is Tier.GPU:
@@ -230,9 +292,7 @@ def memory_use(chunks: Sequence[ChunkSpec], rcache_blocks: int, scheme: Scheme, 
             gpu_grad += scheme.grad_shard_bytes(chunk)
             continue
         host_grad += scheme.host_grad_bytes(chunk)
-        if chunk.optim_tier is Tier.NVME:
-            nvme += scheme.state_bytes(chunk)
-        else:
+        if chunk.optim_tier is Tier.CPU:
             host_state += scheme.state_bytes(chunk)
     return MemoryUse(
         gpu_param_bytes=gpu_param,

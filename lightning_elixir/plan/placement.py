@@ -7,9 +7,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_elixir.errors import CapacityError, PlanError
-from lightning_elixir.plan.memory import GRAD_BLOCKS, Budget, MemoryUse, ModelDataBytes, Scheme, memory_use
+from lightning_elixir.plan.memory import (
+    GRAD_BLOCKS,
+    Budget,
+    MemoryUse,
+    ModelDataBytes,
+    Scheme,
+    memory_use,
+    problem_of_params_on_nvme,
+)
 from lightning_elixir.plan.packing import PackedChunk, padding_bytes, waste_bytes
 from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.spilling import can_move_params
 from lightning_elixir.plan.timeline import beside_rcache_bytes, moments
 from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, Plan, Tier, UpdateTiming
 
@@ -60,6 +69,9 @@ class PlacementRequest:
     """const: share of the parameter bytes whose shards live on the host (and so are not persistent)."""
     nvme_offload_fraction: float = 0.0
     """Other than auto: share of the states in host memory, by elements, that goes on to NVMe."""
+    nvme_offload_param_fraction: float = 0.0
+    """Other than auto: share of the parameters in host memory whose states are on NVMe, or that are frozen, by
+    elements, that goes there as well."""
     prefetch_depth: int = 0
     """How many chunks to fetch ahead; 0: no prefetching."""
     distributed_storage: bool = True
@@ -126,7 +138,12 @@ def place(
         sites = _const_sites(placer)
     else:
         raise PlanError(f"policy {request.policy!r} is searched for, not placed")
-    return placer.plan(sites_of(with_states_on_nvme(placer.chunks(sites), request.nvme_offload_fraction)), policy)
+    chunks = with_states_on_nvme(placer.chunks(sites), request.nvme_offload_fraction)
+    chunks = with_params_on_nvme(chunks, request.nvme_offload_param_fraction)
+    problem = problem_of_params_on_nvme(chunks, world_size, request.distributed_storage)
+    if problem is not None:
+        raise PlanError(problem)
+    return placer.plan(sites_of(chunks), policy)
 
 
 def check_request(request: PlacementRequest, world_size: int) -> None:
@@ -138,6 +155,7 @@ def check_request(request: PlacementRequest, world_size: int) -> None:
         "offload_optim_frac",
         "offload_param_frac",
         "nvme_offload_fraction",
+        "nvme_offload_param_fraction",
         "gpu_margin_mem_ratio",
     ):
         value = getattr(request, name)
@@ -426,6 +444,23 @@ def with_states_on_nvme(chunks: Sequence[ChunkSpec], fraction: float) -> tuple[C
     return tuple(
         replace(c, optim_tier=Tier.NVME, is_update_streamed=False) if i in chosen else c for i, c in enumerate(chunks)
     )
+
+
+def with_params_on_nvme(chunks: Sequence[ChunkSpec], fraction: float) -> tuple[ChunkSpec, ...]:
+    """The same chunks with the parameters of some of those in host memory on NVMe: of chunks whose states are there
+    already, and of frozen ones. The last ones go there, as in `with_states_on_nvme`.
+
+    Args:
+        chunks: With their tiers; positions are ids.
+        fraction: Share of the elements of all that may go.
+
+    Raises:
+        PlanError: The fraction is outside [0, 1].
+    """
+    if not 0.0 <= fraction <= 1.0:
+        raise PlanError(f"nvme_offload_param_fraction must be between 0 and 1, got {fraction}")
+    chosen = _highest([c.numel if can_move_params(c) else 0 for c in chunks], fraction)
+    return tuple(replace(c, param_tier=Tier.NVME) if i in chosen else c for i, c in enumerate(chunks))
 
 
 def _managed(chunks: Sequence[ChunkSpec]) -> set[int]:

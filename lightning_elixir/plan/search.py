@@ -16,7 +16,7 @@ from itertools import combinations, product
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
-from lightning_elixir.plan.memory import is_on_nvme, memory_use
+from lightning_elixir.plan.memory import memory_use, uses_nvme
 from lightning_elixir.plan.placement import (
     OFFLOADED,
     RESIDENT,
@@ -98,7 +98,7 @@ def could_speculate(plan: Plan, problem: Problem) -> bool:
 
 
 def has_states_on_nvme(plan: Plan) -> bool:
-    return any(is_on_nvme(c) for c in plan.chunks)
+    return any(uses_nvme(c) for c in plan.chunks)
 
 
 def _frugal(candidates: Sequence[Candidate], problem: Problem) -> Plan:

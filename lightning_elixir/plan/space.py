@@ -9,7 +9,7 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget, ModelDataBytes, memory_use
 from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, PlacementRequest, Placer, Site
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.spilling import spilled
+from lightning_elixir.plan.spilling import spilled, spilled_with_params
 from lightning_elixir.plan.timeline import Timeline, compressed, simulate_step
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
 
@@ -279,9 +279,11 @@ class Space:
         sites = self._sites(choice)
         chunks = self.placer.chunks(sites)
         if self.problem.budget.nvme_bytes and not self._fits_host(memory_use(chunks, 0, self.placer.scheme).host_bytes):
-            chunks = spilled(
-                chunks, self.placer.scheme, self.problem.budget.cpu_bytes or 0, self.problem.budget.nvme_bytes
-            )
+            scheme, limit, room = self.placer.scheme, self.problem.budget.cpu_bytes or 0, self.problem.budget.nvme_bytes
+            without = spilled(chunks, scheme, limit, room)
+            if self._fits_host(memory_use(without, 0, scheme).host_bytes):
+                return without
+            return spilled_with_params(chunks, scheme, limit, room) or without
         return chunks
 
     def _sites(self, choice: Choice) -> list[Site]:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_elixir.plan.memory import NVME_BUFFERS, Scheme, is_on_nvme, memory_use, nvme_buffers
+from lightning_elixir.plan.memory import (
+    NVME_BUFFERS,
+    Scheme,
+    has_params_on_nvme,
+    is_on_nvme,
+    memory_use,
+    nvme_buffers,
+)
 from lightning_elixir.plan.types import ChunkSpec, Tier
 
 
@@ -48,9 +55,56 @@ def spilled(chunks: Sequence[ChunkSpec], scheme: Scheme, limit: int, room: int |
     return tuple(moved.get(c.id, c) for c in chunks)
 
 
+def spilled_with_params(
+    chunks: Sequence[ChunkSpec], scheme: Scheme, limit: int, room: int
+) -> tuple[ChunkSpec, ...] | None:
+    """All states that are in the host's memory go on to NVMe, and as few of the parameters as it takes, those of the
+    last chunks first: what `spilled` could not make fit.
+
+    Args:
+        chunks: As `spilled` takes them.
+        scheme: Bytes per element.
+        limit: Of the host's memory.
+        room: NVMe space.
+
+    Returns:
+        The chunks; None if that does not fit either.
+    """
+    if not scheme.is_storage_distributed and scheme.world_size > 1:
+        return None
+    without = tuple(
+        replace(c, optim_tier=Tier.NVME, is_update_streamed=False)
+        if c.requires_grad and c.optim_tier is Tier.CPU
+        else c
+        for c in chunks
+    )
+    movable = [c.id for c in reversed(without) if can_move_params(c)]
+
+    def moved(count: int) -> tuple[ChunkSpec, ...]:
+        chosen = set(movable[:count])
+        return tuple(replace(c, param_tier=Tier.NVME) if c.id in chosen else c for c in without)
+
+    low, high = 1, len(movable)
+    while low < high:  # more chunks take less memory, once there are all the buffers
+        middle = (low + high) // 2
+        if memory_use(moved(middle), 0, scheme).host_bytes <= limit:
+            high = middle
+        else:
+            low = middle + 1
+    found = moved(low)
+    use = memory_use(found, 0, scheme)
+    return found if movable and use.host_bytes <= limit and use.nvme_bytes <= room else None
+
+
+def can_move_params(chunk: ChunkSpec) -> bool:
+    """Whether the chunk's parameters, which are in the host's memory, may go on to NVMe as its states are there."""
+    return chunk.param_tier is Tier.CPU and (not chunk.requires_grad or chunk.optim_tier is Tier.NVME)
+
+
 def in_host_memory(chunks: Sequence[ChunkSpec]) -> tuple[ChunkSpec, ...]:
-    """The same chunks with the states that are on NVMe back in the host's memory."""
-    return tuple(replace(c, optim_tier=Tier.CPU) if is_on_nvme(c) else c for c in chunks)
+    """The same chunks with what is on NVMe back in the host's memory."""
+    without = (replace(c, param_tier=Tier.CPU) if has_params_on_nvme(c) else c for c in chunks)
+    return tuple(replace(c, optim_tier=Tier.CPU) if is_on_nvme(c) else c for c in without)
 
 
 def _movable(chunk: ChunkSpec, scheme: Scheme) -> _Movable:

@@ -63,7 +63,7 @@ def memory_tables(data: ReportData) -> Markup:
             forecast.peak_gpu_bytes if forecast else None,
         ),
         ("host, for each rank", HOST_KINDS, forecast.host_limit_bytes if forecast else None, None),
-        ("NVMe, for each rank", (("nvme_bytes", "master and optimizer states", "purple"),), None, None),
+        ("NVMe, for each rank", (("nvme_bytes", "states, parameters and gradients", "purple"),), None, None),
     ]
     drawn = []
     for place, kinds, limit, highest in places:

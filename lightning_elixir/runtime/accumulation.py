@@ -5,6 +5,9 @@ buffer, on the lane, and a thread adds it from there. Nobody waits for that but 
 buffer, and whoever reads the sum: a `TaskEvent` stands for it where the end of a plain copy would. Additions to one
 sum come in the order of the backwards, so its bits do not depend on how fast the thread is. An addition that has
 failed fails all later ones to the same sum, until the gradient is dropped.
+
+Where parameters are on a disk, gradients are beside them: they all go that way, a sum is read, added to and written
+again, and backward waits where all buffers are on their way.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import Tensor
 from lightning_elixir.core.device import Device, Event, working_on
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.worker import Task, TaskEvent, Worker
+from lightning_elixir.storage.nvme import ChunkStates, aligned
 
 Addition = Callable[[Tensor, Tensor], None]
 """Brings a gradient to a sum, both 1-D and of one numel, element by element."""
@@ -60,7 +64,7 @@ class HostSums:
     def __init__(self, device: Device, num_buffers: int, buffer_bytes: int) -> None:
         self._device = device
         self._num_buffers = num_buffers
-        self._buffer_bytes = buffer_bytes
+        self._buffer_bytes = aligned(buffer_bytes)
         self._slots: list[_Slot] = []  # the one that was taken first comes first; made when first needed
         self._worker = Worker("elixir-gradients", context=partial(working_on, device.torch_device))
 
@@ -76,6 +80,31 @@ class HostSums:
         Returns:
             When the device has sent the gradient, and when it is in the sum.
         """
+        return self._submit(grad, lambda staged, _: add_up(total, staged, addition), earlier)
+
+    def submit_to_disk(
+        self,
+        grad: Tensor,
+        on_disk: ChunkStates,
+        dtypes: tuple[torch.dtype | None, torch.dtype],
+        addition: Addition,
+        earlier: Event | None,
+    ) -> tuple[Event, TaskEvent]:
+        """As `submit`, for a sum that is on a disk.
+
+        Args:
+            grad: As there.
+            on_disk: Where the sum is.
+            dtypes: In which it is there (None: there is none yet), and in which it shall be.
+            addition: How.
+            earlier: As there.
+        """
+        return self._submit(grad, partial(_store, on_disk, dtypes, addition), earlier)
+
+    def _submit(
+        self, grad: Tensor, work: Callable[[Tensor, Tensor], None], earlier: Event | None
+    ) -> tuple[Event, TaskEvent]:
+        """`work` gets the gradient in host memory, and the whole blocks of bytes that it begins."""
         slot = self._free_slot()
         staged = slot.buffer[: grad.nbytes].view(grad.dtype)
         lane = self._device.reduce_lane
@@ -83,7 +112,8 @@ class HostSums:
             staged.copy_(grad, non_blocking=True)
             sent = lane.record()
         after = earlier.task if isinstance(earlier, TaskEvent) else None
-        slot.task = self._worker.submit(partial(add_up, total, staged, addition), after=after, event=sent)
+        blocks = slot.buffer[: aligned(grad.nbytes)]
+        slot.task = self._worker.submit(partial(work, staged, blocks), after=after, event=sent)
         return sent, TaskEvent(slot.task)
 
     def held_bytes(self) -> int:
@@ -104,6 +134,22 @@ class HostSums:
         self._slots.remove(slot)
         self._slots.append(slot)
         return slot
+
+
+def _store(
+    on_disk: ChunkStates,
+    dtypes: tuple[torch.dtype | None, torch.dtype],
+    addition: Addition,
+    grad: Tensor,
+    blocks: Tensor,
+) -> None:
+    before, after = dtypes
+    if before is None and grad.dtype == after:
+        on_disk.write_grad_blocks(blocks, grad.nbytes)
+        return
+    total = torch.empty(grad.numel(), dtype=after) if before is None else on_disk.read_grad(before).to(after)
+    add_up(total, grad, addition)
+    on_disk.write_grad(total)
 
 
 def add_up(total: Tensor, grad: Tensor, addition: Addition) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device
 from lightning_elixir.errors import PlanError
-from lightning_elixir.plan.memory import is_on_nvme
+from lightning_elixir.plan.memory import has_params_on_nvme, is_on_nvme, problem_of_params_on_nvme, uses_nvme
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.storage.nvme import MASTER, StateSpec
@@ -73,6 +73,9 @@ class Builder:
         self._meta_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by id of the replacement
         _check_names(plan, self._named)
         _check_modules(module)
+        problem = problem_of_params_on_nvme(plan.chunks, plan.world_size, plan.is_storage_distributed)
+        if problem is not None:
+            raise PlanError(problem)
         self._check_meta()
 
     def build(self, store: ShardStore, precision: Precision) -> list[Chunk]:
@@ -171,6 +174,9 @@ class Builder:
             shard.master.copy_(piece)
         if spec.is_persistent:
             return  # the replica, or this rank's slice of it, is always there: it is the shard
+        if shard.is_param_on_disk:
+            shard.keep_param(piece)
+            return
         shard.param = store.empty(store.param_numel(spec), dtype, spec.param_tier)
         if shard.param.numel() == piece.numel():
             shard.param.copy_(piece)
@@ -197,9 +203,15 @@ def states_on_nvme(plan: Plan, precision: Precision) -> dict[int, StateSpec]:
     """What one rank keeps on NVMe under a plan, by chunk id."""
     found = {}
     for spec in plan.chunks:
-        if is_on_nvme(spec):
+        if uses_nvme(spec):
             master = precision.master_of(spec)
-            found[spec.id] = StateSpec(spec.numel // plan.world_size, master or dtype_of(spec), master is not None)
+            found[spec.id] = StateSpec(
+                spec.numel // plan.world_size,
+                master or dtype_of(spec),
+                master is not None,
+                dtype_of(spec) if has_params_on_nvme(spec) else None,
+                is_on_nvme(spec),
+            )
     return found
 
 

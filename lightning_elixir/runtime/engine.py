@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device, release_cached_memory
 from lightning_elixir.errors import ElixirError, StateError, StorageError
-from lightning_elixir.plan.memory import is_on_nvme
+from lightning_elixir.plan.memory import has_params_on_nvme, param_buffers, uses_nvme
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import AccessTrace, Drop, Plan, Tier, UpdateTiming
@@ -27,6 +27,7 @@ from lightning_elixir.runtime.fetcher import Fetcher, TransferBytes
 from lightning_elixir.runtime.hooks import Hooks, SavedTensors, innermost_pack
 from lightning_elixir.runtime.interception import Interception
 from lightning_elixir.runtime.iterations import Iterations
+from lightning_elixir.runtime.param_reads import ParamReads
 from lightning_elixir.runtime.reducer import Reducer
 from lightning_elixir.runtime.released import tensors_in
 from lightning_elixir.runtime.replan import check_layout, move_chunks
@@ -176,7 +177,12 @@ class Engine:
         )
         depth = plan.prefetch_depth if self._has_prefetch else 0
         self.rcache = RCache(self._cost, plan.rcache_blocks, depth)
-        self.fetcher = Fetcher(self.device, self.comm, store, plan.is_storage_distributed, self.moved)
+        before: Fetcher | None = getattr(self, "fetcher", None)
+        if before is not None:
+            before.close()
+        on_nvme = (c.nbytes // plan.world_size for c in plan.chunks if has_params_on_nvme(c))
+        reads = ParamReads(self.device, *param_buffers(on_nvme))
+        self.fetcher: Fetcher = Fetcher(self.device, self.comm, store, plan.is_storage_distributed, self.moved, reads)
         self.residency = Residency(
             plan,
             self.chunks,
@@ -237,7 +243,7 @@ class Engine:
             StorageError: The disk cannot hold it; on every rank, if it is so on one.
         """
         specs = states_on_nvme(plan, self.precision)
-        if not any(is_on_nvme(c) for c in plan.chunks):
+        if not any(uses_nvme(c) for c in plan.chunks):
             return None
         if kept is not None and kept.holds(specs):
             return kept
@@ -878,8 +884,8 @@ class Engine:
                     held[key] = held.get(key, 0) + nbytes
         held["replica"] = sum(c.device_bytes for c in self.chunks)
         held["grad_block"] = self.reducer.block_bytes_held()
-        staging = self.reducer.staging_bytes_held()
-        return {**held, "cpu_grad_staging": staging} if staging else held
+        beside = {"cpu_grad_staging": self.reducer.staging_bytes_held(), "cpu_param_buffer": self.fetcher.held_bytes()}
+        return held | {kind: nbytes for kind, nbytes in beside.items() if nbytes}
 
     def stats(self) -> Stats:
         """Counters since the last reset, and bytes held now."""
@@ -917,6 +923,7 @@ class Engine:
             chunk.close()
         self.reducer.clear()
         self.reducer.close()
+        self.fetcher.close()
         self.store.close()
         self.comm.close()
 

@@ -14,6 +14,7 @@ from lightning_elixir.core.worker import LateEvent, Task
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
+from lightning_elixir.runtime.param_reads import ParamReads
 from lightning_elixir.storage.shards import Shard, ShardStore
 
 
@@ -35,11 +36,19 @@ class Fetcher:
         comm: The ranks that share the chunks.
         store: The shards.
         is_distributed: Whether a parameter shard is a slice (else the whole chunk).
+        reads: Of parameters that are on a disk.
     """
 
     def __init__(
-        self, device: Device, comm: Comm, store: ShardStore, is_distributed: bool, moved: TransferBytes
+        self,
+        device: Device,
+        comm: Comm,
+        store: ShardStore,
+        is_distributed: bool,
+        moved: TransferBytes,
+        reads: ParamReads,
     ) -> None:
+        self._reads = reads
         self._device = device
         self._comm = comm
         self._store = store
@@ -61,7 +70,13 @@ class Fetcher:
         """Allocate the replica and start filling it, or have that done as soon as the chunk's update is over. If
         collective, every rank fetches or serves the chunk now, and so waits for its update."""
         shard = self._source(chunk)
-        if self.is_collective(chunk) or shard.update is None or shard.update.is_over():
+        is_alone = not self.is_collective(chunk)
+        if is_alone and shard.is_param_on_disk:
+            if shard.update is not None and shard.update.is_over():
+                self._store.settle(chunk.id)
+            chunk.allocate()
+            chunk.ready = self._fill_from_disk(chunk, shard)
+        elif not is_alone or shard.update is None or shard.update.is_over():
             shard = self._store.settle(chunk.id)
             chunk.allocate()
             with self._device.fetch_lane.issue(), label("fetch"):
@@ -87,6 +102,29 @@ class Fetcher:
 
         return LateEvent(update, issue)
 
+    def _fill_from_disk(self, chunk: Chunk, shard: Shard) -> Event:
+        """As `_fill_later`, once the parameters have been read, which begins when the chunk's update is over."""
+        device, is_allocated = self._device, self._device.compute_event()
+        self._moved.h2d += chunk.spec.nbytes
+        if shard.on_disk is None:
+            raise RuntimeError(f"{chunk.spec} has no place on the disk")
+
+        def send(values: Tensor) -> Event:
+            with working_on(device.torch_device), device.fetch_lane.resume(), label("fetch"):
+                is_allocated.wait()
+                chunk.flat.copy_(values, non_blocking=True)
+                return device.fetch_lane.record()
+
+        return self._reads.submit(shard.on_disk, send, shard.update)
+
+    def held_bytes(self) -> int:
+        """Host memory of the buffers through which parameters come from a disk."""
+        return self._reads.held_bytes()
+
+    def close(self) -> None:
+        """End the threads that read parameters; all that was begun has been waited for."""
+        self._reads.close()
+
     def serve(self, chunk: Chunk) -> None:
         """Take part in the peers' fetch of a chunk that this rank does not want."""
         self._source(chunk)
@@ -107,12 +145,12 @@ class Fetcher:
 
     def _source(self, chunk: Chunk) -> Shard:
         shard = self._store[chunk.id]
-        if shard.param is None:
+        if shard.param is None and not shard.is_param_on_disk:
             raise StateError(f"{chunk.spec} has no shard to fetch from: its replica was the only copy")
         return shard
 
     def _fill(self, chunk: Chunk, flat: Tensor, shard: Shard) -> None:
-        param = shard.param
+        param = shard.read_param()  # with its peers, a rank reads when they have met
         if param is None:
             return
         comm, spec = self._comm, chunk.spec

@@ -235,6 +235,8 @@ class Interception:
         shard = engine.store.settle(chunk.id)
         with torch.no_grad():
             mine = chunk.shard_of(chunk.flat, engine.comm.rank, engine.comm.world_size)
+            if shard.is_param_on_disk and _is_same(mine, shard.read_param()):
+                return
             master = self._master_to_change(chunk, shard, mine)
             if master is not None:
                 written = mine.to(master.device)
@@ -249,6 +251,7 @@ class Interception:
                     shard.keep_master(master)
             if shard.param is not None and not shard.is_param_overwritten:
                 shard.param.copy_(mine if engine.plan.is_storage_distributed else chunk.flat)
+            shard.keep_param(mine)
 
     def _master_to_change(self, chunk: Chunk, shard: Shard, values: Tensor) -> Tensor | None:
         """The master that these values of the replica may have to be brought to. One on a disk is only read if they are
@@ -256,10 +259,7 @@ class Interception:
         param = shard.param
         if shard.on_disk is None or not shard.has_master or param is None or param.numel() != values.numel():
             return shard.read_master()
-        bits = _BITS[values.dtype.itemsize]
-        if torch.equal(values.to(param.device).view(bits), param.view(bits)):
-            return None
-        return shard.read_master()
+        return None if _is_same(values, param) else shard.read_master()
 
     def _write_master(self, parameter: Tensor, value: Tensor) -> None:
         """After `p.copy_(value)`: the master takes the value as given, not as rounded to the compute dtype."""
@@ -336,3 +336,11 @@ class Interception:
     def _plain_class(self, parameter: Tensor) -> type:
         chunk, index = self._at(parameter)
         return self._classes[chunk.id][index][1]
+
+
+def _is_same(values: Tensor, stored: Tensor | None) -> bool:
+    """Whether they have the same bits; on any device."""
+    if stored is None or values.numel() != stored.numel():
+        return False
+    bits = _BITS[values.dtype.itemsize]
+    return torch.equal(values.to(stored.device).view(bits), stored.view(bits))

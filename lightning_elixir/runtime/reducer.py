@@ -20,7 +20,7 @@ from lightning_elixir.core.comm import Comm, Work
 from lightning_elixir.core.device import Device, Event
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.worker import TaskEvent
-from lightning_elixir.errors import StateError
+from lightning_elixir.errors import StateError, StorageError
 from lightning_elixir.optim.scaling import square_sums
 from lightning_elixir.plan.memory import GRAD_BLOCKS, grad_staging
 from lightning_elixir.plan.segments import Segment, segments_of
@@ -256,6 +256,8 @@ class Reducer:
         except Exception as error:
             if not isinstance(event, TaskEvent):
                 raise
+            if isinstance(error, StorageError):
+                raise  # what was there on the disk before is lost as well
             raise StateError(
                 f"adding up the gradients of {self._chunks[chunk_id].spec} in host memory has failed"
                 f" ({type(error).__name__}: {error}): call zero_grad() and begin again with the first micro-batch"
@@ -283,11 +285,12 @@ class Reducer:
         self.finish_downloads()
         self.used.discard((chunk.id, index))
         self.square_sums.pop(chunk.id, None)
-        grad = self._store[chunk.id].grad
+        grad = self._store[chunk.id].read_grad()
         if grad is not None:
             for segment in self._segments(chunk):
                 if segment.member_index == index:
                     grad[segment.shard_offset : segment.shard_offset + segment.numel].zero_()
+            self._store[chunk.id].keep_grad(grad)
 
     def clear(self) -> None:
         """Drop all gradients; where updates had begun, the step has taken them over."""
@@ -460,6 +463,8 @@ class Reducer:
 
     def _land_on_host(self, chunk: Chunk, result: Tensor, is_late: bool) -> tuple[Event, Event]:
         """As `_land_on_device`. Returns when the device has sent the result, and when the gradient is there."""
+        if self._store[chunk.id].is_param_on_disk:
+            return self._land_on_disk(chunk, result, is_late)
         total = self._store[chunk.id].grad
         wide = torch.promote_types(torch.float32, result.dtype)
         if total is None:
@@ -481,6 +486,29 @@ class Reducer:
             total = self._widened(chunk, total, wide)
         self._single.discard(chunk.id)
         return self._sums.submit(result, total, add, self._downloads.get(chunk.id))
+
+    def _land_on_disk(self, chunk: Chunk, result: Tensor, is_late: bool) -> tuple[Event, Event]:
+        """As `_land_on_host`, with the same numbers: host memory is only passed through."""
+        shard = self._store[chunk.id]
+        if shard.on_disk is None:
+            raise RuntimeError(f"{chunk.spec} has no place on the disk")
+        earlier = None if shard.grad is None else shard.grad.dtype
+        after, addition = torch.promote_types(torch.float32, result.dtype), add
+        if earlier is None:
+            addition = put
+            if not self.accumulates or self.is_step_next or result.dtype == after:
+                after = result.dtype
+            else:
+                self._single.add(chunk.id)
+        elif is_late and (earlier == result.dtype or chunk.id in self._single):
+            addition = add if earlier == result.dtype else add_rounded
+            after = earlier
+        else:
+            self.accumulates = self.accumulates or not is_late
+            self._single.discard(chunk.id)
+        before = self._downloads.get(chunk.id)
+        self._store.set_grad(chunk.spec, after)
+        return self._sums.submit_to_disk(result, shard.on_disk, (earlier, after), addition, before)
 
     def _widened(self, chunk: Chunk, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """A gradient shard in host memory with the same values in another dtype."""

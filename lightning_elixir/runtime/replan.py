@@ -66,13 +66,17 @@ def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, store: Shar
     if plan.has_spare_states and spec.optim_tier is Tier.CPU:  # those of a chunk that comes now are made in its step
         new.spare_master, new.spare_param = old.spare_master, old.spare_param
     if not spec.is_persistent:
+        numel = store.param_numel(spec)
         if old.param is not None and chunk.spec.param_tier is spec.param_tier:
             new.param = old.param
-        else:
-            new.param = store.empty(store.param_numel(spec), chunk.dtype, spec.param_tier)
-            whole = chunk.flat if old.param is None else old.param
-            is_slice = whole.numel() != new.param.numel()
-            new.param.copy_(chunk.shard_of(whole, comm.rank, comm.world_size) if is_slice else whole)
+        elif not new.is_param_on_disk or new.on_disk != old.on_disk:
+            param = old.read_param()
+            whole = chunk.flat if param is None else param
+            own = chunk.shard_of(whole, comm.rank, comm.world_size) if whole.numel() != numel else whole
+            if new.is_param_on_disk:
+                new.keep_param(own)
+            else:
+                new.param = store.empty(numel, chunk.dtype, spec.param_tier).copy_(own)
         new.is_param_outdated = old.is_param_outdated
     chunk.spec = spec
     chunk.storage_bytes = storage_bytes(plan, spec)

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 def own_shard(engine: Engine, chunk: Chunk) -> Tensor:
     """This rank's current values of a chunk, 1-D, `[chunk.numel / world_size]`: master, else compute shard. No copy,
-    unless the master is on a disk."""
+    unless it is on a disk."""
     shard = engine.store.settle(chunk.id)
     master = shard.read_master()
     if master is not None:
         return master
-    whole = chunk.flat if shard.param is None else shard.param
+    param = shard.read_param()
+    whole = chunk.flat if param is None else param
     if whole.numel() == engine.store.optim_numel(chunk.spec):
         return whole
     return chunk.shard_of(whole, engine.comm.rank, engine.comm.world_size)
@@ -92,7 +93,7 @@ def whole_grads(engine: Engine, factor: float) -> dict[str, Tensor]:
     engine.comm.all_reduce_max(has_grad)
     pieces = []
     for chunk, is_there in zip(engine.chunks, has_grad.tolist(), strict=True):
-        grad = engine.store[chunk.id].grad
+        grad = engine.store[chunk.id].read_grad()
         pieces.append((chunk, grad.to(torch.float32) * factor if is_there and grad is not None else None))
     found = gather_whole(engine, pieces, on_all_ranks=True)
     used = engine.globally_used()
@@ -125,11 +126,12 @@ def _write_chunk(engine: Engine, chunk: Chunk, named: list[tuple[int, Tensor]]) 
     chunk.wait_ready()
     segments = segments_of(chunk.spec, comm.rank, comm.world_size)
     master = shard.read_master()
+    stored = shard.read_param() if shard.is_param_on_disk else None
     for index, value in named:
         member = chunk.spec.members[index]
         flat = in_memory_order(chunk, index, value)
         has_param = engine.plan.is_storage_distributed and not shard.is_param_overwritten
-        for target in (master, shard.param if has_param else None):
+        for target in (master, stored, shard.param if has_param else None):
             if target is None:
                 continue
             for segment in segments:
@@ -142,6 +144,8 @@ def _write_chunk(engine: Engine, chunk: Chunk, named: list[tuple[int, Tensor]]) 
             chunk.slice_of(chunk.flat, index).copy_(flat)
     if master is not None:
         shard.keep_master(master)
+    if stored is not None:
+        shard.keep_param(stored)
 
 
 def in_memory_order(chunk: Chunk, index: int, value: Tensor) -> Tensor:

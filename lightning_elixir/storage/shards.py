@@ -11,8 +11,9 @@ from torch import Tensor
 from lightning_elixir.core.device import Device
 from lightning_elixir.core.worker import Task
 from lightning_elixir.errors import ElixirError, StateError, StorageError
+from lightning_elixir.plan.memory import uses_nvme
 from lightning_elixir.plan.types import ChunkSpec, Tier
-from lightning_elixir.storage.nvme import MASTER, ChunkStates, MappedMemory, StateFile
+from lightning_elixir.storage.nvme import GRAD, MASTER, PARAM, ChunkStates, MappedMemory, StateFile
 
 
 @dataclass
@@ -21,16 +22,17 @@ class Shard:
 
     param: Tensor | None = None
     """1-D, compute dtype, on the parameter tier. None where the replica itself is the shard (persistent chunks on the
-    GPU tier). The whole chunk where storage is not distributed."""
+    GPU tier), and where it is on NVMe (`is_param_on_disk`). The whole chunk where storage is not distributed."""
     master: Tensor | None = None
     """1-D, master dtype, on the optimizer tier. None for frozen chunks, where the compute shard is the optimizer's own
     copy, and on NVMe."""
     on_disk: ChunkStates | None = None
-    """Master and moments of chunks that have them on NVMe. Who asks for the master reads and writes it there."""
+    """Master and moments of chunks that have them on NVMe, perhaps parameters and gradients as well. Who asks for any
+    of them reads and writes it there."""
     grad: Tensor | None = None
     """1-D, on the optimizer tier (for NVMe in host memory): gradients reduced since the last step; in the reduce dtype
-    after one backward, fp32 when more have been added, or, in host memory, when that is expected. None: no gradient
-    yet."""
+    after one backward, fp32 when more have been added, or, in host memory, when that is expected. On `meta` where
+    parameters are on a disk: they are beside them (`read_grad`). None: no gradient yet."""
     grad_buffer: Tensor | None = None
     """Host memory that `grad` reuses from step to step (not on the GPU tier)."""
     spare_master: Tensor | None = None
@@ -50,6 +52,49 @@ class Shard:
     def has_master(self) -> bool:
         """Whether there is one, wherever it is."""
         return self.master is not None or (self.on_disk is not None and self.on_disk.has_master)
+
+    @property
+    def is_param_on_disk(self) -> bool:
+        """Whether the parameters are on NVMe, and gradients with them."""
+        return self.on_disk is not None and self.on_disk.has_param
+
+    def read_param(self) -> Tensor | None:
+        """`param`, or a copy of it in host memory where it is on a disk; the chunk's update must be over.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+        if self.on_disk is not None and self.on_disk.has_param:
+            return self.on_disk.read(self.on_disk.spec.values_part)
+        return self.param
+
+    def keep_param(self, param: Tensor) -> None:
+        """What the parameters are from now on, if they are on a disk; a master of their dtype is kept by itself.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        if self.on_disk is not None and self.on_disk.spec.has_own_values:
+            self.on_disk.write(PARAM, param)
+
+    def read_grad(self) -> Tensor | None:
+        """`grad`, or a copy of it in host memory where it is on a disk; it must have landed.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+        if self.grad is not None and self.on_disk is not None and self.on_disk.has_param:
+            return self.on_disk.read_grad(self.grad.dtype)
+        return self.grad
+
+    def keep_grad(self, grad: Tensor) -> None:
+        """What `read_grad` has given was changed.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        if self.on_disk is not None and self.on_disk.has_param:
+            self.on_disk.write_grad(grad)
 
     def read_master(self) -> Tensor | None:
         """The master, or a copy of it in host memory where it is on a disk; the chunk's update must be over.
@@ -105,7 +150,8 @@ class ShardStore:
         return self._shards[chunk_id]
 
     def add(self, spec: ChunkSpec) -> Shard:
-        shard = Shard(on_disk=None if self.states is None else self.states.of(spec.id))
+        has_disk = self.states is not None and uses_nvme(spec)  # a file may have places that nobody uses any more
+        shard = Shard(on_disk=self.states.of(spec.id) if has_disk and self.states is not None else None)
         self._shards[spec.id] = shard
         self._specs[spec.id] = spec
         return shard
@@ -180,6 +226,9 @@ class ShardStore:
         if spec.optim_tier is Tier.GPU:
             shard.grad = self.empty(numel, dtype, Tier.GPU)
             return shard.grad
+        if shard.is_param_on_disk:
+            shard.grad = self.empty(numel, dtype, Tier.NVME)
+            return shard.grad
         if self._may_reuse_param(spec, dtype):
             shard.grad, shard.is_param_overwritten = shard.param, True
             return shard.param  # type: ignore[return-value]
@@ -244,8 +293,8 @@ class ShardStore:
             spec = self._specs[chunk_id]
             grad = shard.grad if shard.grad is not None else shard.grad_buffer
             grad_tier = Tier.GPU if spec.optim_tier is Tier.GPU else Tier.CPU
-            if shard.is_param_overwritten:
-                grad = None  # counted as parameters
+            if shard.is_param_overwritten or shard.is_param_on_disk:
+                grad = None  # counted as parameters, or with the places that they have on the disk
             kinds = (
                 ("param", shard.param, spec.param_tier),
                 ("master", shard.master, spec.optim_tier),
@@ -258,8 +307,12 @@ class ShardStore:
                     key = f"{tier.value}_{kind}"
                     held[key] = held.get(key, 0) + tensor.nbytes
         if self.states is not None:
-            masters = [s.on_disk.spec.part_bytes for s in self._shards.values() if s.on_disk and s.on_disk.has_master]
-            held["nvme_master"] = sum(masters)
+            there = [s.on_disk.spec for s in self._shards.values() if s.on_disk is not None]
+            held["nvme_master"] = sum(s.bytes_of(MASTER) for s in there if s.has_master)
+            for kind, part in (("nvme_param", PARAM), ("nvme_grad", GRAD)):
+                nbytes = sum(s.bytes_of(part) for s in there if part in s.parts)
+                if nbytes:
+                    held[kind] = nbytes
             held["cpu_state_buffer"] = self.states.buffer_bytes_held()
         return held
 

@@ -9,6 +9,7 @@ import torch
 
 from lightning_elixir.plan.types import UpdateTiming
 from tests.runtime import test_nvme as bodies
+from tests.runtime import test_nvme_params as param_bodies
 from tests.runtime import test_streamed_updates as streamed_bodies
 from tests.runtime.test_nvme import NVME_SITES
 from tests.runtime.test_streamed_updates import HOWS, NVME_ORDER, How
@@ -33,6 +34,16 @@ def test_the_disk_changes_no_bit(name: str, site: str, timing: UpdateTiming, mon
 def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     streamed_bodies.use_small_slots(monkeypatch)
     bodies.check_every_way(HERE[name], "nvme_some", UpdateTiming.INSIDE_BACKWARD, CUDA, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["accumulated_clipped", "tied", "frozen", "fp16_clipped"])
+def test_parameters_there_as_well(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    streamed_bodies.use_small_slots(monkeypatch)
+    bodies.check_every_way(HERE[name], "nvme_param", UpdateTiming.INSIDE_BACKWARD, CUDA, monkeypatch)
+
+
+def test_parameters_there_with_a_small_rcache(monkeypatch: pytest.MonkeyPatch) -> None:
+    param_bodies.check_losses(CUDA, monkeypatch)
 
 
 @pytest.mark.parametrize("how", ["bf16", "fp32", "unused"])

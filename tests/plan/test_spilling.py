@@ -8,7 +8,7 @@ from itertools import chain, combinations
 from random import Random
 
 from lightning_elixir.plan.memory import Scheme, memory_use
-from lightning_elixir.plan.spilling import in_host_memory, spilled
+from lightning_elixir.plan.spilling import in_host_memory, spilled, spilled_with_params
 from lightning_elixir.plan.types import ChunkSpec, Tier
 from tests.plan.models import spec
 from tests.plan.problems import KIB, MIXED, place_specs
@@ -98,3 +98,37 @@ def test_against_every_choice() -> None:
             assert found.host_bytes <= limit
             assert best <= found.nvme_bytes <= best + 2 * UNIT
     assert fitting > 40
+
+
+def params_sent(chunks: Sequence[ChunkSpec], limit: int, room: int = 10**9) -> list[int] | None:
+    found = spilled_with_params(chunks, SCHEME, limit, room)
+    if found is None:
+        return None
+    use = memory_use(found, 0, SCHEME)
+    assert use.host_bytes <= limit
+    assert use.nvme_bytes <= room
+    assert all(c.optim_tier is Tier.NVME for c in found)
+    assert in_host_memory(found) == tuple(replace(c, is_update_streamed=False) for c in chunks)
+    return [c.id for c in found if c.param_tier is Tier.NVME]
+
+
+def test_parameters_go_as_far_as_it_takes() -> None:
+    # Of 16 chunks of 4 KiB of parameters, 4 of gradients and 8 of states. Buffers: three of 16 KiB for updates, three
+    # of 4 for gradients, three of 4 for parameters.
+    chunks = chunks_of(*[1] * 16)
+    least = (48 + 12 + 12) * KIB
+    assert params_sent(chunks, least) == list(range(16))
+    assert params_sent(chunks, least - 1) is None
+    assert params_sent(chunks, least + 8 * KIB) == list(range(1, 16))
+    assert params_sent(chunks, least + 5 * 8 * KIB + 1) == list(range(5, 16))
+
+
+def test_parameters_take_room_for_gradients_there() -> None:
+    chunks = chunks_of(*[1] * 16)
+    assert params_sent(chunks, 10**9 - 1, 16 * 8 * KIB + 8 * KIB) == [15]
+    assert params_sent(chunks, 10**9 - 1, 16 * 8 * KIB + 8 * KIB - 1) is None
+
+
+def test_whole_shards_on_every_rank_stay_in_memory() -> None:
+    scheme = replace(SCHEME, world_size=2, is_storage_distributed=False)
+    assert spilled_with_params(chunks_of(*[1] * 16), scheme, 10**9, 10**9) is None

@@ -197,6 +197,27 @@ def test_states_on_nvme_are_read_and_written() -> None:
     assert run(plan, there_and_back(2), machine()).times.step_s == float("inf")
 
 
+@pytest.mark.parametrize("timing", UpdateTiming)
+@pytest.mark.parametrize("num_backwards", [1, 3])
+def test_parameters_on_nvme_are_read_for_every_fetch(timing: UpdateTiming, num_backwards: int) -> None:
+    chunks = [replace(c, param_tier=Tier.NVME, optim_tier=Tier.NVME) for c in chunks_at(OFFLOADED, 4)]
+    plan = replace(make_plan_of(chunks, 1), update_timing=timing)
+    each = NUMEL * 4  # bytes of parameters and gradients; there is no master, and there are two states
+    hardware = machine(nvme_read_bytes_per_s=each / 1e-3, nvme_write_bytes_per_s=each / 2e-3)
+    scheme = scheme_of(plan, MIXED)
+    timeline = simulate_step(plan, there_and_back(4), hardware, scheme, num_backwards=num_backwards, is_detailed=True)
+    lane = sorted((s for s in timeline.spans if s.lane == "nvme"), key=lambda s: s.start_s)
+    assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(lane))
+    fetches = 7  # the chunk in between stays
+    update_s = 4 * (3 * 1e-3 + 3 * 2e-3)
+    land_s = 4 * (2e-3 + (1e-3 if num_backwards > 1 else 0))
+    assert timeline.times.nvme_s == pytest.approx(num_backwards * (7 * 1e-3 + land_s) + update_s)
+    for span in lane:
+        if span.label.startswith("read parameters"):
+            number = span.label.split()[-1]
+            assert any(s.label == f"fetch {number}" and s.start_s >= span.end_s - 1e-12 for s in timeline.spans)
+
+
 def test_a_fast_disk_costs_the_first_read() -> None:
     """The host's Adam takes 4 ms a chunk."""
     plan = make_plan_of([replace(c, optim_tier=Tier.NVME) for c in chunks_at(OFFLOADED, 5)], 2)

@@ -42,7 +42,7 @@ from tests.runtime import test_update_timing as timing_bodies
 from tests.runtime.test_streamed_updates import CPU, HOWS, How, Result, assert_same, result_of, use_small_slots
 from tests.runtime.test_update_timing import held_updates, slow_updates
 
-NVME_SITES = ["nvme", "nvme_some", "nvme_param_on_gpu", "nvme_persistent"]
+NVME_SITES = ["nvme", "nvme_some", "nvme_param_on_gpu", "nvme_persistent", "nvme_param"]
 BF16 = HOWS["bf16"]
 
 Training = tuple[ElixirModule, ElixirOptimizer]

@@ -101,6 +101,7 @@ SITES: dict[str, Callable[[ChunkSpec], ChunkSpec]] = {
     "nvme": lambda c: replace(c, optim_tier=Tier.NVME),
     "nvme_some": lambda c: replace(c, optim_tier=Tier.NVME if c.id % 3 else Tier.CPU, is_update_streamed=c.id % 6 == 3),
     "nvme_param_on_gpu": lambda c: replace(c, param_tier=Tier.GPU, optim_tier=Tier.NVME),
+    "nvme_param": lambda c: replace(c, param_tier=Tier.NVME, optim_tier=Tier.NVME),
     "nvme_persistent": lambda c: replace(c, param_tier=Tier.GPU, optim_tier=Tier.NVME, is_persistent=True),
 }
 
@@ -115,7 +116,8 @@ def plan_for(model: nn.Module, how: How, site: str, world_size: int = 1, **optio
         world_size=world_size,
         **options,
     )
-    return replace(plan, chunks=tuple(SITES[site](c) if c.requires_grad else c for c in plan.chunks))
+    is_all = site == "nvme_param"  # frozen parameters, too
+    return replace(plan, chunks=tuple(SITES[site](c) if c.requires_grad or is_all else c for c in plan.chunks))
 
 
 def new_optimizer(model: nn.Module, how: How) -> HybridAdam:
@@ -274,7 +276,19 @@ def test_unused_parameters_stay_untouched() -> None:
 
 
 ORDER = ["streamed", "host", "gpu", "streamed", "streamed_persistent", "mixed", "every_site", "streamed"]
-NVME_ORDER = ["nvme", "host", "nvme_some", "nvme", "gpu", "nvme_persistent", "nvme_param_on_gpu", "streamed", "nvme"]
+NVME_ORDER = [
+    "nvme",
+    "host",
+    "nvme_some",
+    "nvme_param",
+    "nvme",
+    "nvme_param",
+    "gpu",
+    "nvme_persistent",
+    "nvme_param",
+    "streamed",
+    "nvme",
+]
 
 
 def check_replan(how: How, device: torch.device, order: list[str]) -> None:

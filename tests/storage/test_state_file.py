@@ -55,7 +55,7 @@ def test_parts_are_read_as_they_were_written(make_file: Make, spec: StateSpec) -
     for chunk_id in reversed(range(6)):
         for part in spec.parts:
             assert torch.equal(file.read(chunk_id, part), values(chunk_id, part, spec))
-    assert traffic.written_bytes == 6 * len(spec.parts) * spec.part_bytes
+    assert traffic.written_bytes == 6 * len(spec.parts) * spec.bytes_of("exp_avg")
     assert file.of(6) is None
     assert file.bytes_on_disk(spec.parts) == traffic.written_bytes
     assert file.buffer_bytes_held() == 0

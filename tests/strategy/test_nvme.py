@@ -43,6 +43,14 @@ class DeepNet(Net):
         self.layers = make_layers(16)
 
 
+class DeeperNet(Net):
+    """Of so many chunks that not even all parameters and gradients fit where the buffers do."""
+
+    def _make(self) -> None:
+        torch.manual_seed(7)
+        self.layers = make_layers(48)
+
+
 class GroupsNet(Net):
     def configure_optimizers(self) -> Any:
         decayed = [p for p in self.parameters() if p.ndim > 1]
@@ -96,6 +104,32 @@ def test_ways_to_train(options: dict[str, Any], tmp_path: Path) -> None:
         strategy = ElixirStrategy(**on_nvme(tmp_path, nvme_offload_fraction=fraction))
         assert_same_run(fit(strategy, hybrid(), max_epochs=2, **options)[2], expected)
         assert tiers(strategy) == ({Tier.NVME} if fraction == 1.0 else {Tier.CPU, Tier.NVME})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3, "precision": "bf16-mixed"},
+        {"precision": "32-true"},
+        {"precision": "bf16-true", "gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+    ],
+    ids=str,
+)
+def test_parameters_there_as_well(options: dict[str, Any], tmp_path: Path) -> None:
+    for make_model in (Net, FrozenNet, TiedNet):
+        options["val"] = lambda: make_data(8, seed=2)
+        expected = fit(ElixirStrategy(**TIGHT), hybrid(make_model), **options)[2]
+        for fraction in (0.4, 1.0):
+            strategy = ElixirStrategy(**on_nvme(tmp_path, nvme_offload_param_fraction=fraction))
+            assert_same_run(fit(strategy, hybrid(make_model), **options)[2], expected)
+            there = {c.param_tier for c in strategy.plan.chunks}
+            assert there == ({Tier.NVME} if fraction == 1.0 else {Tier.CPU, Tier.NVME})
+            assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_share_of_parameters_needs_states_there() -> None:
+    with pytest.raises(PlanError, match="give nvme_offload_fraction as well"):
+        ElixirStrategy(**TIGHT, nvme_offload_param_fraction=0.5)
 
 
 def test_equals_plain_lightning(tmp_path: Path) -> None:
@@ -157,6 +191,23 @@ def test_auto_goes_there_where_the_host_is_short(precision: str, tmp_path: Path)
     if precision == "bf16-mixed":  # plans do not count fp32 masters of fp32 parameters that are on the GPU
         host_bytes = sum(n for kind, n in held.items() if kind.startswith("cpu_"))
         assert host_bytes <= 900 * 1024 + 3 * 3 * 4096  # in buffers, parts begin at blocks
+
+
+def test_auto_sends_parameters_there_where_states_are_not_enough(tmp_path: Path) -> None:
+    """16-bit parameters and gradients exceed the memory that the host may give."""
+    short = {**SHORT, "cpu_memory_limit": "640KiB", "hardware": hardware()}
+    roomy = {**TIGHT, "gpu_memory_limit": short["gpu_memory_limit"]}
+    expected = fit(ElixirStrategy(**roomy), hybrid(DeeperNet), precision="bf16-mixed")[2]
+    strategy = ElixirStrategy(**short, nvme_offload_dir=str(tmp_path / "disk"))
+    assert_same_run(fit(strategy, hybrid(DeeperNet), precision="bf16-mixed")[2], expected)
+    plan = strategy.plan
+    assert tiers(strategy) - {Tier.GPU} == {Tier.NVME}
+    assert Tier.NVME in {c.param_tier for c in plan.chunks}
+    assert plan.notes["host_bytes"] <= 640 * 1024
+    held = strategy.stats().held_bytes
+    assert sum(n for kind, n in held.items() if kind.startswith("cpu_")) <= (640 + 64) * 1024  # parts begin at blocks
+    assert plan.forecast is not None
+    assert plan.forecast.times.nvme_s > 0
 
 
 def test_auto_does_not_go_there_where_the_host_has_room(tmp_path: Path) -> None:
@@ -240,13 +291,18 @@ def test_checksums_find_what_was_changed_on_the_disk(tmp_path: Path) -> None:
 
 PLACES = {
     "nvme": lambda path: ElixirStrategy(**on_nvme(path)),
+    "params": lambda path: ElixirStrategy(**on_nvme(path, nvme_offload_param_fraction=1.0)),
     "host": lambda path: ElixirStrategy(**TIGHT),
     "plain": lambda path: "auto",
 }
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("nvme", "nvme"), ("nvme", "host"), ("host", "nvme"), ("nvme", "plain"), ("plain", "nvme")]
+    ("first", "second"),
+    [
+        *(("nvme", "nvme"), ("nvme", "host"), ("host", "nvme"), ("nvme", "plain"), ("plain", "nvme")),
+        *(("params", "params"), ("params", "host"), ("plain", "params")),
+    ],
 )
 def test_resume(first: str, second: str, tmp_path: Path) -> None:
     def interrupted(first: str, second: str) -> tuple[list[float], Any]:

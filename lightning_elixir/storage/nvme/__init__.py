@@ -5,8 +5,10 @@ from lightning_elixir.storage.nvme.mapped import MappedMemory
 from lightning_elixir.storage.nvme.offload_file import BACKENDS, OffloadFile, OffloadStats, open_offload_file
 from lightning_elixir.storage.nvme.scratch import remove_stale
 from lightning_elixir.storage.nvme.state_file import (
+    GRAD,
     MASTER,
     MOMENTS,
+    PARAM,
     ChunkStates,
     DiskOptions,
     StateFile,
@@ -15,13 +17,15 @@ from lightning_elixir.storage.nvme.state_file import (
     Visit,
     open_state_file,
 )
-from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Request
+from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Request, aligned
 
 __all__ = [
     "ALIGNMENT",
     "BACKENDS",
+    "GRAD",
     "MASTER",
     "MOMENTS",
+    "PARAM",
     "ChunkStates",
     "DiskOptions",
     "MappedMemory",
@@ -33,6 +37,7 @@ __all__ = [
     "StateSpec",
     "StateTraffic",
     "Visit",
+    "aligned",
     "is_in_memory",
     "open_offload_file",
     "open_state_file",

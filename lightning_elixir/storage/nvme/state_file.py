@@ -36,6 +36,10 @@ from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Request, aligned, 
 
 MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+PARAM = "param"
+"""The parameters in the compute dtype, where that is not the master's."""
+GRAD = "grad"
+"""Gradients on their way to an update, in the dtype that they have come in, from the beginning of the region."""
 
 _MOST_URGENT = float("-inf")
 
@@ -68,20 +72,56 @@ class StateSpec:
 
     numel: int
     dtype: torch.dtype
+    """Of master and moments; of the parameters, where there are none."""
     has_master: bool
+    param_dtype: torch.dtype | None = None
+    """Of the parameters, if they are on the disk as well, and gradients with them; None: they are not."""
+    is_trained: bool = True
+    """Otherwise there are parameters only."""
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def states(self) -> tuple[str, ...]:
+        """Master and moments."""
+        if not self.is_trained:
+            return ()
         return (MASTER, *MOMENTS) if self.has_master else MOMENTS
 
     @property
-    def part_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+    def has_own_values(self) -> bool:
+        """Whether the parameters have a part of their own: a master of their dtype holds the same bits."""
+        return self.param_dtype is not None and (not self.has_master or self.param_dtype != self.dtype)
+
+    @property
+    def values_part(self) -> str:
+        """Where the parameters are."""
+        return PARAM if self.has_own_values else MASTER
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """What an update changes."""
+        return (*self.states, PARAM) if self.has_own_values else self.states
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        has_grads = self.param_dtype is not None and self.is_trained
+        return (*self.written, GRAD) if has_grads else self.written
+
+    def bytes_of(self, part: str) -> int:
+        """Of a part on the disk. Gradients may be sums in fp32, and are written in whole blocks."""
+        if part == GRAD:
+            return aligned(self.numel * max(4, (self.param_dtype or self.dtype).itemsize))
+        return self.numel * self.dtype_of(part).itemsize
+
+    def dtype_of(self, part: str) -> torch.dtype:
+        """Of its elements; bytes for gradients, which come in several."""
+        if part == GRAD:
+            return torch.uint8
+        return self.param_dtype if part == PARAM and self.param_dtype is not None else self.dtype
 
     @property
     def buffer_bytes(self) -> int:
         """All parts, each where a transfer may begin."""
-        return len(self.parts) * aligned(self.part_bytes)
+        return sum(aligned(self.bytes_of(part)) for part in self.parts)
 
 
 @dataclass
@@ -101,16 +141,16 @@ class Visit:
     Args:
         file: Makes these.
         chunk_id: Whose states.
-        read: Parts to read; the others are written all the same, so they must be made.
+        read: Bytes to read, by part.
         order: The lowest comes first.
     """
 
-    def __init__(self, file: StateFile, chunk_id: int, read: Collection[str], order: float) -> None:
+    def __init__(self, file: StateFile, chunk_id: int, read: Mapping[str, int], order: float) -> None:
         self.chunk_id = chunk_id
         self.tensors: dict[str, Tensor] = {}
         """By part, 1-D; those that were not to be read are uninitialised."""
         self._file = file
-        self._read = tuple(read)
+        self.read = dict(read)
         self._order = order
         self._buffer: Tensor | None = None
         self._error: BaseException | None = None
@@ -174,7 +214,7 @@ class StateFile:
         self._file = file
         self._traffic = traffic
         self._regions = {key: number for number, key in enumerate(_keys(specs))}
-        self._num_buffers, self._buffer_bytes = nvme_buffers(spec.buffer_bytes for spec in specs.values())
+        self._num_buffers, self._buffer_bytes = nvme_buffers(s.buffer_bytes for s in specs.values() if s.is_trained)
         self._lock = threading.RLock()  # what is called when a transfer is over may begin others that are over at once
         self._free: list[Tensor] = []
         self._num_made = 0
@@ -203,7 +243,7 @@ class StateFile:
 
     def bytes_on_disk(self, part_names: Collection[str]) -> int:
         """What these parts take, of all chunks."""
-        return sum(s.part_bytes for s in self.specs.values() for part in s.parts if part in part_names)
+        return sum(s.bytes_of(part) for s in self.specs.values() for part in s.parts if part in part_names)
 
     def buffer_bytes_held(self) -> int:
         """Host memory of the buffers."""
@@ -218,12 +258,38 @@ class StateFile:
             StorageError: It cannot be read, or is not whole.
         """
         spec = self.specs[chunk_id]
-        target = torch.frombuffer(aligned_memory(max(1, spec.part_bytes)), dtype=spec.dtype)[: spec.numel]
+        dtype = spec.dtype_of(part)
+        target = torch.frombuffer(aligned_memory(max(1, spec.bytes_of(part))), dtype=dtype)[: spec.numel]
+        self.read_into(chunk_id, part, target)
+        return target
+
+    def read_into(self, chunk_id: int, part: str, target: Tensor, nbytes: int | None = None) -> None:
+        """As `read`, into the caller's memory.
+
+        Args:
+            target: 1-D, contiguous, on the host: the whole part, or whole blocks from its beginning.
+            nbytes: How much of that counts; None: all.
+        """
         self.check()
         self._file.read(self._regions[chunk_id, part], target, order=_MOST_URGENT).wait()
         with self._lock:
-            self._traffic.read_bytes += target.nbytes
-        return target
+            self._traffic.read_bytes += target.nbytes if nbytes is None else nbytes
+
+    def read_values(self, chunk_id: int, target: Tensor) -> None:
+        """The parameters, for computing. Where that fails nothing here can be relied on any more: whoever needs them
+        has begun to compute.
+
+        Args:
+            target: 1-D, `[numel]`, the compute dtype, in host memory.
+
+        Raises:
+            StorageError: They cannot be read.
+        """
+        try:
+            self.read_into(chunk_id, self.specs[chunk_id].values_part, target)
+        except Exception as error:
+            self._fail(error)
+            raise
 
     def write(self, chunk_id: int, part: str, value: Tensor) -> None:
         """Replace a part.
@@ -234,7 +300,11 @@ class StateFile:
         Raises:
             StorageError: It cannot be written.
         """
-        source = value.detach().to("cpu", self.specs[chunk_id].dtype).contiguous()
+        source = value.detach().to("cpu", self.specs[chunk_id].dtype_of(part)).contiguous()
+        self.write_from(chunk_id, part, source)
+
+    def write_from(self, chunk_id: int, part: str, source: Tensor, nbytes: int | None = None) -> None:
+        """As `write`, out of the caller's memory. Arguments as for `read_into`."""
         self.check()
         try:
             self._file.write(self._regions[chunk_id, part], source, order=_MOST_URGENT).wait()
@@ -242,19 +312,22 @@ class StateFile:
             self._fail(error)
             raise
         with self._lock:
-            self._traffic.written_bytes += source.nbytes
+            self._traffic.written_bytes += source.nbytes if nbytes is None else nbytes
 
     # Updates
 
-    def begin(self, chunk_id: int, read: Collection[str], order: float = 0.0) -> Visit:
+    def begin(self, chunk_id: int, read: Collection[str], order: float = 0.0, grad_bytes: int = 0) -> Visit:
         """Have states brought to a buffer; that, and the buffer, is waited for in the order of the visits. Whoever
         begins one ends it, or drops it.
 
         Args:
             chunk_id: Its last visit must have ended.
-            read: See `Visit`, as for `order`.
+            read: Parts to read; the others are written all the same, so they must be made.
+            order: See `Visit`.
+            grad_bytes: Of gradients, which are read as well; none: they have not landed yet, or are elsewhere.
         """
-        visit = Visit(self, chunk_id, read, order)
+        nbytes = {part: self.specs[chunk_id].bytes_of(part) for part in read}
+        visit = Visit(self, chunk_id, nbytes | ({GRAD: grad_bytes} if grad_bytes else {}), order)
         with self._lock:
             self._note_time()
             self._waiting.append(visit)
@@ -311,20 +384,24 @@ class StateFile:
 
     def _read(self, visit: Visit, buffer: Tensor) -> None:
         spec = self.specs[visit.chunk_id]
-        stride = aligned(spec.part_bytes)
         visit._buffer = buffer
-        visit.tensors = {
-            part: buffer[i * stride : i * stride + spec.part_bytes].view(spec.dtype)
-            for i, part in enumerate(spec.parts)
-        }
+        visit.tensors, start = {}, 0
+        for part in spec.parts:
+            nbytes = spec.bytes_of(part)
+            visit.tensors[part] = buffer[start : start + nbytes].view(spec.dtype_of(part))
+            start += aligned(nbytes)
         self._num_reading += 1
-        wanted = [(self._regions[visit.chunk_id, part], visit.tensors[part]) for part in visit._read]
+        wanted = []
+        for part, nbytes in visit.read.items():
+            target = visit.tensors[part]
+            whole_blocks = target if part != GRAD else target[: aligned(nbytes)]
+            wanted.append((self._regions[visit.chunk_id, part], whole_blocks))
         try:
             requests = [self._file.read(region, x, will_write=True, order=visit._order) for region, x in wanted]
         except BaseException as error:
             self._on_read(visit, (), error)
             return
-        self._traffic.read_bytes += len(wanted) * spec.part_bytes
+        self._traffic.read_bytes += sum(visit.read.values())
         _when_over(requests, partial(self._on_read, visit, requests))
 
     def _on_read(self, visit: Visit, requests: Sequence[Request], error: BaseException | None = None) -> None:
@@ -359,12 +436,12 @@ class StateFile:
             try:
                 self.check()
                 requests = [
-                    self._file.write(self._regions[visit.chunk_id, part], visit.tensors[part]) for part in spec.parts
+                    self._file.write(self._regions[visit.chunk_id, part], visit.tensors[part]) for part in spec.written
                 ]
             except BaseException as error:
                 self._fail(error)
                 raise
-            self._traffic.written_bytes += len(requests) * spec.part_bytes
+            self._traffic.written_bytes += sum(spec.bytes_of(part) for part in spec.written)
             _when_over(requests, partial(self._on_written, visit, requests))
 
     def _on_written(self, visit: Visit, requests: Sequence[Request]) -> None:
@@ -425,6 +502,38 @@ class ChunkStates:
         """Whether the master is there as well; otherwise the compute shard is the optimizer's copy."""
         return self.spec.has_master
 
+    @property
+    def has_param(self) -> bool:
+        """Whether the parameters are there as well, and gradients with them."""
+        return self.spec.param_dtype is not None
+
+    def param_stand_in(self) -> Tensor | None:
+        """As `stand_in`, for what an update writes in the compute dtype beside the master."""
+        if not self.spec.has_own_values:
+            return None
+        return torch.empty(self.spec.numel, dtype=self.spec.param_dtype, device="meta")
+
+    def read_grad(self, dtype: torch.dtype) -> Tensor:
+        """The gradients, which have come in this dtype; 1-D, in memory of their own. See `StateFile.read`."""
+        nbytes = self.spec.numel * dtype.itemsize
+        blocks = torch.frombuffer(aligned_memory(max(1, aligned(nbytes))), dtype=torch.uint8)
+        self.file.read_into(self.chunk_id, GRAD, blocks, nbytes)
+        return blocks[:nbytes].view(dtype)
+
+    def write_grad(self, value: Tensor) -> None:
+        """Replace them. See `StateFile.write`.
+
+        Args:
+            value: 1-D, `[numel]`, in host memory.
+        """
+        blocks = torch.frombuffer(aligned_memory(max(1, aligned(value.nbytes))), dtype=torch.uint8)
+        blocks[: value.nbytes].view(value.dtype).copy_(value)
+        self.write_grad_blocks(blocks, value.nbytes)
+
+    def write_grad_blocks(self, blocks: Tensor, nbytes: int) -> None:
+        """As `write_grad`, out of whole blocks of bytes, the first `nbytes` of which are the gradients."""
+        self.file.write_from(self.chunk_id, GRAD, blocks, nbytes)
+
     def stand_in(self) -> Tensor:
         """What has the place of a part where tensors are described and nobody reads them: without memory, on `meta`."""
         return torch.empty(self.spec.numel, dtype=self.spec.dtype, device="meta")
@@ -456,7 +565,7 @@ def open_state_file(
     """
     file = open_offload_file(
         temporary_folder() if options.folder is None else options.folder,
-        [specs[chunk_id].part_bytes for chunk_id, _ in _keys(specs)],
+        [specs[chunk_id].bytes_of(part) for chunk_id, part in _keys(specs)],
         backend=options.backend,
         rank=rank,
         has_checksums=options.has_checksums,

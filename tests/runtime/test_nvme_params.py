@@ -1,0 +1,255 @@
+"""Parameters on NVMe give, bit for bit, what parameters in host memory give; gradients pass through a few buffers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_elixir.errors import PlanError, StateError, StorageError
+from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
+from lightning_elixir.plan.memory import PARAM_BUFFERS, STAGING_BUFFERS
+from lightning_elixir.plan.types import Tier, UpdateTiming
+from lightning_elixir.storage.nvme import direct
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.dist import run_ranks
+from tests.helpers.zoo import ZOO, make
+from tests.runtime import test_nvme as nvme_bodies
+from tests.runtime import test_streamed_updates as bodies
+from tests.runtime.test_nvme import BF16, WRITES, failing, new_training, slow_disk, step, train_rank, whole_write
+from tests.runtime.test_streamed_updates import CPU, HOWS, How, assert_same, result_of, use_small_slots
+
+SITE = "nvme_param"
+MANY = ["accumulated_clipped", "bf16_true_clipped_by_value", "frozen", "scaled_clipped", "tied", "unused_fp32"]
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_slots(monkeypatch)
+    nvme_bodies.check_every_way(HOWS[name], SITE, UpdateTiming.INSIDE_BACKWARD, CPU, monkeypatch)
+
+
+def check_losses(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fetches and refetches from the disk, which wait for updates; every loss is the same."""
+    losses: dict[str, list[float]] = {}
+    for site in ("host", SITE):
+        model = make("llama")
+        inner = bodies.new_optimizer(model, BF16)
+        plan = replace(bodies.plan_for(model, BF16, site), rcache_blocks=3, update_timing=UpdateTiming.BEHIND_FORWARD)
+        module = ElixirModule(model, plan, dtype=torch.bfloat16, device=device)
+        optimizer = ElixirOptimizer(module, inner, max_norm=0.1)
+        losses[site] = []
+        with slow_disk(monkeypatch):
+            for number in range(5):
+                loss = ZOO["llama"].loss(module, number)
+                losses[site].append(loss.item())
+                optimizer.backward(loss)
+                optimizer.step()
+        assert module.stats().evictions > 0
+        module.close()
+    assert losses[SITE] == losses["host"]
+    assert len(set(losses["host"])) == 5
+
+
+def test_small_rcache_and_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_losses(CPU, monkeypatch)
+
+
+@pytest.mark.parametrize("how", ["tied", "accumulated_clipped", "frozen"])
+def test_several_ranks(how: str) -> None:
+    timing = UpdateTiming.INSIDE_BACKWARD
+    expected = run_ranks(train_rank, 2, HOWS[how], "host", timing, {})
+    assert_same(run_ranks(train_rank, 2, HOWS[how], SITE, timing, {})[0], expected[0])
+
+
+@pytest.mark.parametrize(("name", "read", "written"), [("bf16", 12 + 2, 12 + 2 + 2), ("fp32", 12 + 4, 12 + 4)])
+def test_bytes_of_a_step(name: str, read: int, written: int) -> None:
+    """States and gradients for the update, and parameters for every fetch; states, new values and gradients back."""
+    module, optimizer = new_training(HOWS[name], SITE)
+    numel, itemsize = sum(c.numel for c in module.plan.chunks), HOWS[name].dtype.itemsize
+    for number in range(3):
+        module.reset_stats()
+        step((module, optimizer), HOWS[name], number)
+        optimizer.synchronize()
+        stats = module.stats()
+    fetched = stats.h2d_bytes
+    assert fetched >= numel * itemsize
+    assert stats.nvme_read_bytes == read * numel + fetched
+    assert stats.nvme_written_bytes == written * numel
+    held, largest = stats.held_bytes, max(c.nbytes for c in module.plan.chunks)
+    assert not {"cpu_param", "cpu_grad", "cpu_master", "cpu_states"} & set(held)
+    assert held["cpu_param_buffer"] <= PARAM_BUFFERS * largest
+    assert held["cpu_grad_staging"] <= STAGING_BUFFERS * (largest + 4096)
+    assert held.get("nvme_param", 0) == (2 * numel if name == "bf16" else 0)
+    assert module.engine.device_bytes() == held["replica"] + held["grad_block"]
+    module.close()
+
+
+def test_backward_waits_for_a_free_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no gradient can be written, only as many land as there are buffers."""
+    module, optimizer = training = new_training(site=SITE)
+    for number in range(2):
+        step(training, BF16, number)
+    optimizer.synchronize()
+    module.reset_stats()
+    gate, write = threading.Event(), os.pwritev
+
+    def held_up(*args: Any) -> int:
+        gate.wait()
+        return write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(direct.os, "pwritev", held_up)
+        thread = threading.Thread(target=step, args=(training, BF16, 2))
+        thread.start()
+        time.sleep(0.5)
+        assert thread.is_alive()
+        assert 0 < module.engine.moved.d2h <= (STAGING_BUFFERS + 1) * max(c.nbytes for c in module.plan.chunks)
+        gate.set()
+        thread.join(30)
+    assert_same(result_of(module, optimizer), replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[]))
+    module.close()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp32", "frozen"])
+@pytest.mark.parametrize("write", [*WRITES.values(), whole_write], ids=[*WRITES, "full_parameters"])
+def test_what_users_write_is_kept(write: Callable[[ElixirModule], None], name: str) -> None:
+    results = []
+    for place in ("host", SITE):
+        module, optimizer = training = new_training(HOWS[name], place)
+        for number in range(2):
+            step(training, HOWS[name], number)
+        with torch.no_grad():
+            write(module)
+        for number in range(2, 4):
+            step(training, HOWS[name], number)
+        results.append(result_of(module, optimizer))
+        module.close()
+    assert_same(results[1], results[0])
+
+
+def test_a_dropped_gradient_and_whole_gradients() -> None:
+    results = []
+    for place in ("host", SITE):
+        module, optimizer = training = new_training(BF16, place)
+        step(training, BF16, 0)
+        optimizer.backward(ZOO[BF16.name].loss(module, 1))
+        next(iter(module.module.parameters())).grad = None
+        grads = module.full_grads()
+        norm = float(optimizer.grad_norm())
+        optimizer.step()
+        results.append((result_of(module, optimizer), grads, norm))
+        module.close()
+    assert_same(results[1][0], results[0][0])
+    assert results[1][2] == results[0][2]
+    assert all(torch.equal(results[1][1][k], v) for k, v in results[0][1].items())
+
+
+@pytest.mark.parametrize("timing", UpdateTiming)
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("after", [0, 7])
+def test_a_disk_that_fails_ends_the_run_and_hangs_nowhere(
+    call: str, after: int, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, optimizer = training = new_training(BF16, SITE, timing)
+    for number in range(2):
+        step(training, BF16, number)
+    optimizer.synchronize()
+    with monkeypatch.context() as patch:
+        patch.setattr(direct.os, call, failing(call, errno.EIO, after))
+
+        def go_on() -> None:
+            for number in range(2, 4):
+                step(training, BF16, number)
+            optimizer.synchronize()
+
+        with pytest.raises(StorageError, match="Input/output error"):
+            go_on()
+    for use in (module.full_state_dict, optimizer.state_dict, optimizer.synchronize, optimizer.step):
+        with pytest.raises((StateError, StorageError)):  # the disk works again, and all is lost all the same
+            use()
+    module.close()
+
+
+def test_what_no_runtime_could_obey_is_refused() -> None:
+    model = make("gpt2")
+    plan = bodies.plan_for(model, BF16, SITE)
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+    for change, message in (
+        ({"optim_tier": Tier.CPU}, "states must be there"),
+        ({"is_persistent": True}, "stays on the device"),
+    ):
+        wrong = replace(plan, chunks=tuple(replace(c, **change) for c in plan.chunks))
+        with pytest.raises(PlanError, match=message):
+            ElixirModule(model, wrong, dtype=torch.bfloat16)
+        with pytest.raises(PlanError, match=message):
+            plan_from_dict(plan_to_dict(wrong))
+
+
+PROGRAM = """
+    import gc, sys
+    import psutil, torch
+    from torch import nn
+    from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
+    from lightning_elixir.planning import make_plan
+
+    folder, fraction = sys.argv[1], float(sys.argv[2])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(64)])
+    optimizer = HybridAdam(model.parameters(), lr=1e-3)
+    plan = make_plan(
+        model, placement_policy="cpu", chunk_size=2**19, compute_dtype=torch.bfloat16,
+        nvme_offload_fraction=1.0, nvme_offload_param_fraction=fraction,
+    )
+    module = ElixirModule(model, plan, dtype=torch.bfloat16, nvme_offload_dir=folder)
+    optimizer = ElixirOptimizer(module, optimizer)
+    x = torch.randn(4, 512)
+    for _ in range(3):
+        loss = module(x).float().square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+    optimizer.synchronize()
+    gc.collect()
+    print(psutil.Process().memory_info().rss, sum(c.numel for c in plan.chunks), plan.notes["host_bytes"], loss.item())
+"""
+
+
+def test_host_memory_is_lower_by_parameters_and_gradients(tmp_path: Path) -> None:
+    seen = []
+    for fraction in (0.0, 1.0):
+        command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path), str(fraction)]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        seen.append([float(x) for x in done.stdout.split()])
+    (rss, _, planned, loss), (lower_rss, _, lower_planned, same_loss) = seen
+    assert same_loss == loss
+    expected = planned - lower_planned
+    assert expected > 30e6
+    assert rss - lower_rss > 0.8 * expected
+
+
+def refuse_whole_shards() -> str:
+    how: How = BF16
+    model = make("gpt2")
+    plan = bodies.plan_for(model, how, SITE, world_size=dist.get_world_size(), enable_distributed_storage=False)
+    with pytest.raises(PlanError) as caught:
+        ElixirModule(model, plan, dtype=torch.bfloat16)
+    return str(caught.value)
+
+
+def test_whole_shards_on_every_rank_are_refused() -> None:
+    assert "enable_distributed_storage=True" in run_ranks(refuse_whole_shards, 2)[0]
