@@ -13,6 +13,7 @@ import torch
 
 from lightning_elixir.building import capture_random_states, restore_random_states, run_together
 from lightning_elixir.checkpoint import CheckpointIndex, PendingFolder
+from lightning_elixir.checkpoint.consolidate import OWN_KEY
 from lightning_elixir.checkpoint.writer import Contents
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.errors import StateError
@@ -27,9 +28,6 @@ from lightning_elixir.saving import (
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
 log = logging.getLogger(__name__)
-
-OWN_KEY = "lightning_elixir"
-"""Of what `meta.pt` holds for us: the loss scale, and the states of the ranks' random generators."""
 
 
 class ShardedCheckpoints:

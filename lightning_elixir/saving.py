@@ -369,11 +369,3 @@ def _check_groups(
             raise PlanError(
                 f"{index.folder} has other parameters in group {number} of the optimizer: {'; '.join(told)}"
             )
-
-
-def numbered_states(states: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict by parameter names -> by numbers, as torch's optimizers give and take it."""
-    names = [name for group in states["param_groups"] for name in group["params"]]
-    numbers = {name: number for number, name in enumerate(names)}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in states["param_groups"]]
-    return {"state": {numbers[name]: state for name, state in states["state"].items()}, "param_groups": groups}
