@@ -115,7 +115,7 @@ class Contents:
     tensors: dict[str, TensorPlan] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
-    """Key -> where it belongs in the nested state dict."""
+    """Key -> where it belongs in the nested state dict; all keys, in the order of that."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Further keys of the same bytes."""
 
@@ -135,7 +135,7 @@ class Contents:
         }
         described: dict[str, Any] = {}
         storage: dict[MetadataIndex, _StorageInfo] = {}
-        for key in [*self.tensors, *self.objects, *self.aliases]:
+        for key in self.paths:
             source = self.aliases.get(key, key)
             tensor = self.tensors.get(source)
             if tensor is None:

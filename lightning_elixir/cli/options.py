@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "consolidate",
             help="one file, or safetensors, out of a sharded checkpoint: without a GPU",
-            description="Put a sharded checkpoint (a folder), ours or that of Lightning's FSDP strategies, together into a"
+            description="Put a sharded checkpoint (a folder), ours or that of Lightning's FSDP strategies, into a"
             " checkpoint of one file or into safetensors. Tensors pass through memory one by one, or lie in a file on"
             " the output's disk until they are written: so for a .ckpt that disk needs room for it twice.",
         )
