@@ -20,6 +20,7 @@ from lightning_elixir.errors import StateError
 from lightning_elixir.saving import (
     SavePlan,
     StandIns,
+    has_optimizer,
     load_model,
     load_optimizer,
     model_state,
@@ -138,6 +139,8 @@ class ShardedCheckpoints:
         self._index = run_together(comm, lambda: CheckpointIndex(path))
         meta = run_together(comm, lambda: self._opened.meta(weights_only))
         self._own = meta.pop(OWN_KEY, None) or {}
+        if has_optimizer(self._opened):
+            meta["optimizer_states"] = []  # Lightning asks for them to be loaded if they are there
         return meta
 
     def close(self) -> None:
@@ -159,9 +162,7 @@ class ShardedCheckpoints:
 
     def load_optimizer(self, module: ElixirModule, optimizer: ElixirOptimizer) -> None:
         """States, settings and the loss scale. Collective."""
-        if self._index is None:
-            return
-        load_optimizer(optimizer, module.engine, self._index)
+        load_optimizer(optimizer, module.engine, self._opened)
         scaler = self._own.get("loss_scaler")
         if scaler and optimizer.scaler.enabled:
             optimizer.scaler.load_state_dict(scaler)

@@ -297,7 +297,7 @@ def load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoint
     """Read what this rank keeps of the states. Collective.
 
     Raises:
-        PlanError: There are none, or they are another model's or optimizer's; names the first differences.
+        PlanError: They are another model's or optimizer's; names the first differences.
         StorageError: The checkpoint is damaged.
     """
     engine.meet(Meeting.STATE)
@@ -331,6 +331,11 @@ def load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoint
     optimizer.load_segments(read)
 
 
+def has_optimizer(index: CheckpointIndex) -> bool:
+    """Whether there are optimizer states to load."""
+    return bool(index.keys_below(f"{_OPTIMIZER}.param_groups"))
+
+
 def _canonical_names(engine: Engine) -> dict[str, str]:
     """All names of parameters, also further ones of tied ones -> those of the plan."""
     names = _names(engine)
@@ -339,11 +344,6 @@ def _canonical_names(engine: Engine) -> dict[str, str]:
 
 def _saved_groups(index: CheckpointIndex) -> list[dict[str, Any]]:
     keys = index.keys_below(f"{_OPTIMIZER}.param_groups").values()
-    if not keys:
-        raise PlanError(
-            f"{index.folder} holds no optimizer states: it was saved with weights only. Load it into the model, and"
-            " train without ckpt_path"
-        )
     groups: list[dict[str, Any]] = _nested(index, keys)[_OPTIMIZER]["param_groups"]
     return groups
 

@@ -231,6 +231,7 @@ class ElixirStrategy(ProcessStrategy):
     def setup_environment(self) -> None:
         self.precision_plugin.check_device(self.root_device.type)
         super().setup_environment()
+        self._sharded.close()  # what somebody has restored between two runs
         self._threads = thread_plan(self.local_rank, max(1, self.num_processes))
         apply_threads(self._threads)
         # Before the model takes memory
@@ -305,7 +306,6 @@ class ElixirStrategy(ProcessStrategy):
         self._sharded.load_awaited_model(self._engine)
         if is_training:
             self.setup_optimizers(trainer)
-            self._sharded.load_optimizer(self._engine, self._wrapped_optimizer)
             self._fit_run = FitRun(
                 trainer,
                 module,
@@ -675,13 +675,11 @@ class ElixirStrategy(ProcessStrategy):
             return self._sharded.optimizer_state(self._engine, inner)
         return inner.state_dict()
 
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return not self._sharded.is_open  # read from the folder in `setup`
-
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._sharded.is_open and not checkpoint["optimizer_states"]:
+            self._sharded.load_optimizer(self._engine, self._wrapped_optimizer)
+            return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
