@@ -936,11 +936,20 @@ class ElixirOptimizer(torch.optim.Optimizer):
         dtypes = [e[key][1] for (chunk_id, _), e in described.items() if chunk_id == chunk.id and key in e]
         if not dtypes:
             return None
-        return self.flat_state(chunk, key, dtypes[0])
+        return self._inner[chunk.id].flat_state(key, dtypes[0])
 
-    def flat_state(self, chunk: Chunk, key: str, dtype: torch.dtype) -> Tensor:
-        """This rank's shard of one state of a chunk, in host memory; zeros where there is none."""
-        return self._inner[chunk.id].flat_state(key, dtype)
+    def state_runs(self, chunk: Chunk, key: str, dtype: torch.dtype) -> dict[int, Tensor]:
+        """One element-wise state of this rank's segments of a chunk, 1-D, by member index: where it lies, unless that
+        is a disk. Zeros where there is none."""
+        inner = self._inner[chunk.id]
+        states = [inner.state_of(position).get(key) for position in range(len(inner.places))]
+        if any(state is not None and state.is_meta for state in states):
+            flat = inner.flat_state(key, dtype)
+            return {p.member_index: flat[p.shard_offset : p.shard_offset + p.numel] for p in inner.places}
+        return {
+            place.member_index: torch.zeros(place.numel, dtype=dtype) if state is None else state
+            for place, state in zip(inner.places, states, strict=True)
+        }
 
     def load_segments(self, read: Callable[[Chunk, Segment], Mapping[str, Any]]) -> None:
         """Replace all states, one segment after the other, between steps.

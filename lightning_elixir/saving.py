@@ -208,14 +208,14 @@ class SavePlan:
         dtypes = {s.member_index: self.contents.tensors[keys[s.member_index]].dtype for s in wanted}
         if state is None:
             values = own_shard(engine, chunk)
+            runs = {s.member_index: values[s.shard_offset : s.shard_offset + s.numel] for s in wanted}
         elif self._optimizer is not None:
-            values = self._optimizer.flat_state(chunk, state, dtypes[wanted[0].member_index])
+            runs = self._optimizer.state_runs(chunk, state, dtypes[wanted[0].member_index])
         else:
             raise PlanError("states to save, and no optimizer")
         for segment in wanted:
-            run = values[segment.shard_offset : segment.shard_offset + segment.numel]
-            key = keys[segment.member_index]
-            writer.add_run(key, _extent(chunk, segment), run, dtypes[segment.member_index])
+            index = segment.member_index
+            writer.add_run(keys[index], _extent(chunk, segment), runs[index], dtypes[index])
 
 
 def _extent(chunk: Chunk, segment: Segment) -> Extent:

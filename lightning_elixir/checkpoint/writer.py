@@ -6,6 +6,7 @@ with shards on the host, twice the memory. This one writes the same format, one 
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -70,12 +71,13 @@ class ShardWriter:
             dtype: To save it in.
         """
         for box, value in extent.views(run.detach()):
-            self._add(key, box.offsets, value.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format))
+            owner = value.to("cpu", dtype).contiguous()
+            self._add(key, box.offsets, _alone(owner))
 
     def add_tensor(self, key: str, value: Tensor) -> None:
         """Write a whole tensor."""
-        copied = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        self._add(key, (0,) * value.dim(), copied)
+        owner = value.detach().to("cpu").contiguous()
+        self._add(key, (0,) * value.dim(), _alone(owner))
 
     def add_object(self, key: str, value: Any) -> None:
         """Write something that is no tensor."""
@@ -91,6 +93,15 @@ class ShardWriter:
             torch.save(value, stream)
             self._file.write(stream.getbuffer())
         self.written.append((key, offsets, self.path.name, begin, self._file.tell() - begin))
+
+
+def _alone(value: Tensor) -> Tensor:
+    """The same memory, without what lies beside it: torch saves whatever a tensor is a view of."""
+    if not value.numel():
+        return value.clone()
+    memory = (ctypes.c_char * value.nbytes).from_address(value.data_ptr())
+    # The array does not keep the memory; whoever calls has it until the tensor is written.
+    return torch.frombuffer(memory, dtype=value.dtype).view(value.shape)
 
 
 @dataclass(frozen=True)
