@@ -271,8 +271,11 @@ def meta_parameter_names(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.is_meta]
 
 
-def materialise(model: nn.Module) -> None:
+def materialise(model: nn.Module, is_loaded: bool = False) -> None:
     """Give `meta` parameters and buffers memory, and the values that `reset_parameters` of their modules draws.
+
+    Args:
+        is_loaded: Their values come from a checkpoint, so that none need be drawn.
 
     Raises:
         PlanError: Modules hold parameters on `meta` and have no `reset_parameters`.
@@ -283,6 +286,9 @@ def materialise(model: nn.Module) -> None:
         if not any(tensor.is_meta for tensor in own):
             continue
         reset = getattr(module, "reset_parameters", None)
+        if is_loaded and not callable(reset):
+            module.to_empty(device="cpu", recurse=False)
+            continue
         if not callable(reset):
             helpless.append(f"{name or 'the model itself'} ({type(module).__name__})")
             continue

@@ -17,6 +17,7 @@ from lightning_elixir.plan.types import Plan
 PolicyName = Literal["auto", "cpu", "cuda", "const", "static"]
 TimingName = Literal["auto", "after_backward", "behind_forward", "inside_backward"]
 NvmeBackendName = Literal["direct", "tensornvme"]
+StateDictType = Literal["full", "sharded"]
 
 if TYPE_CHECKING:
     PlanOption = Plan | str | os.PathLike[str] | None
@@ -91,6 +92,8 @@ class ElixirConfig:
     plan: PlanOption = None
     hardware: HardwareOption = None
     report_dir: str | None = field(default=None, compare=False)  # an engine can be kept where only this differs
+    state_dict_type: StateDictType = field(default="full", compare=False)
+    async_save: bool = field(default=False, compare=False)
     reduce_dtype: torch.dtype | str | None = None
     use_fused_kernels: bool = False
     init_step: bool = False
@@ -116,6 +119,7 @@ class ElixirConfig:
         self._check_paths()
         self._check_loss_scale()
         self._check_nvme()
+        self._check_checkpoints()
 
     def _check_policy(self) -> None:
         if self.update_timing not in get_args(TimingName):
@@ -156,6 +160,12 @@ class ElixirConfig:
                 "nvme_offload_fraction is a share of the optimizer states that a placement has in host memory: use it"
                 f" with placement_policy='cpu' (or 'const'), not {self.placement_policy!r} ({instead})"
             )
+
+    def _check_checkpoints(self) -> None:
+        if self.state_dict_type not in get_args(StateDictType):
+            raise PlanError(f"state_dict_type must be 'full' or 'sharded', got {self.state_dict_type!r}")
+        if self.async_save and self.state_dict_type != "sharded":
+            raise PlanError("async_save=True is for sharded checkpoints: add state_dict_type='sharded'")
 
     def _check_bytes(self, name: str) -> None:
         try:

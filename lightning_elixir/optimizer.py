@@ -246,9 +246,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 for p in group["params"]
                 if p in optimizer.state
             }
-            for chunk in self._engine.chunks:
-                if chunk.id in self._inner:
-                    self._load_chunk(chunk, saved)
+            self.load_segments(self._from_whole(saved))
             optimizer.state.clear()
 
     def _used(self) -> dict[int, set[int]]:
@@ -876,7 +874,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.meet(Meeting.STATE)
         numbers, groups = self._numbered()
-        described = self._described_states()
+        described = self.described_states()
         whole: dict[str, dict[str, Tensor]] = {}
         with engine.store.checkpoint_memory() or nullcontext() as memory:
             for key in sorted({k for entries in described.values() for k, v in entries.items() if v[0] == "tensor"}):
@@ -918,9 +916,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             for parameter, number in zip(group["params"], saved_group["params"], strict=True):
                 if number in state_dict["state"]:
                     saved[id(parameter)] = state_dict["state"][number]
-        for chunk in self._engine.chunks:
-            if chunk.id in self._inner:
-                self._load_chunk(chunk, saved)
+        self.load_segments(self._from_whole(saved))
         if self.scaler.enabled and state_dict.get("loss_scaler"):
             self.scaler.load_state_dict(state_dict["loss_scaler"])
 
@@ -934,8 +930,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
             groups.append({**packed, "params": [numbers[id(p)] for p in group["params"]]})
         return numbers, groups
 
-    def _described_states(self) -> dict[tuple[int, int], dict[str, tuple[str, Any]]]:
-        """(chunk id, member index) -> key -> ("tensor", dtype) or ("value", value), over all ranks."""
+    def described_states(self) -> dict[tuple[int, int], dict[str, tuple[str, Any]]]:
+        """(chunk id, member index) -> key -> ("tensor", dtype) or ("value", value), over all ranks. Collective."""
         mine: dict[tuple[int, int], dict[str, tuple[str, Any]]] = {}
         for chunk_id, inner in self._inner.items():
             for position, place in enumerate(inner.places):
@@ -959,21 +955,46 @@ class ElixirOptimizer(torch.optim.Optimizer):
             return None
         return self._inner[chunk.id].flat_state(key, dtypes[0])
 
-    def _load_chunk(self, chunk: Chunk, saved: Mapping[int, Mapping[str, Any]]) -> None:
+    def state_runs(self, chunk: Chunk, key: str, dtype: torch.dtype) -> dict[int, Tensor]:
+        """One element-wise state of this rank's segments of a chunk, 1-D, by member index: where it lies, unless that
+        is a disk. Zeros where there is none."""
+        inner = self._inner[chunk.id]
+        states = [inner.state_of(position).get(key) for position in range(len(inner.places))]
+        if any(state is not None and state.is_meta for state in states):
+            flat = inner.flat_state(key, dtype)
+            return {p.member_index: flat[p.shard_offset : p.shard_offset + p.numel] for p in inner.places}
+        return {
+            place.member_index: torch.zeros(place.numel, dtype=dtype) if state is None else state
+            for place, state in zip(inner.places, states, strict=True)
+        }
+
+    def load_segments(self, read: Callable[[Chunk, Segment], Mapping[str, Any]]) -> None:
+        """Replace all states, one segment after the other, between steps.
+
+        Args:
+            read: The state of a segment, as torch's optimizers have it, but element-wise ones 1-D, `[segment.numel]`;
+                empty: none.
+        """
+        for chunk in self._engine.chunks:
+            if chunk.id in self._inner:
+                self._load_chunk(chunk, read)
+
+    def _load_chunk(self, chunk: Chunk, read: Callable[[Chunk, Segment], Mapping[str, Any]]) -> None:
         inner = self._inner[chunk.id]
         if chunk.spec.optim_tier is Tier.NVME:
             inner.allocate_moments()  # so that there is something to open
-        with inner.opened(is_written=True):
-            self._load_segments(chunk, inner, saved)
-
-    def _load_segments(self, chunk: Chunk, inner: SegmentOptimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
         segments = {s.member_index: s for s in self._segments[chunk.id]}
-        for position, place in enumerate(inner.places):
-            state = saved.get(id(chunk.parameters[place.member_index]))
-            if state is None:
-                inner.set_state(position, {})
-                continue
-            member, segment = chunk.spec.members[place.member_index], segments[place.member_index]
+        with inner.opened(is_written=True):
+            for position, place in enumerate(inner.places):
+                inner.set_state(position, read(chunk, segments[place.member_index]))
+
+    @staticmethod
+    def _from_whole(saved: Mapping[int, Mapping[str, Any]]) -> Callable[[Chunk, Segment], Mapping[str, Any]]:
+        """Reads segments out of whole states, by the `id` of their parameters."""
+
+        def read(chunk: Chunk, segment: Segment) -> Mapping[str, Any]:
+            member = chunk.spec.members[segment.member_index]
+            state = saved.get(id(chunk.parameters[segment.member_index]), {})
             loaded: dict[str, Any] = {}
             for key, value in state.items():
                 if is_scalar_state(key, value):
@@ -981,10 +1002,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
                     continue
                 if tuple(value.shape) != member.shape:
                     raise PlanError(f"{key} of {member.fqn} has shape {tuple(value.shape)}, expected {member.shape}")
-                flat = in_memory_order(chunk, place.member_index, value)
-                part = flat[segment.param_offset : segment.param_offset + segment.numel]
-                loaded[key] = part
-            inner.set_state(position, loaded)
+                flat = in_memory_order(chunk, segment.member_index, value)
+                loaded[key] = flat[segment.param_offset : segment.param_offset + segment.numel]
+            return loaded
+
+        return read
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of optimizer states on this rank, by tier; spare ones apart."""

@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +38,17 @@ from lightning_elixir.building import (
     run_together,
     skeleton_of,
 )
-from lightning_elixir.config import ElixirConfig, HardwareOption, NvmeBackendName, PlanOption, PolicyName, TimingName
+from lightning_elixir.checkpoint import is_checkpoint_folder, remove_folder, restore_previous
+from lightning_elixir.checkpointing import ShardedCheckpoints
+from lightning_elixir.config import (
+    ElixirConfig,
+    HardwareOption,
+    NvmeBackendName,
+    PlanOption,
+    PolicyName,
+    StateDictType,
+    TimingName,
+)
 from lightning_elixir.core.threads import ThreadPlan, thread_plan
 from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.errors import PlanError, StateError
@@ -97,6 +109,8 @@ class ElixirStrategy(ProcessStrategy):
         plan: PlanOption = None,
         hardware: HardwareOption = None,
         report_dir: str | None = None,
+        state_dict_type: StateDictType = "full",
+        async_save: bool = False,
         reduce_dtype: torch.dtype | str | None = None,
         use_fused_kernels: bool = False,
         init_step: bool = False,
@@ -164,6 +178,11 @@ class ElixirStrategy(ProcessStrategy):
             report_dir: Folder that receives `plan.json`, `report.json` and `report.html` at the end of `fit`, also
                 after an error: what the plan predicted, and what was measured. Made if missing; earlier files are
                 overwritten.
+            state_dict_type: How checkpoints are saved; either kind is loaded. "full": one file, gathered on rank 0.
+                "sharded": a folder in the format of `torch.distributed.checkpoint`, to which each rank writes its own
+                part; any number of ranks loads it, with any placement.
+            async_save: sharded: go on with training when all is in the system's cache, while a thread waits until it is
+                on the disk. The next save, and the end of the run, wait for that and raise its errors.
             reduce_dtype: "float32", "bfloat16" or "float16": dtype in which gradients are reduced. Default: their own.
             use_fused_kernels: Swap in fused operators where they exist; no number changes beyond their rounding.
             init_step: Allocate optimizer states and staging memory at setup instead of in the first step.
@@ -197,6 +216,7 @@ class ElixirStrategy(ProcessStrategy):
         self._is_timing_told = False
         self._evaluation: RepeatableStep | None = None
         self._fit_run: FitRun | None = None
+        self._sharded = ShardedCheckpoints(async_save)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -214,6 +234,7 @@ class ElixirStrategy(ProcessStrategy):
     def setup_environment(self) -> None:
         self.precision_plugin.check_device(self.root_device.type)
         super().setup_environment()
+        self._sharded.close()  # what somebody has restored between two runs
         self._threads = thread_plan(self.local_rank, max(1, self.num_processes))
         apply_threads(self._threads)
         # Before the model takes memory
@@ -285,6 +306,7 @@ class ElixirStrategy(ProcessStrategy):
         self._accumulates = is_training and accumulates_gradients(trainer, module)
         self._num_backwards = trainer.accumulate_grad_batches if is_training else 1
         self.model = self._obtain_engine(module, is_training)
+        self._sharded.load_awaited_model(self._engine)
         if is_training:
             self.setup_optimizers(trainer)
             self._fit_run = FitRun(
@@ -341,7 +363,8 @@ class ElixirStrategy(ProcessStrategy):
 
     def _build(self, module: LightningModule, options: BuildOptions, is_training: bool) -> Holding:
         plugin, config = self.precision_plugin, self._config
-        run_together(self._comm, lambda: materialise(module) if self.is_global_zero else None)
+        is_loaded = self._sharded.is_model_awaited
+        run_together(self._comm, lambda: materialise(module, is_loaded) if self.is_global_zero else None)
         plugin.convert_module(module)
         planner = self._planner()
         planner.check_model(module, is_training=is_training)
@@ -507,6 +530,10 @@ class ElixirStrategy(ProcessStrategy):
                     f"requires_grad of {len(changed)} parameters has changed since setup ({', '.join(changed[:3])}):"
                     " freeze and unfreeze between two calls of fit(), not while training"
                 )
+        if self._sharded.is_open:  # again: making the data loader's iterator has drawn from them
+            if batch_idx > 0:
+                self._sharded.restore_random_states(self._comm, self.root_device)
+            self._sharded.close()
         if self._fit_run is not None:
             self._fit_run.warm_up.before_batch()
 
@@ -573,6 +600,7 @@ class ElixirStrategy(ProcessStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._sharded.finish_quietly()
         if self._fit_run is not None:
             self._fit_run.write_report()
 
@@ -582,36 +610,85 @@ class ElixirStrategy(ProcessStrategy):
         if self._fit_run is not None:
             self._fit_run.close()
         self._fit_run = None
+        self._sharded.close()
         super().teardown()
+        self._sharded.finish()
 
     # Checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole CPU tensors under the model's own names on rank 0, `{}` elsewhere. Collective."""
+        """Whole CPU tensors under the model's own names on rank 0, `{}` elsewhere; with `state_dict_type="sharded"` on
+        every rank tensors on `meta` in place of parameters, whose values are read when they are saved. Collective."""
         holding = Holding.of(self.lightning_module)
         if holding is None:
             return super().lightning_module_state_dict()
-        return holding.engine.full_state_dict()
+        return self._sharded.model_state(holding.engine) if self._is_sharded else holding.engine.full_state_dict()
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._config.state_dict_type == "sharded"
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        self._sharded.finish()
+        path, holding = Path(self.broadcast(filepath)), Holding.of(self.lightning_module)
+        if self._is_sharded and holding is not None:
+            if storage_options is not None:
+                raise PlanError("storage_options are the CheckpointIO's, which sharded checkpoints do without")
+            optimizer = self._elixir_optimizer
+            self._sharded.save(path, checkpoint, holding.engine, optimizer, self._comm, self.root_device)
+            return
+        if self.is_global_zero and is_checkpoint_folder(path):
+            remove_folder(path)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self._sharded.remove(partial(super().remove_checkpoint, filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._sharded.finish()
+        self._sharded.close()
+        path = Path(self.broadcast(checkpoint_path))
+        restore_previous(path)
+        if path.is_dir():
+            return self._sharded.open(path, self._comm, weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module, state = self._module, checkpoint["state_dict"]
-        is_empty = Holding.of(module) is None and self.is_global_zero and bool(meta_parameter_names(module))
+        module, holding = self._module, Holding.of(self._module)
+        if self._sharded.is_open and "state_dict" not in checkpoint:
+            self._sharded.load_model(None if holding is None else holding.engine, strict)
+            return
+        is_empty = holding is None and self.is_global_zero and bool(meta_parameter_names(module))
         with warnings.catch_warnings():
             # Before there is an engine, ranks that hold no values only check the names: the values come from rank 0.
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
-            module.load_state_dict(state, strict=strict, assign=is_empty)
+            module.load_state_dict(checkpoint["state_dict"], strict=strict, assign=is_empty)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self._is_sharded and isinstance(inner, ElixirOptimizer):
+            return self._sharded.optimizer_state(self._engine, inner)
         return inner.state_dict()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._sharded.is_open and not checkpoint["optimizer_states"]:
+            self._sharded.load_optimizer(self._engine, self._wrapped_optimizer)
+            return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
+
+    @override
+    def on_train_start(self) -> None:
+        self._sharded.restore_random_states(self._comm, self.root_device)
 
     # What users look at
 

@@ -37,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.command == "consolidate":
+        from lightning_elixir.cli.consolidate import run_consolidate
+
+        return run_consolidate(options)
     if importlib.util.find_spec("rich") is None:
         raise PlanError(f"`lightning-elixir {options.command}` prints with rich, which is missing: pip install rich")
     _prepare()

@@ -46,6 +46,15 @@ def make_parser() -> argparse.ArgumentParser:
             " own code. The figures are kept, and used by the strategy. Under torchrun all ranks measure together.",
         )
     )
+    _add_consolidate(
+        commands.add_parser(
+            "consolidate",
+            help="one file, or safetensors, out of a sharded checkpoint: without a GPU",
+            description="Put a sharded checkpoint (a folder), ours or that of Lightning's FSDP strategies, into a"
+            " checkpoint of one file or into safetensors. Tensors pass through memory one by one, or lie in a file on"
+            " the output's disk until they are written: so for a .ckpt that disk needs room for it twice.",
+        )
+    )
     for command, what in (
         ("fit", "train"),
         ("validate", "validate"),
@@ -145,6 +154,25 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--refresh", action="store_true", help="measure even if figures were kept")
     parser.add_argument("--nvme-dir", metavar="FOLDER", help="measure this folder's disk as well")
     parser.add_argument("--out", metavar="FILE.json", help="write the figures, for `plan --hardware`")
+
+
+def _add_consolidate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="the checkpoint")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="PATH",
+        help="FILE.ckpt: all, as Lightning saves it; FILE.safetensors: the weights; a folder: the weights as"
+        " transformers lays them out, in several files if need be; default: DIR.consolidated.ckpt",
+    )
+    parser.add_argument(
+        "--max-file-size", metavar="SIZE", default="5GB", help="of one file of weights in a folder; default: 5GB"
+    )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="load whatever objects hyperparameters and callbacks have saved, which can run code",
+    )
 
 
 def _positive(text: str) -> int:

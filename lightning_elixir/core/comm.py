@@ -8,6 +8,7 @@ gloo, on data, and everyone is then at the same point; nobody ever blocks on a r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -61,6 +62,9 @@ class Comm(Protocol):
     def exchange_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in rank order. Not for the hot path."""
 
+    def apart(self) -> Comm:
+        """The same ranks, for messages (`exchange_objects`) of another thread. Collective."""
+
     def close(self) -> None: ...
 
 
@@ -101,6 +105,9 @@ class SoloComm:
 
     def exchange_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    def apart(self) -> Comm:
+        return self
 
     def close(self) -> None:
         return
@@ -145,6 +152,7 @@ class GroupComm:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None) -> None:
         self._data = group
         self._device = device
+        self._timeout = timeout
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         ranks = dist.get_process_group_ranks(group)
@@ -227,6 +235,11 @@ class GroupComm:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._control)
         return values
+
+    def apart(self) -> Comm:
+        other = copy.copy(self)  # shares the groups that nobody uses through it
+        other._control = _new_group(dist.get_process_group_ranks(self._data), self._timeout, "gloo")
+        return other
 
     def close(self) -> None:
         # Groups of some of the ranks stay until the end of the process: see `_new_group`.

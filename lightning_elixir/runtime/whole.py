@@ -148,6 +148,30 @@ def _write_chunk(engine: Engine, chunk: Chunk, named: list[tuple[int, Tensor]]) 
         shard.keep_param(stored)
 
 
+def write_own_shard(engine: Engine, chunk: Chunk, values: Tensor) -> None:
+    """Overwrite a chunk with every rank's slice of its values. Collective; only where a rank has a replica, or ranks
+    keep all of the chunk, does it pass through memory as a whole.
+
+    Args:
+        values: 1-D, as `own_shard` gives them, on the host; a dtype that is the same on every rank.
+    """
+    comm = engine.comm
+    is_whole_kept = comm.world_size > 1 and not engine.plan.is_storage_distributed
+    with torch.no_grad():
+        if is_whole_kept or any(row[0] for row in comm.exchange([int(chunk.is_usable)])):
+            whole = torch.cat(comm.gather_host(values, on_all_ranks=True) or [])
+            _write_chunk(engine, chunk, [(i, chunk.view_of(whole, i)) for i in range(len(chunk.spec.members))])
+            return
+        shard = engine.store.settle(chunk.id)
+        if shard.has_master:
+            if shard.master is not None:
+                shard.master.copy_(values)
+            else:
+                shard.keep_master(values)
+        if shard.param is not None and not shard.is_param_overwritten:
+            shard.param.copy_(values)
+
+
 def in_memory_order(chunk: Chunk, index: int, value: Tensor) -> Tensor:
     """The elements as they lie in the chunk, 1-D."""
     stride = chunk.strides[index]

@@ -1,0 +1,107 @@
+"""Slices of flattened tensors as boxes.
+
+[Note: slices as boxes] A rank's shard of a chunk holds a run of a parameter's elements, in memory order. Checkpoints of
+`torch.distributed.checkpoint` know boxes only: offsets and sizes along each dimension. A run is cut into few of them:
+the end of a row, whole rows, the begin of a row, and so on inside those two rows; at most `2 * dimensions - 1`. They
+follow each other in the run, so each is a view of a slice of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Part of a tensor: where it begins and how long it is, along each dimension."""
+
+    offsets: Shape
+    sizes: Shape
+
+    def common(self, other: Box) -> Box | None:
+        """What both cover; None: nothing."""
+        begins = tuple(map(max, self.offsets, other.offsets))
+        ends = tuple(
+            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+            return None
+        return Box(begins, tuple(end - begin for begin, end in zip(begins, ends, strict=True)))
+
+    def slices_of(self, part: Box) -> tuple[slice, ...]:
+        """Where in a tensor of this box's values `part`, which it covers, lies."""
+        return tuple(slice(b - a, b - a + n) for a, b, n in zip(self.offsets, part.offsets, part.sizes, strict=True))
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A run of a tensor's elements, in memory order."""
+
+    shape: Shape
+    stride: Shape | None
+    """Of a tensor without gaps; None: contiguous."""
+    begin: int
+    """First element of the run."""
+    numel: int
+
+    def boxes(self) -> list[Box]:
+        """The run, cut up, in its order."""
+        order = self._memory_order()
+        cut = _cut(tuple(self.shape[d] for d in order), self.begin, self.begin + self.numel)
+        back = [order.index(d) for d in range(len(order))]
+        return [Box(tuple(o[i] for i in back), tuple(s[i] for i in back)) for o, s in cut]
+
+    def views(self, run: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """The boxes, each with its values.
+
+        Args:
+            run: 1-D, `[numel]`: the elements.
+        """
+        order = self._memory_order()
+        back = [order.index(d) for d in range(len(order))]
+        begin = 0
+        for box in self.boxes():
+            numel = math.prod(box.sizes)
+            yield box, run[begin : begin + numel].view([box.sizes[d] for d in order]).permute(back)
+            begin += numel
+
+    def _memory_order(self) -> list[int]:
+        """Dimensions, the slowest first."""
+        stride = self.stride
+        return sorted(range(len(self.shape)), key=lambda d: 0 if stride is None else -stride[d])
+
+
+def _cut(shape: Shape, begin: int, end: int) -> list[tuple[Shape, Shape]]:
+    """(offsets, sizes) of the boxes that make up elements `begin` to `end` of a contiguous tensor."""
+    if begin >= end:
+        return []
+    if not shape:
+        return [((), ())]
+    inner = shape[1:]
+    row = math.prod(inner)
+    first, skipped = divmod(begin, row)
+    last, rest = divmod(end, row)
+    if first == last:
+        return _in_row(first, inner, skipped, rest)
+    found = []
+    if skipped:
+        found += _in_row(first, inner, skipped, row)
+        first += 1
+    if first < last:
+        found.append(((first, *[0] * len(inner)), (last - first, *inner)))
+    return found + _in_row(last, inner, 0, rest)
+
+
+def _in_row(row: int, inner: Shape, begin: int, end: int) -> list[tuple[Shape, Shape]]:
+    return [((row, *offsets), (1, *sizes)) for offsets, sizes in _cut(inner, begin, end)]
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))

@@ -1,0 +1,207 @@
+"""A sharded checkpoint -> one file, or safetensors. Needs neither a GPU nor memory for the model."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+from lightning_elixir.checkpoint.folder import flush, temporary_sibling
+from lightning_elixir.checkpoint.index import CheckpointIndex, StoredTensor
+from lightning_elixir.errors import PlanError, StorageError
+from lightning_elixir.storage.nvme import MappedMemory
+
+OWN_KEY = "lightning_elixir"
+"""Of what `meta.pt` holds for us: the loss scale, and the states of the ranks' random generators."""
+
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def consolidate(folder: Path, output: Path, *, max_file_bytes: int, weights_only: bool = True) -> list[Path]:
+    """Put a sharded checkpoint together.
+
+    Args:
+        folder: Saved by us, by Lightning's FSDP strategies, or by whoever has the same format.
+        output: A path that ends in .safetensors: the weights alone, in one file. A folder, or a path without an ending:
+            the weights, in files as transformers names them, with its index where there are several. Any other: a
+            checkpoint as Lightning saves it, with optimizer states by number.
+        max_file_bytes: Of one file in a folder, where more than one tensor goes into it.
+        weights_only: As for `torch.load`, for what is no tensor.
+
+    Returns:
+        The files written.
+
+    Raises:
+        PlanError: The output is there already, or something cannot be expressed in it.
+        StorageError: The checkpoint is damaged, or the output cannot be written.
+    """
+    index = CheckpointIndex(folder)
+    try:
+        if output.suffix == ".safetensors":
+            _refuse_existing(output)
+            _write_safetensors(output, index, _weights(index))
+            return [output]
+        if output.is_dir() or not output.suffix:
+            return _write_safetensors_folder(output, index, max_file_bytes)
+        _refuse_existing(output)
+        _write_checkpoint(output, index, weights_only)
+        return [output]
+    except OSError as error:
+        raise StorageError(f"cannot write {output}: {error}", path=output) from error
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise PlanError(f"{path} exists already: give another path, or remove it first")
+
+
+# One checkpoint
+
+
+def _write_checkpoint(output: Path, index: CheckpointIndex, weights_only: bool) -> None:
+    checkpoint = index.meta(weights_only)
+    own = checkpoint.pop(OWN_KEY, None) or {}
+    root = index.model_root
+    # Where a file holds the model under both names, one is enough.
+    wanted = [k for k in [*index.tensors, *index.objects] if root == "model" or not k.startswith("model.")]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with MappedMemory(output.parent) as memory:
+        flat = _values(index, wanted, memory)
+    nested = unflatten_state_dict(flat, {key: index.paths[key] for key in flat})
+    checkpoint["state_dict"] = nested.pop(root)
+    names = sorted((key for key in nested if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
+    states = [_numbered(nested.pop(name)) for name in names]
+    if states:
+        checkpoint["optimizer_states"] = states
+        if own.get("loss_scaler"):
+            states[0]["loss_scaler"] = own["loss_scaler"]
+    checkpoint.update(nested)
+    with _new_file(output) as file:
+        torch.save(checkpoint, file)
+
+
+def _values(index: CheckpointIndex, keys: Sequence[str], memory: MappedMemory) -> dict[str, Any]:
+    known: dict[Any, Tensor] = {}  # tied parameters are the same boxes, and shall be one tensor
+    flat: dict[str, Any] = {}
+    for key in keys:
+        stored = index.tensors.get(key)
+        if stored is None:
+            flat[key] = index.read_object(key)
+            continue
+        same = (stored.shape, stored.boxes) if stored.boxes else key
+        if same not in known:
+            numel = torch.Size(stored.shape).numel()
+            known[same] = memory.empty(numel, stored.dtype).view(stored.shape)
+            index.read_into(key, known[same])
+        flat[key] = known[same]
+    return flat
+
+
+def _numbered(states: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict by parameter names -> by numbers, as torch's optimizers give and take it."""
+    names = [name for group in states["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in states["param_groups"]]
+    return {"state": {numbers[name]: state for name, state in states.get("state", {}).items()}, "param_groups": groups}
+
+
+# Safetensors
+
+
+def _weights(index: CheckpointIndex) -> dict[str, str]:
+    """Name -> key of the tensors of the model."""
+    return {name: key for name, key in index.keys_below(index.model_root).items() if key in index.tensors}
+
+
+def _nbytes(stored: StoredTensor) -> int:
+    return torch.Size(stored.shape).numel() * stored.dtype.itemsize
+
+
+def _write_safetensors_folder(output: Path, index: CheckpointIndex, max_file_bytes: int) -> list[Path]:
+    files: list[dict[str, str]] = [{}]
+    filled = 0
+    for name, key in _weights(index).items():
+        nbytes = _nbytes(index.tensors[key])
+        if files[-1] and filled + nbytes > max_file_bytes:
+            files.append({})
+            filled = 0
+        files[-1][name] = key
+        filled += nbytes
+    count = len(files)
+    names = (
+        [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else ["model.safetensors"]
+    )
+    table = output / "model.safetensors.index.json"
+    paths = [output / name for name in names] + ([table] if count > 1 else [])
+    for path in paths:
+        _refuse_existing(path)
+    output.mkdir(parents=True, exist_ok=True)
+    for name, weights in zip(names, files, strict=True):
+        _write_safetensors(output / name, index, weights)
+    if count > 1:
+        total = sum(_nbytes(index.tensors[key]) for weights in files for key in weights.values())
+        places = {weight: name for name, weights in zip(names, files, strict=True) for weight in weights}
+        with _new_file(table) as file:
+            file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode())
+    return paths
+
+
+def _write_safetensors(path: Path, index: CheckpointIndex, weights: Mapping[str, str]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, key in weights.items():
+        stored = index.tensors[key]
+        if stored.dtype not in _SAFETENSORS_DTYPES:
+            raise PlanError(f"{name} is of {stored.dtype}, which safetensors has no name for")
+        begin, end = end, end + _nbytes(stored)
+        header[name] = {
+            "dtype": _SAFETENSORS_DTYPES[stored.dtype],
+            "shape": list(stored.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with _new_file(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for key in weights.values():
+            value = index.read_whole(key)
+            if value.numel():
+                file.write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file that has its name when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_sibling(path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        flush(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

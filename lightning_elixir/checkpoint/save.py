@@ -1,0 +1,119 @@
+"""A sharded checkpoint on its way to the disk, by all ranks together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from lightning_elixir.checkpoint.folder import (
+    META_FILE,
+    METADATA_FILE,
+    flush,
+    make_empty,
+    put_in_place,
+    remove_folder,
+    temporary_sibling,
+)
+from lightning_elixir.checkpoint.writer import Contents, ShardWriter, Written, write_metadata
+from lightning_elixir.core.comm import Comm
+from lightning_elixir.errors import StorageError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class PendingFolder:
+    """A checkpoint that is not there before `commit`.
+
+    Every method is collective; an error on one rank is raised on all.
+
+    Args:
+        path: Of the folder to be.
+        comm: All ranks.
+    """
+
+    def __init__(self, path: Path, comm: Comm) -> None:
+        self.path = path
+        self._comm = comm
+        self._temporary = temporary_sibling(path)
+        self._written: list[Written] = []
+        self._file: Path | None = None
+
+    def write(self, write: Callable[[ShardWriter], None], meta: Mapping[str, Any]) -> None:
+        """Write this rank's file, as far as the system's cache. Nothing of what is saved is needed afterwards.
+
+        Args:
+            write: Puts this rank's part into the writer.
+            meta: The rest of the checkpoint; rank 0's counts.
+
+        Raises:
+            StorageError: This or another rank could not.
+        """
+        first = self._comm.rank == 0
+        try:
+            self._together(self._comm, lambda: make_empty(self._temporary) if first else None)
+            self._together(self._comm, lambda: self._write(write, meta))
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _write(self, write: Callable[[ShardWriter], None], meta: Mapping[str, Any]) -> None:
+        with ShardWriter(self._temporary, self._comm.rank) as writer:
+            write(writer)
+        self._written, self._file = writer.written, writer.path
+        if self._comm.rank == 0:
+            torch.save(dict(meta), self._temporary / META_FILE)
+
+    def commit(self, contents: Contents, comm: Comm | None = None) -> None:
+        """Have it on the disk, and then under its name.
+
+        Args:
+            contents: Of all ranks' files.
+            comm: The same ranks, for another thread.
+
+        Raises:
+            StorageError: This or another rank could not; what was there before under the name is there still.
+        """
+        comm = comm or self._comm
+        try:
+            self._together(comm, lambda: flush(self._file) if self._file is not None else None)
+            written = comm.exchange_objects(self._written)
+            self._together(comm, lambda: self._finish(contents, written) if comm.rank == 0 else None)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _finish(self, contents: Contents, written: list[list[Written]]) -> None:
+        write_metadata(self._temporary / METADATA_FILE, contents.metadata(written))
+        for path in (self._temporary / META_FILE, self._temporary / METADATA_FILE, self._temporary):
+            flush(path)
+        put_in_place(self._temporary, self.path)
+
+    def _give_up(self) -> None:
+        if self._comm.rank != 0:
+            return
+        try:
+            remove_folder(self._temporary)
+        except OSError as error:
+            log.warning("cannot remove %s: %s", self._temporary, error)
+
+    def _together(self, comm: Comm, action: Callable[[], T]) -> T:
+        """Run on every rank; where it fails on one, all raise."""
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as exception:  # whatever it is, the others must hear of it
+            error = exception
+        messages = comm.exchange_objects(None if error is None else f"{type(error).__name__}: {error}")
+        failed = {rank: message for rank, message in enumerate(messages) if message is not None}
+        if failed:
+            told = "; ".join(f"rank {rank}: {message}" for rank, message in failed.items())
+            raise StorageError(
+                f"saving the checkpoint {self.path} has failed ({told}); earlier checkpoints are whole", path=self.path
+            ) from error
+        return result  # type: ignore[return-value]

@@ -1,0 +1,229 @@
+"""What the strategy does about checkpoints: stand-ins before they are saved, saves under way, folders to be loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_elixir.building import capture_random_states, restore_random_states, run_together
+from lightning_elixir.checkpoint import CheckpointIndex, PendingFolder
+from lightning_elixir.checkpoint.consolidate import OWN_KEY
+from lightning_elixir.checkpoint.writer import Contents
+from lightning_elixir.core.comm import Comm
+from lightning_elixir.errors import StateError
+from lightning_elixir.saving import (
+    SavePlan,
+    StandIns,
+    has_optimizer,
+    load_model,
+    load_optimizer,
+    model_state,
+    optimizer_state,
+)
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+
+log = logging.getLogger(__name__)
+
+
+class ShardedCheckpoints:
+    """Saves and loads folders, for one strategy.
+
+    Args:
+        is_async: Have a thread bring what is saved from the system's cache to the disk.
+    """
+
+    def __init__(self, is_async: bool) -> None:
+        self._is_async = is_async
+        self._stand_ins = StandIns()
+        self._running: _Commit | None = None
+        self._thread_comm: Comm | None = None
+        self._index: CheckpointIndex | None = None
+        self._own: Mapping[str, Any] = {}
+        self._strict: bool | None = None  # as the model shall be loaded when there is an engine
+
+    # Saving
+
+    def model_state(self, module: ElixirModule) -> dict[str, Any]:
+        """With stand-ins for parameters; the first part of a checkpoint. Collective."""
+        self._stand_ins = StandIns()  # those of the last checkpoint go
+        return model_state(module, self._stand_ins)
+
+    def optimizer_state(self, module: ElixirModule, optimizer: ElixirOptimizer) -> dict[str, Any]:
+        """With stand-ins, by names. Collective."""
+        return optimizer_state(optimizer, module.engine, self._stand_ins)
+
+    def save(
+        self,
+        path: Path,
+        checkpoint: Mapping[str, Any],
+        module: ElixirModule,
+        optimizer: ElixirOptimizer | None,
+        comm: Comm,
+        device: torch.device,
+    ) -> None:
+        """Save. Collective; under `is_async` the checkpoint is there some time after this returns.
+
+        Args:
+            path: Of the folder to be.
+            checkpoint: As Lightning gives it, with `state_dict` from `model_state` and `optimizer_states`.
+
+        Raises:
+            StorageError: This save, or the last one, has failed on some rank.
+        """
+        self.finish()
+        meta = dict(checkpoint)
+        model, states = meta.pop("state_dict"), meta.pop("optimizer_states", [])
+        plan = SavePlan(module.engine, optimizer, model, states[0] if states else None, self._stand_ins)
+        self._stand_ins = StandIns()
+        randoms = comm.exchange_objects(_as_plain(capture_random_states(device)))
+        scaler = optimizer.scaler.state_dict() if optimizer is not None and optimizer.scaler.enabled else None
+        meta[OWN_KEY] = {"random_states": randoms, "loss_scaler": scaler}
+        folder = PendingFolder(path, comm)
+        folder.write(plan.write, meta)
+        if not self._is_async:
+            folder.commit(plan.contents)
+            return
+        if self._thread_comm is None:
+            self._thread_comm = comm.apart()
+        self._running = _Commit(folder, plan.contents, self._thread_comm)
+
+    def finish(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+            StorageError: It has failed.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            running.wait()
+
+    def finish_quietly(self) -> None:
+        """As `finish`, where another error is on its way already."""
+        try:
+            self.finish()
+        except Exception as error:
+            log.error("%s", error)
+
+    def remove(self, remove: Callable[[], None]) -> None:
+        """Remove an earlier checkpoint, but not before the one under way is there."""
+        if self._running is None or not self._running.then(remove):
+            remove()
+
+    # Loading
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a folder is being loaded."""
+        return self._index is not None
+
+    @property
+    def is_model_awaited(self) -> bool:
+        """Whether the model's values come when there is an engine."""
+        return self._strict is not None
+
+    def open(self, path: Path, comm: Comm, weights_only: bool | None) -> dict[str, Any]:
+        """Begin to load. Collective.
+
+        Returns:
+            The checkpoint without model and optimizers.
+
+        Raises:
+            StorageError: It is not whole.
+        """
+        self._index = run_together(comm, lambda: CheckpointIndex(path))
+        meta = run_together(comm, lambda: self._opened.meta(weights_only))
+        self._own = meta.pop(OWN_KEY, None) or {}
+        if has_optimizer(self._opened):
+            meta["optimizer_states"] = []  # Lightning asks for them to be loaded if they are there
+        return meta
+
+    def close(self) -> None:
+        """Nothing more is loaded."""
+        self._index, self._strict, self._own = None, None, {}
+
+    def load_model(self, module: ElixirModule | None, strict: bool) -> None:
+        """Now, or, without an engine, at `load_awaited_model`. Collective."""
+        if module is None:
+            self._strict = strict
+        else:
+            load_model(module, self._opened, strict)
+
+    def load_awaited_model(self, module: ElixirModule) -> None:
+        """See `load_model`."""
+        strict, self._strict = self._strict, None
+        if strict is not None:
+            load_model(module, self._opened, strict)
+
+    def load_optimizer(self, module: ElixirModule, optimizer: ElixirOptimizer) -> None:
+        """States, settings and the loss scale. Collective."""
+        load_optimizer(optimizer, module.engine, self._opened)
+        scaler = self._own.get("loss_scaler")
+        if scaler and optimizer.scaler.enabled:
+            optimizer.scaler.load_state_dict(scaler)
+
+    def restore_random_states(self, comm: Comm, device: torch.device) -> None:
+        """As they were when this was saved, if by as many ranks."""
+        randoms = self._own.get("random_states") or []
+        if len(randoms) == comm.world_size:
+            restore_random_states(randoms[comm.rank], device)
+
+    @property
+    def _opened(self) -> CheckpointIndex:
+        if self._index is None:
+            raise StateError("no checkpoint folder is open")
+        return self._index
+
+
+class _Commit:
+    """A save that a thread brings to its end."""
+
+    def __init__(self, folder: PendingFolder, contents: Contents, comm: Comm) -> None:
+        self._folder, self._contents, self._comm = folder, contents, comm
+        self._lock = threading.Lock()
+        self._followers: list[Callable[[], None]] = []
+        self._is_over = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="elixir-checkpoint")  # the process waits for it
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def then(self, action: Callable[[], None]) -> bool:
+        """Have it done after a successful end; False: that has been."""
+        with self._lock:
+            if not self._is_over:
+                self._followers.append(action)
+            return not self._is_over
+
+    def _run(self) -> None:
+        try:
+            self._folder.commit(self._contents, self._comm)
+        except BaseException as error:
+            self._error = error
+        with self._lock:
+            self._is_over = True
+        if self._error is not None:
+            return
+        for action in self._followers:
+            with contextlib.suppress(OSError):  # what cannot be removed stays
+                action()
+
+
+# numpy's state holds an array, which a file that is safe to load must not
+
+
+def _as_plain(states: Mapping[str, Any]) -> dict[str, Any]:
+    plain = dict(states)
+    if "numpy" in plain:
+        name, keys, *rest = plain["numpy"]
+        plain["numpy"] = (name, [int(key) for key in keys], *rest)
+    return plain

@@ -1,0 +1,371 @@
+"""The engine's state in sharded checkpoints: every rank writes and reads what is its own.
+
+[Note: stand-ins] A checkpoint is put together by many (Lightning, callbacks, the user's `on_save_checkpoint`) as nested
+dictionaries of whole tensors. Here tensors on `meta` stand in for those of which every rank has a part; whoever takes
+one out, or gives it another name, has that respected, since each is known by itself. Values are read when they are
+written, one chunk's at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+
+from lightning_elixir.checkpoint import CheckpointIndex, Extent, TensorPlan
+from lightning_elixir.checkpoint.index import first_names
+from lightning_elixir.checkpoint.writer import Contents, ShardWriter
+from lightning_elixir.errors import PlanError
+from lightning_elixir.optim import HybridAdam
+from lightning_elixir.optim.segments import is_scalar_state
+from lightning_elixir.optimizer import ElixirOptimizer
+from lightning_elixir.plan.segments import Segment, segments_of
+from lightning_elixir.runtime.agreement import Meeting
+from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.runtime.whole import own_shard, write_own_shard
+from lightning_elixir.wrapper import ElixirModule
+
+_MODEL = "state_dict"
+_SECOND_NAME = "model"
+"""What Lightning's FSDPStrategy, and its consolidate command, call the model."""
+_OPTIMIZER = "optimizer_0"
+
+# What `torch.optim.AdamW` has in its groups beside what HybridAdam has. Whoever loads into AdamW looks for them.
+_TORCH_SETTINGS = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a stand-in stands for."""
+
+    chunk: Chunk
+    member_index: int
+    state: str | None
+    """Key of an optimizer state; None: the parameter."""
+    dtype: torch.dtype
+
+
+@dataclass
+class StandIns:
+    """The stand-ins of one checkpoint."""
+
+    known: dict[int, tuple[Tensor, _Source]] = field(default_factory=dict)
+    """By `id`; keeps them, so that no other tensor gets it."""
+
+    def make(self, chunk: Chunk, member_index: int, state: str | None, dtype: torch.dtype) -> Tensor:
+        value = torch.empty(chunk.spec.members[member_index].shape, dtype=dtype, device="meta")
+        self.known[id(value)] = (value, _Source(chunk, member_index, state, dtype))
+        return value
+
+    def source_of(self, value: Any) -> _Source | None:
+        found = self.known.get(id(value))
+        return None if found is None else found[1]
+
+
+def model_state(module: ElixirModule, stand_ins: StandIns) -> dict[str, Any]:
+    """The module's state dict with stand-ins for parameters, and buffers as copies in host memory. Collective."""
+    engine = module.engine
+    engine.meet(Meeting.STATE)
+    return _named_model(engine, stand_ins)
+
+
+def _named_model(engine: Engine, stand_ins: StandIns) -> dict[str, Any]:
+    values = {
+        member.fqn: stand_ins.make(chunk, index, None, _saved_dtype(engine, chunk, index))
+        for chunk in engine.chunks
+        for index, member in enumerate(chunk.spec.members)
+    }
+    with engine.interception.whole_state(values):
+        state: dict[str, Any] = engine.module.state_dict()
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or stand_ins.source_of(value) is not None:
+            found[name] = value
+        elif value.is_meta:
+            raise PlanError(
+                f"a hook of state_dict() computes {name} from a parameter: a sharded checkpoint holds parameters as"
+                " they are. Use state_dict_type='full'"
+            )
+        else:
+            found[name] = value.detach().to("cpu", copy=True)
+    return found
+
+
+def _saved_dtype(engine: Engine, chunk: Chunk, index: int) -> torch.dtype:
+    return chunk.dtype if engine.precision.master is None else chunk.original_dtypes[index]
+
+
+def optimizer_state(optimizer: ElixirOptimizer, engine: Engine, stand_ins: StandIns) -> dict[str, Any]:
+    """The state dict of `torch.optim.AdamW`, by parameter names, with stand-ins. Collective."""
+    engine.meet(Meeting.STATE)
+    names = _names(engine)
+    state: dict[str, dict[str, Any]] = {}
+    for (chunk_id, index), entries in optimizer.described_states().items():
+        chunk = engine.chunks[chunk_id]
+        state[chunk.spec.members[index].fqn] = {
+            key: stand_ins.make(chunk, index, key, value) if kind == "tensor" else value
+            for key, (kind, value) in entries.items()
+        }
+    more = _TORCH_SETTINGS if isinstance(optimizer.optimizer, HybridAdam) else {}
+    groups = [{**more, **group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    for group in groups:
+        group.pop("param_names", None)
+    return {"state": state, "param_groups": groups}
+
+
+def _names(engine: Engine) -> dict[int, str]:
+    return {id(p): m.fqn for c in engine.chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
+
+
+class SavePlan:
+    """What goes into a sharded checkpoint, and who writes it.
+
+    Args:
+        engine: Whose parameters.
+        optimizer: Whose states; None: none are saved.
+        model: From `model_state`.
+        states: From `optimizer_state`; None: none are saved.
+        stand_ins: Those in `model` and `states`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: ElixirOptimizer | None,
+        model: Mapping[str, Any],
+        states: Mapping[str, Any] | None,
+        stand_ins: StandIns,
+    ) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        nested: dict[str, Any] = {_MODEL: model} | ({} if states is None else {_OPTIMIZER: states})
+        flat, self._paths = flatten_state_dict(nested)
+        self.contents = Contents(paths={key: tuple(path) for key, path in self._paths.items()})
+        self._whole: dict[str, Any] = {}  # rank 0 writes them
+        self._runs: dict[int, dict[str | None, dict[int, str]]] = {}  # chunk id -> state -> member index -> key
+        for key, value in flat.items():
+            source = stand_ins.source_of(value)
+            if source is None:
+                self._add_whole(key, value)
+            else:
+                self._add_runs(key, source)
+        for key in [*self.contents.tensors, *self.contents.objects, *self.contents.aliases]:
+            if key.startswith(f"{_MODEL}."):
+                self._add_alias(_SECOND_NAME + key.removeprefix(_MODEL), key, (_SECOND_NAME, *self._paths[key][1:]))
+
+    def _add_whole(self, key: str, value: Any) -> None:
+        self._whole[key] = value
+        if isinstance(value, Tensor):
+            self.contents.tensors[key] = TensorPlan(tuple(value.shape), value.dtype)
+        else:
+            self.contents.objects.append(key)
+
+    def _add_runs(self, key: str, source: _Source) -> None:
+        engine, chunk, index = self._engine, source.chunk, source.member_index
+        keys = self._runs.setdefault(chunk.id, {}).setdefault(source.state, {})
+        if index in keys:  # a tied parameter under its second name
+            self._add_alias(key, keys[index], self._paths[key])
+            return
+        keys[index] = key
+        extents = [
+            _extent(chunk, segment)
+            for rank in range(engine.comm.world_size)
+            for segment in segments_of(chunk.spec, rank, engine.comm.world_size)
+            if segment.member_index == index
+        ]
+        shape = chunk.spec.members[index].shape
+        empty = Extent(shape, None, 0, 0)
+        self.contents.tensors[key] = TensorPlan(shape, source.dtype, tuple(extents) or (empty,))
+
+    def _add_alias(self, key: str, source: str, path: tuple[str | int, ...]) -> None:
+        self.contents.aliases[key] = self.contents.aliases.get(source, source)
+        self.contents.paths[key] = path
+
+    def write(self, writer: ShardWriter) -> None:
+        """Write this rank's part, one chunk after the other."""
+        engine = self._engine
+        if engine.comm.rank == 0:
+            for key, value in self._whole.items():
+                if isinstance(value, Tensor):
+                    writer.add_tensor(key, value)
+                else:
+                    writer.add_object(key, value)
+        for chunk in engine.chunks:
+            for state, keys in self._runs.get(chunk.id, {}).items():
+                self._write_runs(writer, chunk, state, keys)
+
+    def _write_runs(self, writer: ShardWriter, chunk: Chunk, state: str | None, keys: Mapping[int, str]) -> None:
+        engine = self._engine
+        segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
+        wanted = [segment for segment in segments if segment.member_index in keys]
+        if not wanted:
+            return
+        dtypes = {s.member_index: self.contents.tensors[keys[s.member_index]].dtype for s in wanted}
+        if state is None:
+            values = own_shard(engine, chunk)
+            runs = {s.member_index: values[s.shard_offset : s.shard_offset + s.numel] for s in wanted}
+        elif self._optimizer is not None:
+            runs = self._optimizer.state_runs(chunk, state, dtypes[wanted[0].member_index])
+        else:
+            raise PlanError("states to save, and no optimizer")
+        for segment in wanted:
+            index = segment.member_index
+            writer.add_run(keys[index], _extent(chunk, segment), runs[index], dtypes[index])
+
+
+def _extent(chunk: Chunk, segment: Segment) -> Extent:
+    index = segment.member_index
+    return Extent(chunk.spec.members[index].shape, chunk.strides[index], segment.param_offset, segment.numel)
+
+
+def load_model(module: ElixirModule, index: CheckpointIndex, strict: bool = True) -> None:
+    """Read parameters and buffers; of parameters, what this rank keeps. Collective.
+
+    Raises:
+        PlanError: The checkpoint is another model's; names the first differences.
+        StorageError: It is damaged.
+    """
+    engine = module.engine
+    engine.meet(Meeting.STATE)
+    stand_ins = StandIns()
+    named, _ = flatten_state_dict({_MODEL: _named_model(engine, stand_ins)})
+    ours = {key.removeprefix(f"{_MODEL}."): value for key, value in named.items()}
+    root = index.model_root
+    theirs = index.keys_below(root)
+    _check_model(index, ours, theirs, strict)
+    keys: dict[int, dict[int, str]] = {}  # chunk id -> member index -> key
+    rest: dict[str, str] = {}
+    for name, key in theirs.items():
+        source = stand_ins.source_of(ours[name]) if name in ours else None
+        if source is not None:
+            keys.setdefault(source.chunk.id, {}).setdefault(source.member_index, key)
+        elif name in ours or _is_extra(name):
+            rest[key] = name
+    if rest:
+        engine.module.load_state_dict(_nested(index, rest)[root], strict=False)
+    for chunk in engine.chunks:
+        if chunk.id in keys:
+            _load_parameters(engine, index, chunk, keys[chunk.id])
+
+
+def _load_parameters(engine: Engine, index: CheckpointIndex, chunk: Chunk, keys: Mapping[int, str]) -> None:
+    values = own_shard(engine, chunk).detach().to("cpu", copy=True)
+    for segment in segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size):
+        if segment.member_index in keys:
+            run = values[segment.shard_offset : segment.shard_offset + segment.numel]
+            index.read_run(keys[segment.member_index], _extent(chunk, segment), run)
+    write_own_shard(engine, chunk, values)
+
+
+def _is_extra(name: str) -> bool:
+    """Whether it is what `get_extra_state` gave, whose inside is the module's own affair."""
+    return "_extra_state" in name.split(".")
+
+
+def _nested(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, Any]:
+    """What is saved under these keys, nested as it was."""
+    flat = {key: index.read_whole(key) if key in index.tensors else index.read_object(key) for key in keys}
+    nested: dict[str, Any] = unflatten_state_dict(flat, {key: index.paths[key] for key in flat})
+    return nested
+
+
+def _check_model(index: CheckpointIndex, ours: Mapping[str, Any], theirs: Mapping[str, str], strict: bool) -> None:
+    missing = [name for name in ours if name not in theirs and not _is_extra(name)]
+    unexpected = [name for name in theirs if name not in ours and not _is_extra(name)]
+    reshaped = []
+    for name, value in ours.items():
+        stored = index.tensors.get(theirs[name]) if name in theirs else None
+        if stored is not None and isinstance(value, Tensor) and stored.shape != tuple(value.shape):
+            reshaped.append(f"{name} {list(stored.shape)} instead of {list(value.shape)}")
+    told = []
+    if strict and missing:
+        told.append(f"it lacks {first_names(missing)}")
+    if strict and unexpected:
+        told.append(f"the model lacks {first_names(unexpected)}")
+    if reshaped:
+        told.append(f"shapes differ: {first_names(reshaped)}")
+    if told:
+        raise PlanError(f"{index.folder} is a checkpoint of another model: {'; '.join(told)}")
+
+
+def load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: CheckpointIndex) -> None:
+    """Read what this rank keeps of the states. Collective.
+
+    Raises:
+        PlanError: They are another model's or optimizer's; names the first differences.
+        StorageError: The checkpoint is damaged.
+    """
+    engine.meet(Meeting.STATE)
+    groups = _saved_groups(index)
+    one_name = _canonical_names(engine)
+    _check_groups(index, optimizer, groups, one_name, _names(engine))
+    is_ours = isinstance(optimizer.optimizer, HybridAdam)
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        group.update({k: v for k, v in saved.items() if k != "params" and not (is_ours and k in _TORCH_SETTINGS)})
+    states: dict[str, dict[str, str]] = {}  # parameter -> state -> key
+    for name, key in index.keys_below(f"{_OPTIMIZER}.state").items():
+        parameter, _, state = name.rpartition(".")
+        states.setdefault(one_name.get(parameter, parameter), {})[state] = key
+
+    def read(chunk: Chunk, segment: Segment) -> Mapping[str, Any]:
+        found: dict[str, Any] = {}
+        for state, key in states.get(segment.fqn, {}).items():
+            stored = index.tensors.get(key)
+            if stored is None:
+                found[state] = index.read_object(key)
+            elif is_scalar_state(state, torch.empty(0)):
+                found[state] = index.read_whole(key)
+            elif stored.shape != chunk.spec.members[segment.member_index].shape:
+                shape = list(chunk.spec.members[segment.member_index].shape)
+                raise PlanError(f"{state} of {segment.fqn} has shape {list(stored.shape)}, expected {shape}")
+            else:
+                found[state] = torch.empty(segment.numel, dtype=stored.dtype)
+                index.read_run(key, _extent(chunk, segment), found[state])
+        return found
+
+    optimizer.load_segments(read)
+
+
+def has_optimizer(index: CheckpointIndex) -> bool:
+    """Whether there are optimizer states to load."""
+    return bool(index.keys_below(f"{_OPTIMIZER}.param_groups"))
+
+
+def _canonical_names(engine: Engine) -> dict[str, str]:
+    """All names of parameters, also further ones of tied ones -> those of the plan."""
+    names = _names(engine)
+    return {name: names[id(p)] for name, p in engine.module.named_parameters(remove_duplicate=False)}
+
+
+def _saved_groups(index: CheckpointIndex) -> list[dict[str, Any]]:
+    keys = index.keys_below(f"{_OPTIMIZER}.param_groups").values()
+    groups: list[dict[str, Any]] = _nested(index, keys)[_OPTIMIZER]["param_groups"]
+    return groups
+
+
+def _check_groups(
+    index: CheckpointIndex,
+    optimizer: ElixirOptimizer,
+    saved: list[dict[str, Any]],
+    one_name: Mapping[str, str],
+    names: Mapping[int, str],
+) -> None:
+    ours = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+    theirs = [{one_name.get(name, name) for name in group["params"]} for group in saved]
+    if len(ours) != len(theirs):
+        raise PlanError(
+            f"{index.folder} holds an optimizer with {len(theirs)} parameter groups; this one has {len(ours)}"
+        )
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        if mine != other:
+            lacking, surplus = sorted(mine - other), sorted(other - mine)
+            told = [f"it lacks {first_names(lacking)}"] * bool(lacking)
+            told += [f"only it has {first_names(surplus)}"] * bool(surplus)
+            raise PlanError(
+                f"{index.folder} has other parameters in group {number} of the optimizer: {'; '.join(told)}"
+            )

@@ -1,0 +1,470 @@
+"""Sharded checkpoints: saved by some ranks, loaded by others, bit for bit; and by others than us."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from lightning_elixir._lightning import pl
+from lightning_elixir.cli import main
+from lightning_elixir.errors import PlanError, StorageError
+from lightning_elixir.holding import Holding
+from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.dist import run_ranks
+from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, assert_same_state, fit, make_data, make_trainer
+from tests.strategy.test_fit import FrozenNet, GroupsNet, ScheduledNet, TiedNet
+
+SHARDED: dict[str, Any] = {"state_dict_type": "sharded"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tight": {**TIGHT, **SHARDED},
+    "cuda": {"placement_policy": "cuda", "chunk_size": "24KiB", **SHARDED},
+    "const": {"placement_policy": "const", "offload_optim_frac": 0.5, "shard_param_frac": 0.5, **CHUNK, **SHARDED},
+    "whole": {**TIGHT, "enable_distributed_storage": False, **SHARDED},
+    "nvme": {"placement_policy": "cpu", "nvme_offload_fraction": 1.0, "chunk_size": "32KiB", **SHARDED},
+}
+
+
+class MixedNet(Net):
+    """Weights of odd shapes and another memory order, a scalar, tied weights, buffers and extra state; HybridAdam."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="hybrid")
+        torch.manual_seed(7)
+        self.conv = nn.Conv2d(3, 6, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(6)
+        self.odd = nn.Linear(37, 53)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.layers[1].up.weight = self.layers[0].up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.norm(self.conv(x[:, :27].reshape(-1, 3, 3, 3))).mean()
+        return self.layers(x * self.scale + image + self.odd(x.mean(1, keepdim=True).expand(-1, 37)).mean())
+
+    def get_extra_state(self) -> Any:
+        return {"calls": len(self.losses)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def _dump(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Whole values and optimizer states, on rank 0."""
+    engine = Holding.of(trainer.lightning_module).engine
+    state = {k: v for k, v in engine.full_state_dict().items() if isinstance(v, Tensor)}
+    return state, trainer.strategy._wrapped_optimizer.state_dict()
+
+
+def _strategy(options: Mapping[str, Any], folder: Path) -> ElixirStrategy:
+    return ElixirStrategy(
+        **({**options, "nvme_offload_dir": str(folder)} if "nvme_offload_fraction" in options else options)
+    )
+
+
+def _save(path: Path, options: dict[str, Any], make_model: Any, devices: int, more: dict[str, Any]) -> Any:
+    trainer, _, _ = fit(_strategy(options, path.parent), make_model, devices=devices, **more)
+    trainer.save_checkpoint(path)
+    return _dump(trainer)
+
+
+def _load(path: Path, options: dict[str, Any], make_model: Any, devices: int, more: dict[str, Any]) -> Any:
+    trainer = make_trainer(_strategy(options, path.parent), devices=devices, **more)
+    model = make_model()
+    with torch.no_grad():  # what is not loaded would show
+        for p in model.parameters():
+            p.fill_(9.0)
+    trainer.fit(model, make_data(), ckpt_path=str(path))  # which has ended, so nothing is trained
+    return _dump(trainer)
+
+
+def _on_ranks(function: Any, world_size: int, *arguments: Any) -> Any:
+    if world_size == 1:
+        return function(*arguments[:3], 1, arguments[3])
+    return run_ranks(function, world_size, *arguments[:3], world_size, arguments[3], init_group=False)[0]
+
+
+def _assert_same(actual: Any, expected: Any) -> None:
+    assert_same_state(actual[0], expected[0])
+    (a, e) = actual[1], expected[1]
+    assert a["state"].keys() == e["state"].keys()
+    assert a["state"], "nothing to compare"
+    for number in e["state"]:
+        assert_same_state(a["state"][number], e["state"][number])
+    skipped = {"foreach", "fused", "capturable", "differentiable"}
+    for x, y in zip(a["param_groups"], e["param_groups"], strict=True):
+        assert {k: v for k, v in x.items() if k not in skipped} == {k: v for k, v in y.items() if k not in skipped}
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "first", "loaded_by", "second"),
+    [
+        (1, "tight", 1, "cuda"),
+        (1, "cuda", 1, "nvme"),
+        (1, "nvme", 1, "tight"),
+        (1, "tight", 2, "const"),
+        (1, "const", 3, "tight"),
+        (2, "tight", 1, "cuda"),
+        (2, "cuda", 2, "tight"),
+        (2, "const", 3, "whole"),
+        (2, "whole", 3, "cuda"),
+        (3, "nvme", 2, "cuda"),
+        (3, "tight", 1, "tight"),
+        (3, "cuda", 3, "nvme"),
+        (3, "whole", 4, "tight"),
+        (4, "tight", 2, "nvme"),
+    ],
+)
+def test_any_ranks_and_placements(tmp_path: Path, saved_by: int, first: str, loaded_by: int, second: str) -> None:
+    path = tmp_path / "one.ckpt"
+    expected = _on_ranks(_save, saved_by, path, OPTIONS[first], MixedNet, {})
+    _assert_same(_on_ranks(_load, loaded_by, path, OPTIONS[second], MixedNet, {}), expected)
+    files = [p.name for p in path.iterdir()]
+    assert sorted(files) == sorted([".metadata", "meta.pt", *(f"__{rank}_0.distcp" for rank in range(saved_by))])
+    assert [p.name for p in tmp_path.iterdir()] == ["one.ckpt"]
+
+
+@pytest.mark.parametrize("make_model", [LateNet, GroupsNet, ScheduledNet, FrozenNet, TiedNet])
+def test_models(tmp_path: Path, make_model: Any) -> None:
+    expected = _save(tmp_path / "one", OPTIONS["tight"], make_model, 1, {})
+    trainer = make_trainer(ElixirStrategy(**OPTIONS["cuda"]))
+    trainer.fit(make_model(), make_data(), ckpt_path=str(tmp_path / "one"))
+    _assert_same(_dump(trainer), expected)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("bf16-mixed", "32-true"), ("32-true", "bf16-mixed"), ("bf16-mixed", "bf16-mixed")]
+)
+def test_precisions_with_masters_keep_all_bits(tmp_path: Path, first: Any, second: Any) -> None:
+    expected = _save(tmp_path / "one", OPTIONS["tight"], MixedNet, 1, {"precision": first})
+    actual = _load(tmp_path / "one", OPTIONS["tight"], MixedNet, 1, {"precision": second})
+    _assert_same(actual, expected)
+
+
+def test_precision_without_master_rounds(tmp_path: Path) -> None:
+    expected = _save(tmp_path / "one", OPTIONS["tight"], Net, 1, {})
+    actual = _load(tmp_path / "one", OPTIONS["tight"], Net, 1, {"precision": "bf16-true"})
+    assert_same_state(actual[0], {k: v.bfloat16() for k, v in expected[0].items()})
+
+
+# Resumed training
+
+
+class Batches:
+    """A rank's batches, from where a checkpoint stopped."""
+
+    def __init__(self, devices: int) -> None:
+        data = list(make_data(64))
+        self._own = data[int(os.environ.get("RANK", "0")) :: devices] if devices > 1 else data
+        self._seen = 0
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self._seen = self._seen, 0
+        for number, batch in enumerate(self._own[first:], start=first):
+            self._seen = number + 1
+            yield batch
+        self._seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self._seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._seen = state["seen"]
+
+
+def _train_on(path: Path | None, options: dict[str, Any], devices: int, more: dict[str, Any]) -> Any:
+    """The losses of three epochs; with a path of those from its checkpoint on."""
+    pl.seed_everything(11, verbose=False)
+    model = Net(optimizer="hybrid")
+    callback = pl.callbacks.ModelCheckpoint("saved", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    trainer = make_trainer(
+        ElixirStrategy(**options),
+        max_epochs=2,
+        devices=devices,
+        callbacks=[callback],
+        enable_checkpointing=True,
+        **more,
+    )
+    trainer.fit(model, Batches(devices), ckpt_path=None if path is None else str(path))
+    return [loss.item() for loss in model.losses], _dump(trainer)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("more", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulated"])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_resumed_run_equals_the_uninterrupted(
+    tmp_path: Path, num_ranks: int, more: dict[str, Any], async_save: bool
+) -> None:
+    # The model has dropout, and steps 3 is in the middle of an epoch: random states are part of it.
+    options = {**OPTIONS["tight"], "async_save": async_save}
+    run = run_ranks if num_ranks > 1 else _here
+    expected = run(_train_on, num_ranks, None, options, num_ranks, more, init_group=False)
+    path = (tmp_path / "saved" / "step=3.ckpt").rename(tmp_path / "three.ckpt")
+    resumed = run(_train_on, num_ranks, path, options, num_ranks, more, init_group=False)
+    for (losses, after), (all_losses, reference) in zip(resumed, expected, strict=True):
+        assert len(losses) < len(all_losses)
+        assert losses == all_losses[-len(losses) :]
+        if after[0]:
+            _assert_same(after, reference)
+
+
+def _here(function: Any, world_size: int, *arguments: Any, init_group: bool) -> list[Any]:
+    return [function(*arguments)]
+
+
+# Others
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_plain_torch_reads_it(tmp_path: Path) -> None:
+    state, _ = _on_ranks(_save, 2, tmp_path / "one", OPTIONS["tight"], MixedNet, {})
+    read = {"state_dict": {name: torch.zeros_like(value) for name, value in state.items()}}
+    dcp.load(read, checkpoint_id=tmp_path / "one", no_dist=True)
+    assert_same_state(read["state_dict"], state)
+    dcp_to_torch_save(tmp_path / "one", tmp_path / "one.pt")
+    loaded = torch.load(tmp_path / "one.pt", weights_only=True)
+    found = {k: v for k, v in loaded["state_dict"].items() if k != "_extra_state"}
+    assert_same_state({k: found[k] for k in state}, state)
+    assert loaded["state_dict"]["_extra_state"] == {"calls": 4}
+
+
+@pytest.mark.parametrize("command", ["lightning.pytorch", "lightning.fabric"])
+def test_consolidate_commands_of_lightning(tmp_path: Path, command: str) -> None:
+    pytest.importorskip("lightning")
+    state, states = _save(tmp_path / "one", OPTIONS["tight"], ScheduledNet, 1, {})
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"{command}.utilities.consolidate_checkpoint", str(tmp_path / "one")],
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    loaded = torch.load(tmp_path / "one.consolidated", weights_only=True)
+    assert_same_state(loaded["state_dict"], state)
+    assert_same_state(ScheduledNet.load_from_checkpoint(tmp_path / "one.consolidated").state_dict(), state)
+    optimizer = loaded["optimizer_states"][0] if "optimizer_states" in loaded else loaded["optimizer_0"]
+    names = optimizer["param_groups"][0]["params"]
+    assert_same_state(optimizer["state"][names[0]], states["state"][0])
+
+
+def test_our_consolidated_file_is_an_ordinary_checkpoint(tmp_path: Path) -> None:
+    state, states = _on_ranks(_save, 2, tmp_path / "one", OPTIONS["tight"], TiedNet, {})
+    assert main(["consolidate", str(tmp_path / "one"), "-o", str(tmp_path / "one.ckpt")]) == 0
+    loaded = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    assert_same_state(loaded["state_dict"], state)
+    storages = {value.untyped_storage().data_ptr() for value in loaded["state_dict"].values()}
+    assert len(storages) == len(state) - 1  # tied
+    assert_same_state(TiedNet.load_from_checkpoint(tmp_path / "one.ckpt").state_dict(), state)
+    losses = []
+    for strategy, path in (
+        ("auto", "one.ckpt"),
+        (ElixirStrategy(**OPTIONS["tight"]), "one"),
+        (ElixirStrategy(**TIGHT), "one.ckpt"),
+    ):
+        model = TiedNet()
+        trainer = make_trainer(strategy, max_epochs=2)
+        pl.seed_everything(3, verbose=False)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        trainer.fit(model, make_data(), ckpt_path=str(tmp_path / path))
+        losses.append([loss.item() for loss in model.losses])
+    assert losses[0] == losses[1] == losses[2]
+    assert main(["consolidate", str(tmp_path / "one"), "-o", str(tmp_path / "one.ckpt")]) == 2  # it is there
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    state, _ = _on_ranks(_save, 2, tmp_path / "one", OPTIONS["tight"], MixedNet, {})
+    assert main(["consolidate", str(tmp_path / "one"), "-o", str(tmp_path / "one.safetensors")]) == 0
+    found = safetensors.load_file(tmp_path / "one.safetensors")
+    assert_same_state({name: found[name] for name in state}, state)
+    folder = tmp_path / "several"
+    assert main(["consolidate", str(tmp_path / "one"), "-o", str(folder), "--max-file-size", "20KiB"]) == 0
+    table = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert table["metadata"]["total_size"] == sum(value.nbytes for value in state.values())
+    names = set(table["weight_map"].values())
+    assert len(names) > 1
+    assert {path.name for path in folder.iterdir()} == {*names, "model.safetensors.index.json"}
+    merged = {k: v for name in names for k, v in safetensors.load_file(folder / name).items()}
+    assert_same_state({name: merged[name] for name in state}, state)
+    assert all(name in safetensors.load_file(folder / file) for name, file in table["weight_map"].items())
+
+
+# Lightning's callbacks and hooks
+
+
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint")
+def test_model_checkpoint_removes_and_links(tmp_path: Path) -> None:
+    for async_save in (False, True):
+        folder = tmp_path / str(async_save)
+        callback = pl.callbacks.ModelCheckpoint(
+            folder, monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}"
+        )
+        trainer, model, _ = fit(
+            ElixirStrategy(**{**OPTIONS["tight"], "async_save": async_save}),
+            val=lambda: make_data(8, seed=2),
+            callbacks=[callback],
+            max_epochs=4,
+            enable_checkpointing=True,
+        )
+        names = sorted(path.name for path in folder.iterdir())
+        assert len(names) == 3
+        assert "last.ckpt" in names
+        assert all((folder / name / ".metadata").is_file() for name in names)
+        best = trainer.test(model, make_data(8), ckpt_path="best", verbose=False, weights_only=False)
+        again = make_trainer(ElixirStrategy(**OPTIONS["cuda"]))
+        path = callback.best_model_path
+        assert again.test(Net(), make_data(8), ckpt_path=path, verbose=False, weights_only=False) == best
+
+
+def test_hooks_see_and_change_the_state_dict(tmp_path: Path) -> None:
+    class ThriftyNet(FrozenNet):
+        """Leaves out what is frozen."""
+
+        strict_loading = False
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            for name, parameter in self.named_parameters():
+                if not parameter.requires_grad:
+                    del checkpoint["state_dict"][name]
+            checkpoint["mine"] = 5
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            assert checkpoint["mine"] == 5
+
+    trainer, model, run = fit(ElixirStrategy(**OPTIONS["tight"]), ThriftyNet)
+    trainer.save_checkpoint(tmp_path / "one")
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    metadata = dcp.FileSystemReader(tmp_path / "one").read_metadata()
+    assert frozen
+    assert not [name for name in frozen if f"state_dict.{name}" in metadata.state_dict_metadata]
+    resumed = make_trainer(ElixirStrategy(**OPTIONS["cuda"]))
+    resumed.fit(ThriftyNet(), make_data(), ckpt_path=str(tmp_path / "one"))
+    assert_same_state(_dump(resumed)[0], _dump(trainer)[0])
+
+
+def test_weights_only(tmp_path: Path) -> None:
+    trainer, model, _ = fit(ElixirStrategy(**OPTIONS["tight"]))
+    expected = trainer.test(model, make_data(8), verbose=False)
+    trainer.save_checkpoint(tmp_path / "one", weights_only=True)
+    other = make_trainer(ElixirStrategy(**OPTIONS["cuda"]))
+    assert other.test(Net(), make_data(8), ckpt_path=str(tmp_path / "one"), verbose=False) == expected
+    with pytest.raises(KeyError, match="contains only the model"):
+        make_trainer(ElixirStrategy(**TIGHT)).fit(Net(), make_data(), ckpt_path=str(tmp_path / "one"))
+
+
+def test_meta_parameters_get_their_values_from_the_folder(tmp_path: Path) -> None:
+    class Helpless(nn.Module):
+        """Has no `reset_parameters`."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.gain
+
+    class MetaNet(Net):
+        is_made_in_init = False
+
+        def configure_model(self) -> None:
+            with torch.device(self.hparams["where"]):
+                super()._make()
+                self.layers.insert(0, Helpless())
+
+        def __init__(self, where: str = "meta") -> None:
+            super().__init__(seed=None)
+
+    trainer, _, _ = fit(ElixirStrategy(**OPTIONS["tight"]), lambda: MetaNet("cpu"))
+    trainer.save_checkpoint(tmp_path / "one")
+    other = make_trainer(ElixirStrategy(**OPTIONS["cuda"]))
+    other.fit(MetaNet("meta"), make_data(), ckpt_path=str(tmp_path / "one"))
+    assert_same_state(_dump(other)[0], _dump(trainer)[0])
+
+
+def test_tuner_leaves_no_trace() -> None:
+    trainer = make_trainer(ElixirStrategy(**OPTIONS["tight"]), max_epochs=1)
+    model = Net()
+    found = pl.tuner.Tuner(trainer).lr_find(model, make_data(64), num_training=4, update_attr=False)
+    assert found is not None
+    assert_same_state(model.state_dict(), Net().state_dict())
+    pl.seed_everything(11, verbose=False)
+    Net()  # draws, as that of the reference does
+    trainer.fit(model, make_data())
+    _, reference, _ = fit(ElixirStrategy(**OPTIONS["tight"]))
+    assert [x.item() for x in model.losses[-8:]] == [x.item() for x in reference.losses]
+
+
+# Errors
+
+
+def test_checkpoint_of_another_model(tmp_path: Path) -> None:
+    class WiderNet(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2].up = nn.Linear(32, 65)
+            self.layers[2].down = nn.Linear(65, 32)
+            self.more = nn.Linear(2, 2)
+            del self.layers[3].norm.bias
+            self.layers[3].norm.bias = None
+
+    trainer, _, _ = fit(ElixirStrategy(**OPTIONS["tight"]))
+    trainer.save_checkpoint(tmp_path / "one")
+    wanted = (
+        r"(?s)one is a checkpoint of another model: it lacks more.weight, more.bias; the model lacks "
+        r"layers.3.norm.bias; shapes differ: layers.2.up.weight \[64, 32\] instead of \[65, 32\]"
+    )
+    with pytest.raises(PlanError, match=wanted):
+        make_trainer(ElixirStrategy(**TIGHT)).fit(WiderNet(), make_data(), ckpt_path=str(tmp_path / "one"))
+
+
+def _change(path: Path, change: str) -> str:
+    shard = path / "__0_0.distcp"
+    if change == "missing":
+        shard.unlink()
+        return "lacks its file __0_0.distcp"
+    if change == "short":
+        os.truncate(shard, shard.stat().st_size - 10)
+        return "__0_0.distcp is cut off"
+    if change == "flipped":
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2 + 100] ^= 1
+        shard.write_bytes(data)
+        return "__0_0.distcp is damaged"
+    if change == "no contents":
+        (path / ".metadata").unlink()
+        return "not a whole checkpoint: it has no file .metadata"
+    if change == "no meta":
+        (path / "meta.pt").unlink()
+        return "not a whole checkpoint: it has no file meta.pt"
+    import pickle
+
+    (path / ".metadata").write_bytes(pickle.dumps(os.getcwd))
+    return "a table of contents has no use for"
+
+
+@pytest.mark.parametrize("change", ["missing", "short", "flipped", "no contents", "no meta", "foreign pickle"])
+def test_damaged_folders(tmp_path: Path, change: str) -> None:
+    trainer, _, _ = fit(ElixirStrategy(**OPTIONS["tight"]))
+    trainer.save_checkpoint(tmp_path / "one")
+    message = _change(tmp_path / "one", change)
+    with pytest.raises(StorageError, match=message):
+        make_trainer(ElixirStrategy(**TIGHT)).fit(Net(), make_data(), ckpt_path=str(tmp_path / "one"))
+
+
+@pytest.mark.parametrize("options", [{"state_dict_type": "half"}, {"async_save": True}])
+def test_options_that_are_none(options: Any) -> None:
+    with pytest.raises(PlanError, match="state_dict_type|sharded"):
+        ElixirStrategy(**options)
