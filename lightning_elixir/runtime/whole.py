@@ -170,6 +170,8 @@ def write_own_shard(engine: Engine, chunk: Chunk, values: Tensor) -> None:
                 shard.keep_master(values)
         if shard.param is not None and not shard.is_param_overwritten:
             shard.param.copy_(values)
+        if shard.is_param_on_disk:
+            shard.keep_param(values.to(chunk.dtype))
 
 
 def in_memory_order(chunk: Chunk, index: int, value: Tensor) -> Tensor:

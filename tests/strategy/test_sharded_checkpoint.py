@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {**TIGHT, "enable_distributed_storage": False, **SHARDED},
     "nvme": {"placement_policy": "cpu", "nvme_offload_fraction": 1.0, "chunk_size": "32KiB", **SHARDED},
 }
+OPTIONS["all on nvme"] = {**OPTIONS["nvme"], "nvme_offload_param_fraction": 1.0}
 
 
 class MixedNet(Net):
@@ -123,6 +124,9 @@ def _assert_same(actual: Any, expected: Any) -> None:
         (3, "cuda", 3, "nvme"),
         (3, "whole", 4, "tight"),
         (4, "tight", 2, "nvme"),
+        (1, "all on nvme", 2, "cuda"),
+        (2, "tight", 1, "all on nvme"),
+        (2, "all on nvme", 3, "all on nvme"),
     ],
 )
 def test_any_ranks_and_placements(tmp_path: Path, saved_by: int, first: str, loaded_by: int, second: str) -> None:
@@ -219,6 +223,22 @@ def test_resumed_run_equals_the_uninterrupted(
         assert losses == all_losses[-len(losses) :]
         if after[0]:
             _assert_same(after, reference)
+
+
+@pytest.mark.parametrize(("first", "second"), [("tight", "all on nvme"), ("all on nvme", "cuda")])
+def test_a_resumed_run_equals_the_uninterrupted_elsewhere(tmp_path: Path, first: str, second: str) -> None:
+    """With 16-bit parameters, of which masters tell nothing."""
+    here, there = ({**OPTIONS[name]} for name in (first, second))
+    for options in (here, there):
+        if "nvme_offload_fraction" in options:
+            options["nvme_offload_dir"] = str(tmp_path)
+    more = {"precision": "bf16-mixed"}
+    all_losses, reference = _train_on(None, here, 1, more)
+    path = (tmp_path / "saved" / "step=3.ckpt").rename(tmp_path / "three.ckpt")
+    losses, after = _train_on(path, there, 1, more)
+    assert len(losses) < len(all_losses)
+    assert losses == all_losses[-len(losses) :]
+    _assert_same(after, reference)
 
 
 def _here(function: Any, world_size: int, *arguments: Any, init_group: bool) -> list[Any]:
