@@ -210,7 +210,7 @@ def test_parameters_on_nvme_are_read_for_every_fetch(timing: UpdateTiming, num_b
     assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(lane))
     update_s = 4 * (3 * 1e-3 + 3 * 2e-3)
     land_s = 4 * (2e-3 + (1e-3 if num_backwards > 1 else 0))
-    assert timeline.times.nvme_s == pytest.approx(num_backwards * (7 * 1e-3 + land_s) + update_s)
+    assert timeline.times.nvme_s == pytest.approx(num_backwards * (7 * 1e-3 + land_s) + update_s)  # one chunk stays
     for span in lane:
         if span.label.startswith("read parameters"):
             number = span.label.split()[-1]
