@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_elixir._lightning import pl
+from lightning_elixir.checkpoint import CheckpointIndex
 from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.holding import Holding
@@ -176,6 +177,7 @@ class Batches:
         return len(self._own)
 
     def __iter__(self) -> Iterator[Any]:
+        torch.rand(1)  # draws, as a DataLoader's iterator does
         first, self._seen = self._seen, 0
         for number, batch in enumerate(self._own[first:], start=first):
             self._seen = number + 1
@@ -459,8 +461,9 @@ def _change(path: Path, change: str) -> str:
         os.truncate(shard, shard.stat().st_size - 10)
         return "__0_0.distcp is cut off"
     if change == "flipped":
+        (_, place), *_ = CheckpointIndex(path).tensors["state_dict.layers.0.up.weight"].boxes
         data = bytearray(shard.read_bytes())
-        data[len(data) // 2 + 100] ^= 1
+        data[place.offset + place.length // 2] ^= 1  # one bit of a number
         shard.write_bytes(data)
         return "__0_0.distcp is damaged"
     if change == "no contents":
