@@ -64,7 +64,7 @@ class HostSums:
     def __init__(self, device: Device, num_buffers: int, buffer_bytes: int) -> None:
         self._device = device
         self._num_buffers = num_buffers
-        self._buffer_bytes = aligned(buffer_bytes)
+        self._buffer_bytes = buffer_bytes
         self._slots: list[_Slot] = []  # the one that was taken first comes first; made when first needed
         self._worker = Worker("elixir-gradients", context=partial(working_on, device.torch_device))
 

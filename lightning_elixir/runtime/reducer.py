@@ -22,12 +22,13 @@ from lightning_elixir.core.labels import label
 from lightning_elixir.core.worker import TaskEvent
 from lightning_elixir.errors import StateError, StorageError
 from lightning_elixir.optim.scaling import square_sums
-from lightning_elixir.plan.memory import GRAD_BLOCKS, grad_staging
+from lightning_elixir.plan.memory import GRAD_BLOCKS, grad_staging, has_params_on_nvme
 from lightning_elixir.plan.segments import Segment, segments_of
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, add_up, put
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.fetcher import TransferBytes
+from lightning_elixir.storage.nvme import aligned
 from lightning_elixir.storage.shards import ShardStore
 
 # Blocks whose reduction or download may be under way before the compute stream waits for the oldest; one more collects.
@@ -89,7 +90,10 @@ class Reducer:
         self._announce = announce
         self._waiting = waiting
         itemsize = None if reduce_dtype is None else reduce_dtype.itemsize
-        self._sums = HostSums(device, *grad_staging((c.spec for c in chunks), comm.world_size, itemsize))
+        num_buffers, nbytes = grad_staging((c.spec for c in chunks), comm.world_size, itemsize)
+        if any(has_params_on_nvme(c.spec) for c in chunks):
+            nbytes = aligned(nbytes)  # the disk takes whole blocks
+        self._sums = HostSums(device, num_buffers, nbytes)
         self._trainable = {i: sum(p.requires_grad for p in chunks[i].parameters if p.numel() > 0) for i in self.order}
         # This backward
         self._collected: dict[int, _Collected] = {}
