@@ -47,7 +47,7 @@ def test_python_block_runs(block: str) -> None:
 
 def test_commands_are_those_of_dev_py() -> None:
     commands = re.findall(r"python3 dev.py (\w+)", README)
-    assert set(commands) == {"example", "test"}
+    assert set(commands) == {"example", "tensornvme", "test"}
     assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("python3 dev.py test")
 
 

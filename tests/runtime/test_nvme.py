@@ -541,13 +541,14 @@ def test_an_engine_that_is_dropped_frees_the_disk(tmp_path: Path) -> None:
 
 
 PROGRAM = """
-    import gc, os, sys, time
-    import psutil, torch
+    import os, sys, time
+    import torch
     from dataclasses import replace
     from torch import nn
     from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
     from lightning_elixir.plan.placement import with_states_on_nvme
     from lightning_elixir.planning import make_plan
+    from tests.helpers.own_memory import own_bytes
 
     folder, fraction, then = sys.argv[1], float(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
@@ -564,15 +565,11 @@ PROGRAM = """
         optimizer.backward(loss)
         optimizer.step()
     optimizer.synchronize()
-    gc.collect()
-    rss, numel = psutil.Process().memory_info().rss, sum(c.numel for c in plan.chunks)
-    print(rss, numel, loss.item(), os.listdir(folder), flush=True)
+    before, numel = own_bytes(), sum(c.numel for c in plan.chunks)
+    print(before, numel, loss.item(), os.listdir(folder), flush=True)
     if then == "save":
-        def own():
-            return int(next(x for x in open("/proc/self/status") if x.startswith("RssAnon")).split()[1]) * 1024
-        before = own()
         saved = (module.full_state_dict(), optimizer.state_dict())
-        grown = own() - before
+        grown = own_bytes() - before
         torch.save(saved, sys.argv[4])
         print(grown, os.listdir(folder), flush=True)
     if then == "raise":
@@ -596,8 +593,8 @@ def test_host_memory_is_lower_by_the_states(tmp_path: Path) -> None:
     for fraction in (0.0, 1.0):
         out, errors = start(tmp_path / "disk", fraction, "end").communicate(timeout=120)
         assert out, errors
-        rss, numel, loss, listing = out.split(maxsplit=3)
-        seen[fraction] = (int(rss), float(loss))
+        own, numel, loss, listing = out.split(maxsplit=3)
+        seen[fraction] = (int(own), float(loss))
         assert listing.strip() == "[]"
     assert seen[0.0][1] == seen[1.0][1]
     expected = 12 * int(numel) - NVME_BUFFERS * 12 * 512 * 512  # what the buffers take stays
