@@ -15,7 +15,7 @@ from lightning_elixir.storage.nvme.state_file import (
     Visit,
     open_state_file,
 )
-from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Request
+from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Request, aligned
 
 __all__ = [
     "ALIGNMENT",
@@ -33,6 +33,7 @@ __all__ = [
     "StateSpec",
     "StateTraffic",
     "Visit",
+    "aligned",
     "is_in_memory",
     "open_offload_file",
     "open_state_file",
