@@ -103,13 +103,18 @@ class Task:
         except Exception:  # the device failed: let the task run, and have it say so
             return True
 
-    def _prepare(self) -> None:
-        """Make the host wait for the event, if that has not failed."""
+    def _prepare(self, failure: type[BaseException] = BaseException) -> None:
+        """Make the host wait for the event, if that has not failed.
+
+        Args:
+            failure: What counts as such. On a thread of the pool everything does; what interrupts another one is no
+                matter of the task's.
+        """
         event = self._event
         try:
             if event is not None:
                 event.synchronize()
-        except BaseException:  # likewise, or what it waits for did
+        except failure:  # likewise, or what it waits for did
             self._is_event_broken = True
 
     def _run(self) -> Event | None:
@@ -227,16 +232,8 @@ class _Pool:
         if task._end is not None and not task._is_ending:
             return partial(self._help_to_end, task, task._end)
         if task._is_brief and task in self._waiting:
-            return partial(self._help_to_begin if task._is_prepared() else self._help_to_prepare, task)
+            return partial(self._help_to_begin, task) if task._is_prepared() else partial(task._prepare, Exception)
         return None
-
-    def _help_to_prepare(self, task: Task) -> None:
-        event = task._event
-        try:
-            if event is not None:
-                event.synchronize()
-        except Exception:  # not what interrupts this thread: it is no matter of the task's
-            task._is_event_broken = True
 
     def _help_to_end(self, task: Task, end: Event) -> None:
         error: Exception | None = None

@@ -17,10 +17,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.errors import PlanError
 from lightning_elixir.kernels.cpu import implementation
-from lightning_elixir.optim.adam import AdamHyper as AdamHyper
-from lightning_elixir.optim.adam import adam_update_
+from lightning_elixir.optim.adam import AdamHyper, adam_update_
 from lightning_elixir.optim.memory_order import flattened, memory_order, write_back
-from lightning_elixir.optim.nvme_moments import MomentsOnNvme, NvmeOptions, no_steps
+from lightning_elixir.optim.nvme_moments import MomentsOnNvme, NvmeOptions, gradient, no_steps
 
 logger = logging.getLogger(__name__)
 
@@ -263,25 +262,18 @@ class HybridAdam(Optimizer):
                     _check_gradient(p, p.grad, group, index)
         self._nvme.share_out(self._labelled())
         self._nvme.bring(self.state)
-        in_memory: list[tuple[Tensor, AdamHyper]] = []
-        on_nvme: dict[Tensor, AdamHyper] = {}
+        updates: list[tuple[Tensor, AdamHyper]] = []
         for group in self.param_groups:
             hyper = self.hyper_parameters(group)
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p in self._nvme:
-                    on_nvme[p] = hyper
-                else:
-                    in_memory.append((p, hyper))
+            updates += [(p, hyper) for p in group["params"] if p.grad is not None]
+        on_nvme = {p: hyper for p, hyper in updates if p in self._nvme}
         if on_nvme:
-            for group in self.param_groups:  # states are in this order, whatever is updated first
-                for p in group["params"]:
-                    if p.grad is not None:
-                        self.state[p]
+            for p, _ in updates:  # states are in this order, whatever is updated first
+                self.state[p]
+            in_memory = [(p, hyper) for p, hyper in updates if p not in on_nvme]
             self._nvme.update(self.state, on_nvme, in_memory, self._update)
         else:
-            for p, hyper in in_memory:
+            for p, hyper in updates:
                 self._update(p, hyper)
         return loss
 
@@ -304,7 +296,7 @@ class HybridAdam(Optimizer):
         flat = [flattened(x, order) for x in written]
         adam_update_(
             flat[0],
-            flattened(p if p.grad is None else p.grad, order),
+            flattened(gradient(p), order),
             flat[1],
             flat[2],
             step=int(state["step"].item()),

@@ -16,11 +16,9 @@ from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.optim.adam import AdamHyper, adam_update_
 from lightning_elixir.optim.memory_order import flattened, memory_order, unflattened, write_back
 from lightning_elixir.optim.nvme_states import NvmeStates, Part
-from lightning_elixir.storage.nvme import BACKENDS, is_in_memory, temporary_folder
+from lightning_elixir.storage.nvme import BACKENDS, MOMENTS, is_in_memory, temporary_folder
 
 logger = logging.getLogger(__name__)
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 States = MutableMapping[Tensor, dict[str, Any]]
 """An optimizer's, by parameter."""
@@ -138,7 +136,7 @@ class MomentsOnNvme:
         if not stray or self._states is None:
             return
         for p in stray:
-            for name in _MOMENTS:
+            for name in MOMENTS:
                 if states[p][name].numel() != p.numel():
                     shape = tuple(states[p][name].shape)
                     raise PlanError(f"{name} of shape {shape} is not of a parameter of shape {tuple(p.shape)}")
@@ -148,13 +146,13 @@ class MomentsOnNvme:
                 for part, *moments in parts:
                     if part.is_first:
                         order = self._placed[part.param].order
-                        flat = [flattened(states[part.param][name], order) for name in _MOMENTS]
+                        flat = [flattened(states[part.param][name], order) for name in MOMENTS]
                     for moment, whole in zip(moments, flat, strict=True):
                         moment.copy_(whole[part.start : part.start + part.numel])
         except BaseException as error:
             self._fail(error, "moments were being brought to NVMe, and are lost")
         for p in stray:
-            for name in _MOMENTS:
+            for name in MOMENTS:
                 del states[p][name]
 
     def read(self, states: States) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -170,13 +168,13 @@ class MomentsOnNvme:
         for part, *moments in self._states.read(lambda p: p in states and "exp_avg" not in states[p]):
             p = part.param
             if part.is_first:
-                flat = [torch.empty(p.numel(), dtype=p.dtype) for _ in _MOMENTS]
+                flat = [torch.empty(p.numel(), dtype=p.dtype) for _ in MOMENTS]
             for whole, moment in zip(flat, moments, strict=True):
                 whole[part.start : part.start + part.numel] = moment
             if part.is_last:
                 _, _, order = self._placed[p]
                 tensors = [unflattened(whole, p.shape, order) for whole in flat]
-                yield p, {**states[p], **dict(zip(_MOMENTS, tensors, strict=True))}
+                yield p, {**states[p], **dict(zip(MOMENTS, tensors, strict=True))}
 
     def update(
         self,
@@ -253,7 +251,7 @@ class _Current:
         state["step"] += 1
         self._step = int(state["step"].item())
         self._p, self._order = p, order
-        self._param, self._grad = flattened(p, order), flattened(p if p.grad is None else p.grad, order)
+        self._param, self._grad = flattened(p, order), flattened(gradient(p), order)
 
     def update(self, part: Part, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: AdamHyper) -> None:
         if not self._has_moments:
@@ -263,6 +261,13 @@ class _Current:
         adam_update_(self._param[where], self._grad[where], exp_avg, exp_avg_sq, step=self._step, **hyper)
         if part.is_last:
             write_back(self._p, self._param, self._order)
+
+
+def gradient(p: Tensor) -> Tensor:
+    """That of a parameter which is known to have one."""
+    if p.grad is None:
+        raise RuntimeError("a parameter without a gradient was to be updated")
+    return p.grad
 
 
 def no_steps() -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_elixir.core.labels import label
 from lightning_elixir.errors import StorageError
 from lightning_elixir.plan.memory import NVME_BUFFERS
-from lightning_elixir.storage.nvme import ALIGNMENT, OffloadFile, Request, open_offload_file
+from lightning_elixir.storage.nvme import OffloadFile, Request, aligned, open_offload_file
 
 LARGEST_REGION_BYTES = 32 * 2**20
 SMALLEST_REGION_BYTES = 4 * 2**20
@@ -209,15 +209,11 @@ def _laid_out(params: Sequence[Tensor], most: int) -> list[_Region]:
                 regions.append(_Region(len(regions), 0, []))
                 continue
             numel = min(left, p.numel() - start)
-            each = _aligned(numel * itemsize, _PART_ALIGNMENT)
+            each = aligned(numel * itemsize, _PART_ALIGNMENT)
             part = Part(p, start, numel, start == 0, start + numel == p.numel(), region.nbytes, region.nbytes + each)
             region.parts.append(part)
             region.nbytes += 2 * each
             start += numel
     for region in regions:  # whole blocks of the disk need no copy
-        region.nbytes = _aligned(region.nbytes, ALIGNMENT)
+        region.nbytes = aligned(region.nbytes)
     return regions
-
-
-def _aligned(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.kernels.sequence import Scalars, Table
-from lightning_elixir.optim.adam import adam_scalars, update_parts_
-from lightning_elixir.optim.hybrid_adam import AdamHyper
+from lightning_elixir.optim.adam import AdamHyper, adam_scalars, update_parts_
 from lightning_elixir.plan.types import ALIGN_NUMEL
 from lightning_elixir.storage.nvme import GRAD, MASTER, MOMENTS, PARAM, ChunkStates, Visit, aligned
 

@@ -344,7 +344,9 @@ class _LayoutSearch(Space):
         if self.is_shared:
             sites.append(SHARDED)
         if self.layout.packed[chunk_id].requires_grad:
-            sites += dict.fromkeys((self.kept, SHARDED_PARAMS) if self.is_shared else (self.kept,))
+            sites.append(self.kept)
+            if self.is_shared and self.kept != SHARDED_PARAMS:
+                sites.append(SHARDED_PARAMS)
             if self.problem.can_stream:
                 sites += [replace(s, is_update_streamed=True) for s in sites if s.optim_tier is Tier.CPU]
         return sites

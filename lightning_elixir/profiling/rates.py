@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device, release_cached_memory
+from lightning_elixir.optim.adam import AdamHyper
 from lightning_elixir.optim.execution import UpdateRunner
-from lightning_elixir.optim.hybrid_adam import AdamHyper
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
 from lightning_elixir.plan.hardware import BandwidthCurve

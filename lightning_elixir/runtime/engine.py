@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device, release_cached_memory
 from lightning_elixir.errors import ElixirError, StateError, StorageError
-from lightning_elixir.plan.memory import has_params_on_nvme, param_buffers, uses_nvme
+from lightning_elixir.plan.memory import has_params_on_nvme, param_buffers
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import AccessTrace, Drop, Plan, Tier, UpdateTiming
@@ -243,7 +243,7 @@ class Engine:
             StorageError: The disk cannot hold it; on every rank, if it is so on one.
         """
         specs = states_on_nvme(plan, self.precision)
-        if not any(uses_nvme(c) for c in plan.chunks):
+        if not specs:
             return None
         if kept is not None and kept.holds(specs):
             return kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -205,17 +205,16 @@ class ShardStore:
                 first = first or error
         if first is not None:
             raise first
-        if self.states is not None:
-            try:
-                self.states.synchronize()
-            except Exception as error:
-                raise _lost("keeping optimizer states on NVMe has failed", error) from error
+        self._ask_states(StateFile.synchronize)
 
     def check_states(self) -> None:
         """Raises `StorageError` if states on a disk are known to be lost; waits for nothing."""
+        self._ask_states(StateFile.check)
+
+    def _ask_states(self, ask: Callable[[StateFile], None]) -> None:
         if self.states is not None:
             try:
-                self.states.check()
+                ask(self.states)
             except Exception as error:
                 raise _lost("keeping optimizer states on NVMe has failed", error) from error
 

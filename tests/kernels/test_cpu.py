@@ -18,8 +18,7 @@ from lightning_elixir.kernels import cpu
 from lightning_elixir.kernels.build import BuildError, find_compiler
 from lightning_elixir.kernels.cpu import Kernel, adam_update, load_kernel
 from lightning_elixir.kernels.sequence import Scalars, Table, run_sequence
-from lightning_elixir.optim.adam import adam_scalars, adam_update_
-from lightning_elixir.optim.hybrid_adam import AdamHyper
+from lightning_elixir.optim.adam import AdamHyper, adam_scalars, adam_update_
 from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
 
 if find_compiler() is None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_elixir.core.device import make_device
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.kernels import cpu
+from lightning_elixir.optim.adam import AdamHyper
 from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRunner
-from lightning_elixir.optim.hybrid_adam import AdamHyper
 from lightning_elixir.optim.streaming import _MAX_QUEUED, StateStream
 from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
 from lightning_elixir.plan.streaming import NUM_SLOTS, SCRATCH_BYTES, SLOT_BYTES, STREAM_BYTES

@@ -32,7 +32,7 @@ from lightning_elixir.plan.memory import nvme_buffers
 from lightning_elixir.storage.nvme.folders import temporary_folder
 from lightning_elixir.storage.nvme.mapped import MappedMemory
 from lightning_elixir.storage.nvme.offload_file import OffloadFile, open_offload_file
-from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Request, aligned, aligned_memory
+from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Request, aligned, aligned_memory, when_all_over
 
 MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -402,7 +402,7 @@ class StateFile:
             self._on_read(visit, (), error)
             return
         self._traffic.read_bytes += sum(visit.read.values())
-        _when_over(requests, partial(self._on_read, visit, requests))
+        when_all_over(requests, partial(self._on_read, visit, requests))
 
     def _on_read(self, visit: Visit, requests: Sequence[Request], error: BaseException | None = None) -> None:
         with self._lock:
@@ -442,7 +442,7 @@ class StateFile:
                 self._fail(error)
                 raise
             self._traffic.written_bytes += sum(spec.bytes_of(part) for part in spec.written)
-            _when_over(requests, partial(self._on_written, visit, requests))
+            when_all_over(requests, partial(self._on_written, visit, requests))
 
     def _on_written(self, visit: Visit, requests: Sequence[Request]) -> None:
         with self._lock:
@@ -575,24 +575,6 @@ def open_state_file(
 
 def _keys(specs: Mapping[int, StateSpec]) -> list[tuple[int, str]]:
     return [(chunk_id, part) for chunk_id, spec in specs.items() for part in spec.parts]
-
-
-def _when_over(requests: Sequence[Request], follower: Callable[[], None]) -> None:
-    """Call it when all of them are."""
-    left = [len(requests)]
-    lock = threading.Lock()
-
-    def count() -> None:
-        with lock:
-            left[0] -= 1
-            is_last = left[0] == 0
-        if is_last:
-            follower()
-
-    for request in requests:
-        request.then(count)
-    if not requests:
-        follower()
 
 
 def _first_error(requests: Sequence[Request]) -> StorageError | None:

@@ -19,9 +19,9 @@ ALIGNMENT = 4096
 """Bytes. What passes the page cache begins and ends at multiples of this, in the file and in memory."""
 
 
-def aligned(nbytes: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    """The next multiple of `alignment`."""
+    return -(-nbytes // alignment) * alignment
 
 
 def aligned_memory(nbytes: int) -> mmap.mmap:
@@ -81,6 +81,24 @@ class Backend(Protocol):
         """Drop what has not begun, wait for what has, and let the file go."""
 
 
+def when_all_over(ones: Sequence[Task | Request], follower: Callable[[], None]) -> None:
+    """Call it once when all of them are over, on the thread that finds that out; or right here if that is past."""
+    left = [len(ones)]
+    lock = threading.Lock()
+
+    def count() -> None:
+        with lock:
+            left[0] -= 1
+            is_last = left[0] == 0
+        if is_last:
+            follower()
+
+    for one in ones:
+        one.then(count)
+    if not ones:
+        follower()
+
+
 class Request:
     """A read or a write under way; an `Event`, for which device and host alike wait on the host.
 
@@ -115,20 +133,7 @@ class Request:
     def then(self, follower: Callable[[], None]) -> None:
         """Call it once when this is done, or has failed, on the thread that did it last; or right here if that is past.
         It must not wait for this, nor raise."""
-        left = [len(self._tasks)]
-        lock = threading.Lock()
-
-        def count() -> None:
-            with lock:
-                left[0] -= 1
-                is_last = left[0] == 0
-            if is_last:
-                follower()
-
-        for task in self._tasks:
-            task.then(count)
-        if not self._tasks:
-            follower()
+        when_all_over(self._tasks, follower)
 
     def take_care(self) -> StorageError | None:
         """Whoever asks has been told: why it has failed, if it has. For followers, which come before the end counts."""
