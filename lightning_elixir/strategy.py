@@ -56,7 +56,7 @@ from lightning_elixir.fitting import FitRun, accumulates_gradients
 from lightning_elixir.holding import BuildOptions, Holding
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.search import has_states_on_nvme
+from lightning_elixir.plan.search import needs_disk
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.planner import OptimizerFacts, Planner, disk_options
 from lightning_elixir.precision import ElixirPrecision, elixir_precision, is_update_unobserved, needs_norm_or_scale
@@ -514,7 +514,7 @@ class ElixirStrategy(ProcessStrategy):
             return
         holding.budget = dataclasses.replace(holding.budget, nvme_bytes=0)
         plan = holding.engine.plan
-        if has_states_on_nvme(plan):
+        if needs_disk(plan):
             log.info("%s cannot update states on NVMe: placing them without it", type(optimizer).__name__)
             holding.engine.replan(self._planner().warm_up_plan(holding.skeleton, plan, holding.budget))
 

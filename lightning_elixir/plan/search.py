@@ -93,18 +93,18 @@ def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
 def could_speculate(plan: Plan, problem: Problem) -> bool:
     """Whether updates of a plan without spare states would begin earlier with them, had the host the memory."""
     scheme = scheme_of(replace(plan, has_spare_states=True), problem.data_bytes)
-    is_short = plan.grad_reuses_compute_shard or has_states_on_nvme(plan)
+    is_short = plan.grad_reuses_compute_shard or needs_disk(plan)
     return problem.can_speculate and not is_short and any(scheme.has_spares(c) for c in plan.chunks)
 
 
-def has_states_on_nvme(plan: Plan) -> bool:
+def needs_disk(plan: Plan) -> bool:
     return any(uses_nvme(c) for c in plan.chunks)
 
 
 def _frugal(candidates: Sequence[Candidate], problem: Problem) -> Plan:
     """The fastest plan without spare states; with states on NVMe only where that is worth it, or nothing else fits."""
     plan = _reusing_if_short(candidates, problem)
-    if has_states_on_nvme(plan):
+    if needs_disk(plan):
         with suppress(CapacityError):
             other = _reusing_if_short(candidates, problem.in_memory())
             if _seconds(plan) >= _seconds(other) * (1 - _WORTH_A_DISK):
@@ -120,7 +120,7 @@ def _reusing_if_short(candidates: Sequence[Candidate], problem: Problem) -> Plan
         if error.resource != "host" or not problem.can_reuse_compute_shard:
             raise
         return _searched(candidates, problem.reusing())
-    if problem.can_reuse_compute_shard and has_states_on_nvme(plan):
+    if problem.can_reuse_compute_shard and needs_disk(plan):
         other = _searched(candidates, problem.reusing())
         if _seconds(other) < _seconds(plan):
             return other
@@ -164,7 +164,7 @@ def distance(refusal: CapacityError) -> tuple[bool, int]:
 def with_forecast(plan: Plan, profile: StepProfile, problem: Problem) -> Plan:
     """A plan that nobody searched for, with what the simulation expects of it; without where it has states on a disk
     that nobody has measured."""
-    if has_states_on_nvme(plan) and problem.hardware.nvme_adam_numel_per_s is None:
+    if needs_disk(plan) and problem.hardware.nvme_adam_numel_per_s is None:
         return plan
     scheme = scheme_of(plan, problem.data_bytes, problem.stream_bytes, accumulates=problem.accumulates)
     timeline = simulate_step(
