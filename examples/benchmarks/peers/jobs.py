@@ -26,6 +26,7 @@ class Shape:
 
 PRESETS = {
     "toy": Shape(2, 64, 2, vocab=256, seq=32),
+    "120m": Shape(8, 1024, 16, vocab=8192, seq=64),
     "1.3b": Shape(24, 2048, 16),
     "5b": Shape(22, 4096, 32),
 }
