@@ -84,7 +84,7 @@ class ShardedCheckpoints:
         randoms = comm.exchange_objects(_as_plain(capture_random_states(device)))
         scaler = optimizer.scaler.state_dict() if optimizer is not None and optimizer.scaler.enabled else None
         meta[OWN_KEY] = {"random_states": randoms, "loss_scaler": scaler}
-        folder = PendingFolder(path, comm)
+        folder = PendingFolder(path, comm, past_cache=not self._is_async)
         folder.write(plan.write, meta)
         if not self._is_async:
             folder.commit(plan.contents)

@@ -107,11 +107,13 @@ def run_apart(arguments: argparse.Namespace, mode: str, own: Path) -> dict[str, 
 
 def run_here(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
-    from peers.elixir_systems import Batches, Lit, pl
+    from peers import elixir_systems as elixir
+    from peers.elixir_systems import Batches, Lit
     from peers.model import batches
 
     from lightning_elixir import ElixirStrategy
 
+    pl: Any = vars(elixir)["pl"]  # Lightning, under whichever of its names is there
     folder, mode = Path(arguments.folder), arguments.mode
     shape = PRESETS[arguments.preset]
     job = Job(system="elixir", shape=shape, batch=arguments.batch, device=arguments.device, lr=1e-6)
@@ -123,14 +125,14 @@ def run_here(arguments: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    class Saving(pl.Callback):
+    class Saving(pl.Callback):  # type: ignore[misc]
         def __init__(self, path: Path) -> None:
             self.path = path
             self.marks: list[float] = []
             self.begin_s = self.saved_s = 0.0
             self.there_s: float | None = None
 
-        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
             self.marks.append(settle())
             if len(self.marks) == NUM_WARMUP + NUM_BEFORE:
                 with most_memory(found):
@@ -142,7 +144,7 @@ def run_here(arguments: argparse.Namespace) -> dict[str, Any]:
                 self.there_s = settle()
                 found["num_during"] = len(self.marks) - (NUM_WARMUP + NUM_BEFORE + 1)
 
-        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             took = [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
             first = NUM_WARMUP + NUM_BEFORE
             found["before_s"] = statistics.median(took[NUM_WARMUP - 1 : first - 1])
@@ -175,7 +177,7 @@ def run_here(arguments: argparse.Namespace) -> dict[str, Any]:
 
     is_load = mode == "load"
     options = {"autocast": False, "state_dict_type": "sharded", "async_save": mode == "async"}
-    strategy = (Timed if is_load else ElixirStrategy)(**options, **json.loads(arguments.elixir))  # type: ignore[arg-type]
+    strategy = (Timed if is_load else ElixirStrategy)(**options, **json.loads(arguments.elixir))
     saving = Saving(folder / f"{mode}.ckpt")
     num_steps = NUM_WARMUP + NUM_BEFORE + (1 if is_load else arguments.steps_after)
     trainer = pl.Trainer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -206,6 +207,7 @@ class CheckpointIndex:
         path = self.folder / place.file
         try:
             with path.open("rb") as file, io.BufferedReader(_Part(file, place.offset, place.length)) as part:
+                os.posix_fadvise(file.fileno(), place.offset, place.length, os.POSIX_FADV_WILLNEED)
                 with zipfile.ZipFile(part) as archive:  # torch.load does not compare checksums
                     bad = archive.testzip()
                 if bad is not None:

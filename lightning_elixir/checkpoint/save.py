@@ -35,17 +35,20 @@ class PendingFolder:
     Args:
         path: Of the folder to be.
         comm: All ranks.
+        past_cache: Have `write` bring it to the disk, where the file system can do that past the system's cache; else
+            that is left to `commit`.
     """
 
-    def __init__(self, path: Path, comm: Comm) -> None:
+    def __init__(self, path: Path, comm: Comm, *, past_cache: bool = True) -> None:
         self.path = path
         self._comm = comm
+        self._past_cache = past_cache
         self._temporary = temporary_sibling(path)
         self._written: list[Written] = []
         self._file: Path | None = None
 
     def write(self, write: Callable[[ShardWriter], None], meta: Mapping[str, Any]) -> None:
-        """Write this rank's file, as far as the system's cache. Nothing of what is saved is needed afterwards.
+        """Write this rank's file, at least as far as the system's cache. Nothing of what is saved is needed afterwards.
 
         Args:
             write: Puts this rank's part into the writer.
@@ -63,7 +66,7 @@ class PendingFolder:
             raise
 
     def _write(self, write: Callable[[ShardWriter], None], meta: Mapping[str, Any]) -> None:
-        with ShardWriter(self._temporary, self._comm.rank) as writer:
+        with ShardWriter(self._temporary, self._comm.rank, past_cache=self._past_cache) as writer:
             write(writer)
         self._written, self._file = writer.written, writer.path
         if self._comm.rank == 0:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_elixir.checkpoint.boxes import Box, Extent, Shape, whole
+from lightning_elixir.checkpoint.direct_file import DirectFile, open_new
 from lightning_elixir.errors import StorageError
 
 _VERSION = "1.0.0"
@@ -48,12 +49,13 @@ class ShardWriter:
     Args:
         folder: Of the checkpoint.
         rank: Whose.
+        past_cache: Write to the disk at once, where that is possible, instead of into the system's cache.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, *, past_cache: bool = False) -> None:
         self.path = folder / file_name(rank)
         self.written: list[Written] = []
-        self._file = self.path.open("wb")
+        self._file: Any = open_new(self.path, past_cache=past_cache)
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -61,7 +63,10 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        if error is not None and isinstance(self._file, DirectFile):
+            self._file.abandon()
+        else:
+            self._file.close()
 
     def add_run(self, key: str, extent: Extent, run: Tensor, dtype: torch.dtype) -> None:
         """Write a run of a tensor's elements.

@@ -3,7 +3,7 @@
 from lightning_elixir.storage.nvme.folders import is_in_memory, temporary_folder
 from lightning_elixir.storage.nvme.mapped import MappedMemory
 from lightning_elixir.storage.nvme.offload_file import BACKENDS, OffloadFile, OffloadStats, open_offload_file
-from lightning_elixir.storage.nvme.scratch import remove_stale
+from lightning_elixir.storage.nvme.scratch import go_direct, remove_stale
 from lightning_elixir.storage.nvme.state_file import (
     GRAD,
     MASTER,
@@ -17,7 +17,7 @@ from lightning_elixir.storage.nvme.state_file import (
     Visit,
     open_state_file,
 )
-from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Request, aligned
+from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Request, aligned, aligned_memory
 
 __all__ = [
     "ALIGNMENT",
@@ -38,6 +38,8 @@ __all__ = [
     "StateTraffic",
     "Visit",
     "aligned",
+    "aligned_memory",
+    "go_direct",
     "is_in_memory",
     "open_offload_file",
     "open_state_file",
