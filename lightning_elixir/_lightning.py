@@ -20,7 +20,7 @@ if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
-    from lightning.pytorch.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler
+    from lightning.pytorch.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler, ModelCheckpoint
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
@@ -37,7 +37,7 @@ else:
     from lightning_fabric.utilities.seed import reset_seed
     from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.accelerators import Accelerator, CPUAccelerator
-    from pytorch_lightning.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler
+    from pytorch_lightning.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler, ModelCheckpoint
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, HalfPrecision, MixedPrecision, Precision
     from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
@@ -59,6 +59,7 @@ __all__ = [
     "LightningModule",
     "LightningOptimizer",
     "MixedPrecision",
+    "ModelCheckpoint",
     "MultiProcessingLauncher",
     "ParallelStrategy",
     "Precision",

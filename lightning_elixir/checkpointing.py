@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +66,15 @@ class ShardedCheckpoints:
         optimizer: ElixirOptimizer | None,
         comm: Comm,
         device: torch.device,
+        *,
+        is_waited_for: bool,
     ) -> None:
         """Save. Collective; under `is_async` the checkpoint is there some time after this returns.
 
         Args:
             path: Of the folder to be.
             checkpoint: As Lightning gives it, with `state_dict` from `model_state` and `optimizer_states`.
+            is_waited_for: Have it there in any case: nobody comes later who would tell of its failure.
 
         Raises:
             StorageError: This save, or the last one, has failed on some rank.
@@ -84,9 +87,10 @@ class ShardedCheckpoints:
         randoms = comm.exchange_objects(_as_plain(capture_random_states(device)))
         scaler = optimizer.scaler.state_dict() if optimizer is not None and optimizer.scaler.enabled else None
         meta[OWN_KEY] = {"random_states": randoms, "loss_scaler": scaler}
-        folder = PendingFolder(path, comm, past_cache=not self._is_async)
+        is_async = self._is_async and not is_waited_for
+        folder = PendingFolder(path, comm, past_cache=not is_async)
         folder.write(plan.write, meta)
-        if not self._is_async:
+        if not is_async:
             folder.commit(plan.contents)
             return
         if self._thread_comm is None:
@@ -99,9 +103,12 @@ class ShardedCheckpoints:
         Raises:
             StorageError: It has failed.
         """
-        running, self._running = self._running, None
-        if running is not None:
-            running.wait()
+        running = self._running
+        if running is None:
+            return
+        running.join()  # who is interrupted here has it under way still
+        self._running = None
+        running.check()
 
     def finish_quietly(self) -> None:
         """As `finish`, where another error is on its way already."""
@@ -111,9 +118,15 @@ class ShardedCheckpoints:
             log.error("%s", error)
 
     def remove(self, remove: Callable[[], None]) -> None:
-        """Remove an earlier checkpoint, but not before the one under way is there."""
-        if self._running is None or not self._running.then(remove):
+        """Remove an earlier checkpoint, but not before the one under way is there; not at all, if that fails."""
+        if self._running is None:
             remove()
+        else:
+            self._running.then(remove)
+
+    def is_coming(self, path: Path) -> bool:
+        """Whether a checkpoint of that name is being saved."""
+        return self._running is not None and self._running.path == path
 
     # Loading
 
@@ -184,6 +197,7 @@ class _Commit:
     """A save that a thread brings to its end."""
 
     def __init__(self, folder: PendingFolder, contents: Contents, comm: Comm) -> None:
+        self.path = folder.path
         self._folder, self._contents, self._comm = folder, contents, comm
         self._lock = threading.Lock()
         self._followers: list[Callable[[], None]] = []
@@ -192,30 +206,60 @@ class _Commit:
         self._thread = threading.Thread(target=self._run, name="elixir-checkpoint")  # the process waits for it
         self._thread.start()
 
-    def wait(self) -> None:
+    def join(self) -> None:
+        """Wait for its end, whatever that is."""
         self._thread.join()
+
+    def check(self) -> None:
+        """Raises what the save has failed with."""
         if self._error is not None:
             raise self._error
 
-    def then(self, action: Callable[[], None]) -> bool:
-        """Have it done after a successful end; False: that has been."""
+    def then(self, action: Callable[[], None]) -> None:
+        """Have it done after a successful end; at once if that has been; never, if it has failed."""
         with self._lock:
             if not self._is_over:
                 self._followers.append(action)
-            return not self._is_over
+                return
+        if self._error is None:
+            action()
 
     def _run(self) -> None:
+        error: BaseException | None = None
         try:
             self._folder.commit(self._contents, self._comm)
-        except BaseException as error:
-            self._error = error
+        except BaseException as exception:
+            error = exception
+            log.error("%s", error)  # at once: the next save, or the end, which raises it, may be far
         with self._lock:
-            self._is_over = True
-        if self._error is not None:
+            self._error, self._is_over = error, True
+        if error is not None:
             return
         for action in self._followers:
             with contextlib.suppress(OSError):  # what cannot be removed stays
                 action()
+
+
+@contextlib.contextmanager
+def sees_saves(callback: Any, saves: ShardedCheckpoints) -> Iterator[None]:
+    """Have a `ModelCheckpoint` count what is being saved among the files that are there, when it chooses a name.
+
+    Saves begin and end on all ranks together, so all choose the same.
+    """
+    original = callback.file_exists
+    is_own = "file_exists" in vars(callback)
+
+    def file_exists(filepath: str | Path, trainer: Any) -> bool:
+        return saves.is_coming(Path(filepath)) or original(filepath, trainer)
+
+    callback.file_exists = file_exists
+    try:
+        yield
+    finally:
+        if is_own:
+            callback.file_exists = original
+        else:
+            del callback.file_exists
 
 
 # numpy's state holds an array, which a file that is safe to load must not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -26,6 +27,7 @@ from lightning_elixir._lightning import (
     CPUAccelerator,
     LightningModule,
     LightningOptimizer,
+    ModelCheckpoint,
     Precision,
     Trainer,
     TrainerFn,
@@ -38,8 +40,8 @@ from lightning_elixir.building import (
     run_together,
     skeleton_of,
 )
-from lightning_elixir.checkpoint import is_checkpoint_folder, remove_folder, restore_previous
-from lightning_elixir.checkpointing import ShardedCheckpoints
+from lightning_elixir.checkpoint import replacing_folder, restore_previous, save_together
+from lightning_elixir.checkpointing import ShardedCheckpoints, sees_saves
 from lightning_elixir.config import (
     ElixirConfig,
     HardwareOption,
@@ -217,6 +219,7 @@ class ElixirStrategy(ProcessStrategy):
         self._evaluation: RepeatableStep | None = None
         self._fit_run: FitRun | None = None
         self._sharded = ShardedCheckpoints(async_save)
+        self._names_seen = contextlib.ExitStack()  # closed: `ModelCheckpoint` looks for files alone
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -307,6 +310,11 @@ class ElixirStrategy(ProcessStrategy):
         self._num_backwards = trainer.accumulate_grad_batches if is_training else 1
         self.model = self._obtain_engine(module, is_training)
         self._sharded.load_awaited_model(self._engine)
+        if self._config.async_save:
+            callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+            self._names_seen = contextlib.ExitStack()
+            for callback in callbacks:
+                self._names_seen.enter_context(sees_saves(callback, self._sharded))
         if is_training:
             self.setup_optimizers(trainer)
             self._fit_run = FitRun(
@@ -610,6 +618,7 @@ class ElixirStrategy(ProcessStrategy):
         if self._fit_run is not None:
             self._fit_run.close()
         self._fit_run = None
+        self._names_seen.close()
         self._sharded.close()
         super().teardown()
         self._sharded.finish()
@@ -639,11 +648,26 @@ class ElixirStrategy(ProcessStrategy):
             if storage_options is not None:
                 raise PlanError("storage_options are the CheckpointIO's, which sharded checkpoints do without")
             optimizer = self._elixir_optimizer
-            self._sharded.save(path, checkpoint, holding.engine, optimizer, self._comm, self.root_device)
+            is_fitting = self._trainer_is_fitting
+            self._sharded.save(
+                path, checkpoint, holding.engine, optimizer, self._comm, self.root_device, is_waited_for=not is_fitting
+            )
             return
-        if self.is_global_zero and is_checkpoint_folder(path):
-            remove_folder(path)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+
+        def save_whole() -> None:
+            if self.is_global_zero:
+                with replacing_folder(path):
+                    save()
+
+        save_together(self._comm, path, save_whole)
+
+    @property
+    def _trainer_is_fitting(self) -> bool:
+        """Whether `fit` runs, which comes to its end, or to an exception, later on."""
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        return trainer is not None and trainer.state.fn == TrainerFn.FITTING and trainer.state.status == "running"
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -1,9 +1,9 @@
 """Sharded checkpoints: folders in the format of `torch.distributed.checkpoint`."""
 
 from lightning_elixir.checkpoint.boxes import Extent
-from lightning_elixir.checkpoint.folder import META_FILE, is_checkpoint_folder, remove_folder, restore_previous
+from lightning_elixir.checkpoint.folder import META_FILE, is_checkpoint_folder, replacing_folder, restore_previous
 from lightning_elixir.checkpoint.index import CheckpointIndex, StoredTensor
-from lightning_elixir.checkpoint.save import PendingFolder
+from lightning_elixir.checkpoint.save import PendingFolder, save_together
 from lightning_elixir.checkpoint.writer import TensorPlan
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "StoredTensor",
     "TensorPlan",
     "is_checkpoint_folder",
-    "remove_folder",
+    "replacing_folder",
     "restore_previous",
+    "save_together",
 ]

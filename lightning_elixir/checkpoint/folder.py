@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 METADATA_FILE = ".metadata"
 """What `torch.distributed.checkpoint` calls its table of contents."""
@@ -51,20 +55,60 @@ def put_in_place(temporary: Path, target: Path) -> None:
 
     At every moment there is a whole checkpoint under the name, if there was one before: the two change names in one
     step, where the file system can do that.
+
+    Raises:
+        OSError: It could not be renamed; what had the name has it still.
     """
-    if target.is_dir() and not target.is_symlink():
-        if not _exchange(temporary, target):
-            aside = target.with_name(f".{target.name}.previous")
-            remove_folder(aside)
-            target.rename(aside)
-            temporary.rename(target)
-            temporary = aside
-        flush(target.parent)
-        remove_folder(temporary)
-        return
-    remove_folder(target)  # a link, or a checkpoint of one file
-    temporary.rename(target)
+    old: Path | None = None
+    if os.path.lexists(target):
+        if _exchange(temporary, target):
+            old = temporary
+        else:
+            with set_aside(target) as old:
+                temporary.rename(target)
+    else:
+        temporary.rename(target)
     flush(target.parent)
+    for path in (old, _aside(target)):  # or of a run that was killed between two renames
+        if path is not None and os.path.lexists(path):
+            _remove_old(path)
+
+
+@contextlib.contextmanager
+def set_aside(path: Path) -> Iterator[Path]:
+    """Give the name of what is at the path to something else; gives where it is meanwhile, and, if that fails, the name
+    back to it."""
+    aside = _aside(path)
+    remove_folder(aside)
+    path.rename(aside)
+    try:
+        yield aside
+    except BaseException:
+        remove_folder(path)
+        aside.rename(path)
+        raise
+
+
+@contextlib.contextmanager
+def replacing_folder(path: Path) -> Iterator[None]:
+    """For who writes a file where a checkpoint folder may be, which goes when the file is there."""
+    if not path.is_dir():
+        yield
+        return
+    with set_aside(path) as aside:
+        yield
+    _remove_old(aside)
+
+
+def _remove_old(path: Path) -> None:
+    try:
+        remove_folder(path)
+    except OSError as error:  # the new one is there: nothing is lost but space
+        log.warning("cannot remove %s, which an earlier checkpoint has left: %s", path, error)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.previous")
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -90,7 +134,7 @@ def restore_previous(target: Path) -> None:
     """After a crash between two renames, where names could not be exchanged: the one from before has its name again."""
     if target.exists() or not target.name:
         return
-    aside = target.with_name(f".{target.name}.previous")
-    if aside.is_dir():
+    aside = _aside(target)
+    if os.path.lexists(aside):
         with contextlib.suppress(FileNotFoundError):  # another rank was quicker
             aside.rename(target)

@@ -106,17 +106,25 @@ class PendingFolder:
             log.warning("cannot remove %s: %s", self._temporary, error)
 
     def _together(self, comm: Comm, action: Callable[[], T]) -> T:
-        """Run on every rank; where it fails on one, all raise."""
-        result, error = None, None
-        try:
-            result = action()
-        except Exception as exception:  # whatever it is, the others must hear of it
-            error = exception
-        messages = comm.exchange_objects(None if error is None else f"{type(error).__name__}: {error}")
-        failed = {rank: message for rank, message in enumerate(messages) if message is not None}
-        if failed:
-            told = "; ".join(f"rank {rank}: {message}" for rank, message in failed.items())
-            raise StorageError(
-                f"saving the checkpoint {self.path} has failed ({told}); earlier checkpoints are whole", path=self.path
-            ) from error
-        return result  # type: ignore[return-value]
+        return save_together(comm, self.path, action)
+
+
+def save_together(comm: Comm, path: Path, action: Callable[[], T]) -> T:
+    """Run a part of saving a checkpoint on every rank. Collective.
+
+    Raises:
+        StorageError: It has failed on some rank; raised on all.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as exception:  # whatever it is, the others must hear of it
+        error = exception
+    messages = comm.exchange_objects(None if error is None else f"{type(error).__name__}: {error}")
+    failed = {rank: message for rank, message in enumerate(messages) if message is not None}
+    if failed:
+        told = "; ".join(f"rank {rank}: {message}" for rank, message in failed.items())
+        raise StorageError(
+            f"saving the checkpoint {path} has failed ({told}); earlier checkpoints are whole", path=path
+        ) from error
+    return result  # type: ignore[return-value]

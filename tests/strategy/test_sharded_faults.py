@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_elixir import checkpointing
 from lightning_elixir._lightning import pl
 from lightning_elixir.checkpoint import folder as folder_module
 from lightning_elixir.checkpoint import save as save_module
 from lightning_elixir.checkpoint.index import CheckpointIndex
 from lightning_elixir.checkpoint.writer import ShardWriter
+from lightning_elixir.checkpointing import ShardedCheckpoints
 from lightning_elixir.errors import StorageError
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
@@ -151,65 +153,216 @@ def test_full_disk_is_an_error_on_every_rank(tmp_path: Path, full_rank: int) -> 
 
 # Saves under way
 
-
-def _fail_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path) -> None:
-        raise OSError(errno.EIO, "broken")
-
-    monkeypatch.setattr(save_module, "flush", fail)
-
-
 ASYNC = {**OPTIONS["tight"], "async_save": True}
 
 
-def test_error_of_a_thread_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, _, _ = fit(ElixirStrategy(**ASYNC))
-    trainer.save_checkpoint("one.ckpt")
-    trainer.strategy.teardown()
-    with monkeypatch.context() as patch:
-        _fail_in_thread(patch)
-        trainer.save_checkpoint("one.ckpt")
-        with pytest.raises(StorageError, match=r"saving the checkpoint .*one.ckpt has failed \(rank 0: OSError"):
-            trainer.save_checkpoint("two.ckpt")
-    CheckpointIndex(Path("one.ckpt"))  # the one before
-    trainer.save_checkpoint("two.ckpt")
-    trainer.strategy.teardown()
-    CheckpointIndex(Path("two.ckpt"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.ckpt", "two.ckpt"]
+def _keep(folder: str, **options: Any) -> Any:
+    return pl.callbacks.ModelCheckpoint(folder, **({"every_n_train_steps": 2, "filename": "{step}"} | options))
 
 
-def test_error_of_a_thread_is_raised_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    _fail_in_thread(monkeypatch)
-    callback = pl.callbacks.ModelCheckpoint("saved", filename="{epoch}")
+def _fit_async(*callbacks: Any, epochs: int = 1, options: Any = ASYNC) -> Any:
+    return fit(ElixirStrategy(**options), callbacks=list(callbacks), enable_checkpointing=True, max_epochs=epochs)
+
+
+def _flush_with(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
+    """Have `action` run with every path before it is flushed."""
+    original = save_module.flush
+
+    def flush(path: Path) -> None:
+        action(path)
+        original(path)
+
+    monkeypatch.setattr(save_module, "flush", flush)
+
+
+def _fail(path: Path) -> None:
+    raise OSError(errno.EIO, "broken")
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_failed_save_is_told_by_the_next_and_removes_nothing(monkeypatch: pytest.MonkeyPatch, is_over: bool) -> None:
+    """Also where it has failed before the callback asks for the earlier one to be removed."""
+    _flush_with(monkeypatch, lambda path: _fail(path) if "step=4" in str(path) else None)
+    if is_over:
+        original = ShardedCheckpoints.save
+
+        def save(self: ShardedCheckpoints, *arguments: Any, **options: Any) -> None:
+            original(self, *arguments, **options)
+            if self._running is not None:
+                self._running.join()
+
+        monkeypatch.setattr(ShardedCheckpoints, "save", save)
+    with pytest.raises(StorageError, match=r"step=4.ckpt has failed \(rank 0: OSError"):
+        _fit_async(_keep("saved"), epochs=3)
+    assert [path.name for path in Path("saved").iterdir()] == ["step=2.ckpt"]
+    CheckpointIndex(Path("saved/step=2.ckpt"))
+
+
+def test_error_of_a_thread_is_raised_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _flush_with(monkeypatch, _fail)
     with pytest.raises(StorageError, match="has failed"):
-        fit(ElixirStrategy(**ASYNC), callbacks=[callback], enable_checkpointing=True)
+        _fit_async(_keep("saved", every_n_train_steps=None))
+    assert "has failed (rank 0: OSError" in caplog.text  # when it happened
 
 
-def test_training_goes_on_while_a_thread_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps taken before the thread is done show in nothing that it saves, nor is an earlier checkpoint removed."""
-    trainer, model, _ = fit(ElixirStrategy(**ASYNC))
-    trainer.save_checkpoint("zero.ckpt")
-    trainer.strategy.teardown()
-    expected = _dump(trainer)
-    gate, flush = threading.Event(), save_module.flush
-
-    def late(path: Path) -> None:
-        gate.wait(30)
-        flush(path)
-
-    monkeypatch.setattr(save_module, "flush", late)
+def test_a_save_after_the_fit_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, _, _ = fit(ElixirStrategy(**ASYNC))
+    with monkeypatch.context() as patch:
+        _flush_with(patch, _fail)
+        with pytest.raises(StorageError, match="has failed"):
+            trainer.save_checkpoint("one.ckpt")
     trainer.save_checkpoint("one.ckpt")
-    trainer.strategy.remove_checkpoint("zero.ckpt")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2.0)
-    after = _dump(trainer)
-    assert not torch.equal(after[0]["layers.4.weight"], expected[0]["layers.4.weight"])
-    assert not Path("one.ckpt").exists()
-    assert Path("zero.ckpt").exists()
-    gate.set()
-    trainer.strategy.teardown()
-    assert not Path("zero.ckpt").exists()
-    other = make_trainer(ElixirStrategy(**TIGHT))
-    other.fit(Net(), make_data(), ckpt_path="one.ckpt")
-    assert_same_state(_dump(other)[0], expected[0])
+    CheckpointIndex(Path("one.ckpt"))
+
+
+class _Reference(pl.Callback):  # type: ignore[misc]
+    """The state at each step, and a gate that opens some steps after the first save."""
+
+    def __init__(self) -> None:
+        self.dumps: dict[int, Any] = {}
+        self.gate = threading.Event()
+        self.seen_early: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        step = trainer.global_step
+        self.dumps[step] = _dump(trainer)
+        if step in (3, 4):
+            self.seen_early.append(Path("saved/step=2.ckpt").exists())
+        if step == 4:
+            self.gate.set()
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_training_goes_on_while_a_thread_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps taken before the thread is done show in nothing that it saves."""
+    reference = _Reference()
+    _flush_with(monkeypatch, lambda path: reference.gate.wait(60) and None)
+    _fit_async(reference, _keep("saved", every_n_train_steps=2, save_top_k=-1, train_time_interval=None), epochs=3)
+    assert reference.seen_early == [False, False]  # two more steps were taken
+    before, after = reference.dumps[2][0], reference.dumps[4][0]
+    assert not torch.equal(before["layers.4.weight"], after["layers.4.weight"])
+    other = make_trainer(ElixirStrategy(**TIGHT), max_epochs=1, max_steps=2)
+    other.fit(Net(), make_data(), ckpt_path="saved/step=2.ckpt")
+    assert_same_state(_dump(other)[0], before)
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        [{"filename": "model", "save_top_k": 3, "monitor": "step", "mode": "max"}],
+        [{"save_top_k": -1}, {"every_n_train_steps": 4}],
+        [{"filename": "model", "save_top_k": -1, "save_last": True}],
+    ],
+)
+def test_names_are_those_of_saves_that_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, callbacks: list[dict[str, Any]]
+) -> None:
+    _flush_with(monkeypatch, lambda path: time.sleep(0.05))
+    found = []
+    for folder, options in (("sync", OPTIONS["tight"]), ("async", ASYNC)):
+        made = [_keep(folder, **each) for each in callbacks]
+        _fit_async(*made, epochs=3, options=options)
+        found.append({path.name: CheckpointIndex(path).meta(True)["global_step"] for path in Path(folder).iterdir()})
+        assert all("file_exists" not in vars(callback) for callback in made)
+    assert found[0] == found[1]
+    assert len(found[0]) >= 2
+
+
+def test_an_interrupted_wait_leaves_the_save_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the next one would write where its thread still is."""
+    gate = threading.Event()
+    _flush_with(monkeypatch, lambda path: gate.wait(60) and None)
+    joined: list[int] = []
+    original = checkpointing._Commit.join
+
+    def join(self: Any) -> None:
+        joined.append(1)
+        if len(joined) == 1:
+            raise KeyboardInterrupt
+        gate.set()
+        original(self)
+
+    monkeypatch.setattr(checkpointing._Commit, "join", join)
+    with pytest.raises(SystemExit):
+        _fit_async(_keep("saved", filename="model", save_top_k=1, save_on_exception=True), epochs=3)
+    assert len(joined) >= 2
+    for path in Path("saved").iterdir():
+        CheckpointIndex(path)
+    assert [path.name for path in Path("saved").iterdir()] != []
+
+
+# What had the name before
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_checkpoint_of_one_file_goes_when_the_folder_is_there(
+    monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(folder_module, "_exchange", lambda one, other: False)
+    whole, _, _ = fit(ElixirStrategy(**TIGHT))
+    whole.save_checkpoint("one.ckpt")
+    before = Path("one.ckpt").read_bytes()
+    trainer, _, _ = fit(ElixirStrategy(**OPTIONS["tight"]))
+    with monkeypatch.context() as patch:
+
+        def rename(self: Path, target: Path) -> Path:
+            if self.name.endswith(".partial"):
+                _fail(self)
+            return original(self, target)
+
+        original = Path.rename
+        patch.setattr(Path, "rename", rename)
+        patch.setattr(folder_module, "_exchange", lambda one, other: _fail(one) if can_exchange else False)
+        with pytest.raises(StorageError, match="earlier checkpoints are whole"):
+            trainer.save_checkpoint("one.ckpt")
+    assert Path("one.ckpt").read_bytes() == before
+    trainer.save_checkpoint("one.ckpt")
+    CheckpointIndex(Path("one.ckpt"))
+    assert [path.name for path in Path().iterdir()] == ["one.ckpt"]
+
+
+def test_a_folder_goes_when_the_checkpoint_of_one_file_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, _, _ = fit(ElixirStrategy(**OPTIONS["tight"]))
+    trainer.save_checkpoint("one.ckpt")
+    whole, _, _ = fit(ElixirStrategy(**TIGHT))
+    with monkeypatch.context() as patch:
+        patch.setattr(whole.strategy.checkpoint_io, "save_checkpoint", lambda *_, **__: _fail(Path()))
+        with pytest.raises(StorageError, match=r"saving the checkpoint one.ckpt has failed \(rank 0: OSError"):
+            whole.save_checkpoint("one.ckpt")
+    CheckpointIndex(Path("one.ckpt"))
+    whole.save_checkpoint("one.ckpt")
+    assert Path("one.ckpt").is_file()
+    assert [path.name for path in Path().iterdir()] == ["one.ckpt"]
+
+
+def test_what_cannot_be_removed_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, _, _ = fit(ElixirStrategy(**OPTIONS["tight"]))
+    trainer.save_checkpoint("one.ckpt")
+    original = folder_module.remove_folder
+
+    def remove(path: Path) -> None:
+        if (path / ".metadata").exists():
+            _fail(path)
+        original(path)
+
+    monkeypatch.setattr(folder_module, "remove_folder", remove)
+    trainer.save_checkpoint("one.ckpt")
+    CheckpointIndex(Path("one.ckpt"))
+    assert "cannot remove" in caplog.text
+
+
+def _save_whole_and_fail() -> Any:
+    trainer, _, _ = fit(ElixirStrategy(**TIGHT), devices=2)
+    with pytest.raises(StorageError) as caught:
+        trainer.save_checkpoint("/proc/one.ckpt")
+    return str(caught.value)
+
+
+def test_a_whole_checkpoint_that_cannot_be_written_is_an_error_on_every_rank() -> None:
+    for message in run_ranks(_save_whole_and_fail, 2, init_group=False, fresh=True):
+        assert "saving the checkpoint /proc/one.ckpt has failed (rank 0:" in message
