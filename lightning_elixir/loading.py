@@ -273,7 +273,7 @@ def _has_nan(parameter: Tensor) -> bool:
     return not parameter.is_meta and bool(parameter.isnan().any())  # on `meta`: a rank that gets rank 0's values
 
 
-def _initialise_modules(module: nn.Module, missing: set[int], owner: nn.Module | None, done: set[int]) -> None:
+def _initialise_modules(module: nn.Module, missing: set[int], owner: Any, done: set[int]) -> None:
     """Children first, as transformers does it: a module may scale what its children have drawn."""
     if id(module) in done or all(id(p) not in missing for p in module.parameters()):
         return

@@ -218,9 +218,7 @@ class Builder:
                 run = piece[segment.shard_offset : segment.shard_offset + segment.numel]
                 source.read_run(stride, segment.param_offset, run, parameters[index].dtype)
         except Exception as error:
-            self._read_error = (
-                error  # whatever it is: the others hear of it when all chunks are there: until then they need us
-            )
+            self._read_error = error  # the others need this rank until all chunks are there, and hear of it then
 
     def _raise_read_error(self) -> None:
         if not self._sources:
