@@ -183,6 +183,8 @@ def _read_table(file: Path) -> dict[str, StoredWeight]:
                 raise ValueError("it is cut off, or no safetensors file")
             table = json.loads(opened.read(length))
         found = {name: _entry(file, name, entry, 8 + length) for name, entry in table.items() if name != "__metadata__"}
+    except PlanError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"cannot read {file}: {type(error).__name__}: {error}", path=file) from error
     end = max((w.offset + math.prod(w.shape) * w.dtype.itemsize for w in found.values()), default=0)
