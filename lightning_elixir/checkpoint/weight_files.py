@@ -39,7 +39,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_BUFFER_BYTES = 4 * 2**20
+_BUFFER_BYTES = 2**20
 _MAX_TABLE_BYTES = 100 * 10**6  # what the format allows
 
 

@@ -81,6 +81,7 @@ class Builder:
             raise PlanError(problem)
         self._sources = self._agreed_sources()  # by the plan's names
         self._read_error: Exception | None = None
+        self._staging: Tensor | None = None  # 1-D, bytes
 
     def build(self, store: ShardStore, precision: Precision) -> list[Chunk]:
         """Bind everything, and fill the shards.
@@ -93,6 +94,7 @@ class Builder:
         self._replace_meta_parameters()
         self._move_buffers()
         chunks = [self._build_chunk(spec) for spec in self._plan.chunks]
+        self._staging = None
         self._raise_read_error()
         return chunks
 
@@ -175,7 +177,7 @@ class Builder:
         numel = spec.numel // comm.world_size
         is_read = [member.fqn in self._sources for member in spec.members]
         if all(is_read):
-            piece = torch.zeros(numel, dtype=dtype)
+            piece = self._staged(numel, dtype)
         elif comm.world_size == 1:
             piece = self._collect(spec, parameters, strides, torch.zeros(spec.numel, dtype=dtype))
         else:
@@ -188,6 +190,15 @@ class Builder:
             piece = piece.to("cpu")
             self._read_sources(spec, parameters, strides, piece)
         return piece
+
+    def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros in host memory, 1-D, until the next call. Always the same memory: if it was freed and allocated for
+        every chunk, malloc would keep the gaps between the shards, which come to as much as the model (seen)."""
+        nbytes = numel * dtype.itemsize
+        if self._staging is None or self._staging.numel() < nbytes:
+            self._staging = None
+            self._staging = torch.empty(nbytes, dtype=torch.uint8)
+        return self._staging[:nbytes].view(dtype).zero_()
 
     def _collect(
         self, spec: ChunkSpec, parameters: list[nn.Parameter], strides: list[tuple[int, ...]], full: Tensor

@@ -343,7 +343,7 @@ def _own_engine(folder: Path, chunk_size: int, placement_policy: str) -> dict[st
     model = _load_mixed(folder, defer=True)
     assert all(p.is_meta for p in model.parameters())
     assert not any(b.is_meta for b in model.buffers())
-    plan = make_plan(model, world_size, placement_policy=placement_policy, chunk_size=chunk_size)
+    plan = make_plan(model, world_size=world_size, placement_policy=placement_policy, chunk_size=chunk_size)
     module = ElixirModule(model, plan)
     optimizer = ElixirOptimizer(module, HybridAdam(model.parameters(), lr=0.0))
     optimizer.backward(module(torch.randn(2, 3, 5, 5)))
@@ -621,7 +621,7 @@ def _different_sources(folder: Path) -> str:
     else:
         model = _load_mixed(folder, defer=True)
     try:
-        ElixirModule(model, make_plan(model, 2, placement_policy="cpu"))
+        ElixirModule(model, make_plan(model, world_size=2, placement_policy="cpu"))
     except PlanError as error:
         return str(error)
     return "no error"
