@@ -67,8 +67,15 @@ def pretrained(
 
     Raises:
         PlanError: There are no such files, or they do not fit the model: names or shapes, the message has the first.
+            Or an option that does not exist.
         StorageError: A file is missing, damaged or cut off.
     """
+    for option, value, choices in (
+        ("missing", missing, ("error", "initialize")),
+        ("unexpected", unexpected, ("error", "ignore")),
+    ):
+        if value not in choices:
+            raise PlanError(f"{option}={value!r}: it can be {' or '.join(map(repr, choices))}")
     files = WeightFiles(Path(path))
     model, has_values = _built(build)
     places = _Match(model, files, rename)
@@ -170,11 +177,13 @@ class _Match:
             name = stored if self.rename is None else self.rename(stored)
             (found if name in wanted else others)[name] = weight
         prefix = getattr(self.model, "base_model_prefix", "")
+        # Such as rotary tables, which old files have for every layer.
+        computed = {_end_of(name) for name, _ in self.model.named_buffers()} - {_end_of(name) for name in wanted}
         for name, weight in others.items():
             known = next((n for n in _other_names(name, prefix) if n in wanted and n not in found), None)
             if known is not None:
                 found[known] = weight
-            elif not self._is_expendable(name, "_keys_to_ignore_on_load_unexpected"):
+            elif not (_end_of(name) in computed or self._is_expendable(name, "_keys_to_ignore_on_load_unexpected")):
                 self.unexpected.append(name)
         return found
 
@@ -211,6 +220,11 @@ def _other_names(name: str, prefix: str) -> Iterator[str]:
             yield f"{prefix}.{one}"
 
 
+def _end_of(name: str) -> tuple[str, ...]:
+    """The names of a tensor and of its module."""
+    return tuple(name.split(".")[-2:])
+
+
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{path}.{name}" if path else name: buffer
@@ -238,7 +252,8 @@ def _load(model: nn.Module, parameter: nn.Parameter, weight: StoredWeight) -> No
         with torch.no_grad():
             parameter.copy_(_whole(weight, parameter))
     elif _default_device() != "meta":
-        replace_parameters(model, {id(parameter): _with_values(parameter, _whole(weight, parameter))})
+        values = _whole(weight, parameter).to(torch.get_default_device())  # where `build` would have made it
+        replace_parameters(model, {id(parameter): _with_values(parameter, values)})
 
 
 def _with_values(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
@@ -257,7 +272,7 @@ def _initialise(model: nn.Module, missing: Mapping[str, nn.Parameter]) -> None:
     if not missing or _default_device() == "meta":
         return
     # Not a number until somebody has given it a value: initialisers of modules do not say what they left out.
-    nothing = {id(p): _with_values(p, torch.full_like(p, torch.nan, device="cpu")) for p in missing.values()}
+    nothing = {id(p): _with_values(p, _nothing_like(p)) for p in missing.values()}
     replace_parameters(model, nothing)
     with torch.no_grad():
         _initialise_modules(model, {id(p) for p in model.parameters() if not p.is_meta}, None, set())
@@ -267,6 +282,10 @@ def _initialise(model: nn.Module, missing: Mapping[str, nn.Parameter]) -> None:
             f"nobody initialises {first_names(left)}: their modules have no reset_parameters(). Build the model without"
             " them, and add them afterwards"
         )
+
+
+def _nothing_like(parameter: Tensor) -> Tensor:
+    return torch.full_like(parameter, torch.nan, device=torch.get_default_device())
 
 
 def _has_nan(parameter: Tensor) -> bool:

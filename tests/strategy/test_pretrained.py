@@ -537,6 +537,28 @@ def test_errors_name_what_does_not_fit(tmp_path: Path) -> None:
     assert "shapes differ: odd.bias" in message
 
 
+@pytest.mark.parametrize("options", [{"missing": "ignore"}, {"unexpected": "initialize"}])
+def test_options_that_do_not_exist(tmp_path: Path, options: dict[str, Any]) -> None:
+    _mixed(tmp_path)
+    with pytest.raises(PlanError, match="it can be 'error' or"):
+        _load_mixed(tmp_path, **options)
+
+
+def test_tables_that_the_model_computes_are_no_error(tmp_path: Path) -> None:
+    state = _save("llama", tmp_path).state_dict()
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)  # as in the files of the first Llama
+    save_file(state, tmp_path / "model.safetensors")
+    model: Any = _load("llama", tmp_path)
+    assert model.model.rotary_emb.inv_freq.sum() > 0
+
+
+def test_parameters_are_made_where_others_are(tmp_path: Path) -> None:
+    _mixed(tmp_path)
+    with torch.device("meta"):
+        model = _load_mixed(tmp_path)
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
 def test_nobody_initialises(tmp_path: Path) -> None:
     good = {f"net.{k}": v for k, v in _mixed(tmp_path).items()}
     del good["net.scale"]
