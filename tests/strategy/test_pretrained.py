@@ -19,6 +19,7 @@ from lightning_elixir import ElixirModule, ElixirOptimizer, ElixirStrategy, Hybr
 from lightning_elixir._lightning import LightningModule
 from lightning_elixir.building import parameters_on_meta
 from lightning_elixir.checkpoint import StoredWeight
+from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.planning import make_plan
 from tests.helpers.dist import run_ranks
@@ -511,6 +512,29 @@ def test_second_run_goes_on_from_the_first(tmp_path: Path) -> None:
     again = make_trainer(ElixirStrategy(**PLACEMENTS["cuda"]), max_steps=0)
     again.fit(model, _tokens())
     assert_same_state(again.strategy.lightning_module_state_dict(), before)
+
+
+def test_plan_command_reads_no_values(tmp_path: Path, capsys: Any) -> None:
+    _mixed(tmp_path)
+    (tmp_path / "train.py").write_text(
+        "from tests.strategy.test_pretrained import LightningModule, Path, _load_mixed, torch\n"
+        "class Module(LightningModule):\n"
+        "    example_input_array = torch.zeros(2, 3, 5, 5)\n"
+        "    def configure_model(self):\n"
+        "        self.model = _load_mixed(Path(__file__).parent)\n"
+        "    def forward(self, x):\n"
+        "        return self.model(x)\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        return self(batch)\n"
+    )
+
+    def fail(*_: object) -> None:
+        raise StorageError("nobody shall read")
+
+    arguments = ["plan", "--module", f"{tmp_path / 'train.py'}:Module", "--gpu-memory", "1GiB", "--cpu-memory", "8GiB"]
+    with _instead_of_read_run(fail):
+        assert main(arguments) == 0
+    assert "Traceback" not in capsys.readouterr().err
 
 
 # What does not fit
