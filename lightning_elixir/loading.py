@@ -45,7 +45,8 @@ def pretrained(
 
     In the `configure_model` of a module under `ElixirStrategy`, parameters are on `meta` when this returns, and each
     rank reads what it keeps of them when the engine is built: take parts of the model, tie, freeze and wrap them as you
-    like, but do not look at values. Anywhere else (another strategy, a notebook) they are loaded at once.
+    like, but do not look at values. Anywhere else (another strategy, a notebook) they are loaded at once; under
+    `torch.device("meta")` nothing is.
 
     Args:
         build: Makes the model; it runs with parameters on `meta`, without memory for them. Buffers are real.

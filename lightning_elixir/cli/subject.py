@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_elixir._lightning import LightningModule
-from lightning_elixir.building import awaiting_engine
 from lightning_elixir.errors import PlanError
 
 _OPTIONS_OF = {"model": ("--set", "--batch-size", "--seq-len"), "module": ("--init", "--batch")}
@@ -143,7 +142,7 @@ def _from_file(path: Path) -> Any:
 
 def _built(make: Callable[..., Any], arguments: Mapping[str, Any], place: str) -> nn.Module:
     try:
-        with torch.device("meta"), awaiting_engine():
+        with torch.device("meta"):
             model = make(**arguments)
             if isinstance(model, LightningModule):
                 model.configure_model()
