@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 from lightning_elixir import ElixirModule, pretrained
 from lightning_elixir.planning import make_plan
 from tests.helpers.dist import run_ranks
-from tests.helpers.own_memory import own_bytes
+from tests.helpers.own_memory import Peak
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -21,30 +20,6 @@ MIB = 2**20
 WIDTH, DEPTH = 1024, 26  # 104 MiB in fp32, 4 of them in each layer
 CHUNK = 16 * MIB  # in fp32
 CONSTANT = 8 * MIB  # a buffer of 1 MiB, its values cast, and what gloo and the interpreter take
-
-
-class _Peak:
-    """The most anonymous memory of this process while it is open, beside what it began with."""
-
-    def __enter__(self) -> _Peak:
-        self._is_over, self._begin, self.nbytes = threading.Event(), own_bytes(), 0
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._is_over.wait(0.0005):
-            self.nbytes = max(self.nbytes, _resident() - self._begin)
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-        self.left = own_bytes() - self._begin
-
-
-def _resident() -> int:
-    with Path("/proc/self/status").open(encoding="ascii") as file:
-        return int(next(line for line in file if line.startswith("RssAnon")).split()[1]) * 1024
 
 
 def _build(depth: int = DEPTH) -> nn.Module:
@@ -63,7 +38,7 @@ def _measure(folder: Path, small: Path, dtype: torch.dtype) -> tuple[int, int, i
     """Peak of loading, what is left of it, and what shards should take."""
     torch.set_num_threads(1)
     _load(small, dtype).close()  # what torch takes once
-    with _Peak() as peak:
+    with Peak() as peak:
         module = _load(folder, dtype)
     shards = sum(t.nbytes for c in module.engine.chunks for t in _tensors(module, c.id))
     whole = module.full_state_dict()

@@ -23,6 +23,7 @@ from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.planning import make_plan
 from tests.helpers.dist import run_ranks
+from tests.helpers.own_memory import Peak
 from tests.strategy.models import assert_same_run, assert_same_state, fit, make_optimizer, make_trainer
 
 transformers = pytest.importorskip("transformers")
@@ -237,6 +238,46 @@ def test_ranks_read_every_element_once_between_them(tmp_path: Path, placement: s
     )
     assert sum(count for count, _ in counts) == counts[0][1]
     assert min(count for count, _ in counts) > 0.2 * counts[0][1]  # the last rank has the padding
+
+
+class LargeNet(LightningModule):
+    """Measures its host memory from `configure_model` until there is an engine; 64 MiB of weights."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.losses: list[Tensor] = []
+        self.val_losses: list[Tensor] = []
+
+    def configure_model(self) -> None:
+        self.peak = Peak()
+        self.peak.__enter__()
+        self.layers = pretrained(lambda: nn.Sequential(*_wide_layers()), self.folder)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.layers(batch[0].float().mean() * torch.ones(1, 1024)).mean()
+
+    def configure_optimizers(self) -> Any:
+        self.peak.__exit__()
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def _wide_layers() -> list[nn.Module]:
+    return [nn.Linear(1024, 1024, bias=False) for _ in range(16)]
+
+
+def _fit_large(folder: Path) -> int:
+    strategy = ElixirStrategy(placement_policy="cpu", chunk_size="8MiB")
+    _, model, _ = fit(strategy, functools.partial(LargeNet, folder), train=_tokens, devices=2, max_steps=1)
+    return model.peak.nbytes
+
+
+def test_no_rank_ever_holds_the_model(tmp_path: Path) -> None:
+    state = {f"{layer}.weight": torch.full((1024, 1024), float(layer)) for layer in range(16)}
+    save_file(state, tmp_path / "model.safetensors")
+    for nbytes in run_ranks(_fit_large, 2, tmp_path, fresh=True, init_group=False):
+        # Half of the model, half of a chunk, and what Lightning and gloo begin with.
+        assert 32 * 2**20 <= nbytes < (32 + 4 + 12) * 2**20
 
 
 # Names
