@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_elixir.errors import PlanError as PlanError
     from lightning_elixir.errors import StateError as StateError
     from lightning_elixir.errors import StorageError as StorageError
+    from lightning_elixir.loading import pretrained as pretrained
     from lightning_elixir.optim.hybrid_adam import CPUAdam as CPUAdam
     from lightning_elixir.optim.hybrid_adam import HybridAdam as HybridAdam
     from lightning_elixir.plan.hardware import HardwareSpec as HardwareSpec
@@ -52,6 +53,7 @@ _HOMES = {
     "cuda_memory_profiling": "profiling.memory",
     "minimum_waste_search": "planning",
     "optimal_search": "planning",
+    "pretrained": "loading",
     "profile_hardware": "profiling.hardware",
     "profile_memory": "profiling.memory",
     "simple_search": "planning",
@@ -76,6 +78,7 @@ __all__ = [
     "cuda_memory_profiling",
     "minimum_waste_search",
     "optimal_search",
+    "pretrained",
     "profile_hardware",
     "profile_memory",
     "simple_search",

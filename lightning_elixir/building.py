@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.types import ParamSpec
+from lightning_elixir.runtime.sources import source_of
 
 log = logging.getLogger(__name__)
 
@@ -122,12 +124,31 @@ def _digests(states: Mapping[str, Any]) -> dict[str, str]:
 
 # Construction
 
+# Only the code around the user's `configure_model` knows that an engine will come, and only `pretrained()` inside of it
+# wants to: there is no object that both of them see.
+_AWAITS_ENGINE: ContextVar[bool] = ContextVar("lightning_elixir_awaits_engine", default=False)
+
+
+@contextmanager
+def awaiting_engine() -> Iterator[None]:
+    """Inside, parameters may stay without values, which an engine will read (`source_of`)."""
+    token = _AWAITS_ENGINE.set(True)
+    try:
+        yield
+    finally:
+        _AWAITS_ENGINE.reset(token)
+
+
+def awaits_engine() -> bool:
+    """Whether this is inside of `awaiting_engine`."""
+    return _AWAITS_ENGINE.get()
+
 
 @contextmanager
 def built_by_first_rank(
     comm: Comm, device: torch.device, model: nn.Module, build: Callable[[], object]
 ) -> Iterator[None]:
-    """Layers made inside exist on rank 0 alone; elsewhere their parameters are on `meta`.
+    """Layers made inside exist on rank 0 alone; elsewhere their parameters are on `meta`. An engine is awaited.
 
     See [Note: same seed, same start]. Where construction looks at the values of parameters, it fails without them; such
     a rank builds for real as well.
@@ -141,6 +162,14 @@ def built_by_first_rank(
     Raises:
         PlanError: Building failed on another rank. This rank's own error is raised as it is.
     """
+    with awaiting_engine(), _only_on_first_rank(comm, device, model, build):
+        yield
+
+
+@contextmanager
+def _only_on_first_rank(
+    comm: Comm, device: torch.device, model: nn.Module, build: Callable[[], object]
+) -> Iterator[None]:
     if comm.world_size == 1:
         yield
         return
@@ -273,6 +302,7 @@ def meta_parameter_names(model: nn.Module) -> list[str]:
 
 def materialise(model: nn.Module, is_loaded: bool = False) -> None:
     """Give `meta` parameters and buffers memory, and the values that `reset_parameters` of their modules draws.
+    Parameters whose values are in a file stay as they are.
 
     Args:
         is_loaded: Their values come from a checkpoint, so that none need be drawn.
@@ -282,8 +312,12 @@ def materialise(model: nn.Module, is_loaded: bool = False) -> None:
     """
     helpless: list[str] = []
     for name, module in model.named_modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not any(tensor.is_meta for tensor in own):
+        own: list[Tensor] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        empty = [tensor for tensor in own if tensor.is_meta and source_of(tensor) is None]
+        if not empty:
+            continue
+        if any(source_of(tensor) is not None for tensor in own):  # to_empty would take these, too
+            helpless.append(f"{name or 'the model itself'} ({type(module).__name__})")
             continue
         reset = getattr(module, "reset_parameters", None)
         if is_loaded and not callable(reset):

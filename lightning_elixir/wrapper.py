@@ -34,7 +34,8 @@ class ElixirModule(nn.Module):
 
     Args:
         model: The model, on the CPU or on the device; on ranks other than 0 its parameters may be on `meta`. Values are
-            taken from rank 0. The model object stays usable; its parameters must not be replaced.
+            taken from rank 0, or, of `pretrained(..., defer=True)`, from files by every rank; parameters on `meta` are
+            replaced here. The model object stays usable; its parameters must not be replaced afterwards.
         search_result: The plan, from one of the searches or `lightning_elixir.planning.make_plan`.
         process_group: Ranks that share the chunks; None: the default group, or a single process.
         prefetch: Fetch chunks ahead of need (as far as the plan says so).

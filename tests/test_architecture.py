@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_elixir"
 # What each room of the package may import of the others; every room may import itself and `errors`.
 ENGINE = {"core", "plan", "kernels", "storage", "profiling", "optim", "checkpoint", "runtime"}
 BELOW_LIGHTNING = ENGINE | {"config", "planning", "wrapper", "optimizer", "building", "holding", "planner"}
-BELOW_LIGHTNING |= {"report", "retry", "run_report", "warm_up", "saving", "checkpointing"}
+BELOW_LIGHTNING |= {"report", "retry", "run_report", "warm_up", "saving", "checkpointing", "loading"}
 ABOVE = {"_lightning", "registration", "processes", "strategy", "precision", "cli", "callbacks", "fitting"}
 EVERYTHING = BELOW_LIGHTNING | ABOVE
 ARROWS: dict[str, set[str]] = {
@@ -35,6 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "saving": ENGINE | {"wrapper", "optimizer"},
     # The strategy's helpers, which know the engine but not Lightning.
     "building": ENGINE | {"wrapper"},
+    "loading": ENGINE | {"building"},
     "holding": BELOW_LIGHTNING,
     "planner": BELOW_LIGHTNING,
     "checkpointing": BELOW_LIGHTNING,

@@ -29,6 +29,7 @@ PUBLIC = {
     "cuda_memory_profiling",
     "minimum_waste_search",
     "optimal_search",
+    "pretrained",
     "profile_hardware",
     "profile_memory",
     "simple_search",

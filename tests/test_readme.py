@@ -37,6 +37,7 @@ def _lightning() -> None:
 
 
 @pytest.mark.usefixtures("_lightning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*`isinstance.treespec, LeafSpec.` is depr")
 @pytest.mark.parametrize("block", _blocks("python"), ids=_title)
 def test_python_block_runs(block: str) -> None:
     if "transformers" in block:

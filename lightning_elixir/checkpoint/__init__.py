@@ -1,9 +1,10 @@
-"""Sharded checkpoints: folders in the format of `torch.distributed.checkpoint`."""
+"""Checkpoints as folders in the format of `torch.distributed.checkpoint`, and pretrained weights in safetensors."""
 
 from lightning_elixir.checkpoint.boxes import Extent
 from lightning_elixir.checkpoint.folder import META_FILE, is_checkpoint_folder, replacing_folder, restore_previous
 from lightning_elixir.checkpoint.index import CheckpointIndex, StoredTensor
 from lightning_elixir.checkpoint.save import PendingFolder, save_together
+from lightning_elixir.checkpoint.weight_files import StoredWeight, WeightFiles
 from lightning_elixir.checkpoint.writer import TensorPlan
 
 __all__ = [
@@ -12,7 +13,9 @@ __all__ = [
     "Extent",
     "PendingFolder",
     "StoredTensor",
+    "StoredWeight",
     "TensorPlan",
+    "WeightFiles",
     "is_checkpoint_folder",
     "replacing_folder",
     "restore_previous",

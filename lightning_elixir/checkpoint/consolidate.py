@@ -18,24 +18,12 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from lightning_elixir.checkpoint.folder import flush, temporary_sibling
 from lightning_elixir.checkpoint.index import CheckpointIndex, StoredTensor
+from lightning_elixir.checkpoint.weight_files import DTYPE_NAMES, INDEX_FILE, SINGLE_FILE
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.storage.nvme import MappedMemory
 
 OWN_KEY = "lightning_elixir"
 """Of what `meta.pt` holds for us: the loss scale, and the states of the ranks' random generators."""
-
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def consolidate(folder: Path, output: Path, *, max_file_bytes: int, weights_only: bool = True) -> list[Path]:
@@ -149,10 +137,8 @@ def _write_safetensors_folder(output: Path, index: CheckpointIndex, max_file_byt
         files[-1][name] = key
         filled += nbytes
     count = len(files)
-    names = (
-        [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else ["model.safetensors"]
-    )
-    table = output / "model.safetensors.index.json"
+    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE_FILE]
+    table = output / INDEX_FILE
     paths = [output / name for name in names] + ([table] if count > 1 else [])
     for path in paths:
         _refuse_existing(path)
@@ -172,11 +158,11 @@ def _write_safetensors(path: Path, index: CheckpointIndex, weights: Mapping[str,
     end = 0
     for name, key in weights.items():
         stored = index.tensors[key]
-        if stored.dtype not in _SAFETENSORS_DTYPES:
+        if stored.dtype not in DTYPE_NAMES:
             raise PlanError(f"{name} is of {stored.dtype}, which safetensors has no name for")
         begin, end = end, end + _nbytes(stored)
         header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[stored.dtype],
+            "dtype": DTYPE_NAMES[stored.dtype],
             "shape": list(stored.shape),
             "data_offsets": [begin, end],
         }

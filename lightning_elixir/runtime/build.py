@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device
-from lightning_elixir.errors import PlanError
+from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.plan.memory import has_params_on_nvme, is_on_nvme, problem_of_params_on_nvme, uses_nvme
+from lightning_elixir.plan.segments import segments_of
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
+from lightning_elixir.runtime.sources import Source, forget_source, source_of
 from lightning_elixir.storage.nvme import MASTER, StateSpec
 from lightning_elixir.storage.shards import ShardStore
 
@@ -57,11 +59,12 @@ class Builder:
     """Binds a module's parameters to chunks.
 
     Args:
-        module: The model; parameters of ranks other than 0 may be on `meta`.
+        module: The model; parameters of ranks other than 0 may be on `meta`, and on all ranks those that have a source.
         plan: The chunks.
 
     Raises:
-        PlanError: If plan and model do not fit, or rank 0 has parameters on `meta`.
+        PlanError: If plan and model do not fit, rank 0 has parameters on `meta` without a source, or another rank has
+            no source where rank 0 has one.
     """
 
     def __init__(self, module: nn.Module, plan: Plan, device: Device, comm: Comm) -> None:
@@ -76,24 +79,50 @@ class Builder:
         problem = problem_of_params_on_nvme(plan.chunks, plan.world_size, plan.is_storage_distributed)
         if problem is not None:
             raise PlanError(problem)
-        self._check_meta()
+        self._sources = self._agreed_sources()  # by the plan's names
+        self._read_error: Exception | None = None
+        self._staging: Tensor | None = None  # 1-D, bytes
 
     def build(self, store: ShardStore, precision: Precision) -> list[Chunk]:
-        """Bind everything, and fill the shards."""
+        """Bind everything, and fill the shards.
+
+        Raises:
+            StorageError: Values could not be read from their source; raised on every rank.
+        """
         self._store = store
         self._precision = precision
         self._replace_meta_parameters()
         self._move_buffers()
-        return [self._build_chunk(spec) for spec in self._plan.chunks]
+        chunks = [self._build_chunk(spec) for spec in self._plan.chunks]
+        self._staging = None
+        self._raise_read_error()
+        return chunks
 
-    def _check_meta(self) -> None:
-        meta = sorted(name for name, p in self._named.items() if p.is_meta)
-        where = self._comm.exchange_objects(meta if self._comm.rank == 0 else [])[0]
-        if where:
+    def _agreed_sources(self) -> dict[str, Source]:
+        """Rank 0 decides which values come from their sources; where it has values itself, they are everybody's."""
+        own: dict[str, Source] = {}
+        for name in (m.fqn for c in self._plan.chunks for m in c.members):
+            source = source_of(self._named[name])
+            if source is not None:
+                own[name] = source
+        empty = sorted(name for name, p in self._named.items() if p.is_meta and source_of(p) is None)
+        is_first = self._comm.rank == 0
+        without_values, wanted = self._comm.exchange_objects((empty, list(own)) if is_first else None)[0]
+        if without_values:
             raise PlanError(
-                f"{len(where)} parameters have no values (device meta): {', '.join(where[:5])}. Build the model in "
-                "configure_model without torch.device('meta'), or load its weights before training"
+                f"{len(without_values)} parameters have no values (device meta): {', '.join(without_values[:5])}. Build"
+                " the model in configure_model without torch.device('meta'), or load its weights before training"
             )
+        if not wanted:
+            return {}
+        lacking = self._comm.exchange_objects([name for name in wanted if name not in own])
+        for rank, names in enumerate(lacking):
+            if names:
+                raise PlanError(
+                    f"rank {rank} does not know where the values of {len(names)} parameters are, as rank 0 does:"
+                    f" {', '.join(names[:5])}. Build the same model, with pretrained(), on every rank"
+                )
+        return {name: own[name] for name in wanted}
 
     def _replace_meta_parameters(self) -> None:
         """A meta parameter cannot be bound through `.data`: put one of the device in its place, wherever it is used."""
@@ -108,6 +137,7 @@ class Builder:
                     new = replaced[id(old)] = nn.Parameter(data, requires_grad=old.requires_grad)
                     new.__class__ = type(old)
                     new.__dict__.update(old.__dict__)
+                    forget_source(new)
                     self._meta_shapes[id(new)] = (tuple(old.shape), tuple(old.stride()))
                 setattr(module, name, new)  # not `_parameters`: recurrent layers keep a list of their weights, too
         self._named = dict(self._module.named_parameters(remove_duplicate=False))
@@ -127,11 +157,12 @@ class Builder:
         chunk = Chunk(spec, dtype, self._device, storage_bytes(self._plan, spec))
         parameters = [self._named[m.fqn] for m in spec.members]
         shapes = [self._meta_shapes.get(id(p), (tuple(p.shape), tuple(p.stride()))) for p in parameters]
-        full = self._collect(spec, parameters, [stride for _, stride in shapes])
-        self._fill_shards(spec, full)
+        piece = self._own_values(spec, parameters, [stride for _, stride in shapes])
+        self._fill_shards(spec, piece)
         chunk.allocate()
-        self._fill_replica(chunk, full)
-        del full
+        if spec.is_persistent:
+            self._fill_whole(chunk.flat, piece)
+        del piece
         for parameter, (shape, stride) in zip(parameters, shapes, strict=True):
             chunk.bind(parameter, kept_stride(shape, stride))
         chunk.seal()
@@ -140,33 +171,80 @@ class Builder:
             chunk.release()
         return chunk
 
+    def _own_values(self, spec: ChunkSpec, parameters: list[nn.Parameter], strides: list[tuple[int, ...]]) -> Tensor:
+        """This rank's slice of the chunk's values, 1-D, in master (or compute) dtype."""
+        comm, dtype = self._comm, self._precision.master_of(spec) or dtype_of(spec)
+        numel = spec.numel // comm.world_size
+        is_read = [member.fqn in self._sources for member in spec.members]
+        if all(is_read):
+            piece = self._staged(numel, dtype)
+        elif comm.world_size == 1:
+            piece = self._collect(spec, parameters, strides, torch.zeros(spec.numel, dtype=dtype))
+        else:
+            device, full = self._device.torch_device, None
+            if comm.rank == 0:
+                full = self._collect(spec, parameters, strides, torch.zeros(spec.numel, dtype=dtype, device=device))
+            piece = torch.empty(numel, dtype=dtype, device=device)
+            comm.scatter_from_first(piece, full)
+        if any(is_read):
+            piece = piece.to("cpu")
+            self._read_sources(spec, parameters, strides, piece)
+        return piece
+
+    def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros in host memory, 1-D, until the next call. Always the same memory: if it was freed and allocated for
+        every chunk, malloc would keep the gaps between the shards, which come to as much as the model (seen)."""
+        nbytes = numel * dtype.itemsize
+        if self._staging is None or self._staging.numel() < nbytes:
+            self._staging = None
+            self._staging = torch.empty(nbytes, dtype=torch.uint8)
+        return self._staging[:nbytes].view(dtype).zero_()
+
     def _collect(
-        self, spec: ChunkSpec, parameters: list[nn.Parameter], strides: list[tuple[int, ...]]
-    ) -> Tensor | None:
-        """Rank 0's values of the whole chunk, 1-D, in master (or compute) dtype; None on other ranks."""
-        if self._comm.rank != 0:
-            return None
-        dtype = self._precision.master_of(spec) or dtype_of(spec)
-        device = self._device.torch_device if self._comm.world_size > 1 else torch.device("cpu")
-        full = torch.zeros(spec.numel, dtype=dtype, device=device)
+        self, spec: ChunkSpec, parameters: list[nn.Parameter], strides: list[tuple[int, ...]], full: Tensor
+    ) -> Tensor:
+        """Rank 0's values of the whole chunk, put into `full`, 1-D; where they come from a source, `full` stays."""
         for member, parameter, stride in zip(spec.members, parameters, strides, strict=True):
+            if member.fqn in self._sources:
+                continue
             part = full[member.offset : member.offset + member.numel]
             kept = kept_stride(member.shape, stride)
             view = part.view(member.shape) if kept is None else full.as_strided(member.shape, kept, member.offset)
             view.copy_(parameter.detach())
         return full
 
-    def _fill_shards(self, spec: ChunkSpec, full: Tensor | None) -> None:
-        comm, store = self._comm, self._store
+    def _read_sources(
+        self, spec: ChunkSpec, parameters: list[nn.Parameter], strides: list[tuple[int, ...]], piece: Tensor
+    ) -> None:
+        """Read what this rank keeps of the members that have a source into its slice, in host memory."""
+        if self._read_error is not None:
+            return
+        try:
+            for segment in segments_of(spec, self._comm.rank, self._comm.world_size):
+                source = self._sources.get(segment.fqn)
+                if source is None:
+                    continue
+                index = segment.member_index
+                stride = kept_stride(spec.members[index].shape, strides[index])
+                run = piece[segment.shard_offset : segment.shard_offset + segment.numel]
+                source.read_run(stride, segment.param_offset, run, parameters[index].dtype)
+        except Exception as error:
+            self._read_error = error  # the others need this rank until all chunks are there, and hear of it then
+
+    def _raise_read_error(self) -> None:
+        if not self._sources:
+            return
+        errors = self._comm.exchange_objects(None if self._read_error is None else str(self._read_error))
+        if self._read_error is not None:
+            raise self._read_error
+        for rank, error in enumerate(errors):
+            if error is not None:
+                raise StorageError(f"rank {rank} could not read the model's values: {error}")
+
+    def _fill_shards(self, spec: ChunkSpec, piece: Tensor) -> None:
+        store = self._store
         shard = store.add(spec)
         dtype, master_dtype = dtype_of(spec), self._precision.master_of(spec)
-        if comm.world_size == 1 and full is not None:
-            piece = full
-        else:
-            piece = torch.empty(
-                spec.numel // comm.world_size, dtype=master_dtype or dtype, device=self._device.torch_device
-            )
-            comm.scatter_from_first(piece, full)
         if shard.on_disk is not None and shard.on_disk.has_master:
             shard.on_disk.write(MASTER, piece)
         elif master_dtype is not None:
@@ -181,22 +259,16 @@ class Builder:
         if shard.param.numel() == piece.numel():
             shard.param.copy_(piece)
         else:
-            self._broadcast_whole(spec, full, shard.param)
+            whole = torch.empty(spec.numel, dtype=dtype, device=self._device.torch_device)
+            self._fill_whole(whole, piece)
+            shard.param.copy_(whole)
 
-    def _broadcast_whole(self, spec: ChunkSpec, full: Tensor | None, target: Tensor) -> None:
-        whole = torch.empty(spec.numel, dtype=target.dtype, device=self._device.torch_device)
-        if full is not None:
-            whole.copy_(full)
-        self._comm.broadcast_from_first(whole)
-        target.copy_(whole)
-
-    def _fill_replica(self, chunk: Chunk, full: Tensor | None) -> None:
-        if not chunk.spec.is_persistent:
-            return
-        if full is not None:
-            chunk.flat.copy_(full)
+    def _fill_whole(self, whole: Tensor, piece: Tensor) -> None:
+        """Put the ranks' slices together, on the compute device."""
+        rank, numel = self._comm.rank, piece.numel()
+        whole[rank * numel : (rank + 1) * numel].copy_(piece)
         if self._comm.world_size > 1:
-            self._comm.broadcast_from_first(chunk.flat)
+            self._comm.all_gather(whole)
 
 
 def states_on_nvme(plan: Plan, precision: Precision) -> dict[int, StateSpec]:
