@@ -67,6 +67,7 @@ from lightning_elixir.profiling.hardware import profile_hardware, with_disk_rate
 from lightning_elixir.retry import RepeatableStep
 from lightning_elixir.run_report import RunReport
 from lightning_elixir.runtime.stats import Stats
+from lightning_elixir.stopping import GracefulStop
 from lightning_elixir.storage.nvme import is_in_memory
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
@@ -219,7 +220,7 @@ class ElixirStrategy(ProcessStrategy):
         self._evaluation: RepeatableStep | None = None
         self._fit_run: FitRun | None = None
         self._sharded = ShardedCheckpoints(async_save)
-        self._names_seen = contextlib.ExitStack()  # closed: `ModelCheckpoint` looks for files alone
+        self._in_place = contextlib.ExitStack()  # what stands in for parts of Lightning, from setup to teardown
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -310,12 +311,13 @@ class ElixirStrategy(ProcessStrategy):
         self._num_backwards = trainer.accumulate_grad_batches if is_training else 1
         self.model = self._obtain_engine(module, is_training)
         self._sharded.load_awaited_model(self._engine)
+        self._in_place = contextlib.ExitStack()
         if self._config.async_save:
-            callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-            self._names_seen = contextlib.ExitStack()
-            for callback in callbacks:
-                self._names_seen.enter_context(sees_saves(callback, self._sharded))
+            for callback in trainer.checkpoint_callbacks:
+                if isinstance(callback, ModelCheckpoint):
+                    self._in_place.enter_context(sees_saves(callback, self._sharded))
         if is_training:
+            self._in_place.enter_context(GracefulStop(trainer, self._comm).installed())
             self.setup_optimizers(trainer)
             self._fit_run = FitRun(
                 trainer,
@@ -618,7 +620,7 @@ class ElixirStrategy(ProcessStrategy):
         if self._fit_run is not None:
             self._fit_run.close()
         self._fit_run = None
-        self._names_seen.close()
+        self._in_place.close()
         self._sharded.close()
         super().teardown()
         self._sharded.finish()

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_elixir"
 ENGINE = {"core", "plan", "kernels", "storage", "profiling", "optim", "checkpoint", "runtime"}
 BELOW_LIGHTNING = ENGINE | {"config", "planning", "wrapper", "optimizer", "building", "holding", "planner"}
 BELOW_LIGHTNING |= {"report", "retry", "run_report", "warm_up", "saving", "checkpointing", "loading"}
-ABOVE = {"_lightning", "registration", "processes", "strategy", "precision", "cli", "callbacks", "fitting"}
+ABOVE = {"_lightning", "registration", "processes", "strategy", "precision", "cli", "callbacks", "fitting", "stopping"}
 EVERYTHING = BELOW_LIGHTNING | ABOVE
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
@@ -46,6 +46,7 @@ ARROWS: dict[str, set[str]] = {
     "_lightning": set(),
     "registration": {"_lightning", "strategy"},
     "processes": {"_lightning", "core"},
+    "stopping": {"_lightning", "core"},
     "strategy": EVERYTHING,
     "precision": EVERYTHING,
     "cli": EVERYTHING,

@@ -27,7 +27,7 @@ from lightning_elixir.errors import StorageError
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import TIGHT, Net, assert_same_state, fit, make_data, make_trainer
-from tests.strategy.test_sharded_checkpoint import OPTIONS, _dump
+from tests.strategy.test_sharded_checkpoint import OPTIONS, Batches, _assert_same, _dump
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +56,24 @@ MOMENTS = {
     "naming": (save_module, "put_in_place", 1),
     "removing": (folder_module, "remove_folder", 2),  # the first is to have an empty folder
 }
+
+
+def _start(code: str, ranks: int) -> list[subprocess.Popen[bytes]]:
+    """Processes that run it, as a cluster's launcher would start them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        if ranks > 1:
+            environment |= group | place
+        processes.append(
+            subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], env=environment, stderr=subprocess.DEVNULL)
+        )
+    return processes
 
 
 def save_and_die(moment: str, victim: str) -> None:
@@ -92,18 +110,8 @@ def save_and_die(moment: str, victim: str) -> None:
     ],
 )
 def test_killed_in_a_save(tmp_path: Path, moment: str, victim: str, is_new: bool) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     code = f"from tests.strategy.test_sharded_faults import save_and_die; save_and_die({moment!r}, {victim!r})"
-    processes = []
-    for rank in ("0", "1"):
-        group = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": "0", "WORLD_SIZE": "2"}
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        environment = {**os.environ, **group, **place, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        processes.append(
-            subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], env=environment, stderr=subprocess.DEVNULL)
-        )
+    processes = _start(code, 2)
     codes = [process.wait(120) for process in processes]
     victims = ["0", "1"] if victim == "all" else [victim]
     assert [codes[int(rank)] for rank in victims] == [-signal.SIGKILL] * len(victims)
@@ -124,6 +132,63 @@ def test_killed_in_a_save(tmp_path: Path, moment: str, victim: str, is_new: bool
     trainer, _, _ = fit(ElixirStrategy(**OPTIONS["tight"]))
     trainer.save_checkpoint("one.ckpt")
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix in (".ckpt", ".partial")) == ["one.ckpt"]
+
+
+# Asked to stop
+
+
+class _Progress(pl.Callback):  # type: ignore[misc]
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero:
+            Path("step").write_text(str(trainer.global_step))
+
+
+def train_until(name: str, ranks: int, path: str | None, max_steps: int) -> Any:
+    """Run by processes of its own, which are asked to stop, and by the ranks that go on from there."""
+    options = dict(OPTIONS[name])
+    if "nvme_offload_fraction" in options:
+        options["nvme_offload_dir"] = "disk"
+    pl.seed_everything(11, verbose=False)
+    callbacks = [_keep("saved", every_n_train_steps=10**6, save_on_exception=True), _Progress()]
+    trainer = make_trainer(
+        ElixirStrategy(**options),
+        max_epochs=-1,
+        max_steps=max_steps,
+        devices=ranks,
+        callbacks=callbacks,
+        enable_checkpointing=True,
+    )
+    trainer.fit(Net(optimizer="hybrid"), Batches(ranks), ckpt_path=path)
+    return _dump(trainer)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "order", "gap_s"),
+    [("tight", 1, [0], 0.0), ("tight", 2, [0, 1], 0.0), ("tight", 2, [1, 0], 0.01), ("all on nvme", 2, [1], 0.0)],
+)
+def test_sigterm_saves_and_the_resumed_run_equals_the_uninterrupted(
+    name: str, ranks: int, order: list[int], gap_s: float
+) -> None:
+    """Wherever the signal meets the ranks, and if it meets one of them alone, all stop before the same batch."""
+    code = f"from tests.strategy.test_sharded_faults import train_until; train_until({name!r}, {ranks}, None, -1)"
+    processes = _start(code, ranks)
+    deadline = time.monotonic() + 60
+    while not (Path("step").exists() and Path("step").read_text() >= "3") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for rank in order:
+        processes[rank].send_signal(signal.SIGTERM)
+        time.sleep(gap_s)
+    assert [process.wait(60) for process in processes] == [0] * ranks  # SIGTERMException is a SystemExit
+    (path,) = Path("saved").iterdir()
+    step = CheckpointIndex(path).meta(True)["global_step"]
+    path = path.rename("stopped.ckpt")
+    found = [
+        run_ranks(train_until, ranks, name, ranks, start, step + 3, init_group=False)
+        if ranks > 1
+        else [train_until(name, 1, start, step + 3)]
+        for start in (str(path), None)
+    ]
+    _assert_same(found[0][0], found[1][0])
 
 
 def _save_on_full_disk(full_rank: int) -> Any:
