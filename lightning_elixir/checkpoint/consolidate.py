@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from lightning_elixir.checkpoint.folder import flush, temporary_sibling
-from lightning_elixir.checkpoint.index import CheckpointIndex, StoredTensor
+from lightning_elixir.checkpoint.index import CheckpointIndex, StoredTensor, first_names
 from lightning_elixir.checkpoint.weight_files import DTYPE_NAMES, INDEX_FILE, SINGLE_FILE
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.storage.nvme import MappedMemory
@@ -26,7 +26,9 @@ OWN_KEY = "lightning_elixir"
 """Of what `meta.pt` holds for us: the loss scale, and the states of the ranks' random generators."""
 
 
-def consolidate(folder: Path, output: Path, *, max_file_bytes: int, weights_only: bool = True) -> list[Path]:
+def consolidate(
+    folder: Path, output: Path, *, max_file_bytes: int, weights_only: bool = True, part: str = ""
+) -> list[Path]:
     """Put a sharded checkpoint together.
 
     Args:
@@ -36,6 +38,7 @@ def consolidate(folder: Path, output: Path, *, max_file_bytes: int, weights_only
             checkpoint as Lightning saves it, with optimizer states by number.
         max_file_bytes: Of one file in a folder, where more than one tensor goes into it.
         weights_only: As for `torch.load`, for what is no tensor.
+        part: Of the model, where weights alone are written: those below this name, and named from there on. Empty: all.
 
     Returns:
         The files written.
@@ -45,13 +48,16 @@ def consolidate(folder: Path, output: Path, *, max_file_bytes: int, weights_only
         StorageError: The checkpoint is damaged, or the output cannot be written.
     """
     index = CheckpointIndex(folder)
+    is_folder = output.is_dir() or not output.suffix
+    if part and not is_folder and output.suffix != ".safetensors":
+        raise PlanError(f"a part of the model goes into safetensors, not into {output.name}: give a folder")
     try:
         if output.suffix == ".safetensors":
             _refuse_existing(output)
-            _write_safetensors(output, index, _weights(index))
+            _write_safetensors(output, index, _weights(index, part))
             return [output]
-        if output.is_dir() or not output.suffix:
-            return _write_safetensors_folder(output, index, max_file_bytes)
+        if is_folder:
+            return _write_safetensors_folder(output, index, _weights(index, part), max_file_bytes)
         _refuse_existing(output)
         _write_checkpoint(output, index, weights_only)
         return [output]
@@ -117,19 +123,26 @@ def _numbered(states: Mapping[str, Any]) -> dict[str, Any]:
 # Safetensors
 
 
-def _weights(index: CheckpointIndex) -> dict[str, str]:
-    """Name -> key of the tensors of the model."""
-    return {name: key for name, key in index.keys_below(index.model_root).items() if key in index.tensors}
+def _weights(index: CheckpointIndex, part: str) -> dict[str, str]:
+    """Name -> key of the tensors of the model, or of a part of it."""
+    keys = index.keys_below(f"{index.model_root}.{part.rstrip('.')}" if part else index.model_root)
+    found = {name: key for name, key in keys.items() if key in index.tensors}
+    if not found:
+        names = first_names(list(index.keys_below(index.model_root)))
+        raise PlanError(f"{index.folder} has no weights below {part or 'its model'}: there are {names}")
+    return found
 
 
 def _nbytes(stored: StoredTensor) -> int:
     return torch.Size(stored.shape).numel() * stored.dtype.itemsize
 
 
-def _write_safetensors_folder(output: Path, index: CheckpointIndex, max_file_bytes: int) -> list[Path]:
+def _write_safetensors_folder(
+    output: Path, index: CheckpointIndex, weights: Mapping[str, str], max_file_bytes: int
+) -> list[Path]:
     files: list[dict[str, str]] = [{}]
     filled = 0
-    for name, key in _weights(index).items():
+    for name, key in weights.items():
         nbytes = _nbytes(index.tensors[key])
         if files[-1] and filled + nbytes > max_file_bytes:
             files.append({})
@@ -143,11 +156,11 @@ def _write_safetensors_folder(output: Path, index: CheckpointIndex, max_file_byt
     for path in paths:
         _refuse_existing(path)
     output.mkdir(parents=True, exist_ok=True)
-    for name, weights in zip(names, files, strict=True):
-        _write_safetensors(output / name, index, weights)
+    for name, inside in zip(names, files, strict=True):
+        _write_safetensors(output / name, index, inside)
     if count > 1:
-        total = sum(_nbytes(index.tensors[key]) for weights in files for key in weights.values())
-        places = {weight: name for name, weights in zip(names, files, strict=True) for weight in weights}
+        total = sum(_nbytes(index.tensors[key]) for key in weights.values())
+        places = {weight: name for name, inside in zip(names, files, strict=True) for weight in inside}
         with _new_file(table) as file:
             file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode())
     return paths

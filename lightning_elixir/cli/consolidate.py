@@ -20,7 +20,11 @@ def run_consolidate(options: argparse.Namespace) -> int:
     folder = Path(options.folder)
     output = Path(options.output) if options.output else folder.with_name(f"{folder.name}.consolidated.ckpt")
     files = consolidate(
-        folder, output, max_file_bytes=parse_bytes(options.max_file_size), weights_only=not options.trust
+        folder,
+        output,
+        max_file_bytes=parse_bytes(options.max_file_size),
+        weights_only=not options.trust,
+        part=options.part,
     )
     for path in files:
         sys.stdout.write(f"{path}\n")

@@ -169,6 +169,12 @@ def _add_consolidate(parser: argparse.ArgumentParser) -> None:
         "--max-file-size", metavar="SIZE", default="5GB", help="of one file of weights in a folder; default: 5GB"
     )
     parser.add_argument(
+        "--part",
+        metavar="NAME",
+        default="",
+        help="write only the weights below this attribute of the LightningModule, named as the module there names them",
+    )
+    parser.add_argument(
         "--trust",
         action="store_true",
         help="load whatever objects hyperparameters and callbacks have saved, which can run code",

@@ -324,6 +324,21 @@ def test_safetensors(tmp_path: Path) -> None:
     assert all(name in safetensors.load_file(folder / file) for name, file in table["weight_map"].items())
 
 
+def test_a_part_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    state, _ = _save(tmp_path / "one", OPTIONS["tight"], MixedNet, 1, {})
+    command = ["consolidate", str(tmp_path / "one"), "--part", "layers.0", "-o"]
+    assert main([*command, str(tmp_path / "part")]) == 0
+    found = safetensors.load_file(tmp_path / "part" / "model.safetensors")
+    assert found
+    assert_same_state(
+        {f"layers.0.{k}": v for k, v in found.items()}, {k: v for k, v in state.items() if "layers.0." in k}
+    )
+    assert main([*command, str(tmp_path / "part.ckpt")]) == 2
+    assert main(["consolidate", str(tmp_path / "one"), "--part", "layer", "-o", str(tmp_path / "none")]) == 2
+    assert "no weights below layer: there are scale, unused," in capsys.readouterr().err
+
+
 # Lightning's callbacks and hooks
 
 
