@@ -813,6 +813,8 @@ class Engine:
             )
         earlier = self.store.states
         states = self._open_states(plan, earlier)
+        if earlier is not None and earlier is not states:
+            earlier.release_buffers()  # parts are moved one by one, while both placements are there
         self.residency.release(list(self.rcache.resident_ids))
         self.iterations.end()
         self.give_back()  # what lasts shall not come to lie in the gaps that activations have left

@@ -80,6 +80,26 @@ def test_visits_change_what_is_there(make_file: Make) -> None:
     assert file.buffer_bytes_held() == NVME_BUFFERS * 3 * 8192
 
 
+def test_buffers_that_nobody_has_can_go(make_file: Make) -> None:
+    file = make_file()
+    visits = [file.begin(chunk_id, ()) for chunk_id in range(NVME_BUFFERS)]
+    for visit in visits:
+        visit.wait()
+    visits[0].end()
+    file.synchronize()
+    file.release_buffers()
+    assert file.buffer_bytes_held() == (NVME_BUFFERS - 1) * 3 * 8192
+    for visit in visits[1:]:
+        visit.drop()
+    file.release_buffers()
+    assert file.buffer_bytes_held() == 0
+    again = file.begin(0, SPEC.parts)
+    again.wait()
+    again.end()
+    file.synchronize()
+    assert file.buffer_bytes_held() == 3 * 8192
+
+
 def test_the_order_decides_where_buffers_are_short(make_file: Make) -> None:
     file, come = make_file(8), []
     first = [file.begin(i, ()) for i in range(NVME_BUFFERS)]

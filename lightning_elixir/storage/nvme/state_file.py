@@ -249,6 +249,12 @@ class StateFile:
         """Host memory of the buffers."""
         return self._num_made * self._buffer_bytes
 
+    def release_buffers(self) -> None:
+        """Let go of the host memory of buffers that no visit has; the next ones make them anew."""
+        with self._lock:
+            self._num_made -= len(self._free)
+            self._free.clear()
+
     # One part at a time
 
     def read(self, chunk_id: int, part: str) -> Tensor:
