@@ -203,12 +203,16 @@ class _Commit:
         self._followers: list[Callable[[], None]] = []
         self._is_over = False
         self._error: BaseException | None = None
+        # To be waited for in place of the thread, which counts as over when its `join` is interrupted (CPython 3.11).
+        self._running = threading.Lock()
+        self._running.acquire()
         self._thread = threading.Thread(target=self._run, name="elixir-checkpoint")  # the process waits for it
         self._thread.start()
 
     def join(self) -> None:
         """Wait for its end, whatever that is."""
-        self._thread.join()
+        with self._running:
+            return
 
     def check(self) -> None:
         """Raises what the save has failed with."""
@@ -231,13 +235,14 @@ class _Commit:
         except BaseException as exception:
             error = exception
             log.error("%s", error)  # at once: the next save, or the end, which raises it, may be far
-        with self._lock:
-            self._error, self._is_over = error, True
-        if error is not None:
-            return
-        for action in self._followers:
-            with contextlib.suppress(OSError):  # what cannot be removed stays
-                action()
+        try:
+            with self._lock:
+                self._error, self._is_over = error, True
+            for action in self._followers if error is None else ():
+                with contextlib.suppress(OSError):  # what cannot be removed stays
+                    action()
+        finally:
+            self._running.release()
 
 
 @contextlib.contextmanager

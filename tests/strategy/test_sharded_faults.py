@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elixir import checkpointing
 from lightning_elixir._lightning import pl
 from lightning_elixir.checkpoint import folder as folder_module
 from lightning_elixir.checkpoint import save as save_module
@@ -337,25 +336,24 @@ def test_names_are_those_of_saves_that_are_waited_for(
 
 def test_an_interrupted_wait_leaves_the_save_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the next one would write where its thread still is."""
-    gate = threading.Event()
-    _flush_with(monkeypatch, lambda path: gate.wait(60) and None)
-    joined: list[int] = []
-    original = checkpointing._Commit.join
+    gate, interrupted = threading.Event(), []
 
-    def join(self: Any) -> None:
-        joined.append(1)
-        if len(joined) == 1:
-            raise KeyboardInterrupt
-        gate.set()
-        original(self)
+    def wait(path: Path) -> None:
+        if not interrupted:  # the first save; the second one, of the exception, waits for it
+            interrupted.append(threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]))
+            interrupted.append(threading.Timer(1.5, gate.set))
+            for timer in interrupted:
+                timer.start()
+        gate.wait(60)
 
-    monkeypatch.setattr(checkpointing._Commit, "join", join)
+    _flush_with(monkeypatch, wait)
     with pytest.raises(SystemExit):
         _fit_async(_keep("saved", filename="model", save_top_k=1, save_on_exception=True), epochs=3)
-    assert len(joined) >= 2
-    for path in Path("saved").iterdir():
+    assert gate.is_set()
+    paths = list(Path("saved").iterdir())
+    assert paths
+    for path in paths:
         CheckpointIndex(path)
-    assert [path.name for path in Path("saved").iterdir()] != []
 
 
 # What had the name before
