@@ -3,7 +3,7 @@
 [Note: signals] Python runs the handlers of signals, on the main thread, after any call and where any function begins:
 Ctrl-C may raise between the two halves of whatever is not done in one. So what must be whole, or nobody could go on
 after it (a replica that comes, a task that is handed over, the begin and the end of a forward), is `deferred`. Putting
-handlers in place takes some 10 us, too much for what is done at every module; between `arm` and `disarm`, so in every
+handlers in place takes some us, too much for what is done at every module; between `arm` and `disarm`, so in every
 forward and backward, they are in place and do nothing of their own, and `deferred` only counts.
 
 Between `deferred` blocks, what waits does so by acquiring a lock, which is done or is not: a lock's own `with` lets no
@@ -21,6 +21,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+# The functions below those of `signal`, which make an enum of every handler, by way of an exception.
+_raw: Any = getattr(signal, "_signal", signal)
 
 INTERRUPTIONS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 """What asks a training to stop, or to save itself: Ctrl-C, and what cluster managers send."""
@@ -76,19 +79,17 @@ class _Deferred:
     __slots__ = ()
 
     def __enter__(self) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
-            return
         note = _Note.active
-        if note is None:
-            _Note().install()
-        else:
+        if note is not None and threading.get_ident() == note.thread:
             note.depth += 1  # no call comes after this, and so no handler before the block
+        elif note is None and _is_main_thread():
+            _Note().install()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         note = _Note.active
-        if note is None or threading.get_ident() != threading.main_thread().ident:
+        if note is None or threading.get_ident() != note.thread:
             return
         if note.depth > 1:
             note.depth -= 1
@@ -111,7 +112,8 @@ class _Note:
     num_raised = 0
 
     def __init__(self) -> None:
-        found = {number: signal.getsignal(number) for number in INTERRUPTIONS}
+        self.thread = threading.get_ident()
+        found = {number: _raw.getsignal(number) for number in INTERRUPTIONS}
         self._handlers: dict[int, Any] = {number: handler for number, handler in found.items() if callable(handler)}
         self.came: dict[int, FrameType | None] = {}
         self.depth = 0
@@ -123,7 +125,7 @@ class _Note:
         self.depth, _Note.active = 1, self
         try:
             for number in self._handlers:
-                signal.signal(number, self)
+                _raw.signal(number, self)
         except BaseException:  # a signal whose handler was the old one still
             self.remove()
             raise
@@ -132,8 +134,8 @@ class _Note:
         """Put the handlers back, and call those that wait."""
         try:
             for number, handler in self._handlers.items():
-                if signal.getsignal(number) is self:
-                    signal.signal(number, handler)
+                if _raw.getsignal(number) is self:
+                    _raw.signal(number, handler)
         except BaseException:  # one that is back was called
             self.remove()
             raise
