@@ -405,7 +405,7 @@ class StateFile:
         try:
             requests = [self._file.read(region, x, will_write=True, order=visit._order) for region, x in wanted]
         except BaseException as error:
-            self._on_read(visit, (), error)
+            self._on_read(visit, (), _as_error(error))
             return
         self._traffic.read_bytes += sum(visit.read.values())
         when_all_over(requests, partial(self._on_read, visit, requests))
@@ -485,7 +485,7 @@ class StateFile:
     def _fail(self, error: BaseException) -> None:
         """Nothing that is here can be relied on any more."""
         with deferred(), self._lock:
-            self._failure = self._failure or error
+            self._failure = self._failure or _as_error(error)
             self._go_on()
 
     def _note_time(self) -> None:
@@ -582,6 +582,18 @@ def open_state_file(
 
 def _keys(specs: Mapping[int, StateSpec]) -> list[tuple[int, str]]:
     return [(chunk_id, part) for chunk_id, spec in specs.items() for part in spec.parts]
+
+
+def _as_error(error: BaseException) -> Exception:
+    """What is told to all who ask later: a second Ctrl-C was for those alone whom it interrupted."""
+    if isinstance(error, Exception):
+        return error
+    failure = StorageError(
+        f"states on NVMe were on their way when {type(error).__name__} came a second time, and are not whole any more: "
+        "start again from a checkpoint"
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def _first_error(requests: Sequence[Request]) -> StorageError | None:
