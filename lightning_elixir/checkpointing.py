@@ -16,6 +16,7 @@ from lightning_elixir.checkpoint import CheckpointIndex, PendingFolder
 from lightning_elixir.checkpoint.consolidate import OWN_KEY
 from lightning_elixir.checkpoint.writer import Contents
 from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StateError
 from lightning_elixir.saving import (
     SavePlan,
@@ -207,7 +208,8 @@ class _Commit:
         self._running = threading.Lock()
         self._running.acquire()
         self._thread = threading.Thread(target=self._run, name="elixir-checkpoint")  # the process waits for it
-        self._thread.start()
+        with deferred():  # it waits for an `Event`, which is written in Python
+            self._thread.start()
 
     def join(self) -> None:
         """Wait for its end, whatever that is."""

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.storage.nvme import ALIGNMENT, aligned, aligned_memory, go_direct
 
 PIECE_BYTES = 4 * 2**20
@@ -125,7 +126,8 @@ class DirectFile:
     def _wait(self, slot: int) -> None:
         future, self._under_way[slot] = self._under_way[slot], None
         if future is not None:
-            future.result()
+            with deferred():  # `Future` is written in Python
+                future.result()
 
     def _send(self, nbytes: int) -> None:
         offset = self._number * PIECE_BYTES

@@ -1,62 +1,175 @@
-"""Signals that must not interrupt what cannot be taken back."""
+"""Signals that must not interrupt what cannot be taken back.
+
+[Note: signals] Python runs the handlers of signals, on the main thread, after any call and where any function begins:
+Ctrl-C may raise between the two halves of whatever is not done in one. So what must be whole, or nobody could go on
+after it (a replica that comes, a task that is handed over, the begin and the end of a forward), is `deferred`. Putting
+handlers in place takes some us, too much for what is done at every module; between `arm` and `disarm`, so in every
+forward and backward, they are in place and do nothing of their own, and `deferred` only counts.
+
+Between `deferred` blocks, what waits does so by acquiring a lock, which is done or is not: a lock's own `with` lets no
+handler run between taking it and the block. `Condition`, `Event` and `Future` do: a signal there leaves their inner
+lock taken for good. No thread that runs handlers waits for one.
+"""
 
 from __future__ import annotations
 
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import AbstractContextManager
+from types import FrameType, TracebackType
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+# The functions below those of `signal`, which make an enum of every handler, by way of an exception.
+_raw: Any = getattr(signal, "_signal", signal)
 
 INTERRUPTIONS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 """What asks a training to stop, or to save itself: Ctrl-C, and what cluster managers send."""
 
 
-@contextmanager
-def deferred(numbers: tuple[signal.Signals, ...] = INTERRUPTIONS) -> Iterator[None]:
+def deferred() -> AbstractContextManager[None]:
     """Signals that come inside are handled when it is left; a second one of a kind is handled at once.
 
     Only those with a handler in Python (as Ctrl-C has), and only on the main thread, which alone runs such handlers.
-    Inside of itself it does nothing: the outermost one decides.
+    Inside of itself it only counts: the outermost one decides.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    if any(isinstance(handler, _Note) for handler in handlers.values()):
-        yield
-        return
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
-    note = _Note(handlers)
-    for number in handlers:
-        signal.signal(number, note)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for late, frame in note.came.items():
-            note.handle(late, frame)
+    return _DEFERRED
+
+
+def arm() -> bool:
+    """From here to `disarm`, `deferred` takes some 0.3 us; signals between are handled as ever.
+
+    Returns:
+        Whether it is so; not on other threads than the main one.
+    """
+    with _DEFERRED:
+        if _Note.active is None or not _is_main_thread():
+            return False
+        _Note.active.num_armed += 1
+        return True
+
+
+def disarm() -> bool:
+    """Undo one `arm`. One too many does nothing.
+
+    Returns:
+        Whether it was done; not on other threads than the main one.
+    """
+    with _DEFERRED:
+        if _Note.active is None or not _is_main_thread():
+            return False
+        _Note.active.num_armed = max(0, _Note.active.num_armed - 1)
+        return True
+
+
+def num_interruptions() -> int:
+    """How often a signal has ended, by an exception, what is between `arm` and `disarm`, or `deferred`."""
+    return _Note.num_raised
+
+
+def _is_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+class _Deferred:
+    """Has no state of its own, and so can be inside of itself."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        note = _Note.active
+        if note is not None and threading.get_ident() == note.thread:
+            note.depth += 1  # no call comes after this, and so no handler before the block
+        elif note is None and _is_main_thread():
+            _Note().install()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        note = _Note.active
+        if note is None or threading.get_ident() != note.thread:
+            return
+        if note.depth > 1:
+            note.depth -= 1
+        elif note.num_armed:
+            note.depth = 0
+            if note.came:
+                note.handle_late()
+        else:
+            note.remove()
+
+
+_DEFERRED = _Deferred()
 
 
 class _Note:
-    """The handler inside."""
+    """The handler inside. Only the main thread knows of it."""
 
-    def __init__(self, handlers: Mapping[signal.Signals, Any]) -> None:
-        self._handlers = handlers
+    active: _Note | None = None
+    """The one that is in place."""
+    num_raised = 0
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        found = {number: _raw.getsignal(number) for number in INTERRUPTIONS}
+        self._handlers: dict[int, Any] = {number: handler for number, handler in found.items() if callable(handler)}
         self.came: dict[int, FrameType | None] = {}
+        self.depth = 0
+        """Of `deferred`; 0: handlers are called at once."""
+        self.num_armed = 0
+
+    def install(self) -> None:
+        """Put it in place, inside of one `deferred`."""
+        self.depth, _Note.active = 1, self
+        try:
+            for number in self._handlers:
+                _raw.signal(number, self)
+        except BaseException:  # a signal whose handler was the old one still
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Put the handlers back, and call those that wait."""
+        try:
+            for number, handler in self._handlers.items():
+                if _raw.getsignal(number) is self:
+                    _raw.signal(number, handler)
+        except BaseException:  # one that is back was called
+            self.remove()
+            raise
+        self.depth, _Note.active = 0, None
+        if self.came:
+            self.handle_late()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if number in self.came:
-            self.handle(number, frame)
-            return
-        self.came[number] = frame
-        log.warning("%s: going on to the end of the step first; once more stops at once", signal.strsignal(number))
+        if not self.depth:
+            self._handle(number, frame)
+        elif number in self.came:
+            del self.came[number]
+            depth, self.depth = self.depth, 0  # if this raises, nothing of what goes on is kept whole any more
+            self._handle(number, frame)
+            self.depth = depth
+        else:
+            self.came[number] = frame
+            log.warning("%s: what is half done is ended first; once more stops at once", signal.strsignal(number))
 
-    def handle(self, number: int, frame: FrameType | None) -> None:
+    def handle_late(self) -> None:
+        """Call the handlers of what has come, each, whatever they raise."""
+        while self.came:
+            number = next(iter(self.came))
+            frame = self.came.pop(number)
+            try:
+                self._handle(number, frame)
+            except BaseException:
+                self.handle_late()
+                raise
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         """What would have been done at once."""
-        self._handlers[signal.Signals(number)](number, frame)
+        try:
+            self._handlers[number](number, frame)
+        except BaseException:
+            _Note.num_raised += 1
+            raise

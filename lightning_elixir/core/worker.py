@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -79,18 +80,19 @@ class Task:
 
     def release(self) -> None:
         """A task that was submitted as held may begin. Waits for nothing."""
-        with self._pool.changed:
+        with deferred(), self._pool.lock:
             self._is_held = False
-            self._pool.changed.notify_all()
+            self._pool.ring()
 
     def then(self, follower: Callable[[], None]) -> None:
         """Call it when the work is done, or has failed: on the thread that did it, before the task counts as over; or
         right here if that is past. It must not wait for the task, nor raise."""
-        with self._pool.changed:
-            if not self._is_over:
-                self._followers.append(follower)
-                return
-        follower()
+        with deferred():
+            with self._pool.lock:
+                if not self._is_over:
+                    self._followers.append(follower)
+                    return
+            follower()
 
     # For the pool
 
@@ -155,7 +157,6 @@ class LateEvent:
         self._issue: Callable[[], Event] | None = issue
         self._event: Event | None = None
         self._error: BaseException | None = None
-        self._is_issued = threading.Event()
         task.then(self._on_over)
 
     def wait(self) -> None:
@@ -176,12 +177,10 @@ class LateEvent:
                 self._event = issue()
         except BaseException as error:
             self._error = error
-        self._is_issued.set()
 
     def _issued(self) -> Event:
-        if not self._is_issued.is_set():
-            self._task.wait()
-            self._is_issued.wait()
+        if self._event is None and self._error is None:
+            self._task.wait()  # it is over when its followers have been called
         if self._error is not None or self._event is None:
             raise self._error or RuntimeError("nothing was issued")
         return self._event
@@ -191,7 +190,9 @@ class _Pool:
     """What the threads of one worker share. They know this, and not the worker, so that it may go."""
 
     def __init__(self, context: Callable[[], AbstractContextManager[None]], most_in_flight: int) -> None:
-        self.changed = threading.Condition()
+        # Not a `Condition`, which a signal may leave locked: [Note: signals]
+        self.lock = threading.RLock()  # the garbage collector may call `stop` here
+        self._bells: list[threading.Lock] = []
         self._context = context
         self._most_in_flight = most_in_flight
         self._waiting: list[Task] = []
@@ -200,31 +201,40 @@ class _Pool:
         self._failure: BaseException | None = None
         self._process = os.getpid()
 
+    def ring(self) -> None:
+        """Tell all who wait that something has changed. Locked."""
+        while self._bells:
+            self._bells.pop().release()
+
+    def _new_bell(self) -> threading.Lock:
+        """What can be acquired when something has changed. Locked; to be waited for when that is past."""
+        bell = threading.Lock()
+        bell.acquire()
+        self._bells.append(bell)
+        return bell
+
     def add(self, task: Task) -> None:
-        with self.changed:
+        with deferred(), self.lock:
             if self._is_stopped:
                 raise RuntimeError("a worker that was closed, or has failed, takes no more tasks") from self._failure
             self._waiting.append(task)
             self._num_unfinished += 1
-            self.changed.notify_all()
+            self.ring()
 
     def wait_for(self, task: Task) -> None:
-        with self.changed:
+        with self.lock:
             needed: Task | None = task
             while needed is not None:
                 needed._order = float("-inf")
                 needed = needed._after
         while True:
-            with self.changed:
+            with self.lock:
                 if task._is_over:
                     return
-                help_on = self._help_for(task)
-                if help_on is None:
-                    self.changed.wait()
-            if help_on is not None:
-                help_on()
+                help_on = self._help_for(task) or self._new_bell().acquire
+            help_on()
 
-    def _help_for(self, task: Task) -> Callable[[], None] | None:
+    def _help_for(self, task: Task) -> Callable[[], object] | None:
         """What the thread that waits for a task can do about it. Those of the pool may be in the middle of other work
         for long, and look after what has ended on the device, and begin what is brief, only after that."""
         while task._after is not None and not task._after._is_over:
@@ -247,7 +257,7 @@ class _Pool:
     def _help_to_begin(self, task: Task) -> None:
         """To its end, without interruption: no thread of the pool knows of what this one has begun."""
         with deferred(), self._context():
-            with self.changed:
+            with self.lock:
                 if task not in self._waiting:
                     return
                 self._waiting.remove(task)
@@ -256,20 +266,24 @@ class _Pool:
                 self._land([(task, end)], must_wait=True)
 
     def cancel(self, task: Task) -> None:
-        with self.changed:
-            if task not in self._waiting:
-                return
-            self._waiting.remove(task)
-            task._work = None
-        self._finish(task, CancelledError("this task was cancelled before it had begun"))
+        with deferred():
+            with self.lock:
+                if task not in self._waiting:
+                    return
+                self._waiting.remove(task)
+                task._work = None
+            self._finish(task, CancelledError("this task was cancelled before it had begun"))
 
     def wait_for_all(self) -> None:
-        with self.changed:
-            while self._num_unfinished:
-                self.changed.wait()
+        while True:
+            with self.lock:
+                if not self._num_unfinished:
+                    return
+                bell = self._new_bell()
+            bell.acquire()
 
     def reorder(self, order_of: Callable[[Task], float | None]) -> None:
-        with self.changed:
+        with self.lock:
             for task in self._waiting:
                 order = order_of(task)
                 if order is not None:
@@ -279,16 +293,28 @@ class _Pool:
         """Have the threads end when all tasks are done. Waits for nothing: the garbage collector may call it."""
         if os.getpid() != self._process:
             return  # a fork has our lock, perhaps closed, and none of our threads
-        with self.changed:
+        with deferred(), self.lock:
             self._is_stopped = True
-            self.changed.notify_all()
+            self.ring()
+
+    def drop_held(self) -> None:
+        """Have the tasks that are held, and what comes after them, fail: nobody will release them any more."""
+        if os.getpid() != self._process:
+            return
+        with deferred():
+            while True:
+                with self.lock:
+                    held = next((t for t in self._waiting if t._is_held), None)
+                if held is None:
+                    return
+                held.cancel()
 
     def serve(self) -> None:
         """What each thread does."""
         try:
             self._serve()
         except BaseException as error:  # nobody shall wait for ever for what no thread will do
-            with self.changed:
+            with self.lock:
                 left, self._waiting = self._waiting, []
                 self._is_stopped, self._failure = True, error
             for task in left:
@@ -325,9 +351,9 @@ class _Pool:
         if end is None:
             self._finish(task, None)
             return None
-        with self.changed:
+        with self.lock:
             task._end = end
-            self.changed.notify_all()  # somebody who waits may wait for the device rather than for this thread
+            self.ring()  # somebody who waits may wait for the device rather than for this thread
         return end
 
     def _land(self, in_flight: list[tuple[Task, Event]], *, must_wait: bool) -> bool:
@@ -354,8 +380,8 @@ class _Pool:
             that at once would wait for the device while others are prepared. Brief ones hold nobody up: of what can
             begin they come first, and of what cannot they are waited for last.
         """
-        with self.changed:
-            while True:
+        while True:
+            with self.lock:
                 ready = [t for t in self._waiting if t._can_begin()] if has_room else []
                 prepared = [t for t in ready if t._is_prepared()]
                 if prepared:
@@ -366,17 +392,18 @@ class _Pool:
                     return next((t for t in ready if not t._is_brief), ready[0]), False
                 if has_in_flight or (self._is_stopped and not self._waiting):
                     return None, False
-                self.changed.wait()
+                bell = self._new_bell()
+            bell.acquire()
 
     def _finish(self, task: Task, error: BaseException | None) -> None:
-        with self.changed:
+        with self.lock:
             if task._is_ending:  # a thread of the pool and one that waits may both have seen the end
                 return
             task._is_ending = True
             task.error = error
         try:
             while True:
-                with self.changed:
+                with self.lock:
                     followers, task._followers = task._followers, []
                     if not followers:
                         self._note_over(task)
@@ -384,7 +411,7 @@ class _Pool:
                 for follower in followers:
                     follower()
         except BaseException:  # a second Ctrl-C
-            with self.changed:
+            with self.lock:
                 self._note_over(task)
             raise
 
@@ -392,7 +419,7 @@ class _Pool:
         task._is_over = True
         task._after = task._event = task._end = None
         self._num_unfinished -= 1
-        self.changed.notify_all()
+        self.ring()
 
 
 class Worker:
@@ -443,17 +470,19 @@ class Worker:
             event: It waits for this moment; work that need not wait may go before.
             is_brief: It only gives the device something to do: it goes before work that is not, and whoever waits for
                 it may carry it out.
-            is_held: It begins after `Task.release` alone, which must come. No thread waits for that, as one does for
-                an event: what comes first may be something that the threads themselves have to bring about.
+            is_held: It begins after `Task.release` alone, which must come: see to that under the same `deferred`. No
+                thread waits for that, as one does for an event: what comes first may be something that the threads
+                themselves have to bring about. The end of the program drops it.
         """
-        if not self._threads:
-            for number in range(self._num_threads):
-                thread = threading.Thread(target=self._pool.serve, name=f"{self._name}-{number}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-        task = Task(self._pool, work, order, after, event, is_brief, is_held)
-        self._pool.add(task)
-        return task
+        with deferred():
+            if not self._threads:
+                for number in range(self._num_threads):
+                    thread = threading.Thread(target=self._pool.serve, name=f"{self._name}-{number}", daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
+            task = Task(self._pool, work, order, after, event, is_brief, is_held)
+            self._pool.add(task)
+            return task
 
     def reorder(self, order_of: Callable[[Task], float | None]) -> None:
         """Give the tasks that have not begun another order; None: keep it."""
@@ -463,13 +492,21 @@ class Worker:
         """Make the host wait until all tasks are over; raises nothing."""
         self._pool.wait_for_all()
 
-    def close(self) -> None:
-        """Do what is left and end the threads. No task may follow."""
-        self._at_exit()
+    def close(self, *, drops_held: bool = False) -> None:
+        """Do what is left and end the threads. No task may follow.
+
+        Args:
+            drops_held: Tasks that are still held fail.
+        """
+        _end(self._pool, self._threads, drops_held=drops_held)
 
 
-def _end(pool: _Pool, threads: list[threading.Thread]) -> None:
-    pool.stop()
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(_LONGEST_END_S)
+def _end(pool: _Pool, threads: list[threading.Thread], *, drops_held: bool = True) -> None:
+    latest_s = time.monotonic() + _LONGEST_END_S
+    with deferred():  # `Thread.join` is written in Python
+        pool.stop()
+        if drops_held:
+            pool.drop_held()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, latest_s - time.monotonic()))

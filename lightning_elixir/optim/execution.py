@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_elixir.core.device import Device, Event, Uploads, working_on
 from lightning_elixir.core.labels import label
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk
@@ -266,17 +267,18 @@ class UpdateRunner:
     ) -> Task:
         """The task is held until the states are there: a thread that waited for them could be the one that has to free
         the buffer which they wait for."""
-        visit = on_disk.begin(order, has_landed=event is None or _has_come(event))
-        try:
-            work = partial(self._update_visited, job, on_disk, visit, record)
-            task = self._host.submit(work, order=order, after=after, event=event, is_held=True)
-        except BaseException:
-            visit.drop()
-            raise
-        self._visits[task] = visit
-        task.then(partial(self._forget_visit, task))
-        visit.then(task.release)
-        return task
+        with deferred():  # or nobody releases it
+            visit = on_disk.begin(order, has_landed=event is None or _has_come(event))
+            try:
+                work = partial(self._update_visited, job, on_disk, visit, record)
+                task = self._host.submit(work, order=order, after=after, event=event, is_held=True)
+            except BaseException:
+                visit.drop()
+                raise
+            self._visits[task] = visit
+            task.then(partial(self._forget_visit, task))
+            visit.then(task.release)
+            return task
 
     def _forget_visit(self, task: Task) -> None:
         visit = self._visits.pop(task, None)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StorageError
 from lightning_elixir.profiling.stopwatch import Stopwatch
 
@@ -142,8 +143,9 @@ class _ScratchFile:
                 if moved != _BLOCK_BYTES:
                     raise OSError(f"{moved} bytes moved instead of {_BLOCK_BYTES}")
 
-        for result in [self._threads.submit(run, thread) for thread in range(_NUM_THREADS)]:
-            result.result()
+        with deferred():  # `Future` is written in Python
+            for result in [self._threads.submit(run, thread) for thread in range(_NUM_THREADS)]:
+                result.result()
 
     def __enter__(self) -> _ScratchFile:
         return self

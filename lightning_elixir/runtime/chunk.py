@@ -147,6 +147,12 @@ class Chunk:
             self.ready.wait()
             self.ready = None
 
+    def forget_fetch(self) -> None:
+        """A fetch has failed. Whether anything still fills the storage is not known: its bytes stay until the chunk is
+        released the next time."""
+        if self.state is ChunkState.FETCHING:
+            self.to_state(ChunkState.RELEASED)
+
     def release(self) -> None:
         """Take the bytes away, unless something still aliases them."""
         self.wait_ready()

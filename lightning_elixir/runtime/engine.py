@@ -6,8 +6,9 @@ import enum
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device, release_cached_memory
+from lightning_elixir.core.signals import arm, deferred, disarm, num_interruptions
 from lightning_elixir.errors import ElixirError, StateError, StorageError
 from lightning_elixir.plan.memory import has_params_on_nvme, param_buffers
 from lightning_elixir.plan.profile import StepProfile
@@ -65,6 +67,71 @@ class _Frame:
     hooks: SavedHooks | None = None
     innermost: object = False
     """What packs the tensors that autograd saves inside; False where it saved none when the forward began."""
+
+
+class _Span:
+    """A forward or a backward, for `with`. Signals are handled inside, but not while it begins and ends; one that comes
+    after the block, where this has no say yet, leaves it open: `Engine.leave_interrupted` closes it then.
+
+    Args:
+        begin: Returns whether it is an outermost one; others are left alone.
+        end: Called after it.
+        abort: Called instead if anything was raised.
+    """
+
+    def __init__(self, begin: Callable[[], bool], end: Callable[[], None], abort: Callable[[], None]) -> None:
+        self._begin = begin
+        self._end = end
+        self._abort = abort
+        self._is_open = False
+
+    def __enter__(self) -> None:
+        try:
+            with deferred():
+                self._is_open = self._begin()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with deferred():
+            is_open, self._is_open = self._is_open, False
+            if not is_open:
+                return
+            if kind is not None:
+                self._abort()
+                return
+            try:
+                self._end()
+            except Exception:
+                raise
+            except BaseException:  # a second Ctrl-C
+                self._abort()
+                raise
+
+
+class _Packing:
+    """See `Engine.packing`."""
+
+    def __init__(self, enter: Callable[[], SavedHooks | None]) -> None:
+        self._enter = enter
+        self._hooks: SavedHooks | None = None
+
+    def __enter__(self) -> None:
+        try:
+            with deferred():
+                self._hooks = self._enter()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        with deferred():
+            hooks, self._hooks = self._hooks, None
+            if hooks is not None:
+                hooks.__exit__()
 
 
 class _Access(NamedTuple):
@@ -144,6 +211,8 @@ class Engine:
         self._frames: list[_Frame] = []
         self._is_implicit = False  # the region was opened by a module hook, not by its owner
         self._error_at_entry: BaseException | None = None
+        self._is_armed = False  # see `core.signals.arm`
+        self._num_interruptions = 0  # when the forward or backward began
         self._region_hooks: SavedHooks | None = None
         self._raw_pins: list[int] = []
         self._versions: list[int] = []
@@ -279,25 +348,21 @@ class Engine:
 
     # Regions: the forward of the model, or of any part of it that the user calls
 
-    @contextmanager
-    def region(self) -> Iterator[None]:
+    def region(self) -> AbstractContextManager[None]:
         """Run a forward inside. Nested regions, and forwards recomputed in backward, belong to the outer one.
 
         Raises:
             StateError: If a parameter was written in place inside.
         """
-        self._leave_stale_region()
+        return _Span(self._enter_region, self._end_region, self._abort_region)
+
+    def _enter_region(self) -> bool:
+        self._leave_stale()
         if self.phase is not Phase.IDLE:
             self.check_open()
-            yield
-            return
+            return False
         self._begin_region()
-        try:
-            yield
-        except BaseException:
-            self._abort_region()
-            raise
-        self._end_region()
+        return True
 
     def watch_outputs(self, output: Any) -> None:
         """Notice a backward that starts from `output` without the engine being told."""
@@ -307,11 +372,9 @@ class Engine:
                     tensor.register_hook(self._on_outermost_backward)
 
     def enter_module(self, module: nn.Module, inputs: Any = None) -> None:
-        if self.phase is Phase.IDLE and not self._frames:
-            self._error_at_entry = sys.exc_info()[1]
-            self._begin_region()
-            self._is_implicit = True
-        elif self._frames:
+        if num_interruptions() != self._num_interruptions:
+            self.leave_interrupted()
+        if self._frames:
             above = self._frames[-1]
             if id(module) in above.covered and self._saves_through_us():
                 if above.module is module:
@@ -319,6 +382,14 @@ class Engine:
                 else:
                     self._covered_ids.add(id(module))
                 return
+        with deferred():
+            self._enter_module(module)
+
+    def _enter_module(self, module: nn.Module) -> None:
+        if self.phase is Phase.IDLE and not self._frames:
+            self._error_at_entry = sys.exc_info()[1]
+            self._begin_region()
+            self._is_implicit = True
         self._entered_ids.add(id(module))
         frame = _Frame(module)
         self._frames.append(frame)
@@ -352,6 +423,10 @@ class Engine:
         if frame.depth:
             frame.depth -= 1
             return
+        with deferred():
+            self._exit_module(frame, output)
+
+    def _exit_module(self, frame: _Frame, output: Any) -> None:
         self._frames.pop()
         if frame.hooks is not None:
             frame.hooks.__exit__()
@@ -367,12 +442,13 @@ class Engine:
 
     def _begin_region(self) -> None:
         self.check_open()
+        self.interception.forget_state_dict()
         self.absorb_touched()
         if self._has_own_statistics:
             self._share_statistics()
         self._has_own_statistics = self.comm.world_size > 1 and bool(self._statistics) and torch.is_grad_enabled()
         self.iterations.begin(is_training=torch.is_grad_enabled())
-        self.phase = Phase.FORWARD
+        self._enter_phase(Phase.FORWARD)
         try:
             self._region_hooks = self._enter_saved_hooks()
             if torch.is_grad_enabled():
@@ -408,17 +484,36 @@ class Engine:
         self.iterations.end_forward()
 
     def _abort_region(self) -> None:
-        self._clear_frames()
-        self._is_implicit = False
-        self.rcache.unpin_all()
-        self._close_region()
-        self.iterations.abandon()
+        with deferred():
+            self._clear_frames()
+            self._is_implicit = False
+            self.rcache.unpin_all()
+            self._close_region()
+            self.iterations.abandon()
 
-    def _leave_stale_region(self) -> None:
-        """A region that a module hook has opened is still open, where the model as a whole or a backward begins: what
-        has passed by the module's exit was no `Exception` (Ctrl-C), for which torch calls no hooks."""
+    def _leave_stale(self) -> None:
+        """As `leave_interrupted`, where the model as a whole, a backward or a step begins. Of what is open then, more
+        is known to be over: a region that a module hook has opened (what has passed by the module's exit was no
+        `Exception`, for which torch calls no hooks), and a backward that the engine was not told of and that does not
+        run."""
+        self.leave_interrupted()
         if self.phase is Phase.FORWARD and self._is_implicit:
             self._abort_region()
+        elif self.phase is Phase.BACKWARD and self._is_bare_backward and torch._C._current_graph_task_id() == -1:
+            self.abort_backward()
+
+    def leave_interrupted(self) -> None:
+        """End a forward or a backward that a signal has ended already, where nothing was told of it."""
+        if self.is_computing and num_interruptions() != self._num_interruptions:
+            if self.phase is Phase.FORWARD:
+                self._abort_region()
+            elif torch._C._current_graph_task_id() == -1:
+                self.abort_backward()
+
+    def _enter_phase(self, phase: Phase) -> None:
+        self._num_interruptions = num_interruptions()
+        self._is_armed = self._is_armed or arm()
+        self.phase = phase
 
     def _close_region(self) -> None:
         hooks, self._region_hooks = self._region_hooks, None
@@ -429,6 +524,8 @@ class Engine:
         self._become_idle()
 
     def _become_idle(self) -> None:
+        if self._is_armed and disarm():
+            self._is_armed = False
         if self.phase is not Phase.CLOSED:  # nothing opens an engine again that has failed
             self.phase = Phase.IDLE
 
@@ -452,35 +549,26 @@ class Engine:
         """Whether autograd saves managed tensors through us, or need not."""
         return not self._cost or not torch.is_grad_enabled() or self._saved.is_innermost()
 
-    @contextmanager
-    def packing(self) -> Iterator[None]:
+    def packing(self) -> AbstractContextManager[None]:
         """Saved tensors of what runs inside keep no replica alive, and find it again in backward."""
-        hooks = self._enter_saved_hooks()
-        try:
-            yield
-        finally:
-            if hooks is not None:
-                hooks.__exit__()
+        return _Packing(self._enter_saved_hooks)
 
     # Backward
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Run the backward of a loss inside; the gradients are reduced at the end. Collective."""
+        return _Span(self._enter_backward, self.end_backward, self.abort_backward)
+
+    def _enter_backward(self) -> bool:
+        self._leave_stale()
         if self.phase is Phase.BACKWARD:  # nested: the outer one ends it
-            yield
-            return
+            return False
         self.begin_backward()
-        try:
-            yield
-        except BaseException:
-            self.abort_backward()
-            raise
-        self.end_backward()
+        return True
 
     def begin_backward(self) -> None:
         """Call before the backward of a loss."""
-        self._leave_stale_region()
+        self._leave_stale()
         self.check_open()
         if self.phase is not Phase.IDLE:
             raise StateError(f"backward cannot start in phase {self.phase.value}")
@@ -491,7 +579,7 @@ class Engine:
         self.interception.check_unwritten(self._versions, "forward and backward")
         self.iterations.begin_backward()
         self._is_bare_backward = False
-        self.phase = Phase.BACKWARD
+        self._enter_phase(Phase.BACKWARD)
         try:
             self._open_resident()
         except BaseException:
@@ -532,24 +620,34 @@ class Engine:
     def abort_backward(self) -> None:
         """Call when backward raised: its gradients are dropped. Those of earlier backwards stay if none of its have
         been added to them yet; otherwise they are lost, and `step` raises until `zero_grad` has dropped the rest."""
-        self._clear_frames()
-        self._close_backward()
-        self.reducer.abandon()
-        self.iterations.abandon()
+        with deferred():
+            self._clear_frames()
+            self._release_pins()
+            try:
+                self.reducer.abandon()
+                self.iterations.abandon()
+            except Exception:
+                self._become_idle()
+                raise
+            self._become_idle()  # last: after a second Ctrl-C, whoever comes next does all of this again
 
     def _close_backward(self) -> None:
+        self._release_pins()
+        self._become_idle()
+
+    def _release_pins(self) -> None:
         self.rcache.unpin_all()
         self._unpin_raw()
         self.interception.guard_all()
-        self._become_idle()
 
     def _on_outermost_backward(self, grad: Tensor) -> None:
         """A bare `loss.backward()` has reached an output of the model."""
-        if self.phase is Phase.IDLE:
-            self.begin_backward()
-            self._is_bare_backward = True
-            # Queued here, on the outermost graph: from inside reentrant checkpointing it would fire at the nested end.
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        with deferred():
+            if self.phase is Phase.IDLE:
+                self.begin_backward()
+                self._is_bare_backward = True
+                # On the outermost graph: from inside reentrant checkpointing it would fire at the nested end.
+                torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _need_in_backward(self, chunk: Chunk) -> None:
         if self.phase is Phase.CLOSED:
@@ -557,6 +655,10 @@ class Engine:
         self.acquire((chunk.id,), pin=False)
 
     def collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
+        with deferred():
+            self._collect_grad(chunk, index, parameter)
+
+    def _collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
         if self.phase is Phase.IDLE:  # a graph that does not pass through a watched output
             self._on_outermost_backward(parameter)
         sampler = self.iterations.sampler
@@ -583,11 +685,16 @@ class Engine:
                 self.iterations.acquire(ids, pin)
             else:
                 self.residency.acquire(ids, pin, None, False)
-        for chunk_id in ids:
-            chunk = self.chunks[chunk_id]
-            chunk.wait_ready()
-            if is_computing:
-                self.interception.make_plain(chunk)
+        try:
+            for chunk_id in ids:
+                chunk = self.chunks[chunk_id]
+                chunk.wait_ready()
+                if is_computing:
+                    self.interception.make_plain(chunk)
+        except BaseException:
+            if pin and self._cost:
+                self.rcache.drop(ids)
+            raise
 
     def drop(self, ids: Sequence[int]) -> None:
         """Undo one pinned `acquire`."""
@@ -642,8 +749,7 @@ class Engine:
         Raises:
             StateError: Inside forward or backward.
         """
-        if self._is_bare_backward and self.phase is Phase.BACKWARD and torch._C._current_graph_task_id() == -1:
-            self.abort_backward()  # nobody was there to tell
+        self._leave_stale()
         self.check_open()
         if self.phase is not Phase.IDLE:
             raise StateError(f"make_room is not possible inside {self.phase.value}: call it when the error is caught")
@@ -690,6 +796,7 @@ class Engine:
     def begin_step(self) -> None:
         """Call before the optimizer updates shards. Collective."""
         self._prepare_meeting(Meeting.STEP)
+        self.interception.forget_state_dict()
         if self.has_lost_gradients:
             raise StateError(
                 "a backward has failed when the gradients of earlier ones had been mixed with its own, and all of them "
@@ -716,9 +823,13 @@ class Engine:
 
     def _prepare_meeting(self, meeting: Meeting) -> None:
         self.check_open()
+        self._leave_stale()
         if self.phase is not Phase.IDLE:
-            raise StateError(f"{meeting.name.lower()} is not possible inside {self.phase.value}")
-        self.absorb_touched()
+            raise StateError(
+                f"{meeting.name.lower()} is not possible inside {self.phase.value}: call it when that has returned"
+            )
+        with deferred():
+            self.absorb_touched()
 
     def synchronize(self) -> None:
         """Make the host wait until all updates and transfers are over: every shard holds what it shall.
@@ -747,8 +858,10 @@ class Engine:
         Raises:
             StateError: Updates have begun with these gradients.
         """
+        self._leave_stale()
         self.check_whole()
-        self.reducer.clear()
+        with deferred():
+            self.reducer.clear()
 
     def first_needs(self) -> dict[int, int]:
         """Chunk id -> its place in the order in which a forward needs the chunks, as far as that is known."""
@@ -793,13 +906,18 @@ class Engine:
                 self.fetcher.serve(chunk)
 
     def replan(self, plan: Plan) -> None:
-        """Move to another placement of the same chunks. Collective; between steps, with no gradients pending.
+        """Move to another placement of the same chunks, without interruption. Collective; between steps, with no
+        gradients pending.
 
         Raises:
             PlanError: If the layout differs, or the ranks' plans do.
             StateError: If there are gradients that no step has used yet.
             StorageError: If the disk has no room for the states that shall come there, beside those that are there.
         """
+        with deferred():
+            self._replan(plan)
+
+    def _replan(self, plan: Plan) -> None:
         self.meet(Meeting.REPLAN)
         check_layout(self.plan, plan)
         check_same_on_all_ranks(self.comm, plan)
@@ -905,9 +1023,12 @@ class Engine:
 
     def close(self) -> None:
         """Remove all hooks and free replicas and shards; the parameters raise when they are used."""
-        if self._is_freed:
-            return
-        self._is_freed = True
+        with deferred():
+            if not self._is_freed:
+                self._is_freed = True
+                self._close()
+
+    def _close(self) -> None:
         self.reducer.withdraw()
         with suppress(ElixirError):  # a failed update has nothing left to lose
             self.store.settle_all()
@@ -971,23 +1092,30 @@ class Engine:
         Args:
             modify: Take over what was written; otherwise it is undone.
         """
+        self._leave_stale()
         if self.phase is not Phase.IDLE:
             raise StateError(f"parameters cannot be made whole inside {self.phase.value}")
-        self.acquire(ids, pin=True)
-        saved = {} if modify else {i: self.chunks[i].flat.clone() for i in ids}
-        for chunk_id in ids:
-            self.interception.make_plain(self.chunks[chunk_id])
+        is_there = False
+        saved: dict[int, Tensor] = {}
         try:
+            with deferred():
+                self.acquire(ids, pin=True)
+                is_there = True
+                saved = {} if modify else {i: self.chunks[i].flat.clone() for i in ids}
+                for chunk_id in ids:
+                    self.interception.make_plain(self.chunks[chunk_id])
             yield
         finally:
-            for chunk_id in ids:
-                chunk = self.chunks[chunk_id]
-                self.interception.guard(chunk)
-                if modify:
-                    self.interception.absorb(chunk)
-                else:
-                    chunk.flat.copy_(saved[chunk_id])
-            self.drop(ids)
+            with deferred():
+                for chunk_id in ids if is_there else ():
+                    chunk = self.chunks[chunk_id]
+                    self.interception.guard(chunk)
+                    if modify:
+                        self.interception.absorb(chunk)
+                    elif chunk_id in saved:
+                        chunk.flat.copy_(saved[chunk_id])
+                if is_there:
+                    self.drop(ids)
 
     def globally_used(self) -> dict[int, set[int]]:
         """Members, by chunk id, that got a gradient on any rank since the last step. Collective."""

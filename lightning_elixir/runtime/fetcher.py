@@ -68,7 +68,15 @@ class Fetcher:
 
     def fetch(self, chunk: Chunk) -> None:
         """Allocate the replica and start filling it, or have that done as soon as the chunk's update is over. If
-        collective, every rank fetches or serves the chunk now, and so waits for its update."""
+        collective, every rank fetches or serves the chunk now, and so waits for its update. Where it fails, the chunk
+        stays released."""
+        try:
+            self._fetch(chunk)
+        except BaseException:
+            chunk.forget_fetch()
+            raise
+
+    def _fetch(self, chunk: Chunk) -> None:
         shard = self._source(chunk)
         is_alone = not self.is_collective(chunk)
         if is_alone and shard.is_param_on_disk:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.segments import segments_of
 from lightning_elixir.runtime import released
@@ -120,6 +121,7 @@ class Interception:
             return self._set_grad(func, args)
         engine = self._engine
         engine.check_open()
+        engine.leave_interrupted()
         managed = [t for t in released.tensors_in((args, dict(kwargs))) if engine.home_of(t) is not None]
         ids = tuple(dict.fromkeys(self._chunk_of(p).id for p in managed))
         if func == released.DETACH and self._state_dict_depth > 0:
@@ -128,7 +130,8 @@ class Interception:
             return self._assign_data(args[0], args[1])
         if engine.is_computing:
             return self._call_in_compute(func, args, kwargs, ids)
-        result = self._call_between_steps(func, args, kwargs, managed, ids)
+        with deferred():  # it has no end that a later one could make up for
+            result = self._call_between_steps(func, args, kwargs, managed, ids)
         if func == released.COPY and engine.home_of(args[0]) is not None:
             self._write_master(args[0], args[1] if len(args) > 1 else kwargs["src"])
         return result
@@ -303,6 +306,10 @@ class Interception:
         self._state_dict_depth = max(0, self._state_dict_depth - 1)
         if self._state_dict_depth == 0:
             self._whole = None
+
+    def forget_state_dict(self) -> None:
+        """What an exception may have left of a `state_dict()`: values that change now."""
+        self._state_dict_depth, self._whole = 0, None
 
     @contextmanager
     def whole_state(self, values: Mapping[str, Tensor]) -> Iterator[None]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_elixir.core.device import Device, Event, working_on
 from lightning_elixir.core.labels import label
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.core.worker import LateEvent, Task, Worker
 from lightning_elixir.storage.nvme import ALIGNMENT, ChunkStates
 
@@ -58,9 +59,10 @@ class ParamReads:
             The end of the copy. Waiting for it raises what reading, or the update, has raised.
         """
         found: list[Event] = []
-        task = self._worker.submit(partial(self._read, on_disk, send, update, found), is_held=update is not None)
-        if update is not None:  # no thread waits for it, or all of them might, and others could read meanwhile
-            update.then(task.release)
+        with deferred():  # or nobody releases it
+            task = self._worker.submit(partial(self._read, on_disk, send, update, found), is_held=update is not None)
+            if update is not None:  # no thread waits for it, or all of them might, and others could read meanwhile
+                update.then(task.release)
         return _Sent(LateEvent(task, lambda: found[0]), update)
 
     def held_bytes(self) -> int:
@@ -68,8 +70,8 @@ class ParamReads:
         return self._num_made * self._buffer_bytes
 
     def close(self) -> None:
-        """Do what is left, and end the threads. None may follow."""
-        self._worker.close()
+        """Do what has begun, drop what waits for an update, and end the threads. None may follow."""
+        self._worker.close(drops_held=True)
 
     def _read(
         self, on_disk: ChunkStates, send: Callable[[Tensor], Event], update: Task | None, found: list[Event]

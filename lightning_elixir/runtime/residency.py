@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.rcache import RCache
@@ -76,9 +77,13 @@ class Residency:
         Raises:
             CapacityError: There is no device memory for them.
         """
-        rcache = self._rcache
-        if is_traced and held is None and rcache.serve(tuple(dict.fromkeys(ids)), pin=pin):
+        if is_traced and held is None and self._rcache.serve(tuple(dict.fromkeys(ids)), pin=pin):
             return False
+        with deferred():  # what the rCache counts as resident is there, and nothing else
+            return self._acquire(ids, pin, held, is_traced)
+
+    def _acquire(self, ids: Sequence[int], pin: bool, held: Collection[int] | None, is_traced: bool) -> bool:
+        rcache = self._rcache
         resident = rcache.resident_ids
         if held is None:
             is_missing = any(i in self._managed and i not in resident for i in ids)
@@ -167,8 +172,10 @@ class Residency:
             self._chunks[chunk_id].release()
 
     def settle(self) -> None:
-        """After an error: what the rCache expected and never came is absent."""
-        self._rcache.release([i for i in self._rcache.resident_ids if not self._chunks[i].is_usable])
+        """After an error: what the rCache expected and never came is absent, and what it has given up goes."""
+        resident = self._rcache.resident_ids
+        self._rcache.release([i for i in resident if not self._chunks[i].is_usable])
+        self.evict([i for i in self._managed if i not in resident and self._chunks[i].is_usable])
 
     def shrink(self, protected: Collection[int]) -> int:
         """Evict what is above the rCache's budget, or as much of it as can go. Returns the blocks given up."""

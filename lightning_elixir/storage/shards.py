@@ -185,7 +185,9 @@ class ShardStore:
         if shard.update is not None:
             try:
                 shard.update.wait()
-            except Exception as error:
+            except BaseException as error:
+                if error is not shard.update.error:
+                    raise  # Ctrl-C, now
                 raise _lost(f"the update of {self._specs[chunk_id]} has failed", error) from error
             shard.update = None
         return shard
@@ -322,7 +324,7 @@ class ShardStore:
             self.states.close()
 
 
-def _lost(what: str, error: Exception) -> ElixirError:
+def _lost(what: str, error: BaseException) -> ElixirError:
     text = (
         f"{what} ({type(error).__name__}: {error}), so parameters and optimizer states are not whole any more: start "
         "again from a checkpoint"

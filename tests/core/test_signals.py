@@ -66,7 +66,7 @@ def test_inside_of_itself_the_outermost_decides(caplog: pytest.LogCaptureFixture
     with pytest.raises(KeyboardInterrupt):
         work()
     assert done == ["outer"]
-    assert caplog.text.count("end of the step first") == 1
+    assert caplog.text.count("half done is ended first") == 1
 
 
 def test_own_handlers_are_called_and_errors_stay() -> None:

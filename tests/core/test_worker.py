@@ -587,3 +587,71 @@ def test_a_held_task_may_be_cancelled() -> None:
     held.cancel()
     assert isinstance(held.error, CancelledError)
     worker.close()
+
+
+def test_what_is_held_is_dropped_at_the_end_if_nobody_wants_it() -> None:
+    worker = Worker("test")
+    held = worker.submit(lambda: None, is_held=True)
+    after = worker.submit(lambda: None, after=held)
+    start_s = time.monotonic()
+    worker.close(drops_held=True)
+    assert time.monotonic() - start_s < 10
+    with pytest.raises(CancelledError):
+        held.wait()
+    with pytest.raises(CancelledError):
+        after.wait()
+
+
+def test_ctrl_c_after_any_call_leaves_no_lock_taken() -> None:
+    """Where Python runs handlers, after calls and where functions begin, one after the other."""
+    code = """
+import faulthandler, signal, sys, time
+from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.worker import LateEvent, Worker
+
+class Moment:
+    def wait(self): pass
+
+def use(worker):
+    with deferred():
+        task = worker.submit(lambda: time.sleep(0.001), is_held=True)
+        task.then(lambda: None)
+        task.release()
+    late = LateEvent(task, Moment)
+    with deferred():
+        worker.submit(lambda: None, is_held=True).cancel()
+    worker.submit(lambda: None, after=task)
+    late.wait()
+    worker.wait()
+
+def interrupt(number):
+    left = [number]
+    def look(frame, what, argument):
+        if what in ("call", "c_return") and frame.f_code is not interrupt.__code__:
+            left[0] -= 1
+            if not left[0]:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
+    return look, left
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+worker, number, is_over = Worker("test"), 0, False
+use(worker)
+while not is_over:
+    number += 1
+    faulthandler.dump_traceback_later(10, exit=True)
+    look, left = interrupt(number)
+    try:
+        sys.setprofile(look)
+        use(worker)
+        sys.setprofile(None)
+        is_over = left[0] > 0
+    except KeyboardInterrupt:
+        sys.setprofile(None)
+    worker.wait()
+worker.close()
+print(number)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert int(done.stdout) > 50

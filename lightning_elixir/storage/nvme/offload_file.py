@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.core.device import Device
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import PlanError, StateError, StorageError
 from lightning_elixir.storage.nvme.checksums import Checksums
 from lightning_elixir.storage.nvme.direct import DirectBackend, aligned_part
@@ -150,12 +151,13 @@ class OffloadFile:
 
     def close(self) -> None:
         """Free the disk. Requests that have not begun fail, the others are waited for."""
-        with self._lock:
-            if self._is_closed or self._process != os.getpid():
-                return
-            self._is_closed = True
-            self._requests.clear()
-        self._backend.close()
+        with deferred():
+            with self._lock:
+                if self._is_closed or self._process != os.getpid():
+                    return
+                self._is_closed = True
+                self._requests.clear()
+            self._backend.close()
 
     def __enter__(self) -> OffloadFile:
         return self
@@ -169,7 +171,7 @@ class OffloadFile:
         what = f"{'writing' if is_write else 'reading'} region {region}"
         self._check_tensor(what, region, tensor, offset)
         transfer = Transfer(is_write, region, offset, tensor.detach(), will_write, order)
-        with self._lock:
+        with deferred(), self._lock:  # pieces of which no later request knows could overtake it
             self._check_usable()
             request = Request(self._backend.submit(transfer), self.path, what)
             self._requests = [r for r in self._requests if r.needs_care]

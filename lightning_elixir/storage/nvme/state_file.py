@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StateError, StorageError
 from lightning_elixir.plan.memory import nvme_buffers
 from lightning_elixir.storage.nvme.folders import temporary_folder
@@ -154,12 +155,14 @@ class Visit:
         self._order = order
         self._buffer: Tensor | None = None
         self._error: BaseException | None = None
-        self._has_come = threading.Event()
+        self._has_come = False
+        self._is_coming = threading.Lock()  # given back when it has come
+        self._is_coming.acquire()
         self._followers: list[Callable[[], None]] = []
         self._is_over = False
 
     def is_over(self) -> bool:
-        return self._has_come.is_set()
+        return self._has_come
 
     def wait(self) -> None:
         """Make the host wait until the states are there.
@@ -168,7 +171,8 @@ class Visit:
             StorageError: They could not be read, or others could not be written.
         """
         self._file._make_urgent(self)
-        self._has_come.wait()
+        with self._is_coming:
+            pass
         if self._error is not None:
             raise self._error
 
@@ -180,11 +184,12 @@ class Visit:
 
     def then(self, follower: Callable[[], None]) -> None:
         """Call it when this is over, on whatever thread finds out; or right here. It must not wait, nor raise."""
-        with self._file._lock:
-            if not self._has_come.is_set():
-                self._followers.append(follower)
-                return
-        follower()
+        with deferred():
+            with self._file._lock:
+                if not self._has_come:
+                    self._followers.append(follower)
+                    return
+            follower()
 
     def end(self) -> None:
         """Begin to write all parts back; `tensors` are of no use afterwards.
@@ -334,7 +339,7 @@ class StateFile:
         """
         nbytes = {part: self.specs[chunk_id].bytes_of(part) for part in read}
         visit = Visit(self, chunk_id, nbytes | ({GRAD: grad_bytes} if grad_bytes else {}), order)
-        with self._lock:
+        with deferred(), self._lock:
             self._note_time()
             self._waiting.append(visit)
             self._go_on()
@@ -357,13 +362,14 @@ class StateFile:
 
     def close(self) -> None:
         """Free the disk and the buffers. Visits that wait are over, and have failed."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        self._fail(StateError("the states on NVMe are closed"))
-        self._file.close()
-        self._free.clear()
+        with deferred():
+            with self._lock:
+                if self._is_closed:
+                    return
+                self._is_closed = True
+            self._fail(StateError("the states on NVMe are closed"))
+            self._file.close()
+            self._free.clear()
 
     # Inside
 
@@ -405,7 +411,7 @@ class StateFile:
         try:
             requests = [self._file.read(region, x, will_write=True, order=visit._order) for region, x in wanted]
         except BaseException as error:
-            self._on_read(visit, (), error)
+            self._on_read(visit, (), _as_error(error))
             return
         self._traffic.read_bytes += sum(visit.read.values())
         when_all_over(requests, partial(self._on_read, visit, requests))
@@ -423,7 +429,8 @@ class StateFile:
 
     def _arrive(self, visit: Visit, error: BaseException | None) -> None:
         visit._error = error
-        visit._has_come.set()
+        visit._has_come = True
+        visit._is_coming.release()
         followers, visit._followers = visit._followers, []
         for follower in followers:
             follower()
@@ -432,7 +439,7 @@ class StateFile:
             self._give_back(visit)
 
     def _write_back(self, visit: Visit) -> None:
-        with self._lock:
+        with deferred(), self._lock:
             self._note_time()
             if visit._is_over:
                 return
@@ -458,7 +465,7 @@ class StateFile:
             self._give_back(visit)
 
     def _drop(self, visit: Visit) -> None:
-        with self._lock:
+        with deferred(), self._lock:
             self._note_time()
             if visit._is_over:
                 return
@@ -483,8 +490,8 @@ class StateFile:
 
     def _fail(self, error: BaseException) -> None:
         """Nothing that is here can be relied on any more."""
-        with self._lock:
-            self._failure = self._failure or error
+        with deferred(), self._lock:
+            self._failure = self._failure or _as_error(error)
             self._go_on()
 
     def _note_time(self) -> None:
@@ -581,6 +588,18 @@ def open_state_file(
 
 def _keys(specs: Mapping[int, StateSpec]) -> list[tuple[int, str]]:
     return [(chunk_id, part) for chunk_id, spec in specs.items() for part in spec.parts]
+
+
+def _as_error(error: BaseException) -> Exception:
+    """What is told to all who ask later: a second Ctrl-C was for those alone whom it interrupted."""
+    if isinstance(error, Exception):
+        return error
+    failure = StorageError(
+        f"states on NVMe were on their way when {type(error).__name__} came a second time, and are not whole any more: "
+        "start again from a checkpoint"
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def _first_error(requests: Sequence[Request]) -> StorageError | None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.core.worker import Task
 from lightning_elixir.errors import StorageError
 
@@ -93,10 +94,11 @@ def when_all_over(ones: Sequence[Task | Request], follower: Callable[[], None]) 
         if is_last:
             follower()
 
-    for one in ones:
-        one.then(count)
-    if not ones:
-        follower()
+    with deferred():
+        for one in ones:
+            one.then(count)
+        if not ones:
+            follower()
 
 
 class Request:
