@@ -5,10 +5,10 @@ all ranks have agreed on them. *reduce*: reduce-scatters of gradients, issued in
 the host before the end of backward. *control*: small messages between hosts (gloo). A host may block on control and, on
 gloo, on data, and everyone is then at the same point; nobody ever blocks on a reduction while a peer may want data.
 
-[Note: a rank that fails alone] Whoever cannot go on while others may wait for it calls `leave`, which tells them and closes
-this rank's groups. Every collective that fails raises a `PeerLostError`, which names the ranks with whom that lies, and
-leaves likewise: see [Note: who is gone]. When every rank has left, groups are made anew at the next collective, so
-processes that live on (a notebook) may train again.
+[Note: a rank that fails alone] Whoever cannot go on while others may wait for it calls `leave`, which tells them and
+closes this rank's groups. Every collective that fails raises a `PeerLostError`, which names the ranks with whom that
+lies, and leaves likewise: see [Note: who is gone]. When every rank has left, groups are made anew at the next
+collective, so processes that live on (a notebook) may train again.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Comm(Protocol):
         """A group of these ranks for collectives of others, inside; None: the default one, if there is any."""
 
     def leave(self, error: BaseException) -> None:
-        """This rank cannot go on, and others may wait for it: have them raise a `PeerLostError` with this error. Nothing
-        is told of one that has come from them."""
+        """This rank cannot go on, and others may wait for it: have them raise a `PeerLostError` with this error, or, if
+        that is one itself, with what it says of others."""
 
     def close(self) -> None: ...
 
@@ -361,8 +361,8 @@ class GroupComm:
         if not dist.is_initialized():
             return
         if self._backend != "gloo":
-            # Kernels of this rank that wait for a peer end with their communicator; those of a peer do when it hears of
-            # this through its control group. The given group stays registered, of no use.
+            # Not run so far. Kernels of this rank that wait for a peer end with their communicator; those of a peer do
+            # when its host hears of this through the control group. The given group stays registered, of no use.
             for group in () if self._is_apart else (self._data, self._reduce):
                 group._get_backend(self._device).abort()
         _destroy(self._control)
@@ -392,7 +392,8 @@ class GroupComm:
             if loss is None:
                 return
             can_open = self._backend == "gloo" and not self._is_apart and dist.is_initialized()
-            if not can_open or not self._roster.have_all_told() or not self._roster.meet_again():
+            is_whole = can_open and dist.get_world_size() == self.world_size  # see `_new_group`
+            if not is_whole or not self._roster.have_all_told() or not self._roster.meet_again():
                 raise PeerLostError(str(loss), ranks=loss.ranks)
             self._reset()
             self._open()
