@@ -11,8 +11,8 @@ from typing import Any
 from lightning_elixir.errors import PeerLostError
 
 # The others hear within some seconds; the process of a rank that has failed is there at least as long.
-SOON_S = 10.0
-_LONG_S = 20.0
+SOON_S = 15.0
+_LONG_S = 30.0
 
 
 @dataclass(frozen=True)

@@ -44,5 +44,5 @@ def _disk_fails(site: str, call: str) -> Any:
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 @pytest.mark.parametrize("site", ["nvme", "nvme_param"])
 def test_disk_of_one_rank_fails(site: str, call: str, world_size: int) -> None:
-    everyone = run_ranks(_disk_fails, world_size, site, call, fresh=True, timeout_s=60)
+    everyone = run_ranks(_disk_fails, world_size, site, call, fresh=True)
     check_heard(everyone, VICTIM, "StorageError", "Input/output error")
