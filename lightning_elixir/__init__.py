@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_elixir.errors import CapacityError as CapacityError
     from lightning_elixir.errors import DivergenceError as DivergenceError
     from lightning_elixir.errors import ElixirError as ElixirError
+    from lightning_elixir.errors import PeerLostError as PeerLostError
     from lightning_elixir.errors import PlanError as PlanError
     from lightning_elixir.errors import StateError as StateError
     from lightning_elixir.errors import StorageError as StorageError
@@ -47,6 +48,7 @@ _HOMES = {
     "HardwareSpec": "plan.hardware",
     "HybridAdam": "optim.hybrid_adam",
     "Plan": "plan.types",
+    "PeerLostError": "errors",
     "PlanError": "errors",
     "StateError": "errors",
     "StorageError": "errors",
@@ -70,6 +72,7 @@ __all__ = [
     "ElixirStrategy",
     "HardwareSpec",
     "HybridAdam",
+    "PeerLostError",
     "Plan",
     "PlanError",
     "StateError",

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.errors import PlanError
+from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.plan.types import ParamSpec
 from lightning_elixir.runtime.sources import source_of
 
@@ -42,8 +42,12 @@ T = TypeVar("T")
 def run_together(comm: Comm, action: Callable[[], T]) -> T:
     """Run `action` on every rank; where it raises on one, every rank raises, so that nobody is left waiting.
 
+    Args:
+        action: What this rank does by itself: no collectives.
+
     Raises:
-        PlanError: Another rank failed; the message holds its error. This rank's own error is raised as it is.
+        StorageError: Another rank failed with one; the message names the rank, and holds its error.
+        PlanError: Another rank failed otherwise. This rank's own error is raised as it is.
     """
     try:
         result, error = action(), None
@@ -54,10 +58,15 @@ def run_together(comm: Comm, action: Callable[[], T]) -> T:
 
 
 def _raise_together(comm: Comm, error: BaseException | None) -> None:
-    messages = comm.exchange_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if not any(row[0] for row in comm.exchange([int(error is not None)])):
+        return
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    everyone = comm.exchange_objects((text, isinstance(error, StorageError), getattr(error, "path", None)))
     if error is not None:
         raise error
-    for rank, message in enumerate(messages):
+    for rank, (message, is_of_storage, path) in enumerate(everyone):
+        if message is not None and is_of_storage:
+            raise StorageError(f"rank {rank} failed: {message}", path=path)
         if message is not None:
             raise PlanError(f"rank {rank} failed: {message}")
 

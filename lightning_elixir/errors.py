@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -53,3 +54,16 @@ class StorageError(ElixirError):
 
 class DivergenceError(ElixirError):
     """Ranks reached different points of the program and cannot go on together."""
+
+
+class PeerLostError(DivergenceError):
+    """Another rank has failed, or its process has ended, so that this one cannot go on.
+
+    Args:
+        message: For people.
+        ranks: Those with whom it lies, as far as that is known.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)

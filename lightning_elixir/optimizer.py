@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -291,7 +292,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        with label("step"), deferred():  # a step is done, or is not: half of it cannot be saved
+        with label("step"), self._engine.telling(), deferred():  # a step is done, or is not: half of it cannot be saved
             self._step()
         # The user's own `step` never runs; a learning-rate scheduler built on it would warn about that.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -631,6 +632,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                     engine.give_up(
                         "between the begin of its updates, inside backward, and the step",
                         "or use update_timing='behind_forward', which begins no update before its step",
+                        sys.exc_info()[1],
                     )
             engine.check_open()
 
@@ -652,7 +654,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         try:
             yield
         except BaseException as error:
-            self._engine.give_up(f"in the middle of an optimizer step ({type(error).__name__})")
+            self._engine.give_up(f"in the middle of an optimizer step ({type(error).__name__})", error=error)
             raise
 
     def _adam_updates(
@@ -808,7 +810,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if norm_type not in (2.0, math.inf):
             raise PlanError(f"gradient norms of type {norm_type} are not supported: use 2 or inf")
         is_max = norm_type == math.inf
-        parts = self._per_parameter(used, is_max)
+        with self._engine.telling():
+            parts = self._per_parameter(used, is_max)
         if is_max:
             self._engine.comm.all_reduce_max(parts)
             return float(parts.max()) if parts.numel() else 0.0

@@ -130,7 +130,20 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        return reduce_tensor(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with self._comm.lent() as ours:
+            return reduce_tensor(tensor, group or ours, reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        with self._comm.lent() as ours:
+            return super().all_gather(tensor, group or ours, sync_grads)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        # Whoever waits for this rank, or comes to wait, hears of it: it may be the only one.
+        self._comm.leave(exception)
 
     @override
     def teardown(self) -> None:

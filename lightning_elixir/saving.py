@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
+from lightning_elixir.building import run_together
 from lightning_elixir.checkpoint import CheckpointIndex, Extent, TensorPlan
 from lightning_elixir.checkpoint.index import first_names
 from lightning_elixir.checkpoint.writer import Contents, ShardWriter
@@ -27,7 +29,7 @@ from lightning_elixir.plan.segments import Segment, segments_of
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.engine import Engine
-from lightning_elixir.runtime.whole import own_shard, write_own_shard
+from lightning_elixir.runtime.whole import own_shard, own_shard_writer
 from lightning_elixir.wrapper import ElixirModule
 
 _MODEL = "state_dict"
@@ -228,17 +230,30 @@ def load_model(module: ElixirModule, index: CheckpointIndex, strict: bool = True
 
     Raises:
         PlanError: The checkpoint is another model's; names the first differences.
-        StorageError: It is damaged.
+        StorageError: It is damaged, or cannot be read, as far as this or another rank needs it.
     """
     engine = module.engine
     engine.meet(Meeting.STATE)
+    keys = run_together(engine.comm, lambda: _load_buffers(engine, index, strict))
+    for chunk in engine.chunks:
+        if chunk.id in keys:
+            read = partial(_read_parameters, engine, index, chunk, keys[chunk.id])
+            run_together(engine.comm, own_shard_writer(engine, chunk, run_together(engine.comm, read)))
+
+
+def _load_buffers(engine: Engine, index: CheckpointIndex, strict: bool) -> dict[int, dict[int, str]]:
+    """Compare the names, and have the modules load all that is no parameter.
+
+    Returns:
+        Chunk id -> member index -> key of the parameter.
+    """
     stand_ins = StandIns()
     named, _ = flatten_state_dict({_MODEL: _named_model(engine, stand_ins)})
     ours = {key.removeprefix(f"{_MODEL}."): value for key, value in named.items()}
     root = index.model_root
     theirs = index.keys_below(root)
     _check_model(index, ours, theirs, strict)
-    keys: dict[int, dict[int, str]] = {}  # chunk id -> member index -> key
+    keys: dict[int, dict[int, str]] = {}
     rest: dict[str, str] = {}
     for name, key in theirs.items():
         source = stand_ins.source_of(ours[name]) if name in ours else None
@@ -248,18 +263,16 @@ def load_model(module: ElixirModule, index: CheckpointIndex, strict: bool = True
             rest[key] = name
     if rest:
         engine.module.load_state_dict(_nested(index, rest)[root], strict=False)
-    for chunk in engine.chunks:
-        if chunk.id in keys:
-            _load_parameters(engine, index, chunk, keys[chunk.id])
+    return keys
 
 
-def _load_parameters(engine: Engine, index: CheckpointIndex, chunk: Chunk, keys: Mapping[int, str]) -> None:
+def _read_parameters(engine: Engine, index: CheckpointIndex, chunk: Chunk, keys: Mapping[int, str]) -> Tensor:
     values = own_shard(engine, chunk).detach().to("cpu", copy=True)
     for segment in segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size):
         if segment.member_index in keys:
             run = values[segment.shard_offset : segment.shard_offset + segment.numel]
             index.read_run(keys[segment.member_index], _extent(chunk, segment), run)
-    write_own_shard(engine, chunk, values)
+    return values
 
 
 def _is_extra(name: str) -> bool:
@@ -298,9 +311,13 @@ def load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoint
 
     Raises:
         PlanError: They are another model's or optimizer's; names the first differences.
-        StorageError: The checkpoint is damaged.
+        StorageError: The checkpoint is damaged, or cannot be read, as far as this or another rank needs it.
     """
     engine.meet(Meeting.STATE)
+    run_together(engine.comm, lambda: _load_optimizer(optimizer, engine, index))
+
+
+def _load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: CheckpointIndex) -> None:
     groups = _saved_groups(index)
     one_name = _canonical_names(engine)
     _check_groups(index, optimizer, groups, one_name, _names(engine))

@@ -610,6 +610,10 @@ class ElixirStrategy(ProcessStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        holding = Holding.of(self.lightning_module)
+        if holding is not None:
+            holding.engine.engine.comm.leave(exception)
+        super().on_exception(exception)
         self._sharded.finish_quietly()
         if self._fit_run is not None:
             self._fit_run.write_report()

@@ -32,7 +32,7 @@ ARROWS: dict[str, set[str]] = {
     "planning": {"core", "plan", "profiling", "config"},
     "wrapper": ENGINE | {"planning", "optimizer"},
     "optimizer": ENGINE | {"wrapper"},
-    "saving": ENGINE | {"wrapper", "optimizer"},
+    "saving": ENGINE | {"wrapper", "optimizer", "building"},
     # The strategy's helpers, which know the engine but not Lightning.
     "building": ENGINE | {"wrapper"},
     "loading": ENGINE | {"building"},

@@ -21,6 +21,7 @@ PUBLIC = {
     "ElixirStrategy",
     "HardwareSpec",
     "HybridAdam",
+    "PeerLostError",
     "Plan",
     "PlanError",
     "StateError",

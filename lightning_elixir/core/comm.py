@@ -4,12 +4,22 @@
 all ranks have agreed on them. *reduce*: reduce-scatters of gradients, issued in the plan's order, never waited for by
 the host before the end of backward. *control*: small messages between hosts (gloo). A host may block on control and, on
 gloo, on data, and everyone is then at the same point; nobody ever blocks on a reduction while a peer may want data.
+
+[Note: a rank that fails alone] Whoever cannot go on while others may wait for it calls `leave`, which tells them and
+closes this rank's groups. Every collective that fails raises a `PeerLostError`, which names the ranks with whom that
+lies, and leaves likewise: see [Note: who is gone]. When every rank has left, groups are made anew at the next
+collective, so processes that live on (a notebook) may train again.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -17,16 +27,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_elixir.core.peers import Process, Roster
+from lightning_elixir.errors import ElixirError, PeerLostError
+
 
 class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> object:
         """Make the current stream (CUDA) or the host (gloo) wait for the result."""
-
-
-class PeerLostError(RuntimeError):
-    """A collective failed because another rank is gone or did not come in time."""
 
 
 class Comm(Protocol):
@@ -64,6 +73,13 @@ class Comm(Protocol):
 
     def apart(self) -> Comm:
         """The same ranks, for messages (`exchange_objects`) of another thread. Collective."""
+
+    def lent(self) -> AbstractContextManager[dist.ProcessGroup | None]:
+        """A group of these ranks for collectives of others, inside; None: the default one, if there is any."""
+
+    def leave(self, error: BaseException) -> None:
+        """This rank cannot go on, and others may wait for it: have them raise a `PeerLostError` with this error, or, if
+        that is one itself, with what it says of others."""
 
     def close(self) -> None: ...
 
@@ -109,6 +125,12 @@ class SoloComm:
     def apart(self) -> Comm:
         return self
 
+    def lent(self) -> AbstractContextManager[dist.ProcessGroup | None]:
+        return nullcontext()
+
+    def leave(self, error: BaseException) -> None:
+        return
+
     def close(self) -> None:
         return
 
@@ -120,18 +142,33 @@ _MESSAGE_NUMEL = 64
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+# How long a rank that leaves waits for reductions that it has issued.
+_LONGEST_END_S = 2.0
+
+# Groups with messages under way that nobody may wait for: closing one would.
+_LEFT_OPEN: list[dist.ProcessGroup] = []
+
+
 class _MeanOfSlices:
     """Reduce-scatter as an exchange of slices and a local sum: the same bytes on the wire, but each element is summed
     in rank order wherever it lies in the chunk (a ring starts at another rank for every slice), and 16-bit gradients
     are summed in fp32. So the numbers do not depend on the chunk layout."""
 
-    def __init__(self, work: Work, received: Tensor, shard: Tensor) -> None:
-        self._work = work
+    def __init__(self, comm: GroupComm, work: dist.Work, received: Tensor, shard: Tensor) -> None:
+        self._comm = comm
+        self.work: dist.Work | None = work  # as long as there is one, its connections are
         self._received = received  # [world_size, shard numel]
         self._shard = shard
 
+    def is_over(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
     def wait(self) -> object:
-        self._work.wait()
+        with self._comm.collective():
+            if self.work is None:
+                raise RuntimeError("this reduction was given up")
+            self.work.wait()
+        self.work = None
         rows = self._received.unbind(0)
         total = rows[0].to(torch.promote_types(torch.float32, self._shard.dtype), copy=True)
         for row in rows[1:]:
@@ -144,83 +181,101 @@ class GroupComm:
     """The ranks of a torch process group.
 
     Args:
-        group: The data group. Every rank of it must construct its `GroupComm` at the same point.
+        group: The ranks. Every one of them must construct its `GroupComm` at the same point. With NCCL it is the data
+            group as well, since each takes memory of the device; with gloo, the data group can be closed by itself.
         device: Where collectives of the data and reduce groups take their tensors.
         timeout: How long control messages wait for the slowest rank; None: torch's default of the backend.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None) -> None:
-        self._data = group
+        self._given = group
         self._device = device
         self._timeout = timeout
+        self._backend = dist.get_backend(group)
+        self._is_apart = False
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        ranks = dist.get_process_group_ranks(group)
-        self._first = ranks[0]
-        backend = dist.get_backend(group)
-        self._reduce = _new_group(ranks, timeout, backend)
-        self._control = _new_group(ranks, timeout, "gloo")
+        self._ranks = dist.get_process_group_ranks(group)
+        self._first = self._ranks[0]
+        self._reset()
+        self._open()
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()
+        self._loss: PeerLostError | None = None
+        self._reductions: weakref.WeakSet[_MeanOfSlices] = weakref.WeakSet()
+
+    def _open(self) -> None:
+        if not self._is_apart:
+            is_own = self._backend == "gloo"
+            self._data = _new_group(self._ranks, self._timeout, self._backend) if is_own else self._given
+            self._reduce = _new_group(self._ranks, self._timeout, self._backend)
+        self._control = _new_group(self._ranks, self._timeout, "gloo")
+        self._roster = Roster(self._control.group_name, self.rank)
+        self._roster.processes = self._exchange_objects(Process.this())
 
     def connect(self, nbytes: int) -> None:
         # NCCL connects peers at the first message of a kind and size, and blocks the host until both are there: in
         # backward one rank would wait there for a peer that waits for it at the end (seen with two GPUs).
-        if dist.get_backend(self._data) == "gloo":
+        if self._backend == "gloo":
             return
-        sent = torch.zeros(-(-nbytes // self.world_size) * self.world_size, dtype=torch.uint8, device=self._device)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._reduce)
-        _all_gather(received, sent[: sent.numel() // self.world_size], group=self._data)
-        received[0].item()  # wait for both
+        with self.collective():
+            sent = torch.zeros(-(-nbytes // self.world_size) * self.world_size, dtype=torch.uint8, device=self._device)
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=self._reduce)
+            _all_gather(received, sent[: sent.numel() // self.world_size], group=self._data)
+            received[0].item()  # wait for both
 
     def all_gather(self, flat: Tensor) -> None:
         numel = flat.numel() // self.world_size
         mine = flat[self.rank * numel : (self.rank + 1) * numel]
-        _all_gather(flat, mine, group=self._data)
+        with self.collective():
+            _all_gather(flat, mine, group=self._data)
 
     def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
         received = torch.empty_like(flat)
-        work = cast(Work, dist.all_to_all_single(received, flat, group=self._reduce, async_op=True))
-        return _MeanOfSlices(work, received.view(self.world_size, -1), shard)
+        with self.collective():
+            work = cast(dist.Work, dist.all_to_all_single(received, flat, group=self._reduce, async_op=True))
+        reduction = _MeanOfSlices(self, work, received.view(self.world_size, -1), shard)
+        self._reductions.add(reduction)
+        return reduction
 
     def scatter_from_first(self, shard: Tensor, flat: Tensor | None) -> None:
         pieces = None if flat is None else list(flat.view(self.world_size, -1).unbind(0))
-        dist.scatter(shard, pieces, src=self._first, group=self._data)
+        with self.collective():
+            dist.scatter(shard, pieces, src=self._first, group=self._data)
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """`tensor` may live on the host or on the device."""
         staged = tensor.to(self._device)
-        dist.broadcast(staged, src=self._first, group=self._data)
+        with self.collective():
+            dist.broadcast(staged, src=self._first, group=self._data)
         if staged.data_ptr() != tensor.data_ptr():
             tensor.copy_(staged)
 
     def all_reduce_max(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
+        with self.collective():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._control)
+        with self.collective():
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._control)
 
     def gather_host(self, shard: Tensor, on_all_ranks: bool) -> list[Tensor] | None:
         pieces = [torch.empty_like(shard) for _ in range(self.world_size)] if self.rank == 0 or on_all_ranks else None
-        if on_all_ranks and pieces is not None:
-            dist.all_gather(pieces, shard.contiguous(), group=self._control)
-        else:
-            dist.gather(shard.contiguous(), pieces, dst=self._first, group=self._control)
+        with self.collective():
+            if on_all_ranks and pieces is not None:
+                dist.all_gather(pieces, shard.contiguous(), group=self._control)
+            else:
+                dist.gather(shard.contiguous(), pieces, dst=self._first, group=self._control)
         return pieces
 
     def exchange(self, message: Sequence[int]) -> list[list[int]]:
-        try:
-            return self._exchange(list(message))
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"rank {self.rank} lost contact with its peers (one has failed, ended, or did not come in time): "
-                f"{error}"
-            ) from error
-
-    def _exchange(self, message: list[int]) -> list[list[int]]:
-        rows = self._gather_rows([len(message), *message[: _MESSAGE_NUMEL - 1]], _MESSAGE_NUMEL)
-        longest = max(row[0] for row in rows)
-        if longest >= _MESSAGE_NUMEL:
-            rows = self._gather_rows([len(message), *message], longest + 1)
+        with self.collective():
+            rows = self._gather_rows([len(message), *message[: _MESSAGE_NUMEL - 1]], _MESSAGE_NUMEL)
+            longest = max(row[0] for row in rows)
+            if longest >= _MESSAGE_NUMEL:
+                rows = self._gather_rows([len(message), *message], longest + 1)
         return [row[1 : 1 + row[0]] for row in rows]
 
     def _gather_rows(self, values: list[int], numel: int) -> list[list[int]]:
@@ -232,20 +287,132 @@ class GroupComm:
         return gathered
 
     def exchange_objects(self, value: Any) -> list[Any]:
+        with self.collective():
+            return self._exchange_objects(value)
+
+    def _exchange_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._control)
         return values
 
     def apart(self) -> Comm:
-        other = copy.copy(self)  # shares the groups that nobody uses through it
-        other._control = _new_group(dist.get_process_group_ranks(self._data), self._timeout, "gloo")
+        with self.collective():
+            other = copy.copy(self)
+            del other._data, other._reduce  # a group that somebody else keeps cannot be closed
+            other._is_apart = True
+            other._reset()
+            other._open()
         return other
+
+    @contextmanager
+    def lent(self) -> Iterator[dist.ProcessGroup | None]:
+        with self.collective():
+            yield self._data
+
+    # Ranks that are gone
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Every collective is issued, or waited for, inside.
+
+        Raises:
+            PeerLostError: It has failed, or an earlier one has.
+        """
+        if self._loss is not None:
+            self._open_again()
+        try:
+            yield
+        except ElixirError:
+            raise
+        except RuntimeError as error:
+            traceback.clear_frames(error.__traceback__)  # they keep the message, and that its connections
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> PeerLostError:
+        with self._lock:
+            if self._loss is None:
+                self._roster.tell()
+                self._loss = PeerLostError("not known yet")
+                self._disconnect()
+                causes = self._roster.causes()
+                why = "; ".join(causes.values()) or "no other rank is known to have failed"
+                self._loss = PeerLostError(f"rank {self.rank} cannot go on: {why} ({error})", ranks=sorted(causes))
+                if causes:
+                    self._roster.tell(heard=why)
+                self._roster.linger()
+            return PeerLostError(str(self._loss), ranks=self._loss.ranks)
+
+    def leave(self, error: BaseException) -> None:
+        with self._lock:
+            if self._loss is not None:
+                return
+            if isinstance(error, PeerLostError):
+                self._loss = error.with_traceback(None)
+                self._roster.tell(heard=str(error))
+            else:
+                text = f"{type(error).__name__}: {error}"
+                self._loss = PeerLostError(f"rank {self.rank} has failed itself ({text})", ranks=[self.rank])
+                self._roster.tell(failed=text)
+            self._disconnect()
+            self._roster.linger()
+
+    def _disconnect(self) -> None:
+        """Close the groups, so that no peer waits for this rank any more."""
+        if not dist.is_initialized():
+            return
+        if self._backend != "gloo":
+            # Not run so far. Kernels of this rank that wait for a peer end with their communicator; those of a peer do
+            # when its host hears of this through the control group. The given group stays registered, of no use.
+            for group in () if self._is_apart else (self._data, self._reduce):
+                group._get_backend(self._device).abort()
+        _destroy(self._control)
+        del self._control
+        if self._is_apart:
+            return
+        deadline = time.monotonic() + _LONGEST_END_S
+        while (left := [r for r in self._reductions if not r.is_over()]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for reduction in self._reductions:
+            reduction.work = None
+        if left:
+            _LEFT_OPEN.append(self._reduce)
+        if self._data is not self._given:
+            _destroy(self._data)
+        _destroy(self._reduce)
+        del self._data, self._reduce
+
+    def _open_again(self) -> None:
+        """When every rank has left, each by itself or because of another: those whose processes live on may begin anew.
+
+        Raises:
+            PeerLostError: Not all of them have.
+        """
+        with self._lock:
+            loss = self._loss
+            if loss is None:
+                return
+            can_open = self._backend == "gloo" and not self._is_apart and dist.is_initialized()
+            is_whole = can_open and dist.get_world_size() == self.world_size  # see `_new_group`
+            if not is_whole or not self._roster.have_all_told() or not self._roster.meet_again():
+                raise PeerLostError(str(loss), ranks=loss.ranks)
+            self._reset()
+            self._open()
 
     def close(self) -> None:
         # Groups of some of the ranks stay until the end of the process: see `_new_group`.
-        if dist.is_initialized() and dist.get_world_size() == self.world_size:
-            for group in (self._reduce, self._control):
+        if self._loss is not None or self._is_apart or not dist.is_initialized():
+            return
+        if dist.get_world_size() == self.world_size:
+            for group in (self._reduce, self._control, *([self._data] if self._data is not self._given else [])):
                 dist.destroy_process_group(group)
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    """Have torch forget a group, which is closed when nobody else keeps it, nor a message of it."""
+    try:
+        dist.destroy_process_group(group)
+    except (RuntimeError, ValueError, AssertionError):
+        return  # it is gone, or was aborted
 
 
 def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dist.ProcessGroup:

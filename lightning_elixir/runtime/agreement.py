@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Sequence
 
-from lightning_elixir.core.comm import Comm, PeerLostError
+from lightning_elixir.core.comm import Comm
 from lightning_elixir.errors import DivergenceError
 
 
@@ -69,9 +69,9 @@ class Agreement:
             Chunks that every rank would like to prefetch, in the same order everywhere: the caller gathers them next.
 
         Raises:
-            DivergenceError: If a peer is gone.
+            PeerLostError: If a peer is gone.
         """
-        rows = self._exchange([Meeting.WANT, self._num_ready(), len(ids), *ids, *candidates])
+        rows = self._comm.exchange([Meeting.WANT, self._num_ready(), len(ids), *ids, *candidates])
         self._serve(rows, ids)
         if any(row[0] != Meeting.WANT for row in rows):
             return ()
@@ -81,7 +81,7 @@ class Agreement:
 
     def announce_ready(self) -> None:
         """Further gradients are complete: reduce those that all ranks have."""
-        self._serve(self._exchange([Meeting.READY, self._num_ready()]), ())
+        self._serve(self._comm.exchange([Meeting.READY, self._num_ready()]), ())
 
     def meet(self, meeting: Meeting, payload: Sequence[int] = ()) -> list[list[int]]:
         """Wait here, serving the others, until all ranks have come to `meeting`.
@@ -90,10 +90,11 @@ class Agreement:
             Every rank's payload, in rank order.
 
         Raises:
-            DivergenceError: If a rank has come to another meeting, or is gone.
+            DivergenceError: If a rank has come to another meeting.
+            PeerLostError: If one is gone.
         """
         while True:
-            rows = self._exchange([meeting, *payload])
+            rows = self._comm.exchange([meeting, *payload])
             kinds = [Meeting(row[0]) for row in rows]
             if all(kind is meeting for kind in kinds):
                 return [row[1:] for row in rows]
@@ -112,9 +113,3 @@ class Agreement:
         ready = [row[1] if row[0] <= Meeting.WANT else 0 for row in rows if row[0] != Meeting.BACKWARD_END]
         if ready:
             self._reduce_until(min(ready))
-
-    def _exchange(self, message: Sequence[int]) -> list[list[int]]:
-        try:
-            return self._comm.exchange(message)
-        except PeerLostError as error:
-            raise DivergenceError(str(error)) from error

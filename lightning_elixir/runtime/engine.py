@@ -77,12 +77,20 @@ class _Span:
         begin: Returns whether it is an outermost one; others are left alone.
         end: Called after it.
         abort: Called instead if anything was raised.
+        tell: Called then with what the block has raised.
     """
 
-    def __init__(self, begin: Callable[[], bool], end: Callable[[], None], abort: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        begin: Callable[[], bool],
+        end: Callable[[], None],
+        abort: Callable[[], None],
+        tell: Callable[[BaseException], None],
+    ) -> None:
         self._begin = begin
         self._end = end
         self._abort = abort
+        self._tell = tell
         self._is_open = False
 
     def __enter__(self) -> None:
@@ -100,8 +108,9 @@ class _Span:
             is_open, self._is_open = self._is_open, False
             if not is_open:
                 return
-            if kind is not None:
+            if error is not None:
                 self._abort()
+                self._tell(error)
                 return
             try:
                 self._end()
@@ -354,7 +363,7 @@ class Engine:
         Raises:
             StateError: If a parameter was written in place inside.
         """
-        return _Span(self._enter_region, self._end_region, self._abort_region)
+        return _Span(self._enter_region, self._end_region, self._abort_region, self.tell_of)
 
     def _enter_region(self) -> bool:
         self._leave_stale()
@@ -434,7 +443,11 @@ class Engine:
             self.drop(frame.ids)
         if self._is_implicit and not self._frames:
             self._is_implicit = False
-            if sys.exc_info()[1] is not self._error_at_entry:
+            error = sys.exc_info()[1]
+            if error is not None and error is not self._error_at_entry:
+                self._abort_region()
+                self.tell_of(error)
+            elif error is not self._error_at_entry:
                 self._abort_region()
             else:
                 self._end_region()
@@ -454,8 +467,9 @@ class Engine:
             if torch.is_grad_enabled():
                 self._versions = self.interception.versions()
             self._open_resident()
-        except BaseException:
+        except BaseException as error:
             self._abort_region()
+            self.tell_of(error)
             raise
 
     def _share_statistics(self) -> None:
@@ -557,7 +571,7 @@ class Engine:
 
     def backward(self) -> AbstractContextManager[None]:
         """Run the backward of a loss inside; the gradients are reduced at the end. Collective."""
-        return _Span(self._enter_backward, self.end_backward, self.abort_backward)
+        return _Span(self._enter_backward, self.end_backward, self.abort_backward, self.tell_of)
 
     def _enter_backward(self) -> bool:
         self._leave_stale()
@@ -590,6 +604,10 @@ class Engine:
         """Call when the outermost backward has returned: reduces what is left. Collective."""
         if self.phase is not Phase.BACKWARD:
             return
+        with self.telling():
+            self._end_backward()
+
+    def _end_backward(self) -> None:
         reducer = self.reducer
         waiting, late, begun = reducer.waiting_ids(), reducer.late_ids(), reducer.begun_now()
         self.iterations.end_backward(waiting)
@@ -656,11 +674,12 @@ class Engine:
 
     def collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
         with deferred():
-            self._collect_grad(chunk, index, parameter)
+            if self.phase is Phase.IDLE:  # a graph that does not pass through a watched output
+                self._on_outermost_backward(parameter)
+            with self.telling():
+                self._collect_grad(chunk, index, parameter)
 
     def _collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
-        if self.phase is Phase.IDLE:  # a graph that does not pass through a watched output
-            self._on_outermost_backward(parameter)
         sampler = self.iterations.sampler
         if not sampler.is_on:
             self.reducer.collect(chunk, index, parameter)
@@ -679,6 +698,13 @@ class Engine:
 
     def acquire(self, ids: Sequence[int], *, pin: bool) -> None:
         """Make chunks resident and their parameters plain; with `pin`, until `drop`."""
+        try:
+            self._acquire(ids, pin)
+        except StorageError as error:
+            self.tell_of(error)
+            raise
+
+    def _acquire(self, ids: Sequence[int], pin: bool) -> None:
         is_computing = self.is_computing
         if self._cost:
             if is_computing:
@@ -814,10 +840,12 @@ class Engine:
             StateError: Inside forward or backward.
             DivergenceError: If the ranks are at different points.
         """
-        self._prepare_meeting(meeting)
-        if meeting in (Meeting.STATE, Meeting.REPLAN):  # what updates read may be written, and what they write moved
-            self.reducer.withdraw()
-        self.synchronize()
+        with self.telling():
+            self._prepare_meeting(meeting)
+            # What updates read may be written, and what they write moved
+            if meeting in (Meeting.STATE, Meeting.REPLAN):
+                self.reducer.withdraw()
+            self.synchronize()
         if self.comm.world_size > 1:
             self._agreement.meet(meeting)
 
@@ -839,8 +867,9 @@ class Engine:
             StorageError: States on a disk are lost.
         """
         self.check_whole()
-        self.store.settle_all()
-        self.reducer.finish_downloads()
+        with self.telling():
+            self.store.settle_all()
+            self.reducer.finish_downloads()
         self.device.synchronize()  # what the device writes to host shards, or reads of them
 
     def check_whole(self) -> None:
@@ -946,24 +975,46 @@ class Engine:
                 if notify is not None:
                     notify()
         except BaseException as error:
-            self.give_up(f"half way to another placement ({type(error).__name__})")
+            self.give_up(f"half way to another placement ({type(error).__name__})", error=error)
             raise
         if earlier is not None and earlier is not states:
             earlier.close()
         self.give_back()
 
-    def give_up(self, where: str, cure: str = "with a lower gpu_memory_limit if memory ran out") -> None:
-        """What the engine holds is not whole any more: everything that needs it raises from here on.
+    def give_up(
+        self,
+        where: str,
+        cure: str = "with a lower gpu_memory_limit if memory ran out",
+        error: BaseException | None = None,
+    ) -> None:
+        """What the engine holds is not whole any more: everything that needs it raises from here on, on all ranks.
 
         Args:
             where: At what it failed, for the message.
             cure: How to go on from a checkpoint.
+            error: Why, if something has failed.
         """
         self.phase = Phase.CLOSED
         self._why_closed = (
             f"this ElixirModule failed {where}, so its parameters and optimizer states are not whole any more: start"
             f" again from a checkpoint, {cure}"
         )
+        self.comm.leave(error or StateError(self._why_closed))
+
+    def tell_of(self, error: BaseException) -> None:
+        """Have the other ranks raise what ends this one, which they may wait for. What the caller may get over is not
+        told: the others wait until then."""
+        if isinstance(error, StorageError):
+            self.comm.leave(error)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell of errors inside: see `tell_of`."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell_of(error)
+            raise
 
     def give_back(self) -> None:
         """Return all device memory that is cached and not in use."""

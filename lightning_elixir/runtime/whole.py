@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +50,13 @@ def gather_whole(
     Returns:
         FQN -> CPU tensor in the parameter's shape, of memory of its own; empty where not asked for.
     """
+    with engine.telling():  # shards may come from a disk
+        return _gather_whole(engine, pieces, on_all_ranks, memory)
+
+
+def _gather_whole(
+    engine: Engine, pieces: Iterable[tuple[Chunk, Tensor | None]], on_all_ranks: bool, memory: MappedMemory | None
+) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for chunk, piece in pieces:
         if piece is None:
@@ -114,13 +122,14 @@ def write_whole(engine: Engine, values: Mapping[str, Tensor]) -> None:
     unknown = [name for name in values if name not in known]
     if unknown:
         raise StateError(f"not managed parameters of this model: {', '.join(unknown[:5])}")
-    with torch.no_grad():
+    with engine.telling():
         for chunk in engine.chunks:
             named = [(i, values[m.fqn]) for i, m in enumerate(chunk.spec.members) if m.fqn in values]
             if named:
                 _write_chunk(engine, chunk, named)
 
 
+@torch.no_grad()
 def _write_chunk(engine: Engine, chunk: Chunk, named: list[tuple[int, Tensor]]) -> None:
     shard, comm = engine.store.settle(chunk.id), engine.comm
     chunk.wait_ready()
@@ -148,30 +157,37 @@ def _write_chunk(engine: Engine, chunk: Chunk, named: list[tuple[int, Tensor]]) 
         shard.keep_param(stored)
 
 
-def write_own_shard(engine: Engine, chunk: Chunk, values: Tensor) -> None:
-    """Overwrite a chunk with every rank's slice of its values. Collective; only where a rank has a replica, or ranks
-    keep all of the chunk, does it pass through memory as a whole.
+def own_shard_writer(engine: Engine, chunk: Chunk, values: Tensor) -> Callable[[], None]:
+    """What overwrites a chunk with every rank's slice of its values. Collective; only where a rank has a replica, or
+    ranks keep all of the chunk, does it pass through memory as a whole.
 
     Args:
         values: 1-D, as `own_shard` gives them, on the host; a dtype that is the same on every rank.
+
+    Returns:
+        To be called: it sends nothing, and may fail on one rank alone.
     """
     comm = engine.comm
     is_whole_kept = comm.world_size > 1 and not engine.plan.is_storage_distributed
-    with torch.no_grad():
-        if is_whole_kept or any(row[0] for row in comm.exchange([int(chunk.is_usable)])):
-            whole = torch.cat(comm.gather_host(values, on_all_ranks=True) or [])
-            _write_chunk(engine, chunk, [(i, chunk.view_of(whole, i)) for i in range(len(chunk.spec.members))])
-            return
-        shard = engine.store.settle(chunk.id)
-        if shard.has_master:
-            if shard.master is not None:
-                shard.master.copy_(values)
-            else:
-                shard.keep_master(values)
-        if shard.param is not None and not shard.is_param_overwritten:
-            shard.param.copy_(values)
-        if shard.is_param_on_disk:
-            shard.keep_param(values.to(chunk.dtype))
+    if is_whole_kept or any(row[0] for row in comm.exchange([int(chunk.is_usable)])):
+        whole = torch.cat(comm.gather_host(values, on_all_ranks=True) or [])
+        named = [(i, chunk.view_of(whole, i)) for i in range(len(chunk.spec.members))]
+        return partial(_write_chunk, engine, chunk, named)
+    return partial(_write_own_shard, engine, chunk, values)
+
+
+@torch.no_grad()
+def _write_own_shard(engine: Engine, chunk: Chunk, values: Tensor) -> None:
+    shard = engine.store.settle(chunk.id)
+    if shard.has_master:
+        if shard.master is not None:
+            shard.master.copy_(values)
+        else:
+            shard.keep_master(values)
+    if shard.param is not None and not shard.is_param_overwritten:
+        shard.param.copy_(values)
+    if shard.is_param_on_disk:
+        shard.keep_param(values.to(chunk.dtype))
 
 
 def in_memory_order(chunk: Chunk, index: int, value: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -323,3 +325,41 @@ def _run_job(job: _Job, environment: dict[str, str]) -> bytes:
             if job.device == "cpu":
                 dist.barrier()  # gloo: a rank that is done must not hang up on one that still connects
         return _save(fn(*args))
+
+
+# ---------------------------------------------------------------------------------------------------- ranks that die
+
+
+def start_processes(code: str, world_size: int) -> list[subprocess.Popen[bytes]]:
+    """Start Python code on several ranks, each a process by itself, as a cluster's launcher would. One rank alone gets
+    no address of others. A `Trainer` starts the group."""
+    port = _free_port()
+    processes = []
+    for rank in range(world_size):
+        group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        root = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", code],
+                env={**os.environ, **(group | place if world_size > 1 else {}), **root},
+                stderr=subprocess.DEVNULL,
+            )
+        )
+    return processes
+
+
+def run_processes(code: str, world_size: int, timeout_s: float = 120.0) -> list[int]:
+    """Run Python code on several ranks, which may be killed: see `start_processes`.
+
+    Returns:
+        Exit codes, by rank. No process is left.
+    """
+    processes = start_processes(code, world_size)
+    deadline = time.monotonic() + timeout_s
+    try:
+        return [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

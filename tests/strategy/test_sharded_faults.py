@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -24,11 +21,10 @@ from lightning_elixir.checkpoint.writer import ShardWriter
 from lightning_elixir.checkpointing import ShardedCheckpoints
 from lightning_elixir.errors import StorageError
 from lightning_elixir.strategy import ElixirStrategy
-from tests.helpers.dist import run_ranks
+from tests.helpers.dist import run_processes, run_ranks, start_processes
+from tests.helpers.failures import SOON_S
 from tests.strategy.models import TIGHT, Net, assert_same_state, fit, make_data, make_trainer
 from tests.strategy.test_sharded_checkpoint import OPTIONS, Batches, _assert_same, _dump
-
-ROOT = Path(__file__).parents[2]
 
 
 def _after(owner: Any, name: str, calls: int, action: Any) -> None:
@@ -55,24 +51,6 @@ MOMENTS = {
     "naming": (save_module, "put_in_place", 1),
     "removing": (folder_module, "remove_folder", 2),  # the first is to have an empty folder
 }
-
-
-def _start(code: str, ranks: int) -> list[subprocess.Popen[bytes]]:
-    """Processes that run it, as a cluster's launcher would start them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        if ranks > 1:
-            environment |= group | place
-        processes.append(
-            subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], env=environment, stderr=subprocess.DEVNULL)
-        )
-    return processes
 
 
 def save_and_die(moment: str, victim: str) -> None:
@@ -110,13 +88,14 @@ def save_and_die(moment: str, victim: str) -> None:
 )
 def test_killed_in_a_save(tmp_path: Path, moment: str, victim: str, is_new: bool) -> None:
     code = f"from tests.strategy.test_sharded_faults import save_and_die; save_and_die({moment!r}, {victim!r})"
-    processes = _start(code, 2)
-    codes = [process.wait(120) for process in processes]
+    codes = run_processes(code, 2)
     victims = ["0", "1"] if victim == "all" else [victim]
     assert [codes[int(rank)] for rank in victims] == [-signal.SIGKILL] * len(victims)
     for rank in {"0", "1"} - set(victims):  # hears of it, soon
         assert codes[int(rank)] == 1
-        assert float(Path(f"error_{rank}").read_text().split()[0]) < 30
+        time_s, error = Path(f"error_{rank}").read_text().split("\n", 1)
+        assert float(time_s) < SOON_S
+        assert error.startswith(f"PeerLostError: rank {rank} cannot go on: rank {victim} has ended (process ")
     expected = torch.load("expected.pt")[int(is_new)]
     trainer = make_trainer(ElixirStrategy(**TIGHT), max_epochs=1 + is_new)
     trainer.fit(Net(), make_data(), ckpt_path="one.ckpt")
@@ -170,7 +149,7 @@ def test_sigterm_saves_and_the_resumed_run_equals_the_uninterrupted(
 ) -> None:
     """Wherever the signal meets the ranks, and if it meets one of them alone, all stop before the same batch."""
     code = f"from tests.strategy.test_sharded_faults import train_until; train_until({name!r}, {ranks}, None, -1)"
-    processes = _start(code, ranks)
+    processes = start_processes(code, ranks)
     deadline = time.monotonic() + 60
     while not (Path("step").exists() and Path("step").read_text() >= "3") and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,0 +1,166 @@
+"""What has become of the other ranks, where a collective has failed.
+
+[Note: who is gone] Nothing is asked for while all goes well. A rank that cannot go on writes that, and why, to the
+store in which the default process group began, and then closes its connections. Whoever waits for it, or comes to wait
+later, gets an error at once, looks into the store, writes that it has heard, and closes its own: so ranks that are
+connected to the first one only through others hear as well. A killed process writes nothing. Its connections are closed
+by the system, and then the others of its host find that there is no such process any more; those of other hosts read
+that from what these have written, or name who has not written anything for some seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+# How long to look for who is gone. Ranks that compute at the time have not heard of it yet.
+_LONGEST_LOOK_S = 5.0
+_PAUSE_S = 0.05
+# How long to wait for the others where all have failed and begin anew.
+_LONGEST_MEETING_S = 60.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, such that others can tell whether it is there."""
+
+    host: str
+    place: str
+    """Where its number means it: boot and namespace."""
+    pid: int
+    started: str
+
+    @staticmethod
+    def this() -> Process:
+        pid = os.getpid()
+        return Process(socket.gethostname(), _place(), pid, (_status(pid) or ("", ""))[1])
+
+    def has_ended(self) -> bool:
+        """Whether that is certain."""
+        if not self.place or self.place != _place():
+            return False
+        status = _status(self.pid)
+        return status is None or status[0] in "ZX" or status[1] != self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def _place() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""  # no Linux: nobody is known to have ended
+
+
+def _status(pid: int) -> tuple[str, str] | None:
+    """State and time of start; None: there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], fields[19]
+
+
+class Roster:
+    """The ranks of a group, and what they have written about their end.
+
+    Args:
+        name: Of the group; the same on every rank, and no other's.
+        rank: This one.
+    """
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.processes: list[Process] = []
+        """By rank; to be filled in."""
+        self._rank = rank
+        self._store = dist.PrefixStore(f"lightning_elixir/{name}", _get_default_store())
+        self._is_store_here = dist.get_rank() == 0
+
+    def tell(self, *, failed: str | None = None, heard: str = "") -> None:
+        """This rank cannot go on.
+
+        Args:
+            failed: Why, where that lies with this rank.
+            heard: What it knows of others, where it lies with those.
+        """
+        self._set(str(self._rank), f"failed:{failed}" if failed is not None else f"heard:{heard}")
+
+    def causes(self) -> dict[int, str]:
+        """Rank -> what has become of it; of those with whom it lies that nobody can go on. Waits for some seconds until
+        that is known."""
+        deadline = time.monotonic() + _LONGEST_LOOK_S
+        while True:
+            ends = {rank: self._end_of(rank) for rank in range(len(self.processes)) if rank != self._rank}
+            found = {rank: f"rank {rank} failed: {text}" for rank, (kind, text) in ends.items() if kind == "failed"}
+            silent = [rank for rank, (kind, _) in ends.items() if not kind]
+            for rank in silent:
+                if self.processes[rank].has_ended():
+                    found[rank] = f"rank {rank} has ended ({self.processes[rank]})"
+            heard = {rank: text for rank, (kind, text) in ends.items() if kind == "heard" and text}
+            if found or not silent:
+                return found or dict(list(heard.items())[:1])
+            if heard:
+                return dict(list(heard.items())[:1])
+            if time.monotonic() > deadline:
+                return {rank: f"rank {rank} does not answer ({self.processes[rank]})" for rank in silent}
+            time.sleep(_PAUSE_S)
+
+    def have_all_told(self, longest_s: float = _LONGEST_LOOK_S) -> bool:
+        """Wait until every rank has told that it cannot go on, or has ended.
+
+        Returns:
+            Whether every rank has told.
+        """
+        deadline = time.monotonic() + longest_s
+        while True:
+            silent = [rank for rank in range(len(self.processes)) if not self._end_of(rank)[0]]
+            if not silent:
+                return True
+            if all(self.processes[rank].has_ended() for rank in silent) or time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE_S)
+
+    def meet_again(self) -> bool:
+        """Wait until every rank has come here, having told.
+
+        Returns:
+            Whether every rank has come, and soon.
+        """
+        self._set(f"again/{self._rank}", "")
+        deadline = time.monotonic() + _LONGEST_MEETING_S
+        while not all(self._has(f"again/{rank}") for rank in range(len(self.processes))):
+            if any(process.has_ended() for process in self.processes) or time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
+
+    def linger(self) -> None:
+        """Where the store is kept by this process, wait a moment for those who may look into it: it may end soon."""
+        if self._is_store_here:
+            self.have_all_told(2.0)
+
+    def _end_of(self, rank: int) -> tuple[str, str]:
+        if not self._has(str(rank)):
+            return "", ""
+        kind, _, text = self._store.get(str(rank)).decode().partition(":")
+        return kind, text
+
+    # The store may be gone with the process that keeps it
+
+    def _set(self, key: str, value: str) -> None:
+        with suppress(Exception):
+            self._store.set(key, value)
+
+    def _has(self, key: str) -> bool:
+        with suppress(Exception):
+            return self._store.check([key])
+        return False

@@ -1,0 +1,213 @@
+"""A rank that fails by itself, or is killed, ends the others soon, with an error that names it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_elixir.checkpoint import CheckpointIndex
+from lightning_elixir.storage.nvme import direct
+from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.dist import run_processes, run_ranks
+from tests.helpers.failures import SOON_S, check_heard, heard_by
+from tests.strategy.models import TIGHT, Net, assert_same_state, fit, make_data, make_trainer
+
+ON_NVME = {
+    "placement_policy": "cpu",
+    "nvme_offload_fraction": 1.0,
+    "nvme_offload_param_fraction": 1.0,
+    "chunk_size": "32KiB",
+    "nvme_offload_dir": "nvme",
+}
+VICTIM = 1
+
+
+def _ranks() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+class NetOnBadDisk(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and _ranks()[0] == VICTIM:
+
+            def fail(*_: Any) -> int:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+            direct.os.pwritev = fail
+
+
+def _disk_fails() -> Any:
+    rank, world_size = _ranks()
+    return heard_by(
+        rank, world_size, lambda: fit(ElixirStrategy(**ON_NVME), lambda: NetOnBadDisk("hybrid"), devices=world_size)
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_disk_of_one_rank_fails(world_size: int) -> None:
+    everyone = run_ranks(_disk_fails, world_size, init_group=False, fresh=True)
+    check_heard(everyone, VICTIM, "StorageError", "Input/output error")
+
+
+class NetThatStumbles(Net):
+    is_stumbling = True
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.is_stumbling and _ranks()[0] == VICTIM:
+            raise ValueError("no such luck")
+        return super().training_step(batch, batch_idx)
+
+
+def _step_raises(options: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    rank, world_size = _ranks()
+    heard = heard_by(rank, world_size, lambda: fit(ElixirStrategy(**options), NetThatStumbles, devices=world_size))
+    NetThatStumbles.is_stumbling = False
+    _, _, run = fit(ElixirStrategy(**options), NetThatStumbles, devices=world_size)  # in the same processes
+    return heard, run.state
+
+
+@pytest.mark.parametrize("options", [TIGHT, {"placement_policy": "cuda"}], ids=["tight", "resident"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_step_of_one_rank_raises(world_size: int, options: dict[str, Any]) -> None:
+    """Where all processes live on, they may train again."""
+    results = run_ranks(_step_raises, world_size, options, init_group=False, fresh=True)
+    check_heard([heard for heard, _ in results], VICTIM, "ValueError", "no such luck")
+    expected = run_ranks(_train, world_size, options, init_group=False, fresh=True)
+    assert_same_state(results[0][1], expected[0])
+
+
+def _train(options: dict[str, Any]) -> dict[str, Tensor]:
+    return fit(ElixirStrategy(**options), devices=_ranks()[1])[2].state
+
+
+class NetThatLogs(NetThatStumbles):
+    """The others wait for the victim where Lightning adds up what they log."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.log("seen", float(batch_idx), sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and _ranks()[0] == VICTIM:
+            raise ValueError("no such luck")
+
+
+def _logging_waits() -> Any:
+    rank, world_size = _ranks()
+    return heard_by(rank, world_size, lambda: fit(ElixirStrategy(**TIGHT), NetThatLogs, devices=world_size))
+
+
+def test_waiting_in_a_reduction_of_lightning() -> None:
+    everyone = run_ranks(_logging_waits, 2, init_group=False, fresh=True)
+    check_heard(everyone, VICTIM, "ValueError", "no such luck")
+
+
+class NetThatAllRefuse(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            time.sleep(0.5 * _ranks()[0])
+            raise ValueError("nobody likes it")
+        return super().training_step(batch, batch_idx)
+
+
+def _all_raise() -> tuple[str, int]:
+    strategy = ElixirStrategy(**TIGHT)
+    trainer, model = make_trainer(strategy, devices=2), NetThatAllRefuse()
+    with pytest.raises(ValueError, match="nobody likes it") as caught:
+        trainer.fit(model, make_data())
+    state = strategy.lightning_module_state_dict()
+    return str(caught.value), len(state)
+
+
+def test_error_of_all_ranks_stays_their_own() -> None:
+    """And what was trained is there."""
+    assert [text for text, _ in run_ranks(_all_raise, 2, init_group=False, fresh=True)] == ["nobody likes it"] * 2
+
+
+# Processes that are killed
+
+
+class NetThatDies(Net):
+    victim = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 2 and _ranks()[0] == self.victim:
+            Path("killed").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+def train_and_die(victim: int, options: dict[str, Any]) -> None:
+    """Run by a process of its own."""
+    NetThatDies.victim = victim
+    rank, world_size = _ranks()
+    try:
+        fit(ElixirStrategy(**options), NetThatDies, devices=world_size)
+    except Exception as error:
+        Path(f"error_{rank}").write_text(f"{time.monotonic()}\n{type(error).__name__}: {error}")
+        raise
+
+
+@pytest.mark.parametrize("options", [TIGHT, {"placement_policy": "cuda"}], ids=["tight", "resident"])
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (2, 1), (3, 1)])
+def test_killed_in_training(world_size: int, victim: int, options: dict[str, Any]) -> None:
+    code = f"from tests.strategy.test_lost_ranks import train_and_die; train_and_die({victim}, {options!r})"
+    codes = run_processes(code, world_size)
+    ended = time.monotonic()
+    killed = float(Path("killed").read_text())
+    assert ended - killed < 2 * SOON_S  # no process is left
+    assert codes[victim] == -signal.SIGKILL
+    for rank in {*range(world_size)} - {victim}:
+        assert codes[rank] == 1
+        when, text = Path(f"error_{rank}").read_text().split("\n", 1)
+        assert float(when) - killed < SOON_S
+        assert text.startswith(f"PeerLostError: rank {rank} cannot go on: rank {victim} has ended (process ")
+
+
+# Files that one rank cannot read
+
+
+def _save(path: str) -> None:
+    trainer, _, _ = fit(ElixirStrategy(**TIGHT, state_dict_type="sharded"), lambda: Net("hybrid"), devices=_ranks()[1])
+    trainer.save_checkpoint(path)
+
+
+def _load(path: str) -> Any:
+    rank, world_size = _ranks()
+    trainer = make_trainer(ElixirStrategy(**TIGHT), devices=world_size, max_epochs=2)
+    return heard_by(rank, world_size, lambda: trainer.fit(Net("hybrid"), make_data(), ckpt_path=path))
+
+
+@pytest.mark.parametrize("prefix", ["state_dict.", "optimizer_0.state."])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_damaged_file_that_one_rank_reads(tmp_path: Path, world_size: int, prefix: str) -> None:
+    path = tmp_path / "saved.ckpt"
+    run_ranks(_save, world_size, str(path), init_group=False, fresh=True)
+    tensors = CheckpointIndex(path).tensors
+    places = [
+        place
+        for key, stored in tensors.items()
+        if key.startswith(prefix) and torch.Size(stored.shape).numel() > 1
+        for _, place in stored.boxes
+        if place.file == f"__{VICTIM}_0.distcp"
+    ]
+    place = max(places, key=lambda place: place.length)
+    with (path / place.file).open("r+b") as file:
+        file.seek(place.offset + place.length // 2)
+        old = file.read(4)
+        file.seek(place.offset + place.length // 2)
+        file.write(bytes(byte ^ 255 for byte in old))
+    everyone = run_ranks(_load, world_size, str(path), init_group=False, fresh=True)
+    assert [heard["type"] for heard in everyone] == ["StorageError"] * world_size
+    assert all(place.file in heard["text"] for heard in everyone)
+    for rank in {*range(world_size)} - {VICTIM}:
+        assert f"rank {VICTIM} failed: StorageError: " in everyone[rank]["text"]
+        assert everyone[rank]["time_s"] - everyone[VICTIM]["time_s"] < SOON_S
