@@ -17,7 +17,7 @@ from lightning_elixir.checkpoint.consolidate import OWN_KEY
 from lightning_elixir.checkpoint.writer import Contents
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.signals import deferred
-from lightning_elixir.errors import StateError
+from lightning_elixir.errors import PeerLostError, StateError
 from lightning_elixir.saving import (
     SavePlan,
     StandIns,
@@ -109,7 +109,11 @@ class ShardedCheckpoints:
             return
         running.join()  # who is interrupted here has it under way still
         self._running = None
-        running.check()
+        try:
+            running.check()
+        except PeerLostError:
+            self._thread_comm = None  # its groups are gone
+            raise
 
     def finish_quietly(self) -> None:
         """As `finish`, where another error is on its way already."""

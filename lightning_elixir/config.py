@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -106,6 +106,9 @@ class ElixirConfig:
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            if isinstance(option.default, bool) and not isinstance(getattr(self, option.name), bool):
+                raise PlanError(f"{option.name} must be True or False, got {getattr(self, option.name)!r}")
         self._check_policy()
         for name in _FRACTIONS:
             _check_fraction(name, getattr(self, name))

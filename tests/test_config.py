@@ -76,6 +76,13 @@ def test_margin_ratio_is_a_fraction() -> None:
         ElixirConfig(gpu_margin_mem_ratio=1.5)
 
 
+@pytest.mark.parametrize("given", ["no", 0, None])
+@pytest.mark.parametrize("name", ["prefetch", "force_outputs_fp32", "async_save", "nvme_checksums"])
+def test_yes_and_no_are_no_words(name: str, given: Any) -> None:
+    with pytest.raises(PlanError, match=f"{name} must be True or False"):
+        ElixirConfig(**{name: given})
+
+
 @pytest.mark.parametrize("policy", ["auto", "cpu", "cuda"])
 def test_fractions_of_const_are_refused_elsewhere(policy: Any) -> None:
     with pytest.raises(PlanError, match="offload_optim_frac belongs to placement_policy 'const'"):
