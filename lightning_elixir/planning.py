@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_elixir.core.comm import make_comm
@@ -41,8 +42,6 @@ __all__ = [
     "param_specs",
     "simple_search",
 ]
-
-log = logging.getLogger(__name__)
 
 DEFAULT_PREFETCH_DEPTH = 2
 DEFAULT_N_GRIDS = 128
@@ -413,7 +412,7 @@ def minimum_waste_search(
         world_size: Ranks that will train it, all on this host.
         unified_dtype: Compute dtype; a 16-bit one is trained with an fp32 master.
         overlap: Whether to prefetch.
-        verbose: Log the plan.
+        verbose: Print the plan, on the first rank.
         inp: Not used: this search measures no activations.
         step_fn: Not used.
 
@@ -452,7 +451,7 @@ def simple_search(
         world_size: Ranks that will train it.
         unified_dtype: Compute dtype; a 16-bit one is trained with an fp32 master.
         overlap: Whether to prefetch.
-        verbose: Log the plan.
+        verbose: Print the plan, on the first rank.
         inp: Not used: this search measures no activations.
         step_fn: Not used.
         gpu_bytes: Plan as if a rank's device had no more than this.
@@ -519,7 +518,7 @@ def optimal_search(
         world_size: Ranks that will train it.
         unified_dtype: Compute dtype; a 16-bit one is trained with an fp32 master.
         overlap: Whether to prefetch.
-        verbose: Log the plan.
+        verbose: Print the plan, on the first rank.
         inp: Inputs of one step, real tensors; only their shapes and dtypes count.
         step_fn: Runs forward and backward on (model, inp); it is run once on fake tensors.
         gpu_bytes: Plan as if a rank's device had no more than this.
@@ -593,6 +592,6 @@ def _searched(
         can_reuse_compute_shard=dtype.itemsize == 2,  # there is a master then
         **options,
     )
-    if verbose:
-        log.info("%s", plan.explain())
+    if verbose and not (dist.is_initialized() and dist.get_rank()):
+        sys.stdout.write(f"{plan.explain()}\n")
     return plan

@@ -413,11 +413,17 @@ class _LayoutSearch(Space):
         return replace(plan, forecast=forecast)
 
     def _binding(self, outcome: Outcome, timeline: Timeline) -> str:
+        times = timeline.times
         if is_all_on_gpu(outcome.chunks):
-            return "none: everything fits on the GPU, and the step is bound by its own computing"
+            if times.waiting_s + times.step_s < times.total_s / 2:
+                return "none: everything fits on the GPU, and the step is bound by its own computing"
+            return (
+                f"none: everything fits on the GPU. Of {format_seconds(times.total_s)} a step,"
+                f" {format_seconds(times.compute_s)} are computing, and messages between the ranks take"
+                f" {format_seconds(times.collective_s)}"
+            )
         everything = self.look(self.everything)
         lacking = everything.gpu_bytes - (self.problem.budget.gpu_bytes or 0)
-        times = timeline.times
         where = "the GPU's memory"
         if self.most_state_bytes is not None:
             where += f", of which states may take {format_bytes(self.most_state_bytes)} (gpu_margin_mem_ratio)"

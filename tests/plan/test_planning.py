@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from random import Random
 from typing import Any
@@ -383,11 +382,13 @@ def test_optimal_search_needs_both_or_neither() -> None:
         optimal_search(encoder(), inp={"x": torch.zeros(1)})
 
 
-def test_verbose_logs_the_plan(machine: dict[str, int | None], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        minimum_waste_search(encoder(), verbose=True)
-    assert "plan (auto), 1 rank" in caplog.text
-    assert "predicted step: " in caplog.text
+def test_verbose_prints_the_plan(machine: dict[str, int | None], capsys: pytest.CaptureFixture[str]) -> None:
+    minimum_waste_search(encoder())
+    assert capsys.readouterr().out == ""
+    minimum_waste_search(encoder(), verbose=True)
+    text = capsys.readouterr().out
+    assert "plan (auto), 1 rank" in text
+    assert "predicted step: " in text
 
 
 def test_smaller_chunks_are_tried_where_the_limit_is_tight() -> None:
