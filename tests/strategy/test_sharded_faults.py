@@ -326,8 +326,12 @@ def test_an_interrupted_wait_leaves_the_save_under_way(monkeypatch: pytest.Monke
         gate.wait(60)
 
     _flush_with(monkeypatch, wait)
-    with pytest.raises(SystemExit):
-        _fit_async(_keep("saved", filename="model", save_top_k=1, save_on_exception=True), epochs=3)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs do not have
+    try:
+        with pytest.raises(SystemExit):
+            _fit_async(_keep("saved", filename="model", save_top_k=1, save_on_exception=True), epochs=3)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert gate.is_set()
     paths = list(Path("saved").iterdir())
     assert paths
