@@ -7,8 +7,8 @@ Three runs of `Trainer(strategy=ElixirStrategy(state_dict_type="sharded"))` over
 saves and waits for the disk, one that saves with `async_save=True` and goes on training, and one that resumes from
 what was saved, with nothing of it in the system's cache. Raw is the same number of bytes in one preallocated file, past
 the cache, in pieces of 8 MiB by four threads; the mean of two times, between and after those runs. Memory is the
-process's anonymous memory at its highest while it saves or loads, less what it was before; for loading with the optimizer's
-states in it, which come into being then.
+process's anonymous memory at its highest while it saves or loads, less what it was before; loading makes the
+optimizer's states, which are in it.
 """
 
 from __future__ import annotations
