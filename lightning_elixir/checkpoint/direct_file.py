@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_elixir.core.signals import deferred
-from lightning_elixir.storage.nvme import ALIGNMENT, aligned, aligned_memory, go_direct
+from lightning_elixir.storage.nvme import ALIGNMENT, NOT_OFFERED, aligned, aligned_memory, go_direct
 
 PIECE_BYTES = 4 * 2**20
 NUM_PIECES = 4
 _AHEAD_BYTES = 512 * 2**20
-_NOT_OFFERED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 
 
 def open_new(path: Path, *, past_cache: bool) -> IO[bytes] | DirectFile:
@@ -157,7 +156,7 @@ class DirectFile:
             self._reserved += nbytes
             return True
         code = ctypes.get_errno()
-        if code in _NOT_OFFERED and not self._reserved:
+        if code in NOT_OFFERED and not self._reserved:
             raise NotOffered
         if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return False

@@ -44,11 +44,7 @@ def arm() -> bool:
     Returns:
         Whether it is so; not on other threads than the main one.
     """
-    with _DEFERRED:
-        if _Note.active is None or not _is_main_thread():
-            return False
-        _Note.active.num_armed += 1
-        return True
+    return _arm(1)
 
 
 def disarm() -> bool:
@@ -57,10 +53,14 @@ def disarm() -> bool:
     Returns:
         Whether it was done; not on other threads than the main one.
     """
+    return _arm(-1)
+
+
+def _arm(change: int) -> bool:
     with _DEFERRED:
         if _Note.active is None or not _is_main_thread():
             return False
-        _Note.active.num_armed = max(0, _Note.active.num_armed - 1)
+        _Note.active.num_armed = max(0, _Note.active.num_armed + change)
         return True
 
 

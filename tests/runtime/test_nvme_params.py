@@ -136,18 +136,7 @@ def test_backward_waits_for_a_free_buffer(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", ["bf16", "fp32", "frozen"])
 @pytest.mark.parametrize("write", [*WRITES.values(), whole_write], ids=[*WRITES, "full_parameters"])
 def test_what_users_write_is_kept(write: Callable[[ElixirModule], None], name: str) -> None:
-    results = []
-    for place in ("host", SITE):
-        module, optimizer = training = new_training(HOWS[name], place)
-        for number in range(2):
-            step(training, HOWS[name], number)
-        with torch.no_grad():
-            write(module)
-        for number in range(2, 4):
-            step(training, HOWS[name], number)
-        results.append(result_of(module, optimizer))
-        module.close()
-    assert_same(results[1], results[0])
+    nvme_bodies.check_writes(write, HOWS[name], SITE)
 
 
 def test_a_dropped_gradient_and_whole_gradients() -> None:

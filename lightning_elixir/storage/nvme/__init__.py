@@ -3,7 +3,7 @@
 from lightning_elixir.storage.nvme.folders import is_in_memory, temporary_folder
 from lightning_elixir.storage.nvme.mapped import MappedMemory
 from lightning_elixir.storage.nvme.offload_file import BACKENDS, OffloadFile, OffloadStats, open_offload_file
-from lightning_elixir.storage.nvme.scratch import go_direct, remove_stale
+from lightning_elixir.storage.nvme.scratch import NOT_OFFERED, go_direct, remove_stale
 from lightning_elixir.storage.nvme.state_file import (
     GRAD,
     MASTER,
@@ -25,6 +25,7 @@ __all__ = [
     "GRAD",
     "MASTER",
     "MOMENTS",
+    "NOT_OFFERED",
     "PARAM",
     "ChunkStates",
     "DiskOptions",

@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 _MAGIC = "lightning_elixir offload 1"
 _NAME = re.compile(r"elixir-offload-(?P<host>[0-9A-Za-z_.-]+)-(?P<pid>\d+)-rank\d+-[0-9a-f]{8}")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
+NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
+"""What `fallocate` fails with where the file system has no such thing."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -91,7 +92,7 @@ class ScratchFile:
             try:
                 os.posix_fallocate(self.fd, 0, needed)
             except OSError as error:
-                if error.errno not in _NOT_OFFERED:
+                if error.errno not in NOT_OFFERED:
                     raise
                 log.info("%s cannot reserve space: a full disk will show when it is written", self.path.parent)
                 os.ftruncate(self.fd, needed)
