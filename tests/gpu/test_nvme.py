@@ -43,7 +43,7 @@ def test_parameters_there_as_well(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_parameters_there_with_a_small_rcache(monkeypatch: pytest.MonkeyPatch) -> None:
-    param_bodies.check_losses(CUDA, monkeypatch)
+    bodies.check_losses(param_bodies.SITE, CUDA, monkeypatch)
 
 
 @pytest.mark.parametrize("how", ["bf16", "fp32", "unused"])

@@ -99,26 +99,31 @@ def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_every_way(HOWS[name], "nvme_some", UpdateTiming.INSIDE_BACKWARD, CPU, monkeypatch)
 
 
-def test_small_rcache_and_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fetches that wait for updates, which wait for the disk; every loss is the same."""
+def check_losses(site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fetches (from the disk, where parameters are there, too) that wait for updates, which wait for the disk;
+    every loss is the same."""
     losses: dict[str, list[float]] = {}
-    for site in ("host", "nvme"):
+    for place in ("host", site):
         model = make("llama")
         inner = bodies.new_optimizer(model, BF16)
-        plan = replace(bodies.plan_for(model, BF16, site), rcache_blocks=3, update_timing=UpdateTiming.BEHIND_FORWARD)
-        module = ElixirModule(model, plan, dtype=torch.bfloat16)
+        plan = replace(bodies.plan_for(model, BF16, place), rcache_blocks=3, update_timing=UpdateTiming.BEHIND_FORWARD)
+        module = ElixirModule(model, plan, dtype=torch.bfloat16, device=device)
         optimizer = ElixirOptimizer(module, inner, max_norm=0.1)
-        losses[site] = []
+        losses[place] = []
         with slow_disk(monkeypatch):
             for number in range(5):
                 loss = ZOO["llama"].loss(module, number)
-                losses[site].append(loss.item())
+                losses[place].append(loss.item())
                 optimizer.backward(loss)
                 optimizer.step()
         assert module.stats().evictions > 0
         module.close()
-    assert losses["nvme"] == losses["host"]
+    assert losses[site] == losses["host"]
     assert len(set(losses["host"])) == 5
+
+
+def test_small_rcache_and_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_losses("nvme", CPU, monkeypatch)
 
 
 def train_rank(how: How, site: str, timing: UpdateTiming, options: dict[str, Any]) -> Result:

@@ -23,12 +23,12 @@ from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
 from lightning_elixir.plan.memory import PARAM_BUFFERS, STAGING_BUFFERS
 from lightning_elixir.plan.types import Tier, UpdateTiming
 from lightning_elixir.storage.nvme import direct
-from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from lightning_elixir.wrapper import ElixirModule
 from tests.helpers.dist import run_ranks
 from tests.helpers.zoo import ZOO, make
 from tests.runtime import test_nvme as nvme_bodies
 from tests.runtime import test_streamed_updates as bodies
-from tests.runtime.test_nvme import BF16, WRITES, failing, new_training, slow_disk, step, train_rank, whole_write
+from tests.runtime.test_nvme import BF16, WRITES, failing, new_training, step, train_rank, whole_write
 from tests.runtime.test_streamed_updates import CPU, HOWS, How, assert_same, result_of, use_small_slots
 
 SITE = "nvme_param"
@@ -49,30 +49,8 @@ def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nvme_bodies.check_every_way(HOWS[name], SITE, UpdateTiming.INSIDE_BACKWARD, CPU, monkeypatch)
 
 
-def check_losses(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fetches and refetches from the disk, which wait for updates; every loss is the same."""
-    losses: dict[str, list[float]] = {}
-    for site in ("host", SITE):
-        model = make("llama")
-        inner = bodies.new_optimizer(model, BF16)
-        plan = replace(bodies.plan_for(model, BF16, site), rcache_blocks=3, update_timing=UpdateTiming.BEHIND_FORWARD)
-        module = ElixirModule(model, plan, dtype=torch.bfloat16, device=device)
-        optimizer = ElixirOptimizer(module, inner, max_norm=0.1)
-        losses[site] = []
-        with slow_disk(monkeypatch):
-            for number in range(5):
-                loss = ZOO["llama"].loss(module, number)
-                losses[site].append(loss.item())
-                optimizer.backward(loss)
-                optimizer.step()
-        assert module.stats().evictions > 0
-        module.close()
-    assert losses[SITE] == losses["host"]
-    assert len(set(losses["host"])) == 5
-
-
 def test_small_rcache_and_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_losses(CPU, monkeypatch)
+    nvme_bodies.check_losses(SITE, CPU, monkeypatch)
 
 
 @pytest.mark.parametrize("how", ["tied", "accumulated_clipped", "frozen"])
