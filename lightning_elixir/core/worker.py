@@ -200,6 +200,15 @@ class _Pool:
         self._is_stopped = False
         self._failure: BaseException | None = None
         self._process = os.getpid()
+        self._num_serving = 0
+        self._at_exit: Callable[[], None] | None = None
+
+    def end_at_exit(self, threads: list[threading.Thread], num_threads: int) -> None:
+        """Have the end of the program wait for the threads, for as long as one of so many serves, be their worker
+        there or not: an ending interpreter frees what they work on, and aborts where it meets them in C++."""
+        self._num_serving = num_threads
+        self._at_exit = partial(_end, self, threads)
+        atexit.register(self._at_exit)
 
     def ring(self) -> None:
         """Tell all who wait that something has changed. Locked."""
@@ -320,6 +329,15 @@ class _Pool:
             for task in left:
                 self._finish(task, error)
             log.exception("a thread of %d tasks that it leaves undone has failed", len(left))
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self.lock:
+            self._num_serving -= 1
+            at_exit = None if self._num_serving else self._at_exit
+        if at_exit is not None:
+            atexit.unregister(at_exit)
 
     def _serve(self) -> None:
         in_flight: list[tuple[Task, Event]] = []
@@ -446,10 +464,6 @@ class Worker:
         self._pool = _Pool(context, most_in_flight)
         self._threads: list[threading.Thread] = []
         weakref.finalize(self, self._pool.stop).atexit = False
-        # Threads must not work on memory that an ending interpreter frees.
-        self._at_exit = partial(_end, self._pool, self._threads)
-        atexit.register(self._at_exit)
-        weakref.finalize(self, atexit.unregister, self._at_exit).atexit = False
 
     def submit(
         self,
@@ -476,6 +490,7 @@ class Worker:
         """
         with deferred():
             if not self._threads:
+                self._pool.end_at_exit(self._threads, self._num_threads)
                 for number in range(self._num_threads):
                     thread = threading.Thread(target=self._pool.serve, name=f"{self._name}-{number}", daemon=True)
                     thread.start()

@@ -52,6 +52,12 @@ def noting(log: list[str], name: str) -> Callable[[], None]:
     return lambda: log.append(name)
 
 
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+
+
 def test_a_task_that_has_not_begun_is_cancelled() -> None:
     worker, gate = held_worker()
     log: list[str] = []
@@ -546,16 +552,15 @@ def test_tensors_of_finished_work_are_not_kept() -> None:
     worker.close()
 
 
-def test_the_interpreter_ends_with_work_under_way() -> None:
+@pytest.mark.parametrize("ending", ["", "del worker\n"])
+def test_the_interpreter_ends_with_work_under_way(ending: str) -> None:
     code = (
         "import time\n"
         "from lightning_elixir.core.worker import Worker\n"
         "worker = Worker('test')\n"
-        "for i in range(3): worker.submit(lambda i=i: time.sleep(0.05) or print(i, flush=True))\n"
+        "for i in range(3): worker.submit(lambda i=i: time.sleep(0.05) or print(i, flush=True))\n" + ending
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    done = run(code)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["0", "1", "2"], "")
 
 
@@ -652,6 +657,6 @@ while not is_over:
 worker.close()
 print(number)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = run(code)
     assert done.returncode == 0, done.stderr[-4000:]
     assert int(done.stdout) > 50
