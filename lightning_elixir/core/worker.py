@@ -250,7 +250,7 @@ class _Pool:
             task = task._after
         if task._end is not None and not task._is_ending:
             return partial(self._help_to_end, task, task._end)
-        if task._is_brief and task in self._waiting:
+        if task._is_brief and task in self._waiting and task._can_begin():
             return partial(self._help_to_begin, task) if task._is_prepared() else partial(task._prepare, Exception)
         return None
 

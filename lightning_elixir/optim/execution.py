@@ -21,10 +21,10 @@ from torch import Tensor
 from lightning_elixir.core.device import Device, Event, Uploads, working_on
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.signals import deferred
-from lightning_elixir.core.worker import Task, Worker
+from lightning_elixir.core.worker import Task, Work, Worker
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk
-from lightning_elixir.storage.nvme import Visit
+from lightning_elixir.storage.nvme import Visit, when_all_over
 
 # Bounds temporary memory on the device, and for changed gradients everywhere.
 _DEVICE_PIECE_NUMEL = _CHANGED_NUMEL = 16 * 1024 * 1024
@@ -155,7 +155,8 @@ class UpdateRunner:
         context = partial(working_on, device.torch_device)
         self._host = Worker("elixir-update", num_threads=2, context=context)
         self._streamer = Worker("elixir-stream", context=context, most_in_flight=_STREAMED_IN_FLIGHT)
-        self._visits: dict[Task, Visit] = {}  # of updates that are not over
+        self._visits: dict[Task, list[tuple[Task, Visit]]] = {}
+        """Of updates that are not over: the tasks of the pieces, and what they wait for."""
 
     def held_bytes(self) -> dict[str, int]:
         """Device memory held now, by the engine's kinds."""
@@ -243,7 +244,7 @@ class UpdateRunner:
         event = _All(job.ready) if job.ready else None
         task = after
         if job.on_disk is not None:
-            task = self._submit_visit(job, job.on_disk, record, order, after, event)
+            task = self._submit_visits(job, job.on_disk, record, order, after, event)
             record.watch(task)
         elif job.updates or job.cast is not None or task is None:
             work = partial(self._stream_up if job.is_streamed else self._update_on_host, job, record)
@@ -256,7 +257,7 @@ class UpdateRunner:
             record.watch(task)
         return task
 
-    def _submit_visit(
+    def _submit_visits(
         self,
         job: ChunkUpdate,
         on_disk: StatesOnDisk,
@@ -265,33 +266,47 @@ class UpdateRunner:
         after: Task | None,
         event: Event | None,
     ) -> Task:
+        """One task for each piece of the states, and one that is over after all of them."""
+        has_landed = event is None or _has_come(event)
+        pieces: list[tuple[Task, Visit]] = []
+        with deferred():  # or nobody releases them
+            close: Work = partial(_close_visits, job, pieces)
+            whole = self._host.submit(close, order=order, is_brief=job.cast is None, is_held=True)
+            try:
+                for piece, updates in on_disk.pieces(job.updates):
+                    visit = on_disk.begin(piece, order, has_landed=has_landed)
+                    work: Work = partial(self._update_visited, replace(job, updates=updates, cast=None), visit, record)
+                    pieces.append((self._submit_visit(work, visit, order, after, event), visit))
+            except BaseException:
+                whole.cancel()
+                raise
+            self._visits[whole] = pieces
+            whole.then(partial(self._forget_visits, whole))
+            when_all_over([task for task, _ in pieces], whole.release)
+        return whole
+
+    def _forget_visits(self, whole: Task) -> None:
+        self._visits.pop(whole, None)
+
+    def _submit_visit(self, work: Work, visit: Visit, order: float, after: Task | None, event: Event | None) -> Task:
         """The task is held until the states are there: a thread that waited for them could be the one that has to free
         the buffer which they wait for."""
-        with deferred():  # or nobody releases it
-            visit = on_disk.begin(order, has_landed=event is None or _has_come(event))
-            try:
-                work = partial(self._update_visited, job, on_disk, visit, record)
-                task = self._host.submit(work, order=order, after=after, event=event, is_held=True)
-            except BaseException:
-                visit.drop()
-                raise
-            self._visits[task] = visit
-            task.then(partial(self._forget_visit, task))
-            visit.then(task.release)
-            return task
-
-    def _forget_visit(self, task: Task) -> None:
-        visit = self._visits.pop(task, None)
-        if visit is not None:
-            visit.drop()  # where the update has ended it, this does nothing
+        try:
+            task = self._host.submit(work, order=order, after=after, event=event, is_held=True)
+        except BaseException:
+            visit.drop()
+            raise
+        task.then(visit.drop)  # where the update has ended it, this does nothing
+        visit.then(task.release)
+        return task
 
     def reorder(self, orders: dict[Task, float]) -> None:
         """Have tasks that have not begun carried out in another order."""
+        of_pieces = {task: order for whole, order in orders.items() for task, _ in self._visits.get(whole, ())}
         for worker in (self._host, self._streamer):
-            worker.reorder(orders.get)
+            worker.reorder((orders | of_pieces).get)
         for task, order in orders.items():
-            visit = self._visits.get(task)
-            if visit is not None:
+            for _, visit in self._visits.get(task, ()):
                 visit.set_order(order)
 
     def close(self) -> None:
@@ -325,12 +340,11 @@ class UpdateRunner:
             _cast(job.cast)
         return end
 
-    def _update_visited(
-        self, job: ChunkUpdate, on_disk: StatesOnDisk, visit: Visit, record: UpdateRecord
-    ) -> Event | None:
+    def _update_visited(self, job: ChunkUpdate, visit: Visit, record: UpdateRecord) -> Event | None:
         visit.wait()  # it has come, or has failed
-        on_disk.prepare(visit)
-        updates = [update.over(visit.tensors) for update in job.updates]
+        if job.on_disk is not None:
+            job.on_disk.prepare(visit)
+        updates = [update.over(visit) for update in job.updates]
         end = self._update_on_host(replace(job, updates=updates), record)
         visit.end()  # new values are in the compute dtype's memory already: nobody waits for this
         return end
@@ -402,6 +416,19 @@ def _has_come(event: Event) -> bool:
 def _bounded(update: FlatUpdate) -> Iterable[FlatUpdate]:
     """The update in as few pieces as temporary memory allows."""
     return [update] if update.change_grad is None else update.pieces(_CHANGED_NUMEL)
+
+
+def _close_visits(job: ChunkUpdate, pieces: Sequence[tuple[Task, Visit]]) -> None:
+    """What is left to do when all pieces are over.
+
+    Raises:
+        BaseException: What one of them raised.
+    """
+    for task, _ in pieces:
+        if task.error is not None:
+            raise task.error
+    if job.cast is not None:
+        _cast(job.cast)
 
 
 def _cast(pair: tuple[Tensor, Tensor]) -> None:

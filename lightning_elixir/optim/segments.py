@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk, UpdatePart
 from lightning_elixir.plan.types import ALIGN_NUMEL
-from lightning_elixir.storage.nvme import MOMENTS, ChunkStates
+from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, Piece
 
 # Their update of one element looks at that element alone, so they may run over any slice of a parameter.
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -106,9 +106,13 @@ class SegmentOptimizer:
         self._moments: tuple[Tensor, ...] = ()  # Adam: `MOMENTS`, once there are any
         self._spare_moments: tuple[Tensor, ...] = ()  # memory for the next ones, where these must stay as they are
         self._counts: dict[int, int] = {}  # Adam: position -> updates so far; no tensors, which took long
-        # Where each segment's moments begin: as far apart as in the shard where segments follow each other there.
+        # Where each segment's moments begin, and how many elements they are in all. On a disk they lie as the shard
+        # does, so that a piece is the same elements of everything. In memory they are as far apart as in the shard
+        # where segments follow each other there.
         sizes = [-(-p.numel // ALIGN_NUMEL) * ALIGN_NUMEL for p in places]
-        self._starts = [0, *itertools.accumulate(sizes)]
+        *self._starts, self._moments_numel = [0, *itertools.accumulate(sizes)]
+        if on_disk is not None:
+            self._starts, self._moments_numel = [p.shard_offset for p in places], on_disk.spec.numel
         self._tensors = [work[p.shard_offset : p.shard_offset + p.numel].detach() for p in places]
         self._group_indices = sorted({p.group_index for p in places})
         inner_groups = [
@@ -190,19 +194,19 @@ class SegmentOptimizer:
         if on_disk is None or not self._moments or not self._moments[0].is_meta:
             yield
             return
-        stand_ins, numel = self._moments, self._starts[-1]
+        stand_ins = self._moments
         if self._has_come_from_disk():
-            self._moments = tuple(on_disk.read(part)[:numel] for part in MOMENTS)
+            self._moments = tuple(on_disk.read(part) for part in MOMENTS)
             for position in self._blank:
                 for view in self._moments_at(position).values():
                     view.zero_()
         else:
-            self._moments = tuple(torch.zeros(numel, dtype=self.work.dtype) for _ in MOMENTS)
+            self._moments = tuple(torch.zeros(self._moments_numel, dtype=self.work.dtype) for _ in MOMENTS)
         try:
             yield
             if is_written:
                 for part, moment in zip(MOMENTS, self._moments, strict=True):
-                    on_disk.write(part, nn.functional.pad(moment, (0, on_disk.spec.numel - numel)))
+                    on_disk.write(part, moment)
                 self._blank.clear()
         finally:
             self._moments = stand_ins
@@ -215,13 +219,13 @@ class SegmentOptimizer:
         """What the update that was described just now has to know of states on a disk; it makes their zeros."""
         if self._on_disk is None:
             return None
-        blank = [slice(self._starts[i], self._starts[i] + self.places[i].numel) for i in sorted(self._blank)]
+        blank = [Piece(self._starts[i], self._starts[i] + self.places[i].numel) for i in sorted(self._blank)]
         found = StatesOnDisk(self._on_disk, not self._has_come_from_disk(), tuple(blank))
         self._blank.clear()
         return found
 
     def _new_moments(self) -> tuple[Tensor, ...]:
-        return tuple(self._empty(self._starts[-1], self.work.dtype) for _ in MOMENTS)
+        return tuple(self._empty(self._moments_numel, self.work.dtype) for _ in MOMENTS)
 
     def drop_spares(self) -> None:
         """Give them back."""
@@ -373,23 +377,25 @@ class SegmentOptimizer:
             key: Its name.
             dtype: Of the result.
         """
-        home: Tensor | None = None
-        if self._on_disk is not None and key in MOMENTS and self._has_come_from_disk():
-            home = self._on_disk.read(key)
-            is_whole = not self._blank and len(self._counts) == len(self.places)
-            if is_whole and all(s == p.shard_offset for s, p in zip(self._starts, self.places, strict=False)):
-                return home.to(dtype)  # which is what was to be made
+        if self._on_disk is not None and key in MOMENTS and self._moments and self._moments[0].is_meta:
+            return self._flat_moment_on_disk(self._on_disk, key).to(dtype)
         piece = torch.zeros(self.work.numel(), dtype=dtype)
         for position, place in enumerate(self.places):
             value = self.state_of(position).get(key)
-            if value is None:
-                continue
-            if value.is_meta:
-                if home is None or position in self._blank:
-                    continue
-                value = home[self._starts[position] : self._starts[position] + place.numel]
-            piece[place.shard_offset : place.shard_offset + place.numel] = value
+            if value is not None:
+                piece[place.shard_offset : place.shard_offset + place.numel] = value
         return piece
+
+    def _flat_moment_on_disk(self, on_disk: ChunkStates, key: str) -> Tensor:
+        if not self._has_come_from_disk():
+            return torch.zeros(self.work.numel(), dtype=self.work.dtype)
+        found, end = on_disk.read(key), 0
+        for position, place in enumerate(self.places):
+            if position in self._counts and position not in self._blank:
+                found[end : place.shard_offset].zero_()
+                end = place.shard_offset + place.numel
+        found[end:].zero_()
+        return found
 
     def set_state(self, position: int, state: Mapping[str, Any]) -> None:
         """Replace the state of the segment at `places[position]` by a copy, where the shard is. Those on a disk must be

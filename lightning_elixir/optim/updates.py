@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_elixir.kernels.sequence import Scalars, Table
 from lightning_elixir.optim.adam import AdamHyper, adam_scalars, update_parts_
 from lightning_elixir.plan.types import ALIGN_NUMEL
-from lightning_elixir.storage.nvme import GRAD, MASTER, MOMENTS, PARAM, ChunkStates, Visit, aligned
+from lightning_elixir.storage.nvme import GRAD, MASTER, MOMENTS, PARAM, ChunkStates, Piece, Visit, aligned
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,20 @@ class FlatUpdate:
             yield self
             return
         for start in range(0, self.numel, size):
-            stop = min(start + size, self.numel)
-            yield replace(
-                self,
-                param=self.param[start:stop],
-                grad=self.grad[start:stop],
-                exp_avg=self.exp_avg[start:stop],
-                exp_avg_sq=self.exp_avg_sq[start:stop],
-                parts=tuple(_clipped(self.parts, start, stop)),
-                compute=None if self.compute is None else self.compute[start:stop],
-                outputs=_cut(self.outputs, start, stop),
-            )
+            yield self._cut(start, min(start + size, self.numel))
+
+    def _cut(self, start: int, stop: int) -> FlatUpdate:
+        """The same of these elements; the bits of the result do not depend on where that is."""
+        return replace(
+            self,
+            param=self.param[start:stop],
+            grad=self.grad[start:stop],
+            exp_avg=self.exp_avg[start:stop],
+            exp_avg_sq=self.exp_avg_sq[start:stop],
+            parts=tuple(_clipped(self.parts, start, stop)),
+            compute=None if self.compute is None else self.compute[start:stop],
+            outputs=_each_cut(self.outputs, start, stop),
+        )
 
     def run(
         self, *, changed_grad: Tensor | None = None, scratch: Tensor | None = None, num_threads: int | None = None
@@ -119,21 +122,35 @@ class FlatUpdate:
             outputs=self.outputs,
         )
 
-    def over(self, states: Mapping[str, Tensor]) -> FlatUpdate:
+    def in_piece(self, piece: Piece) -> FlatUpdate | None:
+        """What of it lies in a piece of states on a disk; None: nothing. Its moments are on `meta`, slices of the whole
+        chunk's."""
+        start = int(self.exp_avg.storage_offset())
+        found = piece.within(Piece(start, start + self.numel))
+        cut = None if found is None else self._cut(found.start, found.stop)
+        return cut if cut is not None and cut.parts else None
+
+    def over(self, visit: Visit) -> FlatUpdate:
         """The same over states that were on a disk when it was described, and are in a buffer now.
 
         Args:
-            states: The whole of what this update's tensors on `meta` are slices of, by part.
+            visit: It has come, with all that this update's tensors on `meta` are slices of.
         """
-        named = {MASTER: self.param, MOMENTS[0]: self.exp_avg, MOMENTS[1]: self.exp_avg_sq}
-        found = {part: _same_slice(x, states[part]) if x.is_meta else x for part, x in named.items()}
-        grad, compute = self.grad, self.compute
-        if grad.is_meta:
-            grad = _same_slice(grad, states[GRAD].view(grad.dtype))
-        if compute is not None and compute.is_meta:
-            compute = _same_slice(compute, states[PARAM])
-        param, exp_avg, exp_avg_sq = found[MASTER], found[MOMENTS[0]], found[MOMENTS[1]]
-        return replace(self, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, compute=compute)
+
+        def found(stand_in: Tensor, part: str) -> Tensor:
+            if not stand_in.is_meta:
+                return stand_in
+            start = int(stand_in.storage_offset()) - visit.piece.start
+            return visit.tensors[part].view(stand_in.dtype)[start : start + stand_in.numel()]
+
+        return replace(
+            self,
+            param=found(self.param, MASTER),
+            grad=found(self.grad, GRAD),
+            exp_avg=found(self.exp_avg, MOMENTS[0]),
+            exp_avg_sq=found(self.exp_avg_sq, MOMENTS[1]),
+            compute=None if self.compute is None else found(self.compute, PARAM),
+        )
 
     @property
     def written(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,28 +187,42 @@ class StatesOnDisk:
     states: ChunkStates
     is_first: bool
     """The moments have never been made: they are zeros, and not read."""
-    blank: tuple[slice, ...] = ()
+    blank: tuple[Piece, ...] = ()
     """Where in the moments there are zeros, whatever the disk holds."""
     grad_dtype: torch.dtype | None = None
     """Of gradients that are there as well; None: they are in host memory."""
     is_whole: bool = True
     """Whether the update makes a new value of every element."""
 
-    def begin(self, order: float, *, has_landed: bool) -> Visit:
-        """Have them brought to host memory.
+    def pieces(self, updates: Sequence[FlatUpdate]) -> list[tuple[Piece, list[FlatUpdate]]]:
+        """The pieces in which the states come, as far as they are updated, and what happens to each.
 
         Args:
+            updates: Of the chunk, described over what is on the disk.
+        """
+        found = []
+        for piece in self.states.file.pieces(self.states.chunk_id):
+            here = [cut for cut in (update.in_piece(piece) for update in updates) if cut is not None]
+            if here:
+                found.append((piece, here))
+        return found
+
+    def begin(self, piece: Piece, order: float, *, has_landed: bool) -> Visit:
+        """Have a piece brought to host memory.
+
+        Args:
+            piece: One of `pieces`.
             order: See `Visit`.
             has_landed: Gradients are where they shall be, so that they can be read now; otherwise `prepare` does that.
         """
         spec = self.states.spec
         read = [part for part in spec.states if part == MASTER or not self.is_first]
-        grad_bytes = self._grad_bytes if has_landed else 0
-        return self.states.file.begin(self.states.chunk_id, read, order, grad_bytes)
+        itemsize = self._grad_itemsize if has_landed else 0
+        return self.states.file.begin(self.states.chunk_id, piece, read, order, itemsize)
 
     @property
-    def _grad_bytes(self) -> int:
-        return 0 if self.grad_dtype is None else self.states.spec.numel * self.grad_dtype.itemsize
+    def _grad_itemsize(self) -> int:
+        return 0 if self.grad_dtype is None else self.grad_dtype.itemsize
 
     def prepare(self, visit: Visit) -> None:
         """Once they are there, and gradients have landed: read what could not be read before, and make the rest.
@@ -199,23 +230,23 @@ class StatesOnDisk:
         Raises:
             StorageError: Gradients cannot be read.
         """
-        if self._grad_bytes and GRAD not in visit.read:
-            blocks = visit.tensors[GRAD][: aligned(self._grad_bytes)]
-            self.states.file.read_into(self.states.chunk_id, GRAD, blocks, self._grad_bytes)
+        piece, itemsize = visit.piece, self._grad_itemsize
+        if itemsize and GRAD not in visit.read:
+            nbytes = piece.numel * itemsize
+            blocks = visit.tensors[GRAD][: aligned(nbytes)]
+            self.states.file.read_into(self.states.chunk_id, GRAD, blocks, nbytes, piece.start * itemsize)
         if PARAM in visit.tensors and not self.is_whole:
             visit.tensors[PARAM].copy_(visit.tensors[MASTER])  # for what gets no update, and padding
-        for part in MOMENTS:
-            moment = visit.tensors[part]
-            for span in (slice(None),) if self.is_first else self.blank:
-                moment[span].zero_()
+        zeros = (piece,) if self.is_first else self.blank
+        for here in (blank.within(piece) for blank in zeros):
+            if here is not None:
+                for part in MOMENTS:
+                    visit.tensors[part][here].zero_()
 
 
-def _same_slice(stand_in: Tensor, whole: Tensor) -> Tensor:
-    start = int(stand_in.storage_offset())
-    return whole[start : start + stand_in.numel()]
-
-
-def _cut(outputs: tuple[Tensor, Tensor, Tensor] | None, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor] | None:
+def _each_cut(
+    outputs: tuple[Tensor, Tensor, Tensor] | None, start: int, stop: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
     if outputs is None:
         return None
     param, exp_avg, exp_avg_sq = outputs

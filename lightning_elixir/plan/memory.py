@@ -16,19 +16,23 @@ STAGING_BUFFERS = 3
 NVME_BUFFERS = 3
 """Buffers through which states on NVMe are updated: one is read into, one is updated, one is written back."""
 
+NVME_BUFFER_BYTES = 96 * 2**20
+"""Most that one of them takes; larger chunks pass through it in pieces."""
 
 PARAM_BUFFERS = 3
 """Buffers through which parameters come from NVMe: some are read into, from others replicas are filled."""
 
 
 def nvme_buffers(state_bytes: Iterable[int]) -> tuple[int, int]:
-    """How many of those buffers there are in host memory, and the bytes of each: of the largest chunk's states.
+    """How many of those buffers there are in host memory, and the bytes of each: of the largest chunk's states, or of
+    the largest piece of them.
 
     Args:
         state_bytes: Master and states of one rank, of each chunk that has them on NVMe.
     """
     sizes = list(state_bytes)
-    return min(NVME_BUFFERS, len(sizes)), max(sizes, default=0)
+    num_pieces = sum(-(-size // NVME_BUFFER_BYTES) for size in sizes)
+    return min(NVME_BUFFERS, num_pieces), min(NVME_BUFFER_BYTES, max(sizes, default=0))
 
 
 def param_buffers(param_bytes: Iterable[int]) -> tuple[int, int]:

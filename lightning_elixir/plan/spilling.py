@@ -30,8 +30,8 @@ class _Movable:
 def spilled(chunks: Sequence[ChunkSpec], scheme: Scheme, limit: int, room: int | None) -> tuple[ChunkSpec, ...]:
     """States go on to NVMe, those of the last chunks first, until the host's memory holds the rest.
 
-    The buffers through which they are updated are as large as the largest of them: so first only the smallest chunks
-    are looked at, then larger ones as well, and the least bytes on NVMe win.
+    The buffers through which they are updated are as large as the largest of them, up to a limit: so first only the
+    smallest chunks are looked at, then larger ones as well, and the least bytes on NVMe win.
 
     Args:
         chunks: None of them with states on NVMe.
@@ -129,7 +129,7 @@ def _taken(movable: Sequence[_Movable], lacking: int, room: int | None) -> list[
     chosen: list[_Movable] = []
     relief = most = 0
     for one in movable:
-        number, nbytes = nvme_buffers([most] * len(chosen))
+        number, nbytes = nvme_buffers([most] * min(NVME_BUFFERS, len(chosen)))
         if relief - number * nbytes >= lacking:
             break
         if room is not None and one.state_bytes > room:
@@ -147,10 +147,11 @@ def _needed(chosen: list[_Movable], lacking: int) -> list[_Movable]:
     relief = sum(m.relief_bytes for m in chosen)
     kept = []
     for one in reversed(chosen):
-        # Only where the largest goes do the buffers get smaller; of several as large, one stays.
-        largest = sizes[-2:-1] if one.state_bytes == sizes[-1] else sizes[-1:]
-        nbytes = min(NVME_BUFFERS, len(sizes) - 1) * sum(largest)
-        if relief - one.relief_bytes - nbytes >= lacking:
+        largest = sizes[-NVME_BUFFERS - 1 :]  # the buffers depend on these alone
+        if one.state_bytes in largest:
+            largest.remove(one.state_bytes)
+        number, nbytes = nvme_buffers(largest)
+        if relief - one.relief_bytes - number * nbytes >= lacking:
             relief -= one.relief_bytes
             sizes.remove(one.state_bytes)
         else:

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
-from lightning_elixir.plan.memory import NVME_BUFFERS, Budget, ModelDataBytes, nvme_buffers
+from lightning_elixir.plan.memory import NVME_BUFFER_BYTES, NVME_BUFFERS, Budget, ModelDataBytes, nvme_buffers
 from lightning_elixir.plan.packing import PackedChunk, pack
 from lightning_elixir.plan.placement import Needs, PlacementRequest, format_bytes, place, with_states_on_nvme
 from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, ParamSpec, Plan, Tier
@@ -371,3 +371,5 @@ def test_buffers_are_as_large_as_the_largest_and_no_more_than_chunks() -> None:
     assert nvme_buffers([]) == (0, 0)
     assert nvme_buffers([5, 9]) == (2, 9)
     assert nvme_buffers(iter([1, 2, 3, 4])) == (NVME_BUFFERS, 4)
+    assert nvme_buffers([NVME_BUFFER_BYTES + 1]) == (2, NVME_BUFFER_BYTES)  # in two pieces
+    assert nvme_buffers([100 * NVME_BUFFER_BYTES]) == (NVME_BUFFERS, NVME_BUFFER_BYTES)

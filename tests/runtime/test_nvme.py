@@ -28,12 +28,13 @@ from torch import nn
 
 from lightning_elixir.errors import PlanError, StateError, StorageError
 from lightning_elixir.optim import HybridAdam
-from lightning_elixir.optim.updates import FlatUpdate
+from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk
+from lightning_elixir.plan import memory
 from lightning_elixir.plan.memory import NVME_BUFFERS
 from lightning_elixir.plan.placement import with_states_on_nvme
 from lightning_elixir.plan.types import Tier, UpdateTiming
 from lightning_elixir.planning import make_plan
-from lightning_elixir.storage.nvme import direct, mapped
+from lightning_elixir.storage.nvme import MOMENTS, direct, mapped
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.zoo import ZOO, make
@@ -44,6 +45,7 @@ from tests.runtime.test_update_timing import held_updates, slow_updates
 
 NVME_SITES = ["nvme", "nvme_some", "nvme_param_on_gpu", "nvme_persistent", "nvme_param"]
 BF16 = HOWS["bf16"]
+SMALL_BUFFER_BYTES = 12 * 1024
 
 Training = tuple[ElixirModule, ElixirOptimizer]
 
@@ -64,6 +66,11 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.001) -> Iterat
         yield
 
 
+def use_small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few thousand elements, so that these models' chunks take several pieces."""
+    monkeypatch.setattr(memory, "NVME_BUFFER_BYTES", SMALL_BUFFER_BYTES)
+
+
 def new_training(how: How = BF16, site: str = "nvme", timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD) -> Training:
     return timing_bodies.new_training(how, site, CPU, timing)
 
@@ -79,6 +86,7 @@ def check_every_way(
     how: How, site: str, timing: UpdateTiming, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = bodies.train(how, "host", device)
+    use_small_buffers(monkeypatch)
     with slow_disk(monkeypatch), slow_updates(monkeypatch, 0.001):
         actual = timing_bodies.train(how, site, timing, device)
     assert_same(actual, expected)
@@ -129,6 +137,7 @@ def test_small_rcache_and_losses(monkeypatch: pytest.MonkeyPatch) -> None:
 def train_rank(how: How, site: str, timing: UpdateTiming, options: dict[str, Any]) -> Result:
     with pytest.MonkeyPatch.context() as patch, slow_disk(patch):
         use_small_slots(patch)
+        use_small_buffers(patch)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         module, optimizer = timing_bodies.new_training(how, site, CPU, timing, world_size=world_size, **options)
         for number in range(how.steps):
@@ -184,6 +193,109 @@ def test_bytes_of_a_step(name: str, each: int) -> None:
     assert "cpu_states" not in held
     assert held["cpu_state_buffer"] <= NVME_BUFFERS * (max(c.numel for c in module.plan.chunks) * each + 3 * 4096)
     assert module.engine.device_bytes() == held["replica"] + held["grad_block"]
+    module.close()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp32", "frozen"])
+def test_large_chunks_take_small_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more bytes than in one piece, and the next piece is read while one is updated."""
+    use_small_buffers(monkeypatch)
+    module, optimizer = new_training(HOWS[name])
+    trained = [c for c in module.plan.chunks if c.requires_grad]
+    states = module.engine.store.states
+    pieces = [piece for c in trained for piece in states.pieces(c.id)]
+    assert len(pieces) >= 2 * len(trained)
+    each = 8 if name == "fp32" else 12
+    for number in range(2):
+        module.reset_stats()
+        step((module, optimizer), HOWS[name], number)
+        optimizer.synchronize()
+    stats, numel = module.stats(), sum(c.numel for c in trained)
+    if name == "frozen":  # pieces without anything that is trained stay where they are
+        assert 0 < stats.nvme_read_bytes == stats.nvme_written_bytes <= each * numel
+    else:
+        assert stats.nvme_read_bytes == stats.nvme_written_bytes == each * numel
+    assert 0 < stats.held_bytes["cpu_state_buffer"] <= NVME_BUFFERS * SMALL_BUFFER_BYTES
+    with held_updates(monkeypatch) as gate:
+        step((module, optimizer), HOWS[name], 2)
+        deadline = time.monotonic() + 10
+        while states._num_ready < NVME_BUFFERS and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert states._num_ready == NVME_BUFFERS
+        gate.set()
+    expected = replace(bodies.train(replace(HOWS[name], steps=3), "host"), skipped=[])
+    assert_same(result_of(module, optimizer), expected)
+    module.close()
+
+
+def subset_training(site: str) -> Training:
+    """The optimizer holds every second parameter: the others lie between them, without states, in the same chunks."""
+    model = make("gpt2")
+    inner = HybridAdam(list(model.parameters())[::2], lr=1e-2)
+    module = ElixirModule(model, bodies.plan_for(model, BF16, site, chunk_size=64 * 1024), dtype=torch.bfloat16)
+    return module, ElixirOptimizer(module, inner)
+
+
+def assert_same_moments(actual: Training, expected: Training) -> None:
+    for chunk in actual[0].engine.chunks:
+        for key in MOMENTS:
+            runs, wanted = (optimizer.state_runs(chunk, key, torch.float32) for _, optimizer in (actual, expected))
+            assert [i for i, run in wanted.items() if not torch.equal(run, runs[i])] == [], (chunk.id, key)
+
+
+def test_parameters_between_others_that_have_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, actual = subset_training("host"), None
+    for number in range(2):
+        step(expected, BF16, number)
+    use_small_buffers(monkeypatch)
+    actual = subset_training("nvme")
+    with slow_disk(monkeypatch):
+        for number in range(2):
+            step(actual, BF16, number)
+        assert_same(result_of(*actual), result_of(*expected))
+        assert_same_moments(actual, expected)
+        for _, optimizer in (expected, actual):  # one that others surround has none any more
+            state = optimizer.state_dict()
+            del state["state"][3]
+            optimizer.load_state_dict(state)
+        assert_same_moments(actual, expected)
+        for module, optimizer in (expected, actual):  # the rest follows, with states of its own
+            optimizer.add_param_group({"params": list(module.module.parameters())[1::2], "lr": 3e-3})
+        for number in range(2, 4):
+            for training in (expected, actual):
+                step(training, BF16, number)
+    assert_same(result_of(*actual), result_of(*expected))
+    for module, _ in (expected, actual):
+        module.close()
+
+
+def test_an_update_that_fails_in_one_piece_fails_for_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_buffers(monkeypatch)
+    module, optimizer = training = new_training()
+    step(training, BF16, 0)
+    optimizer.synchronize()
+    chunk_id = max(module.plan.chunks, key=lambda c: c.numel).id
+    last = module.engine.store.states.pieces(chunk_id)[-1]
+    prepare = StatesOnDisk.prepare
+
+    def fail(self: StatesOnDisk, visit: Any) -> None:
+        prepare(self, visit)
+        if (visit.chunk_id, visit.piece) == (chunk_id, last):
+            raise MemoryError("no memory for this piece")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StatesOnDisk, "prepare", fail)
+        step(training, BF16, 1)
+        for _ in range(2):
+            with pytest.raises(StateError, match="no memory for this piece"):
+                module.engine.store.settle(chunk_id)
+    with pytest.raises(StateError, match="no memory for this piece"):
+        optimizer.synchronize()
+    for other in module.plan.chunks:  # nobody waits for a buffer that has not been given back
+        if other.id != chunk_id:
+            module.engine.store.settle(other.id)
+    with pytest.raises(StateError, match="no memory for this piece"):
+        module.state_dict()
     module.close()
 
 

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,8 +14,17 @@ import pytest
 import torch
 
 from lightning_elixir.errors import StateError, StorageError
+from lightning_elixir.plan import memory
 from lightning_elixir.plan.memory import NVME_BUFFERS
-from lightning_elixir.storage.nvme import DiskOptions, StateFile, StateSpec, StateTraffic, direct, open_state_file
+from lightning_elixir.storage.nvme import (
+    DiskOptions,
+    StateFile,
+    StateSpec,
+    StateTraffic,
+    Visit,
+    direct,
+    open_state_file,
+)
 
 NUMEL = 3 * 512  # parts that end within a block
 SPEC = StateSpec(NUMEL, torch.float32, has_master=True)
@@ -35,6 +44,12 @@ def make_file(tmp_path: Path, backend: str) -> Iterator[Make]:
     yield make
     for file in made:
         file.close()
+
+
+def begin(file: StateFile, chunk_id: int, read: Collection[str], order: float = 0.0) -> Visit:
+    """A visit of a whole chunk."""
+    (piece,) = file.pieces(chunk_id)
+    return file.begin(chunk_id, piece, read, order)
 
 
 def values(chunk_id: int, part: str, spec: StateSpec = SPEC) -> torch.Tensor:
@@ -67,7 +82,7 @@ def test_visits_change_what_is_there(make_file: Make) -> None:
         for part in SPEC.parts:
             file.write(chunk_id, part, values(chunk_id, part))
     for _ in range(2):
-        visits = [file.begin(chunk_id, SPEC.parts, order=chunk_id) for chunk_id in range(6)]
+        visits = [begin(file, chunk_id, SPEC.parts, order=chunk_id) for chunk_id in range(6)]
         for visit in visits:
             visit.wait()
             for tensor in visit.tensors.values():
@@ -80,9 +95,50 @@ def test_visits_change_what_is_there(make_file: Make) -> None:
     assert file.buffer_bytes_held() == NVME_BUFFERS * 3 * 8192
 
 
+@pytest.mark.parametrize(
+    ("param_dtype", "grad_dtype"), [(None, None), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_large_chunks_are_visited_in_pieces(
+    make_file: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    param_dtype: torch.dtype | None,
+    grad_dtype: torch.dtype | None,
+) -> None:
+    """Whatever the order, every piece has its own elements of every part, and of gradients in either dtype."""
+    spec = StateSpec(9 * 2048 + 512, torch.float32, has_master=True, param_dtype=param_dtype)
+    monkeypatch.setattr(memory, "NVME_BUFFER_BYTES", 2 * spec.buffer_bytes(2048))
+    file = make_file(2, spec=spec)
+    pieces = file.pieces(0)
+    assert [p.start for p in pieces] == list(range(0, spec.numel, 4096))
+    assert pieces[-1].stop == spec.numel
+    grad = torch.randn(spec.numel, dtype=grad_dtype)
+    for chunk_id in range(2):
+        for part in spec.written:
+            file.of(chunk_id).write(part, values(chunk_id, part, spec).to(spec.dtype_of(part)))
+        if grad_dtype is not None:
+            file.of(chunk_id).write_grad(grad)
+    read, itemsize = [*spec.written], 0 if grad_dtype is None else grad_dtype.itemsize
+    for _ in range(2):
+        visits = [file.begin(i, piece, read, -n, itemsize) for i in range(2) for n, piece in enumerate(pieces)]
+        for visit in [*visits[:NVME_BUFFERS], *sorted(visits[NVME_BUFFERS:], key=lambda v: v._order)]:
+            visit.wait()
+            for part in spec.written:
+                visit.tensors[part].mul_(2)
+            if grad_dtype is not None:
+                found = visit.tensors["grad"].view(grad_dtype)[: visit.piece.numel]
+                assert torch.equal(found, grad[visit.piece.start : visit.piece.stop])
+            visit.end()
+    file.synchronize()
+    for chunk_id in range(2):
+        for part in spec.written:
+            wanted = values(chunk_id, part, spec).to(spec.dtype_of(part)) * 4
+            assert torch.equal(file.read(chunk_id, part), wanted)
+    assert file.buffer_bytes_held() <= NVME_BUFFERS * memory.NVME_BUFFER_BYTES
+
+
 def test_buffers_that_nobody_has_can_go(make_file: Make) -> None:
     file = make_file()
-    visits = [file.begin(chunk_id, ()) for chunk_id in range(NVME_BUFFERS)]
+    visits = [begin(file, chunk_id, ()) for chunk_id in range(NVME_BUFFERS)]
     for visit in visits:
         visit.wait()
     visits[0].end()
@@ -93,7 +149,7 @@ def test_buffers_that_nobody_has_can_go(make_file: Make) -> None:
         visit.drop()
     file.release_buffers()
     assert file.buffer_bytes_held() == 0
-    again = file.begin(0, SPEC.parts)
+    again = begin(file, 0, SPEC.parts)
     again.wait()
     again.end()
     file.synchronize()
@@ -102,8 +158,8 @@ def test_buffers_that_nobody_has_can_go(make_file: Make) -> None:
 
 def test_the_order_decides_where_buffers_are_short(make_file: Make) -> None:
     file, come = make_file(8), []
-    first = [file.begin(i, ()) for i in range(NVME_BUFFERS)]
-    others = [file.begin(i, (), order=10 - i) for i in range(NVME_BUFFERS, 8)]
+    first = [begin(file, i, ()) for i in range(NVME_BUFFERS)]
+    others = [begin(file, i, (), order=10 - i) for i in range(NVME_BUFFERS, 8)]
     for visit in others:
         visit.then(lambda visit=visit: come.append(visit.chunk_id))
     assert come == []
@@ -117,8 +173,8 @@ def test_the_order_decides_where_buffers_are_short(make_file: Make) -> None:
 
 def test_what_is_waited_for_comes_first(make_file: Make) -> None:
     file = make_file(6)
-    first = [file.begin(i, ()) for i in range(NVME_BUFFERS)]
-    second, third = file.begin(3, (), order=1.0), file.begin(4, (), order=2.0)
+    first = [begin(file, i, ()) for i in range(NVME_BUFFERS)]
+    second, third = begin(file, 3, (), order=1.0), begin(file, 4, (), order=2.0)
     waiter = threading.Thread(target=third.wait)
     waiter.start()
     while third._order > 0:
@@ -136,11 +192,11 @@ def test_a_dropped_visit_writes_nothing_and_gives_its_buffer_back(make_file: Mak
     file = make_file(6)
     file.write(0, "master", values(0, "master"))
     for _ in range(3):
-        visits = [file.begin(i, SPEC.parts) for i in range(5)]  # some of them wait, read, have come
+        visits = [begin(file, i, SPEC.parts) for i in range(5)]  # some of them wait, read, have come
         for visit in reversed(visits):
             visit.drop()
             visit.drop()
-    visit = file.begin(0, SPEC.parts)
+    visit = begin(file, 0, SPEC.parts)
     visit.wait()
     assert torch.equal(visit.tensors["master"], values(0, "master"))
     visit.end()
@@ -160,7 +216,7 @@ def test_after_a_failure_nobody_waits(
     if backend != "direct":
         pytest.skip("the package's own calls cannot be made to fail from here")
     file = make_file(8)
-    visits = [file.begin(i, SPEC.parts) for i in range(8)]
+    visits = [begin(file, i, SPEC.parts) for i in range(8)]
     for visit in visits[:NVME_BUFFERS]:
         visit.wait()
     with monkeypatch.context() as patch:
@@ -171,7 +227,7 @@ def test_after_a_failure_nobody_waits(
         for visit in visits[NVME_BUFFERS:]:
             with pytest.raises(StorageError, match="Input/output error"):
                 visit.wait()
-    for use in (file.check, file.synchronize, lambda: file.read(0, "master"), file.begin(0, ()).wait):
+    for use in (file.check, file.synchronize, lambda: file.read(0, "master"), begin(file, 0, ()).wait):
         with pytest.raises(StorageError, match="Input/output error"):
             use()
     with pytest.raises(StorageError):
@@ -180,7 +236,7 @@ def test_after_a_failure_nobody_waits(
 
 def test_closing_ends_all_waiting(make_file: Make) -> None:
     file = make_file(8)
-    visits = [file.begin(i, ()) for i in range(8)]
+    visits = [begin(file, i, ()) for i in range(8)]
     waiter = threading.Thread(target=lambda: pytest.raises(StateError, visits[-1].wait))
     waiter.start()
     file.close()
@@ -205,11 +261,11 @@ def test_waiting_is_the_time_in_which_nothing_can_go_on(
         return read(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(direct.os, "preadv", slow)
-    first = file.begin(0, ("master",))
+    first = begin(file, 0, ("master",))
     first.wait()
     waited_s = traffic.waited_s
     assert waited_s >= 0.05
-    second = file.begin(1, ("master",))
+    second = begin(file, 1, ("master",))
     second.wait()  # beside the first, which could go on
     assert traffic.waited_s == waited_s
     first.end()

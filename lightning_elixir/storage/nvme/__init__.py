@@ -11,13 +11,14 @@ from lightning_elixir.storage.nvme.state_file import (
     PARAM,
     ChunkStates,
     DiskOptions,
+    Piece,
     StateFile,
     StateSpec,
     StateTraffic,
     Visit,
     open_state_file,
 )
-from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Request, aligned, aligned_memory
+from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Request, aligned, aligned_memory, when_all_over
 
 __all__ = [
     "ALIGNMENT",
@@ -32,6 +33,7 @@ __all__ = [
     "MappedMemory",
     "OffloadFile",
     "OffloadStats",
+    "Piece",
     "Region",
     "Request",
     "StateFile",
@@ -46,4 +48,5 @@ __all__ = [
     "open_state_file",
     "remove_stale",
     "temporary_folder",
+    "when_all_over",
 ]

@@ -1,11 +1,12 @@
 """Masters and moments of chunks on a disk, and the buffers in host memory through which they are updated.
 
 [Note: states on NVMe] Each part of a chunk's states (master, first and second moment) has a region of its own in one
-file, so that who needs the master alone reads a third. An update borrows one of a few equal buffers: the states are
-read into it (`StateFile.begin`), changed there by whoever called, and written back (`Visit.end`); the buffer goes to
-the next update when that is over. Nobody waits in between: what is read next is decided where a buffer becomes free, on
-the threads that move the bytes, by the order of the visits that wait then. So reading one chunk, updating another and
-writing a third go on at once, and no thread stands still with a buffer that another waits for.
+file, so that who needs the master alone reads a third. Updates borrow one of a few equal buffers for each piece of a
+chunk (`StateFile.pieces`; most chunks are one piece): the states are read into it (`StateFile.begin`), changed there by
+whoever called, and written back (`Visit.end`); the buffer goes to the next visit when that is over. Nobody waits in
+between: what is read next is decided where a buffer becomes free, on the threads that move the bytes, by the order of
+the visits that wait then. So reading one piece, updating another and writing a third go on at once, and no thread
+stands still with a buffer that another waits for. Pieces begin at whole blocks in every part, so they share none.
 
 Everybody else (checkpoints, moves to another placement, writes by users) reads and writes one part of one chunk at a
 time, in memory of their own. Reads and writes of one region take place in the order in which they were asked for, so
@@ -43,6 +44,9 @@ GRAD = "grad"
 """Gradients on their way to an update, in the dtype that they have come in, from the beginning of the region."""
 
 _MOST_URGENT = float("-inf")
+
+_EVEN_NUMEL = 4 * 2**20
+"""Pieces of so many elements and more are multiples of it, which are whole slots of the back end "tensornvme"."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +111,13 @@ class StateSpec:
         has_grads = self.param_dtype is not None and self.is_trained
         return (*self.written, GRAD) if has_grads else self.written
 
-    def bytes_of(self, part: str) -> int:
-        """Of a part on the disk. Gradients may be sums in fp32, and are written in whole blocks."""
+    def bytes_of(self, part: str, numel: int | None = None) -> int:
+        """Of a part on the disk, or of so many of its elements. Gradients may be sums in fp32, and are written in whole
+        blocks."""
+        numel = self.numel if numel is None else numel
         if part == GRAD:
-            return aligned(self.numel * max(4, (self.param_dtype or self.dtype).itemsize))
-        return self.numel * self.dtype_of(part).itemsize
+            return aligned(numel * max(4, (self.param_dtype or self.dtype).itemsize))
+        return numel * self.dtype_of(part).itemsize
 
     def dtype_of(self, part: str) -> torch.dtype:
         """Of its elements; bytes for gradients, which come in several."""
@@ -119,10 +125,35 @@ class StateSpec:
             return torch.uint8
         return self.param_dtype if part == PARAM and self.param_dtype is not None else self.dtype
 
+    def buffer_bytes(self, numel: int | None = None) -> int:
+        """All parts, each where a transfer may begin; or so many elements of each."""
+        return sum(aligned(self.bytes_of(part, numel)) for part in self.parts)
+
+    def piece_numel(self, most_bytes: int) -> int:
+        """The largest piece that a buffer of so many bytes holds, or the smallest that there may be."""
+        if self.buffer_bytes() <= most_bytes:
+            return self.numel
+        least = ALIGNMENT // min(d.itemsize for d in (self.dtype, self.param_dtype) if d is not None)
+        numel = most_bytes // self.buffer_bytes(least) * least
+        step = _EVEN_NUMEL if numel >= _EVEN_NUMEL else least
+        return max(step, numel // step * step)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a chunk's shard, `start` and up to `stop`."""
+
+    start: int
+    stop: int
+
     @property
-    def buffer_bytes(self) -> int:
-        """All parts, each where a transfer may begin."""
-        return sum(aligned(self.bytes_of(part)) for part in self.parts)
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def within(self, other: Piece) -> slice | None:
+        """Where in the other one is what both have; None: nothing."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return slice(start - other.start, stop - other.start) if start < stop else None
 
 
 @dataclass
@@ -136,20 +167,22 @@ class StateTraffic:
 
 
 class Visit:
-    """One chunk's states on their way to a buffer, in it, or on their way back. An `Event`: they are in it, or will
+    """A piece of one chunk's states on its way to a buffer, in it, or on its way back. An `Event`: it is in it, or will
     never be.
 
     Args:
         file: Makes these.
         chunk_id: Whose states.
+        piece: Which elements.
         read: Bytes to read, by part.
         order: The lowest comes first.
     """
 
-    def __init__(self, file: StateFile, chunk_id: int, read: Mapping[str, int], order: float) -> None:
+    def __init__(self, file: StateFile, chunk_id: int, piece: Piece, read: Mapping[str, int], order: float) -> None:
         self.chunk_id = chunk_id
+        self.piece = piece
         self.tensors: dict[str, Tensor] = {}
-        """By part, 1-D; those that were not to be read are uninitialised."""
+        """By part, 1-D, the piece's elements; those that were not to be read are uninitialised."""
         self._file = file
         self.read = dict(read)
         self._order = order
@@ -219,7 +252,10 @@ class StateFile:
         self._file = file
         self._traffic = traffic
         self._regions = {key: number for number, key in enumerate(_keys(specs))}
-        self._num_buffers, self._buffer_bytes = nvme_buffers(s.buffer_bytes for s in specs.values() if s.is_trained)
+        visited = {chunk_id: spec for chunk_id, spec in specs.items() if spec.is_trained}
+        self._num_buffers, most_bytes = nvme_buffers(s.buffer_bytes() for s in visited.values())
+        self._piece_numel = {chunk_id: spec.piece_numel(most_bytes) for chunk_id, spec in visited.items()}
+        self._buffer_bytes = max((s.buffer_bytes(self._piece_numel[i]) for i, s in visited.items()), default=0)
         self._lock = threading.RLock()  # what is called when a transfer is over may begin others that are over at once
         self._free: list[Tensor] = []
         self._num_made = 0
@@ -274,15 +310,16 @@ class StateFile:
         self.read_into(chunk_id, part, target)
         return target
 
-    def read_into(self, chunk_id: int, part: str, target: Tensor, nbytes: int | None = None) -> None:
+    def read_into(self, chunk_id: int, part: str, target: Tensor, nbytes: int | None = None, offset: int = 0) -> None:
         """As `read`, into the caller's memory.
 
         Args:
-            target: 1-D, contiguous, on the host: the whole part, or whole blocks from its beginning.
+            target: 1-D, contiguous, on the host: the whole part, or whole blocks.
             nbytes: How much of that counts; None: all.
+            offset: Bytes of the part before it, in whole blocks.
         """
         self.check()
-        self._file.read(self._regions[chunk_id, part], target, order=_MOST_URGENT).wait()
+        self._file.read(self._regions[chunk_id, part], target, offset=offset, order=_MOST_URGENT).wait()
         with self._lock:
             self._traffic.read_bytes += target.nbytes if nbytes is None else nbytes
 
@@ -327,18 +364,28 @@ class StateFile:
 
     # Updates
 
-    def begin(self, chunk_id: int, read: Collection[str], order: float = 0.0, grad_bytes: int = 0) -> Visit:
+    def pieces(self, chunk_id: int) -> list[Piece]:
+        """The pieces in which a chunk's states are visited: ascending, not overlapping, all together the whole."""
+        numel, size = self.specs[chunk_id].numel, max(1, self._piece_numel[chunk_id])
+        return [Piece(start, min(start + size, numel)) for start in range(0, numel, size)]
+
+    def begin(
+        self, chunk_id: int, piece: Piece, read: Collection[str], order: float = 0.0, grad_itemsize: int = 0
+    ) -> Visit:
         """Have states brought to a buffer; that, and the buffer, is waited for in the order of the visits. Whoever
         begins one ends it, or drops it.
 
         Args:
-            chunk_id: Its last visit must have ended.
+            chunk_id: The last visit of this piece must have ended.
+            piece: One of `pieces`.
             read: Parts to read; the others are written all the same, so they must be made.
             order: See `Visit`.
-            grad_bytes: Of gradients, which are read as well; none: they have not landed yet, or are elsewhere.
+            grad_itemsize: Of gradients, which are read as well; none: they have not landed yet, or are elsewhere.
         """
-        nbytes = {part: self.specs[chunk_id].bytes_of(part) for part in read}
-        visit = Visit(self, chunk_id, nbytes | ({GRAD: grad_bytes} if grad_bytes else {}), order)
+        nbytes = {part: self.specs[chunk_id].bytes_of(part, piece.numel) for part in read}
+        if grad_itemsize:
+            nbytes[GRAD] = piece.numel * grad_itemsize
+        visit = Visit(self, chunk_id, piece, nbytes, order)
         with deferred(), self._lock:
             self._note_time()
             self._waiting.append(visit)
@@ -399,7 +446,7 @@ class StateFile:
         visit._buffer = buffer
         visit.tensors, start = {}, 0
         for part in spec.parts:
-            nbytes = spec.bytes_of(part)
+            nbytes = spec.bytes_of(part, visit.piece.numel)
             visit.tensors[part] = buffer[start : start + nbytes].view(spec.dtype_of(part))
             start += aligned(nbytes)
         self._num_reading += 1
@@ -407,9 +454,13 @@ class StateFile:
         for part, nbytes in visit.read.items():
             target = visit.tensors[part]
             whole_blocks = target if part != GRAD else target[: aligned(nbytes)]
-            wanted.append((self._regions[visit.chunk_id, part], whole_blocks))
+            offset = visit.piece.start * (nbytes // visit.piece.numel)
+            wanted.append((self._regions[visit.chunk_id, part], whole_blocks, offset))
         try:
-            requests = [self._file.read(region, x, will_write=True, order=visit._order) for region, x in wanted]
+            requests = [
+                self._file.read(region, x, offset=offset, will_write=True, order=visit._order)
+                for region, x, offset in wanted
+            ]
         except BaseException as error:
             self._on_read(visit, (), _as_error(error))
             return
@@ -449,12 +500,13 @@ class StateFile:
             try:
                 self.check()
                 requests = [
-                    self._file.write(self._regions[visit.chunk_id, part], visit.tensors[part]) for part in spec.written
+                    self._file.write(self._regions[visit.chunk_id, part], x, offset=visit.piece.start * x.itemsize)
+                    for part, x in ((part, visit.tensors[part]) for part in spec.written)
                 ]
             except BaseException as error:
                 self._fail(error)
                 raise
-            self._traffic.written_bytes += sum(spec.bytes_of(part) for part in spec.written)
+            self._traffic.written_bytes += sum(visit.tensors[part].nbytes for part in spec.written)
             when_all_over(requests, partial(self._on_written, visit, requests))
 
     def _on_written(self, visit: Visit, requests: Sequence[Request]) -> None:
