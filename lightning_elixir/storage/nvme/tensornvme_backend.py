@@ -10,9 +10,11 @@
   block is written and never read again; then the places are freed. From then on the file keeps the size reserved.
 - It looks at no result: a failed or short read or write goes unnoticed. So every slot ends with its number and the
   number of times it was written. A read that does not bring both has failed; so has a write whose read does not.
-- It writes the whole storage of a tensor, from where the tensor begins. So it sees our staging buffers only.
-- Of its ways to wait only `synchronize` waits for reads. It holds the GIL in there.
-- It does not know threads: one thread of ours makes all calls. It asks io_uring for a queue without looking whether it
+- It writes the whole storage of a tensor, from where the tensor begins. So it sees tensors that we make over the bytes
+  in question alone: the user's memory where a slot is whole and aligned there, a staging buffer otherwise.
+- Of its ways to wait only `synchronize` waits for reads, and it waits for everything. It holds the GIL in there. So
+  transfers are begun as they come, as many as there are, before all of them are waited for.
+- It does not know threads: all calls are made under a lock. It asks io_uring for a queue without looking whether it
   gets one, and crashes without: we ask first.
 - Its end removes the file by name, and complains on stdout if there is none: there is, for that moment.
 - It goes through the page cache: where the file system can do without, its descriptor is told so.
@@ -25,6 +27,7 @@ import mmap
 import os
 import struct
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -37,6 +40,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.core.labels import label
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.errors import StorageError
 from lightning_elixir.storage.nvme.checksums import Checksums
@@ -48,7 +52,10 @@ SLOT_BYTES = 8 * 2**20
 
 _MARK = struct.Struct("<8sQQ")
 _MAGIC = b"elixslot"
-_NUM_ENTRIES = 64  # of the queues; more than there are staging buffers
+_NUM_ENTRIES = 64  # of the queues
+_MOST_IN_FLIGHT = 56
+"""Slots on their way at a time."""
+_MOST_TRANSFERS = 16
 _IO_URING_PARAMS_BYTES = 120
 _IO_URING_SETUP = 425  # on every architecture that Linux has io_uring on
 _HOW_TO_INSTALL = (
@@ -63,7 +70,11 @@ class _Offloader(Protocol):
 
     def async_write(self, tensor: Tensor, key: str) -> None: ...
 
-    def async_read(self, tensor: Tensor, key: str, callback: Callable[[], None] | None = None) -> None: ...
+    def async_writev(self, tensors: Sequence[Tensor], key: str) -> None: ...
+
+    def async_read(self, tensor: Tensor, key: str) -> None: ...
+
+    def async_readv(self, tensors: Sequence[Tensor], key: str, callback: Callable[[], None] | None = None) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -87,9 +98,9 @@ class TensornvmeBackend:
         self, file: ScratchFile, regions: Sequence[Region], queue_depth: int, checksums: Checksums | None
     ) -> None:
         payload = min(SLOT_BYTES, aligned(max((r.nbytes for r in regions), default=0)) or ALIGNMENT)
-        self._slots = _Slots(file, regions, payload, min(2 * queue_depth, _NUM_ENTRIES), checksums)
+        self._slots = _Slots(file, regions, payload, min(2 * queue_depth, _MOST_IN_FLIGHT), checksums)
         self.is_direct = self._slots.is_direct
-        self._worker = Worker("tensornvme")
+        self._worker = Worker("tensornvme", most_in_flight=_MOST_TRANSFERS)
         self._waiting: set[Task] = set()
         self._latest: dict[int, Task] = {}  # by region
 
@@ -104,9 +115,9 @@ class TensornvmeBackend:
         self._waiting.add(task)
         return [task]
 
-    def _move(self, transfer: Transfer) -> None:
+    def _move(self, transfer: Transfer) -> _Flight | None:
         with label("write states" if transfer.is_write else "read states"):
-            (self._slots.write if transfer.is_write else self._slots.read)(transfer)
+            return self._slots.begin(transfer)
 
     def check(self) -> None:
         self._slots.file.check()
@@ -118,8 +129,44 @@ class TensornvmeBackend:
         self._slots.close()
 
 
+class _Flight:
+    """A transfer on its way. An `Event`: whoever waits for it lands all that are."""
+
+    def __init__(self, slots: _Slots, transfer: Transfer, parts: Sequence[_Part]) -> None:
+        self.transfer = transfer
+        self.parts = parts
+        self.pages: list[Tensor] = []
+        """With the marks, by part."""
+        self.arrived: set[int] = set()
+        """Slots that were read."""
+        self.is_landed = False
+        self.error: StorageError | None = None
+        self._slots = slots
+
+    def is_over(self) -> bool:
+        """
+        Raises:
+            StorageError: It has failed.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.is_landed
+
+    def synchronize(self) -> None:
+        """
+        Raises:
+            StorageError: It has failed.
+        """
+        if not self.is_landed:
+            self._slots.land()
+        if self.error is not None:
+            raise self.error
+
+    wait = synchronize
+
+
 class _Slots:
-    """The slots, on the thread that alone may touch them."""
+    """The slots. Calls may come from any thread, but for the first and the last."""
 
     def __init__(
         self,
@@ -138,7 +185,13 @@ class _Slots:
         self._lost: dict[int, str] = {}
         """Slots that were written, and why they cannot be read any more."""
         slot_bytes, num_slots = payload + ALIGNMENT, first_slots[-1]
-        self._staging = [torch.frombuffer(aligned_memory(slot_bytes), dtype=torch.uint8) for _ in range(depth)]
+        self._lock = threading.RLock()
+        self._flights: list[_Flight] = []
+        self._staging = [torch.frombuffer(aligned_memory(payload), dtype=torch.uint8) for _ in range(depth)]
+        pages = torch.frombuffer(aligned_memory(_MOST_IN_FLIGHT * ALIGNMENT), dtype=torch.uint8)
+        self._pages = [_over(pages.data_ptr() + at, ALIGNMENT) for at in range(0, pages.numel(), ALIGNMENT)]
+        """For marks: one for each slot that may be on its way; those that are not."""
+        self._memory_of_pages = pages
         self._held = [_open(file.path)]
         self._finalizer = weakref.finalize(self, _end, self._held, file)
         try:
@@ -158,43 +211,136 @@ class _Slots:
             self._finalizer()
             raise
 
-    def write(self, transfer: Transfer) -> None:
-        address = transfer.tensor.data_ptr()
+    def begin(self, transfer: Transfer) -> _Flight | None:
+        """Begin to move, where nothing but that is to be done; otherwise move, and return None.
+
+        Raises:
+            StorageError: As `_Flight.synchronize`.
+        """
+        with deferred(), self._lock:
+            if self._checksums is not None and transfer.is_write:
+                address = transfer.tensor.data_ptr()
+                self._checksums.note(transfer.region, transfer.offset, address, transfer.nbytes)
+            parts = [part for group in self._groups(transfer) for part in group]
+            if self._is_straight(transfer, parts):
+                return self._take_off(transfer, parts)
+            self._land()
+            if transfer.is_write:
+                self._write(transfer)
+            else:
+                self._read(transfer)
+                self._check(transfer)
+            return None
+
+    def land(self) -> None:
+        """Wait for all that is on its way; what fails is told to those whose it is."""
+        with deferred(), self._lock:
+            self._land()
+
+    def close(self) -> None:
+        self.land()
+        self._finalizer()
+        self.file.close()
+
+    def _is_straight(self, transfer: Transfer, parts: Sequence[_Part]) -> bool:
+        """Whether it is one request for each slot, from or to the user's memory."""
+        if len(parts) > _MOST_IN_FLIGHT or not all(self._fits(part, transfer.tensor.data_ptr()) for part in parts):
+            return False
+        if transfer.is_write:  # what is there must be read first, so that its place becomes free
+            return all(part.slot in self._lost or part.slot not in self._times_written for part in parts)
+        return transfer.will_write and all(
+            part.slot in self._times_written and part.slot not in self._lost for part in parts
+        )
+
+    def _fits(self, part: _Part, address: int) -> bool:
+        """Whether a slot is all in the user's memory, and may go from there and to there."""
+        return part.nbytes == self._payload and (address + part.first) % ALIGNMENT == 0
+
+    def _take_off(self, transfer: Transfer, parts: Sequence[_Part]) -> _Flight:
+        if len(self._pages) < len(parts):
+            self._land()
+        flight, address = _Flight(self, transfer, parts), transfer.tensor.data_ptr()
+        self._flights.append(flight)
+        for part in parts:
+            page = self._pages.pop()
+            flight.pages.append(page)
+            memory = _over(address + part.first, self._payload)
+            if transfer.is_write:
+                self._put(part.slot, memory, page)
+            else:
+                self._get(part.slot, memory, page, partial(flight.arrived.add, part.slot))
+        return flight
+
+    def _land(self) -> None:
+        if not self._flights:
+            return
+        flights, self._flights = self._flights, []
+        self._synchronize()
+        for flight in flights:
+            transfer = flight.transfer
+            try:
+                if not transfer.is_write:
+                    self._receive(flight)
+                    self._check(transfer)
+            except StorageError as error:
+                flight.error = error
+            self._pages += flight.pages
+            flight.is_landed = True
+
+    def _receive(self, flight: _Flight) -> None:
+        """What was read with `will_write` is in memory now, and nowhere else."""
+        missing = [part for part in flight.parts if part.slot not in flight.arrived]
+        self._lose(missing)
+        address = flight.transfer.tensor.data_ptr()
+        for part, page in zip(flight.parts, flight.pages, strict=True):
+            if part.slot in flight.arrived:
+                if missing:
+                    self._put(part.slot, _over(address + part.first, self._payload), page)
+                else:
+                    self._lost[part.slot] = "it was read with will_write, and has not been written since"
+        if missing:
+            self._synchronize()
+            raise self._cannot_read(missing[0])
+
+    def _check(self, transfer: Transfer) -> None:
         if self._checksums is not None:
-            self._checksums.note(transfer.region, transfer.offset, address, transfer.nbytes)
+            address = transfer.tensor.data_ptr()
+            self._checksums.check(transfer.region, transfer.offset, address, transfer.nbytes)
+
+    def _write(self, transfer: Transfer) -> None:
+        address = transfer.tensor.data_ptr()
         for group in self._groups(transfer):
             for part in group:
                 if part.is_partial and part.slot in self._lost:
                     raise self._cannot_read(part)
             self._take(group)  # what is there already: its places become free, and parts of slots are put into it
-            for part, buffer in zip(group, self._staging, strict=False):
+            for part, buffer, page in zip(group, self._staging, self._pages, strict=False):
+                if self._fits(part, address):
+                    self._put(part.slot, _over(address + part.first, self._payload), page)
+                    continue
                 if part.is_partial and part.slot not in self._times_written:
-                    buffer[: self._payload].zero_()
+                    buffer.zero_()
                 ctypes.memmove(buffer.data_ptr() + part.in_slot, address + part.first, part.nbytes)
-                self._put(part.slot, buffer)
+                self._put(part.slot, buffer, page)
             self._synchronize()
 
-    def read(self, transfer: Transfer) -> None:
+    def _read(self, transfer: Transfer) -> None:
         address = transfer.tensor.data_ptr()
         for group in self._groups(transfer):
             for part in group:
                 if part.slot in self._lost:
                     raise self._cannot_read(part)
-            taken = self._take(group, address)
-            for part, buffer in zip(group, self._staging, strict=False):
+            taken = self._take(group)
+            for part, buffer, page in zip(group, self._staging, self._pages, strict=False):
                 if part.slot not in taken:  # never written
                     ctypes.memset(address + part.first, 0, part.nbytes)
-                elif transfer.will_write and not part.is_partial:
+                    continue
+                ctypes.memmove(address + part.first, buffer.data_ptr() + part.in_slot, part.nbytes)
+                if transfer.will_write and not part.is_partial:
                     self._lost[part.slot] = "it was read with will_write, and has not been written since"
                 else:
-                    self._put(part.slot, buffer)
+                    self._put(part.slot, buffer, page)
             self._synchronize()
-        if self._checksums is not None:
-            self._checksums.check(transfer.region, transfer.offset, address, transfer.nbytes)
-
-    def close(self) -> None:
-        self._finalizer()
-        self.file.close()
 
     def _groups(self, transfer: Transfer) -> Iterator[list[_Part]]:
         """The slots of a transfer, as many at a time as there are staging buffers."""
@@ -214,45 +360,55 @@ class _Slots:
         if group:
             yield group
 
-    def _take(self, group: Sequence[_Part], address: int | None = None) -> set[int]:
-        """Bring what is there of these slots to the staging buffers, and to memory; tensornvme then forgets it."""
+    def _take(self, group: Sequence[_Part]) -> set[int]:
+        """Bring what is there of these slots to the staging buffers; tensornvme then forgets it."""
         arrived: set[int] = set()
         asked: set[int] = set()
-        for part, buffer in zip(group, self._staging, strict=False):
+        for part, buffer, page in zip(group, self._staging, self._pages, strict=False):
             if part.slot in self._times_written and part.slot not in self._lost:
-                buffer[self._payload :].zero_()
-                self._held[0].async_read(buffer, str(part.slot), partial(self._arrive, part, buffer, address, arrived))
+                self._get(part.slot, buffer, page, partial(arrived.add, part.slot))
                 asked.add(part.slot)
         if not asked:
             return asked
         self._synchronize()
         failed = [part for part in group if part.slot in asked - arrived]
-        for part in failed:
-            self._lost[part.slot] = "it could not be read, or had not been written"
+        self._lose(failed)
         if failed:
-            for part, buffer in zip(group, self._staging, strict=False):
+            for part, buffer, page in zip(group, self._staging, self._pages, strict=False):
                 if part.slot in arrived:
-                    self._put(part.slot, buffer)
+                    self._put(part.slot, buffer, page)
             self._synchronize()
             raise self._cannot_read(failed[0])
         return asked
 
-    def _arrive(self, part: _Part, buffer: Tensor, address: int | None, arrived: set[int]) -> None:
-        """Called by tensornvme when a read is over, while others are not."""
-        mark = _MARK.unpack_from((ctypes.c_char * _MARK.size).from_address(buffer.data_ptr() + self._payload))
-        if mark != (_MAGIC, part.slot, self._times_written[part.slot]):
-            return
-        if address is not None:
-            ctypes.memmove(address + part.first, buffer.data_ptr() + part.in_slot, part.nbytes)
-        arrived.add(part.slot)
+    def _get(self, slot: int, memory: Tensor, page: Tensor, on_arrival: Callable[[], None]) -> None:
+        """Begin to read a slot that is there.
 
-    def _put(self, slot: int, buffer: Tensor) -> None:
-        """Begin to write a staging buffer to its slot, which tensornvme knows nothing of."""
+        Args:
+            slot: Its number.
+            memory: For what it holds, `[payload]`.
+            page: For its mark.
+            on_arrival: Called when it is over and both have come.
+        """
+        page.zero_()
+        wanted = (_MAGIC, slot, self._times_written[slot])
+
+        def look() -> None:  # tensornvme calls it while other requests are not over
+            if _MARK.unpack_from((ctypes.c_char * _MARK.size).from_address(page.data_ptr())) == wanted:
+                on_arrival()
+
+        self._held[0].async_readv([memory, page], str(slot), look)
+
+    def _put(self, slot: int, memory: Tensor, page: Tensor) -> None:
+        """Begin to write a slot, which tensornvme knows nothing of. Arguments as for `_get`."""
         times = self._times_written[slot] = self._times_written.get(slot, 0) + 1
         self._lost.pop(slot, None)
-        memory = (ctypes.c_char * _MARK.size).from_address(buffer.data_ptr() + self._payload)
-        _MARK.pack_into(memory, 0, _MAGIC, slot, times)
-        self._held[0].async_write(buffer, str(slot))
+        _MARK.pack_into((ctypes.c_char * _MARK.size).from_address(page.data_ptr()), 0, _MAGIC, slot, times)
+        self._held[0].async_writev([memory, page], str(slot))
+
+    def _lose(self, parts: Sequence[_Part]) -> None:
+        for part in parts:
+            self._lost[part.slot] = "it could not be read, or had not been written"
 
     def _reserve(self, nbytes: int) -> None:
         """Have tensornvme know of all places, and of one more that it never gives back."""
@@ -278,13 +434,13 @@ class _Slots:
         """
         part = _Part(0, 0, 0, 0, 0, self._payload, False)
         buffer = self._staging[0]
-        buffer[: self._payload] = torch.arange(self._payload, dtype=torch.int32).to(torch.uint8)
-        wanted = buffer[: self._payload].clone()
-        self._put(0, buffer)
+        buffer.copy_(torch.arange(self._payload, dtype=torch.int32).to(torch.uint8))
+        wanted = buffer.clone()
+        self._put(0, buffer, self._pages[0])
         self._synchronize()
         buffer.zero_()
         self._take([part])
-        if not torch.equal(buffer[: self._payload], wanted):
+        if not torch.equal(buffer, wanted):
             raise self._cannot_read(part)
         self._times_written.clear()
 
@@ -317,6 +473,11 @@ class _Part:
     nbytes: int
     is_partial: bool
     """Whether the slot holds more."""
+
+
+def _over(address: int, nbytes: int) -> Tensor:
+    """A tensor over memory that somebody else keeps alive."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def _first_slots(regions: Sequence[Region], payload: int) -> list[int]:
