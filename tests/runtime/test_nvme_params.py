@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_elixir.core.worker import Task
 from lightning_elixir.errors import PlanError, StateError, StorageError
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
 from lightning_elixir.plan.memory import PARAM_BUFFERS, STAGING_BUFFERS
 from lightning_elixir.plan.types import Tier, UpdateTiming
+from lightning_elixir.runtime.accumulation import HostSums
 from lightning_elixir.storage.nvme import direct
 from lightning_elixir.wrapper import ElixirModule
 from tests.helpers.dist import run_ranks
@@ -84,29 +85,39 @@ def test_bytes_of_a_step(name: str, read: int, written: int) -> None:
 
 
 def test_backward_waits_for_a_free_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While no gradient can be written, only as many land as there are buffers."""
+    """While no gradient is stored, only as many set out as there are buffers: then the first wait for one comes. What
+    holds them up is their own thread, not the disk, which parameters come from as well."""
     module, optimizer = training = new_training(site=SITE)
     for number in range(2):
         step(training, BF16, number)
     optimizer.synchronize()
-    module.reset_stats()
-    gate, write = threading.Event(), os.pwritev
+    assert len(module.plan.chunks) > STAGING_BUFFERS + 1
+    gate, tasks, seen = threading.Event(), set[Task](), list[tuple[int, int]]()
+    submit, join = HostSums._submit, Task.join
 
-    def held_up(*args: Any) -> int:
-        gate.wait()
-        return write(*args)
+    def held_up(self: HostSums, grad: Any, work: Any, earlier: Any) -> Any:
+        def when_open(staged: Any, blocks: Any) -> None:
+            assert gate.wait(60)
+            work(staged, blocks)
+
+        sent, event = submit(self, grad, when_open, earlier)
+        tasks.add(event.task)
+        return sent, event
+
+    def seen_waiting(self: Task) -> None:
+        if self in tasks and not gate.is_set():
+            seen.append((len(tasks), module.stats().held_bytes["cpu_grad_staging"]))
+            gate.set()
+        join(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(direct.os, "pwritev", held_up)
-        thread = threading.Thread(target=step, args=(training, BF16, 2))
-        thread.start()
-        time.sleep(1.0)
-        is_waiting = thread.is_alive()
-        landed = [c.id for c in module.plan.chunks if module.engine.store[c.id].grad is not None]
-        gate.set()
-        thread.join(30)
-    assert is_waiting
-    assert 0 < len(landed) <= STAGING_BUFFERS + 1 < len(module.plan.chunks)
+        patch.setattr(HostSums, "_submit", held_up)
+        patch.setattr(Task, "join", seen_waiting)
+        step(training, BF16, 2)
+        optimizer.synchronize()
+    assert [number for number, _ in seen] == [STAGING_BUFFERS]
+    assert seen[0][1] <= STAGING_BUFFERS * (max(c.nbytes for c in module.plan.chunks) + 4096)
+    assert len(tasks) == len(module.plan.chunks)
     assert_same(result_of(module, optimizer), replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[]))
     module.close()
 
