@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_elixir.core import device as core_device
+from lightning_elixir.core.worker import Task
 from lightning_elixir.errors import StateError
+from lightning_elixir.plan.memory import STAGING_BUFFERS
 from lightning_elixir.plan.types import Tier, UpdateTiming
 from lightning_elixir.planning import make_plan
 from lightning_elixir.runtime import accumulation
@@ -244,20 +246,55 @@ def test_backward_goes_on() -> None:
     check_backward_goes_on(CPU)
 
 
+@dataclass
+class Held:
+    """Gradients that nobody adds up."""
+
+    tasks: set[Task] = field(default_factory=set)
+    seen: list[tuple[int, int]] = field(default_factory=list)
+    """When the first was waited for: how many had set out, and the bytes asked for."""
+
+
+@contextmanager
+def held_until_waited_for(num_bytes: Callable[[], int]) -> Iterator[Held]:
+    """No gradient is brought to its sum before somebody waits for one to be."""
+    held, gate = Held(), threading.Event()
+    submit, join = accumulation.HostSums._submit, Task.join
+
+    def held_up(self: accumulation.HostSums, grad: Tensor, work: Callable[[Tensor, Tensor], None], earlier: Any) -> Any:
+        def when_open(staged: Tensor, blocks: Tensor) -> None:
+            assert gate.wait(60)
+            work(staged, blocks)
+
+        sent, event = submit(self, grad, when_open, earlier)
+        held.tasks.add(event.task)
+        return sent, event
+
+    def seen_waiting(self: Task) -> None:
+        if self in held.tasks and not gate.is_set():
+            held.seen.append((len(held.tasks), num_bytes()))
+            gate.set()
+        join(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accumulation.HostSums, "_submit", held_up)
+        patch.setattr(Task, "join", seen_waiting)
+        try:
+            yield held
+        finally:
+            gate.set()
+
+
 def test_backward_waits_for_a_buffer() -> None:
     how = HOWS["accumulated"]
     module, optimizer = new_training(how, "host", CPU, is_known=True)
-    assert len(module.engine.chunks) > 3
-    with additions(0.0) as held:
-        held.gate.clear()
-        loss = ZOO[how.name].loss(module, 0)
-        running = threading.Thread(target=lambda: optimizer.backward(loss))
-        running.start()
-        running.join(0.1)
-        assert running.is_alive()
-        held.gate.set()
-        running.join(20)
-        assert not running.is_alive()
+    assert len(module.engine.chunks) > STAGING_BUFFERS + 1
+    with held_until_waited_for(lambda: module.stats().held_bytes["cpu_grad_staging"]) as held:
+        optimizer.backward(ZOO[how.name].loss(module, 0))
+        optimizer.synchronize()
+    ((num_on_their_way, staging_bytes),) = held.seen
+    assert num_on_their_way == STAGING_BUFFERS
+    assert staging_bytes == STAGING_BUFFERS * max(c.nbytes for c in module.plan.chunks)
     module.close()
 
 

@@ -7,8 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +15,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.errors import PlanError, StateError, StorageError
+from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
 from lightning_elixir.plan.memory import PARAM_BUFFERS, STAGING_BUFFERS
 from lightning_elixir.plan.types import Tier, UpdateTiming
+from lightning_elixir.planning import make_plan
+from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, put
 from lightning_elixir.storage.nvme import direct
-from lightning_elixir.wrapper import ElixirModule
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.zoo import ZOO, make
 from tests.runtime import test_nvme as nvme_bodies
 from tests.runtime import test_streamed_updates as bodies
+from tests.runtime.test_accumulation import held_until_waited_for
 from tests.runtime.test_nvme import BF16, WRITES, failing, new_training, step, train_rank, whole_write
 from tests.runtime.test_streamed_updates import CPU, HOWS, How, assert_same, result_of, use_small_slots
 
@@ -83,31 +87,123 @@ def test_bytes_of_a_step(name: str, read: int, written: int) -> None:
     module.close()
 
 
-def test_backward_waits_for_a_free_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While no gradient can be written, only as many land as there are buffers."""
+def test_backward_waits_for_a_free_buffer() -> None:
+    """While no gradient is stored, only as many set out as there are buffers: then the first wait for one comes. What
+    holds them up is their own thread, not the disk, which parameters come from as well."""
     module, optimizer = training = new_training(site=SITE)
     for number in range(2):
         step(training, BF16, number)
     optimizer.synchronize()
-    module.reset_stats()
-    gate, write = threading.Event(), os.pwritev
-
-    def held_up(*args: Any) -> int:
-        gate.wait()
-        return write(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(direct.os, "pwritev", held_up)
-        thread = threading.Thread(target=step, args=(training, BF16, 2))
-        thread.start()
-        time.sleep(1.0)
-        is_waiting = thread.is_alive()
-        landed = [c.id for c in module.plan.chunks if module.engine.store[c.id].grad is not None]
-        gate.set()
-        thread.join(30)
-    assert is_waiting
-    assert 0 < len(landed) <= STAGING_BUFFERS + 1 < len(module.plan.chunks)
+    assert len(module.plan.chunks) > STAGING_BUFFERS + 1
+    with held_until_waited_for(lambda: module.stats().held_bytes["cpu_grad_staging"]) as held:
+        step(training, BF16, 2)
+        optimizer.synchronize()
+    ((num_on_their_way, staging_bytes),) = held.seen
+    assert num_on_their_way == STAGING_BUFFERS
+    assert staging_bytes <= STAGING_BUFFERS * (max(c.nbytes for c in module.plan.chunks) + 4096)
+    assert len(held.tasks) == len(module.plan.chunks)
     assert_same(result_of(module, optimizer), replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[]))
+    module.close()
+
+
+class Reused(nn.Module):
+    """Four layers, of which one may be used again after all of them: in backward, its gradients complete early then,
+    as far as anybody knows, and once more later on."""
+
+    again = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, num_uses: int) -> Tensor:
+        x = x.requires_grad_()
+        for layer in [*self.layers, *[self.layers[self.again]] * (num_uses - 1)]:
+            y: Tensor = checkpoint(layer, x, use_reentrant=True)  # each has a backward of its own inside the backward
+            x = x + y
+        return x
+
+    def loss(self, model: Any, seed: int, num_uses: int) -> Tensor:
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        result: Tensor = model(x, num_uses).float().square().mean()
+        return result
+
+
+def plain_sums(model: Reused, uses: tuple[int, ...]) -> dict[str, Tensor]:
+    """In plain PyTorch: within the first backward in bf16, as autograd adds, afterwards each gradient as it arrives to
+    an fp32 sum. What is known to come again in one backward arrives as one."""
+    arrived: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: arrived[name].append(grad.clone()))
+    sums: dict[str, Tensor] = {}
+    known = 1
+    for seed, num_uses in enumerate(uses):
+        model.loss(model, seed, num_uses).backward()
+        for name, parameter in model.named_parameters():
+            grads, arrived[name] = arrived[name], []
+            assert parameter.grad is not None
+            if seed == 0:
+                sums[name] = parameter.grad.float()
+            else:
+                for part in (grads[:known], grads[known:]):
+                    sums[name] += sum(part[1:], part[0]).float() if part else 0.0
+            parameter.grad = None
+        known = num_uses
+    return sums
+
+
+WIDE, NARROW = torch.float32, torch.bfloat16
+TO_DISK: dict[tuple[bool, tuple[int, ...]], list[Any]] = {
+    (True, (1, 2, 3)): [(None, WIDE, put), *[(WIDE, WIDE, add)] * 4],
+    (True, (2, 3)): [(None, WIDE, put), (WIDE, WIDE, add_rounded), *[(WIDE, WIDE, add)] * 2],
+    (False, (1, 2)): [(None, NARROW, put), (NARROW, WIDE, add), (WIDE, WIDE, add)],
+    (False, (2, 3)): [(None, NARROW, put), (NARROW, NARROW, add), (NARROW, WIDE, add), (WIDE, WIDE, add)],
+}
+"""By whether it is known that backwards are added up, and how often the layer is used in each of them: the dtypes of
+its sum on the disk before and after each 16-bit gradient, and what was done. One in each backward comes late, but in
+the first of those that use it once."""
+
+
+@pytest.mark.parametrize(("is_known", "uses"), TO_DISK)
+def test_late_gradients_are_added_to_the_sum_on_the_disk(
+    is_known: bool, uses: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, plain = Reused(), Reused()
+    plain.load_state_dict(model.state_dict())
+    masters = {name: nn.Parameter(p.detach().clone()) for name, p in plain.named_parameters()}
+    expected = plain_sums(plain.bfloat16(), uses)
+    plan = make_plan(model, placement_policy="cpu", compute_dtype=torch.bfloat16, chunk_size=2048)
+    plan = replace(plan, chunks=tuple(bodies.SITES[SITE](c) for c in plan.chunks))
+    inner = HybridAdam(model.parameters(), lr=1e-2, weight_decay=0.05)
+    module = ElixirModule(model, plan, dtype=torch.bfloat16)
+    optimizer = ElixirOptimizer(module, inner)
+    reused = next(c.id for c in plan.chunks if f"layers.{model.again}.weight" in [m.fqn for m in c.members])
+    assert len(plan.chunks) == len(model.layers)
+    optimizer.backward(model.loss(module, 9, 1))  # from here on one gradient is expected
+    optimizer.zero_grad()
+    module.engine.expect_accumulation(is_known)
+    seen: list[Any] = []
+    submit = HostSums.submit_to_disk
+
+    def noted(self: HostSums, grad: Tensor, on_disk: Any, dtypes: Any, addition: Any, earlier: Any) -> Any:
+        if on_disk.chunk_id == reused:
+            assert grad.dtype == torch.bfloat16
+            seen.append((*dtypes, addition))
+        return submit(self, grad, on_disk, dtypes, addition, earlier)
+
+    monkeypatch.setattr(HostSums, "submit_to_disk", noted)
+    for seed, num_uses in enumerate(uses):
+        optimizer.backward(model.loss(module, seed, num_uses))
+    found = module.full_grads()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    assert seen == TO_DISK[is_known, uses]
+    optimizer.step()
+    reference = torch.optim.AdamW(masters.values(), lr=1e-2, weight_decay=0.05)
+    for name, master in masters.items():
+        master.grad = expected[name]
+    reference.step()
+    torch.testing.assert_close(module.full_state_dict(), {n: m.detach() for n, m in masters.items()})
     module.close()
 
 

@@ -73,6 +73,13 @@ def test_models_resume(tmp_path: Path, make_model: Callable[[], Net]) -> None:
     assert _interrupted(tmp_path, "tight", "tight", make_model) == _uninterrupted(plain)
 
 
+@pytest.mark.parametrize("make_model", [GroupsNet, FrozenNet])
+def test_models_whose_parameters_have_other_numbers_resume_in_plain_lightning(
+    tmp_path: Path, make_model: Callable[[], Net]
+) -> None:
+    assert _interrupted(tmp_path, "tight", "plain", make_model) == _uninterrupted(make_model)
+
+
 @pytest.mark.filterwarnings("ignore:.*configure_sharded_model")
 def test_deprecated_hook_resumes(tmp_path: Path) -> None:
     assert _interrupted(tmp_path, "tight", "tight", ShardedNet) == _uninterrupted(Net)

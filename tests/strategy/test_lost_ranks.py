@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from lightning_elixir.checkpoint import CheckpointIndex
 from lightning_elixir.storage.nvme import direct
 from lightning_elixir.strategy import ElixirStrategy
-from tests.helpers.dist import run_processes, run_ranks
+from tests.helpers.dist import run_processes, run_ranks, stop_workers
 from tests.helpers.failures import SOON_S, check_heard, heard_by
 from tests.strategy.models import TIGHT, Net, assert_same_state, fit, make_data, make_trainer
 
@@ -34,34 +35,45 @@ def _ranks() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_others_in_these_processes() -> Iterator[None]:
+    """Most of the time goes into starting processes, so these tests share theirs, in which ranks fail time and again;
+    what comes after them is spared that."""
+    yield
+    stop_workers()
+
+
 class NetOnBadDisk(Net):
+    is_broken = False
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2 and _ranks()[0] == VICTIM:
-
-            def fail(*_: Any) -> int:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-            direct.os.pwritev = fail
+            self.is_broken = True
 
 
 def _disk_fails() -> Any:
     rank, world_size = _ranks()
-    return heard_by(
-        rank, world_size, lambda: fit(ElixirStrategy(**ON_NVME), lambda: NetOnBadDisk("hybrid"), devices=world_size)
-    )
+    model, write = NetOnBadDisk("hybrid"), os.pwritev
+
+    def may_fail(*args: Any) -> int:
+        if model.is_broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct.os, "pwritev", may_fail)
+        return heard_by(rank, world_size, lambda: fit(ElixirStrategy(**ON_NVME), lambda: model, devices=world_size))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_disk_of_one_rank_fails(world_size: int) -> None:
-    everyone = run_ranks(_disk_fails, world_size, init_group=False, fresh=True)
+    everyone = run_ranks(_disk_fails, world_size, init_group=False)
     check_heard(everyone, VICTIM, "StorageError", "Input/output error")
 
 
 class NetThatStumbles(Net):
-    is_stumbling = True
-
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 2 and self.is_stumbling and _ranks()[0] == VICTIM:
+        if batch_idx == 2 and _ranks()[0] == VICTIM:
             raise ValueError("no such luck")
         return super().training_step(batch, batch_idx)
 
@@ -69,8 +81,7 @@ class NetThatStumbles(Net):
 def _step_raises(options: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     rank, world_size = _ranks()
     heard = heard_by(rank, world_size, lambda: fit(ElixirStrategy(**options), NetThatStumbles, devices=world_size))
-    NetThatStumbles.is_stumbling = False
-    _, _, run = fit(ElixirStrategy(**options), NetThatStumbles, devices=world_size)  # in the same processes
+    _, _, run = fit(ElixirStrategy(**options), devices=world_size)  # in the same processes
     return heard, run.state
 
 
@@ -78,9 +89,9 @@ def _step_raises(options: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_step_of_one_rank_raises(world_size: int, options: dict[str, Any]) -> None:
     """Where all processes live on, they may train again."""
-    results = run_ranks(_step_raises, world_size, options, init_group=False, fresh=True)
+    results = run_ranks(_step_raises, world_size, options, init_group=False)
     check_heard([heard for heard, _ in results], VICTIM, "ValueError", "no such luck")
-    expected = run_ranks(_train, world_size, options, init_group=False, fresh=True)
+    expected = run_ranks(_train, world_size, options, init_group=False)
     assert_same_state(results[0][1], expected[0])
 
 
@@ -106,7 +117,7 @@ def _logging_waits() -> Any:
 
 
 def test_waiting_in_a_reduction_of_lightning() -> None:
-    everyone = run_ranks(_logging_waits, 2, init_group=False, fresh=True)
+    everyone = run_ranks(_logging_waits, 2, init_group=False)
     check_heard(everyone, VICTIM, "ValueError", "no such luck")
 
 
@@ -129,7 +140,7 @@ def _all_raise() -> tuple[str, int]:
 
 def test_error_of_all_ranks_stays_their_own() -> None:
     """And what was trained is there."""
-    assert [text for text, _ in run_ranks(_all_raise, 2, init_group=False, fresh=True)] == ["nobody likes it"] * 2
+    assert [text for text, _ in run_ranks(_all_raise, 2, init_group=False)] == ["nobody likes it"] * 2
 
 
 # Processes that are killed
@@ -190,7 +201,7 @@ def _load(path: str) -> Any:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_damaged_file_that_one_rank_reads(tmp_path: Path, world_size: int, prefix: str) -> None:
     path = tmp_path / "saved.ckpt"
-    run_ranks(_save, world_size, str(path), init_group=False, fresh=True)
+    run_ranks(_save, world_size, str(path), init_group=False)
     tensors = CheckpointIndex(path).tensors
     places = [
         place
@@ -205,7 +216,7 @@ def test_damaged_file_that_one_rank_reads(tmp_path: Path, world_size: int, prefi
         old = file.read(4)
         file.seek(place.offset + place.length // 2)
         file.write(bytes(byte ^ 255 for byte in old))
-    everyone = run_ranks(_load, world_size, str(path), init_group=False, fresh=True)
+    everyone = run_ranks(_load, world_size, str(path), init_group=False)
     assert [heard["type"] for heard in everyone] == ["StorageError"] * world_size
     assert all(place.file in heard["text"] for heard in everyone)
     for rank in {*range(world_size)} - {VICTIM}:
