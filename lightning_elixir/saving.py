@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 from lightning_elixir.building import run_together
@@ -118,27 +118,6 @@ def optimizer_state(optimizer: ElixirOptimizer, engine: Engine, stand_ins: Stand
     for group in groups:
         group.pop("param_names", None)
     return {"state": state, "param_groups": groups}
-
-
-def in_model_order(states: Mapping[str, Any], optimizer: ElixirOptimizer, model: nn.Module) -> dict[str, Any]:
-    """The state dict of an optimizer, with the places of parameters in the model for their numbers.
-
-    Lightning's `FSDPStrategy` and `ModelParallelStrategy` take numbers for that; torch's optimizers go by the order in
-    the groups alone, whatever the numbers are. Both agree unless parameters are frozen, or in several groups.
-
-    Args:
-        states: From `ElixirOptimizer.state_dict`; empty on ranks other than 0, and then so is the result.
-        optimizer: Whose states.
-        model: Whose parameters.
-    """
-    places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
-    if not states or any(id(p) not in places for group in optimizer.param_groups for p in group["params"]):
-        return dict(states)
-    numbers: dict[int, int] = {}
-    for group, saved in zip(optimizer.param_groups, states["param_groups"], strict=True):
-        numbers.update((old, places[id(p)]) for old, p in zip(saved["params"], group["params"], strict=True))
-    groups = [{**group, "params": [numbers[old] for old in group["params"]]} for group in states["param_groups"]]
-    return {**states, "state": {numbers[old]: of for old, of in states["state"].items()}, "param_groups": groups}
 
 
 def _names(engine: Engine) -> dict[int, str]:

@@ -67,7 +67,6 @@ from lightning_elixir.profiling.hardware import profile_hardware, with_disk_rate
 from lightning_elixir.retry import RepeatableStep
 from lightning_elixir.run_report import RunReport
 from lightning_elixir.runtime.stats import Stats
-from lightning_elixir.saving import in_model_order
 from lightning_elixir.stopping import GracefulStop
 from lightning_elixir.storage.nvme import is_in_memory
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -705,11 +704,9 @@ class ElixirStrategy(ProcessStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if not isinstance(inner, ElixirOptimizer):
-            return inner.state_dict()
-        if self._is_sharded:
+        if self._is_sharded and isinstance(inner, ElixirOptimizer):
             return self._sharded.optimizer_state(self._engine, inner)
-        return in_model_order(inner.state_dict(), inner, self._module)
+        return inner.state_dict()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

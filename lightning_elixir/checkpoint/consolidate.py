@@ -85,9 +85,7 @@ def _write_checkpoint(output: Path, index: CheckpointIndex, weights_only: bool) 
     nested = unflatten_state_dict(flat, {key: index.paths[key] for key in flat})
     checkpoint["state_dict"] = nested.pop(root)
     names = sorted((key for key in nested if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
-    # Parameters keep their names there: torch's optimizers go by the order in the groups, whatever stands for them, and
-    # FSDP takes numbers for places in the model, frozen parameters among them, which the folder does not tell.
-    states = [{"state": {}, **nested.pop(name)} for name in names]
+    states = [_numbered(nested.pop(name)) for name in names]
     if states:
         checkpoint["optimizer_states"] = states
         if own.get("loss_scaler"):
@@ -112,6 +110,14 @@ def _values(index: CheckpointIndex, keys: Sequence[str], memory: MappedMemory) -
             index.read_into(key, known[same])
         flat[key] = known[same]
     return flat
+
+
+def _numbered(states: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict by parameter names -> by numbers, as torch's optimizers give and take it."""
+    names = [name for group in states["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in states["param_groups"]]
+    return {"state": {numbers[name]: state for name, state in states.get("state", {}).items()}, "param_groups": groups}
 
 
 # Safetensors

@@ -56,6 +56,20 @@ class MeshNet(LateNet):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class OrderedMeshNet(MeshNet):
+    """All that `ModelParallelStrategy` finds in a file of the whole state that it has not saved: it takes the numbers
+    that optimizers give their parameters for places in the model."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.requires_grad_()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self.hparams["optimizer"], list(self.parameters()), 1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
 @dataclass
 class Left:
     """What a training left on a rank; of values only rank 0 has any."""
@@ -77,11 +91,18 @@ def _strategy(who: str, num_ranks: int, is_sharded: bool) -> Any:
 
 
 def _train(
-    who: str, optimizer: str, num_ranks: int, folder: Path, path: Path | None, is_sharded: bool, more: dict[str, Any]
+    who: str,
+    model_class: type[MeshNet],
+    optimizer: str,
+    num_ranks: int,
+    folder: Path,
+    path: Path | None,
+    is_sharded: bool,
+    more: dict[str, Any],
 ) -> dict[str, Any]:
     """Two epochs, with checkpoints in the middle of the first; with the path of one what is left of them."""
     pl.seed_everything(11, verbose=False)
-    model = MeshNet(optimizer)
+    model = model_class(optimizer)
     callback = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     trainer = make_trainer(
         _strategy(who, num_ranks, is_sharded),
@@ -123,9 +144,13 @@ def _runs(
     """Of a run that is not interrupted, of the run that goes on from one of its checkpoints, and of another strategy
     that does: what they left, for every rank."""
 
+    # Of files that `ModelParallelStrategy` has not saved itself, it reads no others.
+    is_numbered = kind == "consolidated" or (kind, saver) == ("full", "ours")
+    model_class = OrderedMeshNet if is_numbered else MeshNet
+
     def train(who: str, folder: str, path: Path | None, is_sharded: bool) -> Any:
         name = optimizer if who == "ours" else "adamw"
-        arguments = (who, name, num_ranks, tmp_path / folder, path, is_sharded, more)
+        arguments = (who, model_class, name, num_ranks, tmp_path / folder, path, is_sharded, more)
         return run_ranks(_train, num_ranks, *arguments, init_group=False)
 
     whole = train(saver, "saved", None, kind != "full")
@@ -151,7 +176,7 @@ def _assert_goes_on(
         assert [_settings(group) for group in mine["groups"]] == [_settings(group) for group in other["groups"]]
     assert expected[0]["state"]
     assert expected[0]["moments"]
-    assert len(expected[0]["groups"]) == 2
+    assert expected[0]["groups"]
 
 
 def _equal(actual: Any, expected: Any) -> None:
