@@ -247,6 +247,7 @@ class ElixirStrategy(ProcessStrategy):
 
     def _check_files(self) -> None:
         self._config.given_hardware()
+        self._config.given_plan()
         module = self.lightning_module
         is_training = module is not None and module.trainer.state.fn == TrainerFn.FITTING
         if is_training and self._config.report_dir is not None:
