@@ -348,6 +348,7 @@ class Placer:
                 "gpu_state_bytes": use.gpu_state_bytes,
                 "gpu_grad_bytes": use.gpu_grad_bytes,
                 "rcache_bytes": use.rcache_bytes,
+                "gpu_stream_bytes": self.scheme.stream_bytes if any(c.is_update_streamed for c in chunks) else 0,
                 "gpu_bytes": gpu_bytes,
                 "host_param_bytes": use.host_param_bytes,
                 "host_state_bytes": use.host_state_bytes,
@@ -390,7 +391,8 @@ class Placer:
             if use.gpu_param_bytes + use.gpu_state_bytes:
                 cures.append("keep less on the GPU")
             if use.non_model_bytes > gpu_bytes - limit:
-                cures.append("use a smaller batch or activation checkpointing")
+                is_recomputing = self.profile is not None and self.profile.is_recomputing
+                cures.append(f"use a smaller batch{'' if is_recomputing else ' or activation checkpointing'}")
         else:
             cures = ['use placement_policy="auto" or "cpu"', "more ranks"]
         cure = ", or ".join(cures)

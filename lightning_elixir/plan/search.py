@@ -466,7 +466,8 @@ class _LayoutSearch(Space):
         cures = [f"{format_bytes(needed - limit, is_rounded_up=True)} more GPU memory"]
         share = 100 * (limit - needed + other) // other if other else 0
         if share >= _LEAST_ACTIVATIONS:
-            cures.append(f"activations cut to {share}% (a batch that much smaller, or activation checkpointing)")
+            how = "" if self.profile.is_recomputing else ", or activation checkpointing"
+            cures.append(f"activations cut to {share}% (a batch that much smaller{how})")
         if needed - limit <= placer.saved_by_smaller_chunks(smallest, blocks):
             cures.append("a smaller chunk_size")
         return CapacityError(

@@ -251,6 +251,10 @@ def test_every_limit_is_kept(count: int, most_chunks: int, least: int) -> None:
         timeline = case.simulate(plan, is_detailed=True)
         assert timeline.peak_gpu_bytes == forecast.peak_gpu_bytes == plan.notes["gpu_bytes"]
         assert timeline.peak_gpu_bytes <= budget.gpu_bytes
+        # Nothing on the GPU is left out where plans tell what their bytes are for.
+        kinds = ("gpu_param_bytes", "gpu_state_bytes", "gpu_grad_bytes", "rcache_bytes", "gpu_stream_bytes")
+        told = sum(int(plan.notes[kind]) for kind in (*kinds, "non_model_bytes"))
+        assert told >= forecast.peak_gpu_bytes
         assert max(point.total_bytes for point in timeline.memory) <= timeline.peak_gpu_bytes
         assert timeline.times == forecast.times
         use = memory_use(plan.chunks, plan.rcache_blocks, case.placer.scheme)
