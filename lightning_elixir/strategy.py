@@ -41,7 +41,7 @@ from lightning_elixir.building import (
     skeleton_of,
 )
 from lightning_elixir.checkpoint import replacing_folder, restore_previous, save_together
-from lightning_elixir.checkpointing import ShardedCheckpoints, sees_saves
+from lightning_elixir.checkpointing import SavesOnException, ShardedCheckpoints, sees_saves
 from lightning_elixir.config import (
     ElixirConfig,
     HardwareOption,
@@ -316,9 +316,11 @@ class ElixirStrategy(ProcessStrategy):
         self.model = self._obtain_engine(module, is_training)
         self._sharded.load_awaited_model(self._engine)
         self._in_place = contextlib.ExitStack()
-        if self._config.async_save:
-            for callback in trainer.checkpoint_callbacks:
-                if isinstance(callback, ModelCheckpoint):
+        on_exception = SavesOnException(self._comm)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                self._in_place.enter_context(on_exception.guarding(callback))
+                if self._config.async_save:
                     self._in_place.enter_context(sees_saves(callback, self._sharded))
         if is_training:
             self._in_place.enter_context(GracefulStop(trainer, self._comm).installed())
