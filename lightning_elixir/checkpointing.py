@@ -17,7 +17,7 @@ from lightning_elixir.checkpoint.consolidate import OWN_KEY
 from lightning_elixir.checkpoint.writer import Contents
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.signals import deferred
-from lightning_elixir.errors import PeerLostError, StateError
+from lightning_elixir.errors import DivergenceError, PeerLostError, StateError
 from lightning_elixir.saving import (
     SavePlan,
     StandIns,
@@ -271,6 +271,56 @@ def sees_saves(callback: Any, saves: ShardedCheckpoints) -> Iterator[None]:
             callback.file_exists = original
         else:
             del callback.file_exists
+
+
+class SavesOnException:
+    """One fit's `ModelCheckpoint`s that save when an exception has come: they do where it has come on all ranks.
+
+    A save needs all of them. A rank that begins one alone, while the others wait for it somewhere else, ends them and
+    itself by an error of the save, which hides what has really happened.
+
+    Args:
+        comm: All ranks.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._can_save: bool | None = None  # for all callbacks alike
+
+    @contextlib.contextmanager
+    def guarding(self, callback: Any) -> Iterator[None]:
+        """Have this `ModelCheckpoint` save together with the other ranks, or not at all."""
+        original = callback.on_exception
+        is_own = "on_exception" in vars(callback)
+
+        def on_exception(trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            if not callback.save_on_exception:
+                original(trainer, pl_module, exception)
+                return
+            if self._can_save is None:
+                # Who has heard of another's error has none of its own: that one has left, or waits in vain for it.
+                self._can_save = not isinstance(exception, PeerLostError) and self._comm.have_all_stumbled()
+            if not self._can_save:
+                log.warning(
+                    "rank %d: no checkpoint is saved on %s: that takes all ranks, and not all have come to an error of"
+                    " their own. Go on from the last one that was saved",
+                    self._comm.rank,
+                    type(exception).__name__,
+                )
+                return
+            try:
+                original(trainer, pl_module, exception)
+            except DivergenceError as error:  # the exception is what users have to see
+                log.error("rank %d: saving on %s failed: %s", self._comm.rank, type(exception).__name__, error)
+
+        callback.on_exception = on_exception
+        try:
+            yield
+        finally:
+            if is_own:
+                callback.on_exception = original
+            else:
+                del callback.on_exception
 
 
 # numpy's state holds an array, which a file that is safe to load must not

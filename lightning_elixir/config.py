@@ -12,6 +12,7 @@ import torch
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware
+from lightning_elixir.plan.io import load_plan
 from lightning_elixir.plan.types import Plan
 
 PolicyName = Literal["auto", "cpu", "cuda", "const", "static"]
@@ -179,6 +180,8 @@ class ElixirConfig:
             raise PlanError(f"{name} must be positive")
 
     def _check_paths(self) -> None:
+        if not isinstance(self.plan, (Plan, str, os.PathLike, type(None))) or self.plan == "":
+            raise PlanError(f"plan must be a Plan or the path of one that was saved, got {self.plan!r:.60}")
         if not isinstance(self.hardware, (HardwareSpec, str, os.PathLike, type(None))):
             raise PlanError(
                 "hardware must be a HardwareSpec or the path of one that save_hardware wrote, got"
@@ -230,6 +233,16 @@ class ElixirConfig:
     def may_use_nvme(self) -> bool:
         """Whether states may go to NVMe, as far as these options tell."""
         return self.nvme_offload_fraction > 0 or self.nvme_offload_dir is not None
+
+    def given_plan(self) -> Plan | None:
+        """The plan to obey that the user gave; None: it is to be searched.
+
+        Raises:
+            PlanError: The file cannot be read, or is no plan.
+        """
+        if self.plan is None or isinstance(self.plan, Plan):
+            return self.plan
+        return load_plan(os.fspath(self.plan))
 
     def given_hardware(self) -> HardwareSpec | None:
         """The figures to plan with that the user gave; None: to be measured.

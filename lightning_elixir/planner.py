@@ -19,7 +19,6 @@ from lightning_elixir.core.device import current_device_memory_bytes
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.io import load_plan
 from lightning_elixir.plan.memory import Budget, memory_use
 from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.profile import StepProfile
@@ -266,11 +265,10 @@ class Planner:
     def _decide(
         self, model: nn.Module, budget: Budget, is_training: bool, optimizer: OptimizerFacts | None
     ) -> tuple[Plan, bool]:
-        given = self._config.plan
+        given = self._config.given_plan()
         if given is not None:
-            plan = given if isinstance(given, Plan) else load_plan(str(given))
-            self._check_given(plan, budget)
-            return plan, True
+            self._check_given(given, budget)
+            return given, True
         plan = self._make(model, budget, optimizer=optimizer)
         is_fixed = self._config.placement_policy == "cuda" or plan.is_all_resident
         if self._config.placement_policy == "auto":

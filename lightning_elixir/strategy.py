@@ -41,7 +41,7 @@ from lightning_elixir.building import (
     skeleton_of,
 )
 from lightning_elixir.checkpoint import replacing_folder, restore_previous, save_together
-from lightning_elixir.checkpointing import ShardedCheckpoints, sees_saves
+from lightning_elixir.checkpointing import SavesOnException, ShardedCheckpoints, sees_saves
 from lightning_elixir.config import (
     ElixirConfig,
     HardwareOption,
@@ -69,6 +69,7 @@ from lightning_elixir.run_report import RunReport
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.stopping import GracefulStop
 from lightning_elixir.storage.nvme import is_in_memory
+from lightning_elixir.storage.nvme.folders import check_folder
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
 log = logging.getLogger(__name__)
@@ -247,6 +248,7 @@ class ElixirStrategy(ProcessStrategy):
 
     def _check_files(self) -> None:
         self._config.given_hardware()
+        self._config.given_plan()
         module = self.lightning_module
         is_training = module is not None and module.trainer.state.fn == TrainerFn.FITTING
         if is_training and self._config.report_dir is not None:
@@ -255,6 +257,8 @@ class ElixirStrategy(ProcessStrategy):
     def _check_disk(self) -> None:
         if not self._config.may_use_nvme:
             return
+        if self._config.nvme_offload_dir is not None:
+            check_folder(self._config.nvme_offload_dir)
         folder = disk_options(self._config).existing_folder()
         if is_in_memory(folder):
             log.warning("nvme_offload_dir: %s is in memory itself, so that nothing is gained by it", folder)
@@ -312,9 +316,11 @@ class ElixirStrategy(ProcessStrategy):
         self.model = self._obtain_engine(module, is_training)
         self._sharded.load_awaited_model(self._engine)
         self._in_place = contextlib.ExitStack()
-        if self._config.async_save:
-            for callback in trainer.checkpoint_callbacks:
-                if isinstance(callback, ModelCheckpoint):
+        on_exception = SavesOnException(self._comm)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                self._in_place.enter_context(on_exception.guarding(callback))
+                if self._config.async_save:
                     self._in_place.enter_context(sees_saves(callback, self._sharded))
         if is_training:
             self._in_place.enter_context(GracefulStop(trainer, self._comm).installed())

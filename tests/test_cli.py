@@ -35,6 +35,7 @@ from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware, save_hardware
 from lightning_elixir.plan.io import load_plan, plan_from_dict
 from lightning_elixir.profiling.hardware import FoundHardware, find_hardware
+from lightning_elixir.report.tables import GPU_KINDS
 from tests.helpers.dist import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -212,6 +213,39 @@ def test_little_memory_offloads(capsys: pytest.CaptureFixture[str]) -> None:
     assert "stay on the GPU" in output
     assert "does not fit" in output  # everything on the GPU, as a runner-up
     assert "speeds are round figures" in output
+
+
+SMALL_GPT = ["plan", "--model", "gpt2", "--set", "n_layer=4", "n_embd=256", "n_head=4", "vocab_size=1000"]
+SMALL_GPT += ["n_positions=128", "--batch-size", "1", "--chunk-size", "256KiB", "--cpu-memory", "8GiB"]
+
+
+def test_a_plan_that_fits_is_not_shown_above_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Though the highest of all kinds together would be: gradients come while activations go."""
+    arguments = [*SMALL_GPT, "--gpu-memory", "135MiB", "--html", "plan.html"]
+    assert main([*arguments, "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["plan"]["notes"]
+    assert sum(int(notes[key]) for key, *_ in GPU_KINDS) > 135 * 2**20 > notes["gpu_bytes"]
+    assert main(arguments) == 0
+    table = capsys.readouterr().out.partition("Bytes of each rank")[2].partition("One step")[0]
+    shown = f"{notes['gpu_bytes'] / 2**20:.1f} MiB"
+    assert re.search(rf"at the highest moment\W+{re.escape(shown)}", table)
+    assert "together" not in table
+    assert "each kind at its own highest moment" in table
+    page = Path("plan.html").read_text(encoding="utf-8")
+    assert re.search(rf"<td>at the highest moment</td><td[^>]*>{re.escape(shown)}", page)
+    assert main([*arguments, "--policy", "cpu"]) == 0
+    assert "each kind at" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", ["auto", "cpu"])
+def test_checkpointing_is_not_advised_to_those_who_have_it(capsys: pytest.CaptureFixture[str], policy: str) -> None:
+    arguments = [*SMALL_GPT, "--gpu-memory", "60MiB", "--policy", policy]
+    assert main(arguments) == 1
+    assert "activation checkpointing" in capsys.readouterr().err
+    assert main([*arguments, "--checkpointing"]) == 1
+    advice = capsys.readouterr().err
+    assert "checkpointing" not in advice
+    assert ("a smaller batch" if policy == "cpu" else "(a batch that much smaller)") in advice
 
 
 def test_policy_and_chunk_size_are_obeyed(capsys: pytest.CaptureFixture[str]) -> None:

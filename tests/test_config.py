@@ -158,6 +158,12 @@ def test_nvme_options_that_can_be() -> None:
     assert get_args(NvmeBackendName) == BACKENDS  # config knows nothing of storage
 
 
+@pytest.mark.parametrize("given", [3, b"there", {"chunks": []}, ""])
+def test_plan_is_a_plan_or_a_path(given: Any) -> None:
+    with pytest.raises(PlanError, match="plan must be a Plan or the path of one that was saved, got"):
+        ElixirConfig(plan=given)
+
+
 @pytest.mark.parametrize("given", [3, b"there", True])
 def test_hardware_is_figures_or_a_path(given: Any) -> None:
     with pytest.raises(PlanError, match="hardware must be a HardwareSpec or the path"):

@@ -107,20 +107,24 @@ def _memory(found: Found) -> Table:
     for key, text, _ in GPU_KINDS:
         on_gpu, on_host = int(plan.notes.get(key, 0)), host.get(text.partition(" and their")[0])
         host_bytes = int(plan.notes.get(on_host, 0)) if on_host else 0
-        table.add_row(text, _bytes(on_gpu), _bytes(host_bytes))
+        if on_gpu or host_bytes:
+            table.add_row(text, _bytes(on_gpu), _bytes(host_bytes))
         host.pop(text.partition(" and their")[0], None)
     for text, key in host.items():  # what only the host has
         if plan.notes.get(key):
             table.add_row(text, "-", _bytes(int(plan.notes[key])))
     table.add_section()
-    together = [sum(int(plan.notes.get(key, 0)) for key, *_ in kinds) for kinds in (GPU_KINDS, HOST_KINDS)]
-    table.add_row("together", *map(_bytes, together))
-    if forecast is not None:
-        table.add_row("highest moment", _bytes(forecast.peak_gpu_bytes), _bytes(forecast.host_bytes))
+    peak = int(plan.notes.get("gpu_bytes", 0)) if forecast is None else forecast.peak_gpu_bytes
+    table.add_row("at the highest moment", _bytes(peak), _bytes(int(plan.notes.get("host_bytes", 0))))
     table.add_row("limit", _bytes(found.machine.gpu_bytes), _bytes(found.machine.cpu_bytes))
+    notes = []
+    # Gradients come while activations go: a sum of the highest of all kinds is more than there ever is.
+    if peak < sum(int(plan.notes.get(key, 0)) for key, *_ in GPU_KINDS):
+        notes.append("each kind at its own highest moment")
     on_nvme = int(plan.notes.get("nvme_bytes", 0))
     if on_nvme:
-        table.caption = f"and {format_bytes(on_nvme)} on NVMe"
+        notes.append(f"and {format_bytes(on_nvme)} on NVMe")
+    table.caption = "; ".join(notes) or None
     return table
 
 

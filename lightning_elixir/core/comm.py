@@ -81,6 +81,10 @@ class Comm(Protocol):
         """This rank cannot go on, and others may wait for it: have them raise a `PeerLostError` with this error, or, if
         that is one itself, with what it says of others."""
 
+    def have_all_stumbled(self) -> bool:
+        """Whether every rank comes here, each with an error under way that it has not left for; waits some seconds for
+        the others. What they are in the middle of is not disturbed."""
+
     def close(self) -> None: ...
 
 
@@ -130,6 +134,9 @@ class SoloComm:
 
     def leave(self, error: BaseException) -> None:
         return
+
+    def have_all_stumbled(self) -> bool:
+        return True
 
     def close(self) -> None:
         return
@@ -355,6 +362,9 @@ class GroupComm:
                 self._roster.tell(failed=text)
             self._disconnect()
             self._roster.linger()
+
+    def have_all_stumbled(self) -> bool:
+        return self._loss is None and self._roster.have_all_stumbled()
 
     def _disconnect(self) -> None:
         """Close the groups, so that no peer waits for this rank any more."""

@@ -135,9 +135,20 @@ class Roster:
         Returns:
             Whether every rank has come, and soon.
         """
-        self._set(f"again/{self._rank}", "")
-        deadline = time.monotonic() + _LONGEST_MEETING_S
-        while not all(self._has(f"again/{rank}") for rank in range(len(self.processes))):
+        return self._have_all_come("again", _LONGEST_MEETING_S)
+
+    def have_all_stumbled(self) -> bool:
+        """Wait until every rank has come here, each with an error under way that it has not told of.
+
+        Returns:
+            Whether every rank has come, within some seconds.
+        """
+        return self._have_all_come("stumbled", _LONGEST_LOOK_S)
+
+    def _have_all_come(self, where: str, longest_s: float) -> bool:
+        self._set(f"{where}/{self._rank}", "")
+        deadline = time.monotonic() + longest_s
+        while not all(self._has(f"{where}/{rank}") for rank in range(len(self.processes))):
             if any(process.has_ended() for process in self.processes) or time.monotonic() > deadline:
                 return False
             time.sleep(_PAUSE_S)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.files import read_json
 
 HARDWARE_SCHEMA = 2
 
@@ -228,11 +229,11 @@ def load_hardware(path: str | Path) -> HardwareSpec:
     Raises:
         PlanError: The file is missing or is not a hardware profile; the message names it.
     """
+    origin = "Hardware profiles are written by `lightning-elixir bench-hardware --out FILE.json`, and by save_hardware"
+    content = read_json(path, "hardware profile", origin)
     try:
-        return HardwareSpec.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise PlanError(f"cannot read the hardware profile {path}: {error.strerror}") from error
-    except ValueError as error:
+        return HardwareSpec.from_dict(content)
+    except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
 
 

@@ -9,6 +9,7 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.files import read_json
 from lightning_elixir.plan.memory import problem_of_params_on_nvme
 from lightning_elixir.plan.types import (
     ALIGN_NUMEL,
@@ -52,6 +53,11 @@ _CHUNK_KEYS = (
     "members",
 )
 _MEMBER_KEYS = ("fqn", "shape", "offset")
+
+_ORIGIN = (
+    "Plans are written by `lightning-elixir plan --save-plan FILE.json`, by fits with report_dir, and by"
+    " lightning_elixir.plan.io.save_plan"
+)
 
 
 def plan_to_dict(plan: Plan) -> dict[str, object]:
@@ -127,13 +133,15 @@ def load_plan(path: str | Path) -> Plan:
     """Read a plan that `save_plan` wrote (or a person edited).
 
     Raises:
-        PlanError: The file is missing, is not JSON, or `plan_from_dict` refuses it; the message names the file.
+        PlanError: The file cannot be read, is no plan, or `plan_from_dict` refuses it; the message names the file.
     """
+    content = read_json(path, "plan", _ORIGIN)
+    if not isinstance(content, Mapping) or "chunks" not in content:
+        found = f"an object without {'chunks'!r}" if isinstance(content, Mapping) else f"no object: {content!r:.40}"
+        raise PlanError(f"{path} is no plan: it is JSON, but {found}. {_ORIGIN}")
     try:
-        return plan_from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
-    except ValueError as error:  # PlanError is one, and so are errors of JSON and of the encoding
+        return plan_from_dict(content)
+    except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
 
 

@@ -348,6 +348,7 @@ class Placer:
                 "gpu_state_bytes": use.gpu_state_bytes,
                 "gpu_grad_bytes": use.gpu_grad_bytes,
                 "rcache_bytes": use.rcache_bytes,
+                "gpu_stream_bytes": self.scheme.stream_bytes if any(c.is_update_streamed for c in chunks) else 0,
                 "gpu_bytes": gpu_bytes,
                 "host_param_bytes": use.host_param_bytes,
                 "host_state_bytes": use.host_state_bytes,
@@ -390,7 +391,8 @@ class Placer:
             if use.gpu_param_bytes + use.gpu_state_bytes:
                 cures.append("keep less on the GPU")
             if use.non_model_bytes > gpu_bytes - limit:
-                cures.append("use a smaller batch or activation checkpointing")
+                is_recomputing = self.profile is not None and self.profile.is_recomputing
+                cures.append(f"use a smaller batch{'' if is_recomputing else ' or activation checkpointing'}")
         else:
             cures = ['use placement_policy="auto" or "cpu"', "more ranks"]
         cure = ", or ".join(cures)
@@ -411,16 +413,27 @@ class Placer:
             if c.param_tier is not Tier.GPU or (c.requires_grad and c.optim_tier is not Tier.GPU)
         )
         fitting = offloaded * max(0, limit) // use.host_bytes
-        buffers = f"; buffers for states on NVMe {format_bytes(use.host_buffer_bytes)}" * (use.host_buffer_bytes > 0)
         raise CapacityError(
-            f"host memory: the plan needs {format_bytes(use.host_bytes)} for each rank (parameters"
-            f" {format_bytes(use.host_param_bytes)}; optimizer states {format_bytes(use.host_state_bytes)}; gradients"
-            f" {format_bytes(use.host_grad_bytes)}{buffers}), but there are {format_bytes(limit)}. What would fit is"
-            f" about {fitting:,} of the {offloaded:,} offloaded parameters: keep more on the GPU, spread the model over"
-            " more hosts, or make it smaller.",
+            f"host memory: the plan needs {format_bytes(use.host_bytes)} for each rank ({host_parts(use)}), but there"
+            f" are {format_bytes(limit)}. What would fit is about {fitting:,} of the {offloaded:,} offloaded"
+            " parameters: keep more on the GPU, spread the model over more hosts, or make it smaller.",
             resource="host",
             lacking_bytes=use.host_bytes - limit,
         )
+
+
+def host_parts(use: MemoryUse) -> str:
+    """What the host's bytes of a placement are for, for people: all of them, since people add them up."""
+    parts = [
+        f"parameters {format_bytes(use.host_param_bytes)}",
+        f"optimizer states {format_bytes(use.host_state_bytes)}",
+        f"gradients {format_bytes(use.host_grad_bytes)}",
+    ]
+    if use.host_spare_bytes:
+        parts.append(f"spare states {format_bytes(use.host_spare_bytes)}")
+    if use.host_buffer_bytes:
+        parts.append(f"buffers for states on NVMe {format_bytes(use.host_buffer_bytes)}")
+    return "; ".join(parts)
 
 
 def with_states_on_nvme(chunks: Sequence[ChunkSpec], fraction: float) -> tuple[ChunkSpec, ...]:

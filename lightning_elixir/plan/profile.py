@@ -97,6 +97,13 @@ class StepProfile:
         return max((i.non_model_bytes for i in self.intervals), default=0)
 
     @property
+    def is_recomputing(self) -> bool:
+        """Whether forwards run again in backward, as activation checkpointing has them do; False where that is not
+        known."""
+        acquires = (event for event in self.trace.events if isinstance(event, Acquire))
+        return any(a.is_pinned and i.is_backward for a, i in zip(acquires, self.intervals[1:], strict=False))
+
+    @property
     def compute_s(self) -> float:
         return sum(i.compute_s for i in self.intervals)
 

@@ -25,6 +25,7 @@ from lightning_elixir.plan.placement import (
     check_request,
     format_bytes,
     format_seconds,
+    host_parts,
     sites_of,
 )
 from lightning_elixir.plan.profile import StepProfile
@@ -465,7 +466,8 @@ class _LayoutSearch(Space):
         cures = [f"{format_bytes(needed - limit, is_rounded_up=True)} more GPU memory"]
         share = 100 * (limit - needed + other) // other if other else 0
         if share >= _LEAST_ACTIVATIONS:
-            cures.append(f"activations cut to {share}% (a batch that much smaller, or activation checkpointing)")
+            how = "" if self.profile.is_recomputing else ", or activation checkpointing"
+            cures.append(f"activations cut to {share}% (a batch that much smaller{how})")
         if needed - limit <= placer.saved_by_smaller_chunks(smallest, blocks):
             cures.append("a smaller chunk_size")
         return CapacityError(
@@ -493,9 +495,8 @@ class _LayoutSearch(Space):
             cures.append(f"{format_bytes(on_nvme, is_rounded_up=True)} of NVMe for each rank's optimizer states")
         return CapacityError(
             f"host memory: with as much on the GPU as it holds, each rank still needs {format_bytes(use.host_bytes)} on"
-            f" the host (parameters {format_bytes(use.host_param_bytes)}; optimizer states"
-            f" {format_bytes(use.host_state_bytes)}; gradients {format_bytes(use.host_grad_bytes)}), but there are"
-            f" {format_bytes(limit)}. What would fit: {', or '.join(cures)}.",
+            f" the host ({host_parts(use)}), but there are {format_bytes(limit)}. What would fit:"
+            f" {', or '.join(cures)}.",
             resource="host",
             lacking_bytes=lacking,
         )

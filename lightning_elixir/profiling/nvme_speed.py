@@ -16,6 +16,7 @@ from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StorageError
 from lightning_elixir.profiling.stopwatch import Stopwatch
+from lightning_elixir.storage.nvme.folders import problem_of_folder
 
 _BLOCK_BYTES = 8 * 2**20
 _NUM_THREADS = 2
@@ -29,13 +30,13 @@ def free_disk_bytes(folder: Path, comm: Comm) -> int:
     Raises:
         StorageError: On every rank, if any of them cannot write there; names it and the cause.
     """
-    free, problem = 0, None
+    free, problem = 0, problem_of_folder(folder)
     try:
         free = shutil.disk_usage(folder).free
-        if not os.access(folder, os.W_OK | os.X_OK):
+        if problem is None and not os.access(folder, os.W_OK | os.X_OK):
             problem = "it is not writable"
     except OSError as error:
-        problem = error.strerror or str(error)
+        problem = problem or error.strerror or str(error)
     _raise_on_all(comm, folder, problem)
     return min(row[0] for row in comm.exchange([free]))
 

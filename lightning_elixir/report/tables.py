@@ -17,6 +17,7 @@ GPU_KINDS = (
     ("gpu_state_bytes", "master and optimizer states", "purple"),
     ("gpu_grad_bytes", "gradients and their blocks", "yellow"),
     ("rcache_bytes", "rCache", "cyan"),
+    ("gpu_stream_bytes", "buffers of streamed updates", "sand"),
     ("non_model_bytes", "activations and other data", "green"),
 )
 HOST_KINDS = (
@@ -75,10 +76,9 @@ def memory_tables(data: ReportData) -> Markup:
             (element("span", swatch(colour), text, class_="key"), format_bytes(nbytes), _percent(nbytes, total))
             for text, colour, nbytes in amounts
         ]
-        peak = highest if highest is not None and highest < total else None
-        rows.append(("together", format_bytes(total), "" if peak else _percent(total, limit, " of the limit")))
-        if peak is not None:  # not all kinds are at their highest together
-            rows.append(("highest moment", format_bytes(peak), _percent(peak, limit, " of the limit")))
+        # Not all kinds are at their highest together: their sum may be above the limit of a plan that fits.
+        what, nbytes = ("together", total) if highest is None else ("at the highest moment", highest)
+        rows.append((what, format_bytes(nbytes), _percent(nbytes, limit, " of the limit")))
         bar = stacked_bar([(text, colour, float(nbytes)) for text, colour, nbytes in amounts], limit, format_bytes_of)
         drawn.append(
             element("div", element("h3", place), bar, table(("", "bytes", "share"), rows, sums_from=len(amounts)))

@@ -213,11 +213,35 @@ def test_errors_name_the_file(plan: Plan, tmp_path: Path) -> None:
         load_plan(tmp_path / "missing.json")
     path = tmp_path / "broken.json"
     path.write_text("{")
-    with pytest.raises(PlanError, match=r"broken\.json: Expecting property name"):
+    with pytest.raises(PlanError, match=r"broken\.json is no plan: it is not JSON \(Expecting property name"):
         load_plan(path)
     path.write_text(json.dumps(plan_to_dict(replace(plan, schema=1))))
     with pytest.raises(PlanError, match=r"broken\.json: the plan has schema 1, this version reads 3"):
         load_plan(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(PlanError, match=r"broken\.json: 'utf-8' codec"):
+    with pytest.raises(PlanError, match=r"broken\.json is no plan: it is not JSON \('utf-8' codec"):
         load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("import torch\n", r"it is not JSON \(Expecting value: line 1 column 1"),
+        (" \n", "it is empty"),
+        ("[" * 100_000, r"it is not JSON \("),
+        ("[1, 2]", r"it is JSON, but no object: \[1, 2\]"),
+        ('{"schema": 2, "name": "a hardware profile"}', "it is JSON, but an object without 'chunks'"),
+    ],
+    ids=["code", "empty", "deep", "list", "other"],
+)
+def test_files_that_are_no_plans(content: str, what: str, tmp_path: Path) -> None:
+    """The error says what the file is, and what writes plans."""
+    path = tmp_path / "m.py"
+    path.write_text(content)
+    with pytest.raises(PlanError, match=rf"m\.py is no plan: {what}.*lightning-elixir plan --save-plan FILE\.json"):
+        load_plan(path)
+
+
+def test_a_folder_is_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"cannot read the plan .*: Is a directory.*lightning-elixir plan --save-plan"):
+        load_plan(tmp_path)

@@ -14,9 +14,16 @@ import pytest
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan import space as space_module
 from lightning_elixir.plan.explain import explain, step_parts
-from lightning_elixir.plan.memory import Budget, memory_use
+from lightning_elixir.plan.memory import Budget, MemoryUse, memory_use
 from lightning_elixir.plan.packing import candidate_chunk_numels, pack, regular_block_bytes
-from lightning_elixir.plan.placement import OFFLOADED, Layout, PlacementRequest, format_bytes, format_seconds
+from lightning_elixir.plan.placement import (
+    OFFLOADED,
+    Layout,
+    PlacementRequest,
+    format_bytes,
+    format_seconds,
+    host_parts,
+)
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.search import search
 from lightning_elixir.plan.space import Candidate, Problem
@@ -244,6 +251,10 @@ def test_every_limit_is_kept(count: int, most_chunks: int, least: int) -> None:
         timeline = case.simulate(plan, is_detailed=True)
         assert timeline.peak_gpu_bytes == forecast.peak_gpu_bytes == plan.notes["gpu_bytes"]
         assert timeline.peak_gpu_bytes <= budget.gpu_bytes
+        # Nothing on the GPU is left out where plans tell what their bytes are for.
+        kinds = ("gpu_param_bytes", "gpu_state_bytes", "gpu_grad_bytes", "rcache_bytes", "gpu_stream_bytes")
+        told = sum(int(plan.notes[kind]) for kind in (*kinds, "non_model_bytes"))
+        assert told >= forecast.peak_gpu_bytes
         assert max(point.total_bytes for point in timeline.memory) <= timeline.peak_gpu_bytes
         assert timeline.times == forecast.times
         use = memory_use(plan.chunks, plan.rcache_blocks, case.placer.scheme)
@@ -485,6 +496,25 @@ def test_more_hosts_or_nvme_are_advised_where_they_help() -> None:
                 case.with_budget(nvme_bytes=in_bytes(match[1])).search()
     assert hosts >= 5
     assert disks >= 5
+
+
+def test_the_parts_of_the_missing_host_memory_add_up() -> None:
+    """Buffers for NVMe and spare states among them."""
+    specs = layers(9)
+    accesses = accesses_of(specs)
+    layout = layout_of(specs)
+    candidate = Candidate(layout, structural_profile(layout, accesses, DISK))
+    problem = Problem(PlacementRequest(accesses=accesses), Budget(12 * KIB, 60 * KIB, 0, 2**30), 1, MIXED, DISK)
+    with pytest.raises(CapacityError, match=r"still needs 96\.0 KiB .*; buffers for states on NVMe 24\.0 KiB") as auto:
+        search([candidate], problem)
+    with pytest.raises(CapacityError, match="buffers for states on NVMe") as fixed:
+        place_specs(specs, "cpu", nvme_offload_fraction=0.5, cpu=60 * KIB)
+    every = MemoryUse(0, 0, 0, 0, 2**11, 2**12, 2**13, 0, host_spare_bytes=2**14, host_buffer_bytes=2**15)
+    for text in (str(auto.value), str(fixed.value), f"needs {format_bytes(every.host_bytes)} ({host_parts(every)})"):
+        match = re.search(r"needs ([\d.]+ \w+) [^(]*\(([^)]*)\)", text)
+        assert match is not None, text
+        parts = [in_bytes(" ".join(part.split()[-2:])) for part in match[2].split("; ")]
+        assert sum(parts) == in_bytes(match[1]), text
 
 
 def test_no_host_memory_at_all() -> None:

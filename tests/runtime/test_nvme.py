@@ -569,6 +569,15 @@ def test_a_failed_update_leaves_no_other_waiting(monkeypatch: pytest.MonkeyPatch
     module.close()
 
 
+def test_a_file_is_no_folder_for_states(tmp_path: Path) -> None:
+    file = tmp_path / "disk"
+    file.write_text("a file")
+    model = make("gpt2")
+    plan = bodies.plan_for(model, BF16, "nvme")
+    with pytest.raises(StorageError, match="it is a file, not a folder"):
+        ElixirModule(model, plan, dtype=torch.bfloat16, nvme_offload_dir=str(file))
+
+
 def test_a_disk_without_room_is_seen_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("gpt2")
     before = model.state_dict()

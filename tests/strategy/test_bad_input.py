@@ -15,7 +15,7 @@ from lightning_elixir._lightning import pl
 from lightning_elixir.errors import CapacityError, ElixirError, PlanError
 from lightning_elixir.plan.io import save_plan
 from lightning_elixir.strategy import ElixirStrategy
-from tests.strategy.models import CHUNK, TIGHT, Net, fit, make_data, make_trainer
+from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, fit, make_data, make_trainer
 
 
 @pytest.mark.parametrize("precision", ["16-true", "64-true", "transformer-engine"])
@@ -168,6 +168,20 @@ def test_plan_of_another_model(tmp_path: Path) -> None:
         fit(ElixirStrategy(plan=tmp_path / "plan.json"), OtherNet)
     with pytest.raises(PlanError, match="cannot read the plan"):
         fit(ElixirStrategy(plan=str(tmp_path / "missing.json")))
+
+
+def test_file_that_is_no_plan_is_refused_before_the_model_is_made(tmp_path: Path) -> None:
+    made = []
+
+    class TellingNet(LateNet):
+        def configure_model(self) -> None:
+            made.append(self)
+            super().configure_model()
+
+    (tmp_path / "m.py").write_text("import torch\n")
+    with pytest.raises(PlanError, match=r"m\.py is no plan: it is not JSON"):
+        fit(ElixirStrategy(plan=tmp_path / "m.py"), TellingNet)
+    assert not made
 
 
 class Unfreeze(pl.callbacks.BaseFinetuning):

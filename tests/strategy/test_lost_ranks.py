@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_elixir._lightning import pl
 from lightning_elixir.checkpoint import CheckpointIndex
 from lightning_elixir.storage.nvme import direct
 from lightning_elixir.strategy import ElixirStrategy
@@ -222,3 +223,30 @@ def test_damaged_file_that_one_rank_reads(tmp_path: Path, world_size: int, prefi
     for rank in {*range(world_size)} - {VICTIM}:
         assert f"rank {VICTIM} failed: StorageError: " in everyone[rank]["text"]
         assert everyone[rank]["time_s"] - everyone[VICTIM]["time_s"] < SOON_S
+
+
+# Saving when an exception has come
+
+
+def _stumbles_and_saves(kind: type[Net], options: dict[str, Any]) -> tuple[Any, bool]:
+    rank, world_size = _ranks()
+    saving = pl.callbacks.ModelCheckpoint("saved", every_n_train_steps=10**6, save_on_exception=True)
+    more = {"callbacks": [saving], "enable_checkpointing": True}
+    heard = heard_by(rank, world_size, lambda: fit(ElixirStrategy(**options), kind, devices=world_size, **more))
+    return heard, any(Path("saved").glob("*"))
+
+
+@pytest.mark.parametrize("kind", [NetThatStumbles, NetThatLogs])
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+def test_the_error_of_one_rank_is_not_hidden_by_the_save(kind: type[Net], state_dict_type: str) -> None:
+    """Which needs all ranks, and the others have not come to it."""
+    options = TIGHT | {"state_dict_type": state_dict_type}
+    everyone = run_ranks(_stumbles_and_saves, 2, kind, options, init_group=False, fresh=True)
+    check_heard([heard for heard, _ in everyone], VICTIM, "ValueError", "no such luck")
+    assert not any(is_saved for _, is_saved in everyone)
+
+
+def test_an_error_of_all_ranks_is_saved_after() -> None:
+    everyone = run_ranks(_stumbles_and_saves, 2, NetThatAllRefuse, TIGHT, init_group=False, fresh=True)
+    assert [heard["text"] for heard, _ in everyone] == ["nobody likes it"] * 2
+    assert all(is_saved for _, is_saved in everyone)

@@ -246,7 +246,7 @@ def test_optimizers_of_torch_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_used_is_told_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "disk").write_text("a file")
     monkeypatch.setattr("lightning_elixir.strategy.ElixirStrategy.setup", lambda *_: pytest.fail("it came too late"))
-    with pytest.raises(StorageError, match="cannot be used to offload to"):
+    with pytest.raises(StorageError, match="cannot be used to offload to: it is a file, not a folder"):
         fit(ElixirStrategy(**on_nvme(tmp_path)), hybrid())
 
 

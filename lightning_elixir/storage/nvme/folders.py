@@ -1,4 +1,4 @@
-"""Folders for those who name none."""
+"""Folders to offload to: what is wrong with those that are named, and one for those who name none."""
 
 from __future__ import annotations
 
@@ -30,10 +30,43 @@ def temporary_folder() -> Path:
     )
 
 
+def problem_of_folder(folder: Path) -> str | None:
+    """Why there is no such folder, nor can be; None: there is one, or it may be made."""
+    for place in (folder, *folder.parents):
+        if os.path.isdir(place):
+            return None
+        if os.path.lexists(place):
+            is_link = place.is_symlink()
+            kind = "file" if os.path.isfile(place) else "link to nothing" if is_link else "device or the like"
+            return f"{'it' if place == folder else place} is a {kind}, not a folder"
+    return None
+
+
+def check_folder(folder: str | Path) -> None:
+    """See that files can be offloaded there, as far as that can be seen without making it.
+
+    Raises:
+        StorageError: It is a file, or lies below one.
+    """
+    folder = Path(folder).absolute()
+    problem = problem_of_folder(folder)
+    if problem is not None:
+        raise StorageError(
+            f"{folder} cannot be used to offload to: {problem}. Name a folder on the disk to offload to"
+            " (nvme_offload_dir), which is made if it is missing",
+            path=folder,
+        )
+
+
 def is_in_memory(folder: Path) -> bool:
-    """Whether the folder, or the one that it would be made in, is on a file system that keeps its files in memory."""
+    """Whether the folder, or the one that it would be made in, is on a file system that keeps its files in memory.
+
+    Raises:
+        StorageError: There is no such folder, and none can be made, as `check_folder` finds.
+    """
     real = folder.absolute()
-    while not real.exists() and real != real.parent:
+    check_folder(real)
+    while not os.path.exists(real) and real != real.parent:
         real = real.parent
     real = real.resolve()
     # The mount point nearest to the folder; of several there, the last hides the others.
