@@ -20,7 +20,13 @@ if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
-    from lightning.pytorch.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler, ModelCheckpoint
+    from lightning.pytorch.callbacks import (
+        BaseFinetuning,
+        Callback,
+        GradientAccumulationScheduler,
+        ModelCheckpoint,
+        OnExceptionCheckpoint,
+    )
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
@@ -38,7 +44,13 @@ else:
     from lightning_fabric.utilities.seed import reset_seed
     from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.accelerators import Accelerator, CPUAccelerator
-    from pytorch_lightning.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler, ModelCheckpoint
+    from pytorch_lightning.callbacks import (
+        BaseFinetuning,
+        Callback,
+        GradientAccumulationScheduler,
+        ModelCheckpoint,
+        OnExceptionCheckpoint,
+    )
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, HalfPrecision, MixedPrecision, Precision
     from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
@@ -62,6 +74,7 @@ __all__ = [
     "LightningOptimizer",
     "MixedPrecision",
     "ModelCheckpoint",
+    "OnExceptionCheckpoint",
     "MultiProcessingLauncher",
     "ParallelStrategy",
     "Precision",

@@ -274,7 +274,7 @@ def sees_saves(callback: Any, saves: ShardedCheckpoints) -> Iterator[None]:
 
 
 class SavesOnException:
-    """One fit's `ModelCheckpoint`s that save when an exception has come: they do where it has come on all ranks.
+    """One fit's callbacks that save when an exception has come: they do where it has come on all ranks.
 
     A save needs all of them. A rank that begins one alone, while the others wait for it somewhere else, ends them and
     itself by an error of the save, which hides what has really happened.
@@ -289,12 +289,12 @@ class SavesOnException:
 
     @contextlib.contextmanager
     def guarding(self, callback: Any) -> Iterator[None]:
-        """Have this `ModelCheckpoint` save together with the other ranks, or not at all."""
+        """Have this `ModelCheckpoint` or `OnExceptionCheckpoint` save together with the other ranks, or not at all."""
         original = callback.on_exception
         is_own = "on_exception" in vars(callback)
 
         def on_exception(trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            if not callback.save_on_exception:
+            if not getattr(callback, "save_on_exception", True):
                 original(trainer, pl_module, exception)
                 return
             if self._can_save is None:

@@ -28,6 +28,7 @@ from lightning_elixir._lightning import (
     LightningModule,
     LightningOptimizer,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
     Precision,
     Trainer,
     TrainerFn,
@@ -318,10 +319,10 @@ class ElixirStrategy(ProcessStrategy):
         self._in_place = contextlib.ExitStack()
         on_exception = SavesOnException(self._comm)
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
+            if isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint)):
                 self._in_place.enter_context(on_exception.guarding(callback))
-                if self._config.async_save:
-                    self._in_place.enter_context(sees_saves(callback, self._sharded))
+            if isinstance(callback, ModelCheckpoint) and self._config.async_save:
+                self._in_place.enter_context(sees_saves(callback, self._sharded))
         if is_training:
             self._in_place.enter_context(GracefulStop(trainer, self._comm).installed())
             self.setup_optimizers(trainer)
