@@ -428,7 +428,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             updates = self._adam_updates(chunk, members, target, is_compute_on_device=is_near)
             if not is_near and not shard.is_param_on_disk:
                 ready.append(now)  # likewise
-        on_disk = self._inner[chunk.id].take_on_disk()
+        on_disk = self._inner[chunk.id].take_on_disk(members)
         if on_disk is not None and grad is not None and shard.is_param_on_disk:
             is_whole = sum(update.used_numel for update in updates) == on_disk.states.spec.numel
             on_disk = dataclasses.replace(on_disk, grad_dtype=grad.dtype, is_whole=is_whole)
@@ -458,7 +458,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         with torch.no_grad(), self._all_or_nothing():
             updates = self._adam_updates(chunk, members, grad)
             ready = () if download is None else (download,)
-            job = ChunkUpdate(updates, is_streamed, ready, on_disk=inner.take_on_disk())
+            job = ChunkUpdate(updates, is_streamed, ready, on_disk=inner.take_on_disk(members))
             self._engine.reducer.note_begun(chunk)
             self._early[chunk.id] = self._runner.submit(job, self._record, order=len(self._early))
 

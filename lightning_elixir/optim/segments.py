@@ -215,13 +215,14 @@ class SegmentOptimizer:
         """Whether any moments there hold something."""
         return any(position not in self._blank for position in self._counts)
 
-    def take_on_disk(self) -> StatesOnDisk | None:
-        """What the update that was described just now has to know of states on a disk; it makes their zeros."""
+    def take_on_disk(self, members: Collection[int]) -> StatesOnDisk | None:
+        """What the update of these members that was described just now has to know of states on a disk; it makes zeros
+        where it comes to, of all theirs and perhaps of others'."""
         if self._on_disk is None:
             return None
         blank = [Piece(self._starts[i], self._starts[i] + self.places[i].numel) for i in sorted(self._blank)]
         found = StatesOnDisk(self._on_disk, not self._has_come_from_disk(), tuple(blank))
-        self._blank.clear()
+        self._blank = {i for i in self._blank if self.places[i].member_index not in members}
         return found
 
     def _new_moments(self) -> tuple[Tensor, ...]:

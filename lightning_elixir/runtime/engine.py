@@ -196,7 +196,7 @@ class Engine:
         self.phase = Phase.IDLE
         self._is_freed = False
         self._why_closed = "this ElixirModule was closed: its parameters have no values any more"
-        self._reduce_dtype = reduce_dtype
+        self._reduce_dtype = reduce_dtype if comm.world_size > 1 else None  # one rank has nothing to reduce
         self._has_prefetch = prefetch
         self._agreement = Agreement(
             comm,

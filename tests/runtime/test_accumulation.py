@@ -28,7 +28,7 @@ from lightning_elixir.planning import make_plan
 from lightning_elixir.runtime import accumulation
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
-from tests.helpers.zoo import ZOO
+from tests.helpers.zoo import ZOO, make
 from tests.runtime import test_streamed_updates as streamed
 from tests.runtime import test_update_timing as timed
 from tests.runtime.test_streamed_updates import CPU, HOWS, How, Result, assert_same, result_of, use_small_slots
@@ -182,6 +182,23 @@ def test_several_gradients_in_a_later_backward_are_added_to_the_sum() -> None:
         module.close()
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
+
+
+@pytest.mark.parametrize("site", ["host", "nvme_param"])
+def test_what_gradients_are_reduced_in_is_nothing_to_one_rank(site: str) -> None:
+    how = replace(HOWS["fp32"], steps=2, micro_batches=2)
+    results = []
+    for reduce_dtype in (None, torch.bfloat16):
+        model = make(how.name)
+        inner = streamed.new_optimizer(model, how)
+        plan = streamed.plan_for(model, how, site)
+        module = ElixirModule(model, plan, dtype=how.dtype, master_weights=how.master, reduce_dtype=reduce_dtype)
+        optimizer = ElixirOptimizer(module, inner)
+        for number in range(how.steps):
+            streamed.train_step(module, optimizer, how, number)
+        results.append(result_of(module, optimizer))
+        module.close()
+    assert_same(results[1], results[0])
 
 
 def train_rank(how: How, site: str, options: dict[str, Any], device_type: str = "cpu") -> Result:

@@ -269,6 +269,39 @@ def test_parameters_between_others_that_have_states(monkeypatch: pytest.MonkeyPa
         module.close()
 
 
+class Branches(nn.Module):
+    """Each step needs one of two parameters, which lie in one chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return self.both[number % 2](x).float().square().mean()
+
+
+def test_a_second_optimizer_begins_with_zeros_in_pieces_that_it_comes_to_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_small_buffers(monkeypatch)
+    found = []
+    for tier in (Tier.CPU, Tier.NVME):
+        torch.manual_seed(0)
+        model = Branches()
+        plan = make_plan(model, placement_policy="cpu", compute_dtype=torch.bfloat16, chunk_size=4 * 128 * 128)
+        plan = replace(plan, chunks=tuple(replace(c, optim_tier=tier) for c in plan.chunks))
+        module = ElixirModule(model, plan, dtype=torch.bfloat16)
+        for init_step in (False, True):
+            optimizer = ElixirOptimizer(module, HybridAdam(model.parameters(), lr=1e-2), init_step=init_step)
+            for number in range(4):
+                optimizer.backward(module(torch.randn(4, 128), number))
+                optimizer.step()
+            optimizer.synchronize()
+        found.append(module.full_state_dict())
+        module.close()
+    assert [name for name, value in found[0].items() if not torch.equal(value, found[1][name])] == []
+
+
 def test_an_update_that_fails_in_one_piece_fails_for_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_buffers(monkeypatch)
     module, optimizer = training = new_training()

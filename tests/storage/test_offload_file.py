@@ -143,6 +143,43 @@ def test_a_reader_who_will_write(open_file: Open) -> None:
     assert torch.equal(read_back(file, 1, numel), values[1] * 4)  # and a reader who will not, twice
 
 
+def test_who_will_write_may_do_so_in_parts(open_file: Open) -> None:
+    file = open_file(8 * 4096)
+    file.write(0, torch.full((8 * 1024,), 1.0)).wait()
+    file.read(0, torch.empty(8 * 1024), will_write=True).wait()
+    file.write(0, torch.full((3 * 1024,), 2.0)).wait()
+    target = torch.empty(3 * 1024)
+    file.read(0, target).wait()
+    assert (target == 2).all()
+    file.write(0, torch.full((5 * 1024,), 3.0), offset=3 * 4096).wait()
+    target = torch.empty(8 * 1024)
+    file.read(0, target).wait()
+    assert torch.equal(target, torch.tensor([2.0] * 3 + [3.0] * 5).repeat_interleave(1024))
+
+
+@pytest.mark.slow
+def test_signals_while_somebody_waits(open_file: Open) -> None:
+    """Any handler, of Ctrl-C or of a DataLoader's children, may run in the middle of a wait."""
+    code = """
+import signal, sys, torch
+from lightning_elixir.storage.nvme import open_offload_file
+seen, done = [], 0
+signal.signal(signal.SIGALRM, lambda *_: seen.append(1))
+with open_offload_file(sys.argv[1], [64 * 2**20], backend=sys.argv[2]) as file:
+    x = file.empty(64 * 2**20, torch.uint8).fill_(7)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    while len(seen) < 300 or done < 3:
+        file.write(0, x).wait()
+        file.read(0, x.zero_()).wait()
+        assert (x == 7).all()
+        done += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+print("done")
+"""
+    folder, backend = open_file(64).folder, open_file(64).backend
+    assert run(code, str(folder), backend).strip() == "done"
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_any_sequence_of_requests(open_file: Open, seed: int) -> None:
     """Against a dictionary; the file keeps its size, of which its last block tells."""

@@ -14,8 +14,9 @@
   in question alone: the user's memory where a slot is whole and aligned there, a staging buffer otherwise.
 - Of its ways to wait only `synchronize` waits for reads, and it waits for everything. It holds the GIL in there. So
   transfers are begun as they come, as many as there are, before all of them are waited for.
-- It does not know threads: all calls are made under a lock. It asks io_uring for a queue without looking whether it
-  gets one, and crashes without: we ask first.
+- It does not know threads, and crashes when a signal wakes the one that waits in it: one thread of ours makes all
+  calls, and handles no signals. (Being stopped and continued nobody can keep from it.) It asks io_uring for a queue
+  without looking whether it gets one, and crashes without: we ask first.
 - Its end removes the file by name, and complains on stdout if there is none: there is, for that moment.
 - It goes through the page cache: where the file system can do without, its descriptor is told so.
 """
@@ -25,12 +26,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import signal
 import struct
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +42,6 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.core.labels import label
-from lightning_elixir.core.signals import deferred
 from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.errors import StorageError
 from lightning_elixir.storage.nvme.checksums import Checksums
@@ -56,6 +57,11 @@ _NUM_ENTRIES = 64  # of the queues
 _MOST_IN_FLIGHT = 56
 """Slots on their way at a time."""
 _MOST_TRANSFERS = 16
+
+_OF_A_THREAD = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+
+_LEFT = "it was read with will_write, and has not been written since"
+"""Why such a slot cannot be read; who has promised to write may do so in parts."""
 _IO_URING_PARAMS_BYTES = 120
 _IO_URING_SETUP = 425  # on every architecture that Linux has io_uring on
 _HOW_TO_INSTALL = (
@@ -100,7 +106,7 @@ class TensornvmeBackend:
         payload = min(SLOT_BYTES, aligned(max((r.nbytes for r in regions), default=0)) or ALIGNMENT)
         self._slots = _Slots(file, regions, payload, min(2 * queue_depth, _MOST_IN_FLIGHT), checksums)
         self.is_direct = self._slots.is_direct
-        self._worker = Worker("tensornvme", most_in_flight=_MOST_TRANSFERS)
+        self._worker = Worker("tensornvme", context=_without_signals, most_in_flight=_MOST_TRANSFERS)
         self._waiting: set[Task] = set()
         self._latest: dict[int, Task] = {}  # by region
 
@@ -130,7 +136,8 @@ class TensornvmeBackend:
 
 
 class _Flight:
-    """A transfer on its way. An `Event`: whoever waits for it lands all that are."""
+    """A transfer on its way. An `Event`: the back end's thread lands all that are when it waits for one, others wait
+    until it has."""
 
     def __init__(self, slots: _Slots, transfer: Transfer, parts: Sequence[_Part]) -> None:
         self.transfer = transfer
@@ -139,26 +146,39 @@ class _Flight:
         """With the marks, by part."""
         self.arrived: set[int] = set()
         """Slots that were read."""
-        self.is_landed = False
-        self.error: StorageError | None = None
+        self.error: BaseException | None = None
         self._slots = slots
+        self._thread = threading.get_ident()
+        self._is_landed = False
+        self._is_flying = threading.Lock()  # given back when it has landed
+        self._is_flying.acquire()
+
+    def note_landed(self, error: BaseException | None = None) -> None:
+        """It is over, or has failed."""
+        self.error = error
+        self._is_landed = True
+        self._is_flying.release()
 
     def is_over(self) -> bool:
         """
         Raises:
             StorageError: It has failed.
         """
+        if not self._is_landed:
+            return False
         if self.error is not None:
             raise self.error
-        return self.is_landed
+        return True
 
     def synchronize(self) -> None:
         """
         Raises:
             StorageError: It has failed.
         """
-        if not self.is_landed:
+        if threading.get_ident() == self._thread:
             self._slots.land()
+        with self._is_flying:
+            pass
         if self.error is not None:
             raise self.error
 
@@ -166,7 +186,7 @@ class _Flight:
 
 
 class _Slots:
-    """The slots. Calls may come from any thread, but for the first and the last."""
+    """The slots, on the thread that alone may touch them."""
 
     def __init__(
         self,
@@ -185,7 +205,6 @@ class _Slots:
         self._lost: dict[int, str] = {}
         """Slots that were written, and why they cannot be read any more."""
         slot_bytes, num_slots = payload + ALIGNMENT, first_slots[-1]
-        self._lock = threading.RLock()
         self._flights: list[_Flight] = []
         self._staging = [torch.frombuffer(aligned_memory(payload), dtype=torch.uint8) for _ in range(depth)]
         pages = torch.frombuffer(aligned_memory(_MOST_IN_FLIGHT * ALIGNMENT), dtype=torch.uint8)
@@ -204,9 +223,10 @@ class _Slots:
             file.allocate(slot_bytes * num_slots + ALIGNMENT)
             file.go_direct()
             self.is_direct = file.is_direct and all(go_direct(fd, file.nbytes) for fd in _other_descriptors(file.fd))
-            self._reserve(slot_bytes * num_slots)
-            if num_slots:
-                self._try_out()
+            with _without_signals():
+                self._reserve(slot_bytes * num_slots)
+                if num_slots:
+                    self._try_out()
         except BaseException:
             self._finalizer()
             raise
@@ -217,28 +237,41 @@ class _Slots:
         Raises:
             StorageError: As `_Flight.synchronize`.
         """
-        with deferred(), self._lock:
-            if self._checksums is not None and transfer.is_write:
-                address = transfer.tensor.data_ptr()
-                self._checksums.note(transfer.region, transfer.offset, address, transfer.nbytes)
-            parts = [part for group in self._groups(transfer) for part in group]
-            if self._is_straight(transfer, parts):
-                return self._take_off(transfer, parts)
-            self._land()
-            if transfer.is_write:
-                self._write(transfer)
-            else:
-                self._read(transfer)
-                self._check(transfer)
-            return None
+        if self._checksums is not None and transfer.is_write:
+            address = transfer.tensor.data_ptr()
+            self._checksums.note(transfer.region, transfer.offset, address, transfer.nbytes)
+        parts = [part for group in self._groups(transfer) for part in group]
+        if self._is_straight(transfer, parts):
+            return self._take_off(transfer, parts)
+        self.land()
+        if transfer.is_write:
+            self._write(transfer)
+        else:
+            self._read(transfer)
+            self._check(transfer)
+        return None
 
     def land(self) -> None:
         """Wait for all that is on its way; what fails is told to those whose it is."""
-        with deferred(), self._lock:
-            self._land()
+        flights, self._flights = self._flights, []
+        problem: BaseException | None = None
+        try:
+            if flights:
+                self._synchronize()
+        except BaseException as error:  # then nobody knows what has come
+            problem = error
+        for flight in flights:
+            failure = problem
+            try:
+                if problem is None and not flight.transfer.is_write:
+                    self._receive(flight)
+                    self._check(flight.transfer)
+            except BaseException as error:
+                failure = error
+            self._pages += flight.pages
+            flight.note_landed(failure)
 
     def close(self) -> None:
-        self.land()
         self._finalizer()
         self.file.close()
 
@@ -258,7 +291,7 @@ class _Slots:
 
     def _take_off(self, transfer: Transfer, parts: Sequence[_Part]) -> _Flight:
         if len(self._pages) < len(parts):
-            self._land()
+            self.land()
         flight, address = _Flight(self, transfer, parts), transfer.tensor.data_ptr()
         self._flights.append(flight)
         for part in parts:
@@ -271,22 +304,6 @@ class _Slots:
                 self._get(part.slot, memory, page, partial(flight.arrived.add, part.slot))
         return flight
 
-    def _land(self) -> None:
-        if not self._flights:
-            return
-        flights, self._flights = self._flights, []
-        self._synchronize()
-        for flight in flights:
-            transfer = flight.transfer
-            try:
-                if not transfer.is_write:
-                    self._receive(flight)
-                    self._check(transfer)
-            except StorageError as error:
-                flight.error = error
-            self._pages += flight.pages
-            flight.is_landed = True
-
     def _receive(self, flight: _Flight) -> None:
         """What was read with `will_write` is in memory now, and nowhere else."""
         missing = [part for part in flight.parts if part.slot not in flight.arrived]
@@ -297,7 +314,7 @@ class _Slots:
                 if missing:
                     self._put(part.slot, _over(address + part.first, self._payload), page)
                 else:
-                    self._lost[part.slot] = "it was read with will_write, and has not been written since"
+                    self._lost[part.slot] = _LEFT
         if missing:
             self._synchronize()
             raise self._cannot_read(missing[0])
@@ -311,14 +328,14 @@ class _Slots:
         address = transfer.tensor.data_ptr()
         for group in self._groups(transfer):
             for part in group:
-                if part.is_partial and part.slot in self._lost:
+                if part.is_partial and self._lost.get(part.slot, _LEFT) is not _LEFT:
                     raise self._cannot_read(part)
-            self._take(group)  # what is there already: its places become free, and parts of slots are put into it
+            taken = self._take(group)  # its places become free, and parts of slots are put into what is there
             for part, buffer, page in zip(group, self._staging, self._pages, strict=False):
                 if self._fits(part, address):
                     self._put(part.slot, _over(address + part.first, self._payload), page)
                     continue
-                if part.is_partial and part.slot not in self._times_written:
+                if part.is_partial and part.slot not in taken:
                     buffer.zero_()
                 ctypes.memmove(buffer.data_ptr() + part.in_slot, address + part.first, part.nbytes)
                 self._put(part.slot, buffer, page)
@@ -337,7 +354,7 @@ class _Slots:
                     continue
                 ctypes.memmove(address + part.first, buffer.data_ptr() + part.in_slot, part.nbytes)
                 if transfer.will_write and not part.is_partial:
-                    self._lost[part.slot] = "it was read with will_write, and has not been written since"
+                    self._lost[part.slot] = _LEFT
                 else:
                     self._put(part.slot, buffer, page)
             self._synchronize()
@@ -473,6 +490,16 @@ class _Part:
     nbytes: int
     is_partial: bool
     """Whether the slot holds more."""
+
+
+@contextmanager
+def _without_signals() -> Iterator[None]:
+    """They wait, or other threads handle them."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OF_A_THREAD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _over(address: int, nbytes: int) -> Tensor:
