@@ -70,7 +70,6 @@ from lightning_elixir.run_report import RunReport
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.stopping import GracefulStop
 from lightning_elixir.storage.nvme import is_in_memory
-from lightning_elixir.storage.nvme.folders import check_folder
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
 log = logging.getLogger(__name__)
@@ -258,8 +257,6 @@ class ElixirStrategy(ProcessStrategy):
     def _check_disk(self) -> None:
         if not self._config.may_use_nvme:
             return
-        if self._config.nvme_offload_dir is not None:
-            check_folder(self._config.nvme_offload_dir)
         folder = disk_options(self._config).existing_folder()
         if is_in_memory(folder):
             log.warning("nvme_offload_dir: %s is in memory itself, so that nothing is gained by it", folder)

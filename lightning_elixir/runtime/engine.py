@@ -38,7 +38,6 @@ from lightning_elixir.runtime.sampling import StepSeconds
 from lightning_elixir.runtime.stats import Stats, take_stats
 from lightning_elixir.runtime.whole import own_shard, whole_values
 from lightning_elixir.storage.nvme import DiskOptions, StateFile, StateTraffic, open_state_file
-from lightning_elixir.storage.nvme.folders import check_folder
 from lightning_elixir.storage.shards import ShardStore
 
 
@@ -328,8 +327,6 @@ class Engine:
             return kept
         file, problem = None, None
         try:
-            if self._disk.folder is not None:
-                check_folder(self._disk.folder)
             file = open_state_file(specs, self._disk, self.comm.rank, self.traffic)
         except Exception as error:
             problem = error

@@ -31,7 +31,7 @@ from torch import Tensor
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StateError, StorageError
 from lightning_elixir.plan.memory import nvme_buffers
-from lightning_elixir.storage.nvme.folders import temporary_folder
+from lightning_elixir.storage.nvme.folders import check_folder, temporary_folder
 from lightning_elixir.storage.nvme.mapped import MappedMemory
 from lightning_elixir.storage.nvme.offload_file import OffloadFile, open_offload_file
 from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Request, aligned, aligned_memory, when_all_over
@@ -60,13 +60,24 @@ class DiskOptions:
     has_checksums: bool = False
     """Whether what is read is checked against what was written."""
 
+    def chosen_folder(self) -> Path:
+        """Where the files go; it may be missing.
+
+        Raises:
+            StorageError: There can be no such folder, or none was given and there is none to take.
+        """
+        if self.folder is None:
+            return temporary_folder()
+        check_folder(self.folder)
+        return Path(self.folder).absolute()
+
     def existing_folder(self) -> Path:
         """The folder, made, and tried out.
 
         Raises:
             StorageError: It cannot be used, none was given and there is none to take, or the back end is not there.
         """
-        folder = temporary_folder() if self.folder is None else Path(self.folder).absolute()
+        folder = self.chosen_folder()
         open_offload_file(folder, [ALIGNMENT], backend=self.backend).close()
         return folder
 
@@ -629,7 +640,7 @@ def open_state_file(
         PlanError: There is no such back end.
     """
     file = open_offload_file(
-        temporary_folder() if options.folder is None else options.folder,
+        options.chosen_folder(),
         [specs[chunk_id].bytes_of(part) for chunk_id, part in _keys(specs)],
         backend=options.backend,
         rank=rank,

@@ -207,10 +207,8 @@ class _Slots:
         slot_bytes, num_slots = payload + ALIGNMENT, first_slots[-1]
         self._flights: list[_Flight] = []
         self._staging = [torch.frombuffer(aligned_memory(payload), dtype=torch.uint8) for _ in range(depth)]
-        pages = torch.frombuffer(aligned_memory(_MOST_IN_FLIGHT * ALIGNMENT), dtype=torch.uint8)
-        self._pages = [_over(pages.data_ptr() + at, ALIGNMENT) for at in range(0, pages.numel(), ALIGNMENT)]
+        self._pages = [torch.frombuffer(aligned_memory(ALIGNMENT), dtype=torch.uint8) for _ in range(_MOST_IN_FLIGHT)]
         """For marks: one for each slot that may be on its way; those that are not."""
-        self._memory_of_pages = pages
         self._held = [_open(file.path)]
         self._finalizer = weakref.finalize(self, _end, self._held, file)
         try:
@@ -240,14 +238,17 @@ class _Slots:
         if self._checksums is not None and transfer.is_write:
             address = transfer.tensor.data_ptr()
             self._checksums.note(transfer.region, transfer.offset, address, transfer.nbytes)
-        parts = [part for group in self._groups(transfer) for part in group]
+        parts = self._parts(transfer)
         if self._is_straight(transfer, parts):
             return self._take_off(transfer, parts)
         self.land()
-        if transfer.is_write:
-            self._write(transfer)
-        else:
-            self._read(transfer)
+        for at in range(0, len(parts), len(self._staging)):
+            group = parts[at : at + len(self._staging)]
+            if transfer.is_write:
+                self._write(transfer, group)
+            else:
+                self._read(transfer, group)
+        if not transfer.is_write:
             self._check(transfer)
         return None
 
@@ -324,58 +325,54 @@ class _Slots:
             address = transfer.tensor.data_ptr()
             self._checksums.check(transfer.region, transfer.offset, address, transfer.nbytes)
 
-    def _write(self, transfer: Transfer) -> None:
+    def _write(self, transfer: Transfer, group: Sequence[_Part]) -> None:
+        """As many slots as there are staging buffers."""
         address = transfer.tensor.data_ptr()
-        for group in self._groups(transfer):
-            for part in group:
-                if part.is_partial and self._lost.get(part.slot, _LEFT) is not _LEFT:
-                    raise self._cannot_read(part)
-            taken = self._take(group)  # its places become free, and parts of slots are put into what is there
-            for part, buffer, page in zip(group, self._staging, self._pages, strict=False):
-                if self._fits(part, address):
-                    self._put(part.slot, _over(address + part.first, self._payload), page)
-                    continue
-                if part.is_partial and part.slot not in taken:
-                    buffer.zero_()
-                ctypes.memmove(buffer.data_ptr() + part.in_slot, address + part.first, part.nbytes)
+        for part in group:
+            if part.is_partial and self._lost.get(part.slot, _LEFT) is not _LEFT:
+                raise self._cannot_read(part)
+        taken = self._take(group)  # its places become free, and parts of slots are put into what is there
+        for part, buffer, page in zip(group, self._staging, self._pages, strict=False):
+            if self._fits(part, address):
+                self._put(part.slot, _over(address + part.first, self._payload), page)
+                continue
+            if part.is_partial and part.slot not in taken:
+                buffer.zero_()
+            ctypes.memmove(buffer.data_ptr() + part.in_slot, address + part.first, part.nbytes)
+            self._put(part.slot, buffer, page)
+        self._synchronize()
+
+    def _read(self, transfer: Transfer, group: Sequence[_Part]) -> None:
+        """As many slots as there are staging buffers."""
+        address = transfer.tensor.data_ptr()
+        for part in group:
+            if part.slot in self._lost:
+                raise self._cannot_read(part)
+        taken = self._take(group)
+        for part, buffer, page in zip(group, self._staging, self._pages, strict=False):
+            if part.slot not in taken:  # never written
+                ctypes.memset(address + part.first, 0, part.nbytes)
+                continue
+            ctypes.memmove(address + part.first, buffer.data_ptr() + part.in_slot, part.nbytes)
+            if transfer.will_write and not part.is_partial:
+                self._lost[part.slot] = _LEFT
+            else:
                 self._put(part.slot, buffer, page)
-            self._synchronize()
+        self._synchronize()
 
-    def _read(self, transfer: Transfer) -> None:
-        address = transfer.tensor.data_ptr()
-        for group in self._groups(transfer):
-            for part in group:
-                if part.slot in self._lost:
-                    raise self._cannot_read(part)
-            taken = self._take(group)
-            for part, buffer, page in zip(group, self._staging, self._pages, strict=False):
-                if part.slot not in taken:  # never written
-                    ctypes.memset(address + part.first, 0, part.nbytes)
-                    continue
-                ctypes.memmove(address + part.first, buffer.data_ptr() + part.in_slot, part.nbytes)
-                if transfer.will_write and not part.is_partial:
-                    self._lost[part.slot] = _LEFT
-                else:
-                    self._put(part.slot, buffer, page)
-            self._synchronize()
-
-    def _groups(self, transfer: Transfer) -> Iterator[list[_Part]]:
-        """The slots of a transfer, as many at a time as there are staging buffers."""
+    def _parts(self, transfer: Transfer) -> list[_Part]:
+        """What it has to do with each of its slots."""
         first_slot = self._first_slots[transfer.region]
-        group: list[_Part] = []
+        parts: list[_Part] = []
         at = 0
         while at < transfer.nbytes:
             index, in_slot = divmod(transfer.offset + at, self._payload)
             nbytes = min(self._payload - in_slot, transfer.nbytes - at)
             in_region = transfer.offset + at
             holds = min(self._payload, self._regions[transfer.region].nbytes - index * self._payload)
-            group.append(_Part(first_slot + index, transfer.region, in_region, in_slot, at, nbytes, nbytes < holds))
+            parts.append(_Part(first_slot + index, transfer.region, in_region, in_slot, at, nbytes, nbytes < holds))
             at += nbytes
-            if len(group) == len(self._staging):
-                yield group
-                group = []
-        if group:
-            yield group
+        return parts
 
     def _take(self, group: Sequence[_Part]) -> set[int]:
         """Bring what is there of these slots to the staging buffers; tensornvme then forgets it."""
