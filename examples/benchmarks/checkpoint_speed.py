@@ -59,12 +59,18 @@ def main() -> int:
                 found["raw"] = raw_speed(Path(own), files_bytes(saved))
                 shutil.rmtree(saved)
             found[mode] = run_apart(arguments, mode, Path(own))
+            keep(found, arguments.json)
         found["raw_after"] = raw_speed(Path(own), found["async"]["nbytes"])
     for mode in ("sync", "async", "load"):
         print(f"{mode:<6}{summary(mode, found)}")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+    keep(found, arguments.json)
     return 0
+
+
+def keep(found: dict[str, Any], path: str | None) -> None:
+    """What is known so far, should the rest not come."""
+    if path:
+        Path(path).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def summary(mode: str, found: dict[str, Any]) -> str:
