@@ -17,6 +17,7 @@ from lightning_elixir.checkpoint.consolidate import OWN_KEY
 from lightning_elixir.checkpoint.writer import Contents
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.errors import DivergenceError, PeerLostError, StateError
 from lightning_elixir.saving import (
     SavePlan,
@@ -90,7 +91,7 @@ class ShardedCheckpoints:
         meta[OWN_KEY] = {"random_states": randoms, "loss_scaler": scaler}
         is_async = self._is_async and not is_waited_for
         folder = PendingFolder(path, comm, past_cache=not is_async)
-        folder.write(plan.write, meta)
+        folder.write(plan.write, meta, module.engine.device, plan.num_files(default_num_threads()))
         if not is_async:
             folder.commit(plan.contents)
             return

@@ -2,8 +2,8 @@
 
 [Note: slices as boxes] A rank's shard of a chunk holds a run of a parameter's elements, in memory order. Checkpoints of
 `torch.distributed.checkpoint` know boxes only: offsets and sizes along each dimension. A run is cut into few of them:
-the end of a row, whole rows, the begin of a row, and so on inside those two rows; at most `2 * dimensions - 1`. They
-follow each other in the run, so each is a view of a slice of it.
+the end of a row, whole rows, the begin of a row, and so on inside those two rows; at most `2 * dimensions - 1`, where
+there is no bound on their size. They follow each other in the run, so each is a view of a slice of it.
 """
 
 from __future__ import annotations
@@ -50,10 +50,15 @@ class Extent:
     """First element of the run."""
     numel: int
 
-    def boxes(self) -> list[Box]:
-        """The run, cut up, in its order."""
+    def boxes(self, most: int | None = None) -> list[Box]:
+        """The run, cut up, in its order.
+
+        Args:
+            most: Elements of a box; None: as many as it takes.
+        """
         order = self._memory_order()
-        cut = _cut(tuple(self.shape[d] for d in order), self.begin, self.begin + self.numel)
+        most = max(1, self.numel if most is None else most)
+        cut = _cut(tuple(self.shape[d] for d in order), self.begin, self.begin + self.numel, most)
         back = [order.index(d) for d in range(len(order))]
         return [Box(tuple(o[i] for i in back), tuple(s[i] for i in back)) for o, s in cut]
 
@@ -63,13 +68,21 @@ class Extent:
         Args:
             run: 1-D, `[numel]`: the elements.
         """
-        order = self._memory_order()
-        back = [order.index(d) for d in range(len(order))]
+        for box, part in self.parts(run):
+            yield box, self.as_box(box, part)
+
+    def parts(self, run: Tensor, most: int | None = None) -> Iterator[tuple[Box, Tensor]]:
+        """The boxes, each with its slice of the run. Arguments as for `views` and `boxes`."""
         begin = 0
-        for box in self.boxes():
+        for box in self.boxes(most):
             numel = math.prod(box.sizes)
-            yield box, run[begin : begin + numel].view([box.sizes[d] for d in order]).permute(back)
+            yield box, run[begin : begin + numel]
             begin += numel
+
+    def as_box(self, box: Box, part: Tensor) -> Tensor:
+        """The elements of one of the boxes, 1-D and in memory order, in its shape; the same memory."""
+        order = self._memory_order()
+        return part.view([box.sizes[d] for d in order]).permute([order.index(d) for d in range(len(order))])
 
     def _memory_order(self) -> list[int]:
         """Dimensions, the slowest first."""
@@ -77,8 +90,8 @@ class Extent:
         return sorted(range(len(self.shape)), key=lambda d: 0 if stride is None else -stride[d])
 
 
-def _cut(shape: Shape, begin: int, end: int) -> list[tuple[Shape, Shape]]:
-    """(offsets, sizes) of the boxes that make up elements `begin` to `end` of a contiguous tensor."""
+def _cut(shape: Shape, begin: int, end: int, most: int) -> list[tuple[Shape, Shape]]:
+    """(offsets, sizes) of boxes of `most` elements that make up elements `begin` to `end` of a contiguous tensor."""
     if begin >= end:
         return []
     if not shape:
@@ -88,18 +101,23 @@ def _cut(shape: Shape, begin: int, end: int) -> list[tuple[Shape, Shape]]:
     first, skipped = divmod(begin, row)
     last, rest = divmod(end, row)
     if first == last:
-        return _in_row(first, inner, skipped, rest)
+        return _in_row(first, inner, skipped, rest, most)
     found = []
     if skipped:
-        found += _in_row(first, inner, skipped, row)
+        found += _in_row(first, inner, skipped, row, most)
         first += 1
-    if first < last:
-        found.append(((first, *[0] * len(inner)), (last - first, *inner)))
-    return found + _in_row(last, inner, 0, rest)
+    if row > most:
+        for whole_row in range(first, last):
+            found += _in_row(whole_row, inner, 0, row, most)
+    else:
+        rows = most // row
+        for at in range(first, last, rows):
+            found.append(((at, *[0] * len(inner)), (min(rows, last - at), *inner)))
+    return found + _in_row(last, inner, 0, rest, most)
 
 
-def _in_row(row: int, inner: Shape, begin: int, end: int) -> list[tuple[Shape, Shape]]:
-    return [((row, *offsets), (1, *sizes)) for offsets, sizes in _cut(inner, begin, end)]
+def _in_row(row: int, inner: Shape, begin: int, end: int, most: int) -> list[tuple[Shape, Shape]]:
+    return [((row, *offsets), (1, *sizes)) for offsets, sizes in _cut(inner, begin, end, most)]
 
 
 def whole(shape: Sequence[int]) -> Box:

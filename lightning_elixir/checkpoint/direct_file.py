@@ -19,8 +19,8 @@ from lightning_elixir.core.signals import deferred
 from lightning_elixir.storage.nvme import ALIGNMENT, NOT_OFFERED, aligned, aligned_memory, go_direct
 
 PIECE_BYTES = 4 * 2**20
-NUM_PIECES = 4
-_AHEAD_BYTES = 512 * 2**20
+NUM_PIECES = 2
+_AHEAD_BYTES = 64 * 2**20
 
 
 def open_new(path: Path, *, past_cache: bool) -> IO[bytes] | DirectFile:

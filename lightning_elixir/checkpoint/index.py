@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import pickle
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +21,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from lightning_elixir.checkpoint.boxes import Box, Extent, Shape, whole
 from lightning_elixir.checkpoint.folder import META_FILE, METADATA_FILE, restore_previous
+from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.errors import PlanError, StorageError
+
+_MOST_THREADS = 8
+_THREAD_BYTES = 8 * 2**20
+"""Fewer bytes are not worth a further thread."""
+_MOST_HELD_BYTES = 256 * 2**20
+"""That threads may have in memory together, beside where it goes; one box may take more."""
+_PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,16 @@ class Place:
     file: str
     offset: int
     length: int
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A stored box to be read, and where parts of it go."""
+
+    key: str
+    box: Box
+    place: Place
+    parts: Sequence[tuple[Box, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -116,38 +139,60 @@ class CheckpointIndex:
         return result
 
     def read_into(self, key: str, target: Tensor) -> None:
-        """Fill a tensor of the same shape, one stored box at a time.
+        """Fill a tensor of the same shape, in host memory, from the stored boxes.
 
         Raises:
             StorageError: A file cannot be read, or does not hold all of it.
         """
-        self._fill(key, [(whole(target.shape), target)])
+        self._read(self._tasks(key, [(whole(target.shape), target)]))
 
-    def read_run(self, key: str, extent: Extent, target: Tensor) -> None:
-        """Fill the run of a tensor's elements, cast to the target's dtype; only boxes that hold some of it are read.
+    def read_runs(self, wanted: Sequence[tuple[str, Extent, Tensor]]) -> None:
+        """Fill runs of tensors' elements, cast to the targets' dtypes; only boxes that hold some of them are read.
 
         Args:
-            target: 1-D, `[extent.numel]`, any device.
+            wanted: Key, run and target (1-D, `[extent.numel]`, in host memory) of each.
 
         Raises:
             StorageError: As `read_into`.
         """
-        self._fill(key, list(extent.views(target)))
+        self._read([t for key, extent, run in wanted for t in self._tasks(key, list(extent.views(run)))])
 
-    def _fill(self, key: str, targets: Sequence[tuple[Box, Tensor]]) -> None:
+    def _tasks(self, key: str, targets: Sequence[tuple[Box, Tensor]]) -> list[_Task]:
+        tasks = []
         missing = sum(value.numel() for _, value in targets)
         for box, place in self.tensors[key].boxes:
-            parts = [(at, value, part) for at, value in targets if (part := at.common(box)) is not None]
-            if not parts:
-                continue
-            stored = self._load(place)
-            if not isinstance(stored, Tensor) or tuple(stored.shape) != box.sizes:
-                raise self._damaged(place, f"{key} is not what the table of contents says")
-            for at, value, part in parts:
-                value[at.slices_of(part)].copy_(stored[box.slices_of(part)])
-                missing -= stored[box.slices_of(part)].numel()
+            parts = [(part, value[at.slices_of(part)]) for at, value in targets if (part := at.common(box)) is not None]
+            if parts:
+                tasks.append(_Task(key, box, place, parts))
+                missing -= sum(value.numel() for _, value in parts)
         if missing > 0:
             raise StorageError(f"{self.folder} lacks {missing} elements of {key}", path=self.folder)
+        return tasks
+
+    def _read(self, tasks: Sequence[_Task]) -> None:
+        """One box after the other, by as many threads as pays: what the disk gives, one thread cannot check and copy
+        fast enough."""
+        lengths = [task.place.length for task in tasks]
+        num_threads = min(_MOST_THREADS, default_num_threads(), len(tasks), sum(lengths) // _THREAD_BYTES)
+        num_threads = min(num_threads, _MOST_HELD_BYTES // max(lengths, default=1))
+        if num_threads < 2:
+            for task in tasks:
+                self._run(task)
+            return
+        with deferred():  # the pool is written in Python
+            pool = ThreadPoolExecutor(num_threads, "elixir-checkpoint-read")
+            try:
+                for future in [pool.submit(self._run, task) for task in tasks]:
+                    future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _run(self, task: _Task) -> None:
+        stored = self._load(task.place)
+        if not isinstance(stored, Tensor) or tuple(stored.shape) != task.box.sizes:
+            raise self._damaged(task.place, f"{task.key} is not what the table of contents says")
+        for part, target in task.parts:
+            _copy(target, stored[task.box.slices_of(part)])
 
     # Files
 
@@ -208,8 +253,7 @@ class CheckpointIndex:
         try:
             with path.open("rb") as file, io.BufferedReader(_Part(file, place.offset, place.length)) as part:
                 os.posix_fadvise(file.fileno(), place.offset, place.length, os.POSIX_FADV_WILLNEED)
-                with zipfile.ZipFile(part) as archive:  # torch.load does not compare checksums
-                    bad = archive.testzip()
+                bad = _damaged_entry(part, file.fileno(), place.offset)  # torch.load does not compare checksums
                 if bad is not None:
                     raise self._damaged(place, f"the checksum of {bad} does not fit")
                 part.seek(0)
@@ -227,6 +271,48 @@ class CheckpointIndex:
             offset=place.offset,
             nbytes=place.length,
         )
+
+
+def _damaged_entry(part: IO[bytes], descriptor: int, offset: int) -> str | None:
+    """The name of an entry of an archive whose checksum does not fit; as `ZipFile.testzip`, which takes several times
+    as long, most of it with Python's lock.
+
+    Args:
+        descriptor: Of the file of which `part` is a part.
+        offset: Where the part begins there.
+    """
+    with zipfile.ZipFile(part) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            return archive.testzip()
+    buffer = bytearray(min(_PIECE_BYTES, max((entry.file_size for entry in entries), default=0)))
+    for entry in entries:
+        # What the table says of the entry's name and extra field need not be as long as what lies before its bytes.
+        lengths = os.pread(descriptor, 4, offset + entry.header_offset + 26)
+        at = offset + entry.header_offset + 30 + sum(struct.unpack("<HH", lengths))
+        if _checksum(descriptor, at, entry.file_size, buffer) != entry.CRC:
+            return entry.filename
+    return None
+
+
+def _checksum(descriptor: int, offset: int, nbytes: int, buffer: bytearray) -> int:
+    found, done = 0, 0
+    while done < nbytes:
+        view = memoryview(buffer)[: nbytes - done]
+        count = os.preadv(descriptor, [view], offset + done)
+        if not count:
+            raise EOFError(f"the file ends {nbytes - done} bytes early")
+        found = zlib.crc32(view[:count], found)
+        done += count
+    return found
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Not by torch where the bytes are the same: it would start threads of its own for each of ours."""
+    if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+    else:
+        target.copy_(source)
 
 
 class _Part(io.RawIOBase):

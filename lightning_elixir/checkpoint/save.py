@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from lightning_elixir.checkpoint.folder import (
 )
 from lightning_elixir.checkpoint.writer import Contents, ShardWriter, Written, write_metadata
 from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.device import Device
 from lightning_elixir.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -45,14 +46,18 @@ class PendingFolder:
         self._past_cache = past_cache
         self._temporary = temporary_sibling(path)
         self._written: list[Written] = []
-        self._file: Path | None = None
+        self._files: list[Path] = []
 
-    def write(self, write: Callable[[ShardWriter], None], meta: Mapping[str, Any]) -> None:
-        """Write this rank's file, at least as far as the system's cache. Nothing of what is saved is needed afterwards.
+    def write(
+        self, write: Callable[[ShardWriter], None], meta: Mapping[str, Any], device: Device, num_files: int = 1
+    ) -> None:
+        """Write this rank's files, at least as far as the system's cache. Then nothing of what is saved is needed.
 
         Args:
             write: Puts this rank's part into the writer.
             meta: The rest of the checkpoint; rank 0's counts.
+            device: Where this part may lie, beside host memory.
+            num_files: Of this rank, each for a thread; need not be the same on every rank.
 
         Raises:
             StorageError: This or another rank could not.
@@ -60,15 +65,18 @@ class PendingFolder:
         first = self._comm.rank == 0
         try:
             self._together(self._comm, lambda: make_empty(self._temporary) if first else None)
-            self._together(self._comm, lambda: self._write(write, meta))
+            self._together(self._comm, lambda: self._write(write, meta, device, num_files))
         except BaseException:
             self._give_up()
             raise
 
-    def _write(self, write: Callable[[ShardWriter], None], meta: Mapping[str, Any]) -> None:
-        with ShardWriter(self._temporary, self._comm.rank, past_cache=self._past_cache) as writer:
+    def _write(
+        self, write: Callable[[ShardWriter], None], meta: Mapping[str, Any], device: Device, num_files: int
+    ) -> None:
+        rank, past_cache = self._comm.rank, self._past_cache
+        with ShardWriter(self._temporary, rank, device, num_files=num_files, past_cache=past_cache) as writer:
             write(writer)
-        self._written, self._file = writer.written, writer.path
+        self._written, self._files = writer.written, writer.paths
         if self._comm.rank == 0:
             torch.save(dict(meta), self._temporary / META_FILE)
 
@@ -84,7 +92,7 @@ class PendingFolder:
         """
         comm = comm or self._comm
         try:
-            self._together(comm, lambda: flush(self._file) if self._file is not None else None)
+            self._together(comm, lambda: _flush_all(self._files))
             written = comm.exchange_objects(self._written)
             self._together(comm, lambda: self._finish(contents, written) if comm.rank == 0 else None)
         except BaseException:
@@ -107,6 +115,11 @@ class PendingFolder:
 
     def _together(self, comm: Comm, action: Callable[[], T]) -> T:
         return save_together(comm, self.path, action)
+
+
+def _flush_all(paths: Sequence[Path]) -> None:
+    for path in paths:
+        flush(path)
 
 
 def save_together(comm: Comm, path: Path, action: Callable[[], T]) -> T:

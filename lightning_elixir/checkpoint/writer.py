@@ -1,17 +1,28 @@
-"""One rank's file of a sharded checkpoint, and the table of contents of all.
+"""One rank's files of a sharded checkpoint, and the table of contents of all.
 
 `torch.distributed.checkpoint` has a writer of its own, which keeps every tensor of a file until the file is written:
 with shards on the host, twice the memory. This one writes the same format, one box after the other.
+
+[Note: several files] Checksums, the search for memory and what the system does for every page take more time than a
+fast disk: one thread came to a fourth of what the disk of a machine with 16 cores can do. So a rank with much to save
+writes several files (as torch's own writer may), each by one thread at a time, in boxes of at most `BOX_NUMEL`
+elements. The caller's thread alone reads the engine's state; what lies on the device it sends to page-locked memory,
+and goes on with the next box. As many boxes are under way as there are files, and one more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +41,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_elixir.checkpoint.boxes import Box, Extent, Shape, whole
 from lightning_elixir.checkpoint.direct_file import DirectFile, open_new
+from lightning_elixir.core.device import Device
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StorageError
+
+BOX_NUMEL = 4 * 2**20
+"""A tensor of fp32 in a box takes 16 MiB: less than what the C library asks the system for, page by page, every time
+(`M_MMAP_THRESHOLD` grows to 32 MiB), so that threads that load find memory which is there."""
+FILE_BYTES = 64 * 2**20
+"""Fewer bytes are not worth a further file."""
 
 _VERSION = "1.0.0"
 
@@ -38,24 +57,45 @@ Written = tuple[str, Shape | None, str, int, int]
 """Key, offsets (None: no tensor), file, offset and length in it."""
 
 
-def file_name(rank: int) -> str:
+def file_name(rank: int, number: int = 0) -> str:
     """As `torch.distributed.checkpoint` calls it."""
-    return f"__{rank}_0.distcp"
+    return f"__{rank}_{number}.distcp"
 
 
 class ShardWriter:
-    """Writes one rank's file.
+    """Writes one rank's files; see [Note: several files]. For one thread.
 
     Args:
         folder: Of the checkpoint.
         rank: Whose.
+        device: Where runs may lie, beside host memory.
+        num_files: How many.
         past_cache: Write to the disk at once, where that is possible, instead of into the system's cache.
+
+    Raises:
+        OSError: A file cannot be made. What cannot be written comes with a later call, or at the end.
     """
 
-    def __init__(self, folder: Path, rank: int, *, past_cache: bool = False) -> None:
-        self.path = folder / file_name(rank)
+    def __init__(
+        self, folder: Path, rank: int, device: Device, *, num_files: int = 1, past_cache: bool = False
+    ) -> None:
+        self.paths = [folder / file_name(rank, number) for number in range(num_files)]
         self.written: list[Written] = []
-        self._file: Any = open_new(self.path, past_cache=past_cache)
+        self._device = device
+        self._files: list[Any] = []
+        try:
+            for path in self.paths:
+                self._files.append(open_new(path, past_cache=past_cache))
+        except BaseException:
+            self._abandon()
+            raise
+        self._free_files: SimpleQueue[tuple[str, Any]] = SimpleQueue()  # those that no thread writes to
+        for path, file in zip(self.paths, self._files, strict=True):
+            self._free_files.put((path.name, file))
+        self._pool = ThreadPoolExecutor(num_files, "elixir-checkpoint")
+        self._under_way: deque[Future[None]] = deque()
+        self._most_under_way = num_files + 1
+        self._buffers: list[Tensor] = []  # page-locked, free; never more than may be under way
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -63,41 +103,108 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and isinstance(self._file, DirectFile):
-            self._file.abandon()
-        else:
-            self._file.close()
+        try:
+            if error is None:
+                self._wait(0)
+        except BaseException:
+            self._end()
+            self._abandon()
+            raise
+        self._end()
+        if error is not None:
+            self._abandon()
+            return
+        while self._files:
+            try:
+                self._files.pop().close()
+            except BaseException:
+                self._abandon()
+                raise
+
+    def _end(self) -> None:
+        with deferred():
+            self._pool.shutdown(cancel_futures=True)
+
+    def _abandon(self) -> None:
+        while self._files:
+            file = self._files.pop()
+            with contextlib.suppress(OSError):
+                file.abandon() if isinstance(file, DirectFile) else file.close()
 
     def add_run(self, key: str, extent: Extent, run: Tensor, dtype: torch.dtype) -> None:
         """Write a run of a tensor's elements.
 
         Args:
-            run: 1-D, `[extent.numel]`, any device.
+            run: 1-D, `[extent.numel]`, in host memory or on the device; it must stay as it is until the writer is left.
             dtype: To save it in.
         """
-        for box, value in extent.views(run.detach()):
-            owner = value.to("cpu", dtype).contiguous()
-            self._add(key, box.offsets, _alone(owner))
+        for box, part in extent.parts(run.detach(), BOX_NUMEL):
+            self._wait(self._most_under_way - 1)
+            if part.device.type == "cpu":
+                self._submit(partial(self._add_part, key, extent, box, part, dtype))
+            else:
+                self._submit(self._sent(key, extent, box, part, dtype))
+
+    def _sent(self, key: str, extent: Extent, box: Box, part: Tensor, dtype: torch.dtype) -> Callable[[], None]:
+        """What writes it, which is on its way to the host."""
+        nbytes = part.nbytes
+        held = self._buffers.pop() if self._buffers else None
+        if held is None or held.numel() < nbytes:
+            held = self._device.host_empty(max(nbytes, BOX_NUMEL * 4), torch.uint8)
+        buffer, there = held, held[:nbytes].view(part.dtype)
+        there.copy_(part, non_blocking=True)
+        arrived = self._device.compute_event()
+
+        def add() -> None:
+            arrived.synchronize()
+            try:
+                self._add_part(key, extent, box, there, dtype)
+            finally:
+                self._buffers.append(buffer)
+
+        return add
+
+    def _add_part(self, key: str, extent: Extent, box: Box, part: Tensor, dtype: torch.dtype) -> None:
+        owner = extent.as_box(box, part).to(dtype).contiguous()
+        self._add(key, box.offsets, _alone(owner))
 
     def add_tensor(self, key: str, value: Tensor) -> None:
-        """Write a whole tensor."""
+        """Write a whole tensor; it must stay as it is until the writer is left."""
+        self._wait(self._most_under_way - 1)
         owner = value.detach().to("cpu").contiguous()
-        self._add(key, (0,) * value.dim(), _alone(owner))
+        self._submit(partial(self._add_whole, key, owner))
+
+    def _add_whole(self, key: str, owner: Tensor) -> None:
+        self._add(key, (0,) * owner.dim(), _alone(owner))
 
     def add_object(self, key: str, value: Any) -> None:
         """Write something that is no tensor."""
-        self._add(key, None, value)
+        self._wait(self._most_under_way - 1)
+        stream = io.BytesIO()  # first into memory: pickling may run anybody's code, which stays on this thread
+        torch.save(value, stream)
+        self._submit(partial(self._add, key, None, stream))
 
     def _add(self, key: str, offsets: Shape | None, value: Any) -> None:
-        begin = self._file.tell()
-        # Into memory first only what is small: a tensor goes to the file piece by piece.
-        if isinstance(value, Tensor):
-            torch.save(value, self._file)
-        else:
-            stream = io.BytesIO()
-            torch.save(value, stream)
-            self._file.write(stream.getbuffer())
-        self.written.append((key, offsets, self.path.name, begin, self._file.tell() - begin))
+        name, file = self._free_files.get()
+        try:
+            begin = file.tell()
+            if isinstance(value, io.BytesIO):
+                file.write(value.getbuffer())
+            else:
+                torch.save(value, file)  # piece by piece
+            self.written.append((key, offsets, name, begin, file.tell() - begin))
+        finally:
+            self._free_files.put((name, file))
+
+    def _submit(self, task: Callable[[], None]) -> None:
+        with deferred():  # the pool is written in Python
+            self._under_way.append(self._pool.submit(task))
+
+    def _wait(self, num_left: int) -> None:
+        """Until no more than so many are under way."""
+        while len(self._under_way) > num_left:
+            with deferred():
+                self._under_way.popleft().result()
 
 
 def _alone(value: Tensor) -> Tensor:
@@ -121,7 +228,7 @@ class TensorPlan:
     def boxes(self) -> list[Box]:
         if not self.extents:
             return [whole(self.shape)]
-        return [box for extent in self.extents if extent.numel for box in extent.boxes()]
+        return [box for extent in self.extents if extent.numel for box in extent.boxes(BOX_NUMEL)]
 
 
 @dataclass

@@ -28,6 +28,23 @@ def test_every_run_is_covered_once_and_in_order(shape: tuple[int, ...]) -> None:
         assert len(extent.boxes()) <= max(1, 2 * len(shape) - 1)
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_boxes_of_a_size(shape: tuple[int, ...], most: int) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    for begin, end in itertools.combinations(range(whole.numel() + 1), 2):
+        extent = Extent(shape, None, begin, end - begin)
+        found = []
+        for box, part in extent.parts(whole.view(-1)[begin:end], most):
+            assert 0 < part.numel() <= most
+            at = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            assert torch.equal(extent.as_box(box, part), whole[at])
+            found.append(part)
+        assert torch.equal(torch.cat(found), whole.view(-1)[begin:end])
+        least = (most + 1) // 2  # of a box between the ends of rows
+        assert len(found) <= max(1, 2 * len(shape) - 1 + (end - begin) // least * len(shape))
+
+
 def test_other_memory_order() -> None:
     whole = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     flat = whole.as_strided((whole.numel(),), (1,))

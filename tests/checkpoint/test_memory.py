@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from torch import nn
 
 from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
 from lightning_elixir.checkpoint import CheckpointIndex, PendingFolder
+from lightning_elixir.checkpoint.direct_file import NUM_PIECES, PIECE_BYTES
 from lightning_elixir.core.comm import SoloComm
 from lightning_elixir.planning import make_plan
 from lightning_elixir.saving import SavePlan, StandIns, load_model, load_optimizer, model_state, optimizer_state
@@ -40,7 +42,7 @@ class _Peak:
         self._thread.join()
 
 
-def _measure(path: Path) -> Any:
+def _measure(path: Path, num_files: int) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(24)])  # 96 MiB, and twice that of moments
     plan = make_plan(model, placement_policy="cpu", chunk_size=8 * MIB)
@@ -59,7 +61,7 @@ def _measure(path: Path) -> Any:
     )
     with _Peak() as saving:
         folder = PendingFolder(path, SoloComm())
-        folder.write(saved.write, {})
+        folder.write(saved.write, {}, module.engine.device, num_files)
         folder.commit(saved.contents)
     before = {k: v.clone() for k, v in module.full_state_dict().items()}
     with module.full_parameters(modify=True) as parameters, torch.no_grad():
@@ -74,8 +76,9 @@ def _measure(path: Path) -> Any:
     return saving.nbytes, loading.nbytes
 
 
-def test_saving_and_loading_take_a_chunk_or_two(tmp_path: Path) -> None:
-    saving, loading = run_ranks(_measure, 1, tmp_path / "one", fresh=True, init_group=False)[0]
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_saving_and_loading_take_a_chunk_or_two(tmp_path: Path, num_files: int) -> None:
+    saving, loading = run_ranks(_measure, 1, tmp_path / "one", num_files, fresh=True, init_group=False)[0]
     # Saving: one state of a chunk, and one weight. Loading: a chunk's values, a weight and a state of it.
-    assert saving < 24 * MIB
+    assert saving < 24 * MIB + (num_files - 1) * NUM_PIECES * PIECE_BYTES
     assert loading < 32 * MIB

@@ -251,6 +251,7 @@ def test_metrics_and_report(tmp_path: Path) -> None:
 
 def test_steps_that_are_not_logged_wait_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With everything resident, a step without loggers and one that is not logged give the host the same to do."""
+    fit(ElixirStrategy(placement_policy="cuda", **CHUNK), CalmNet, **CUDA)  # what a process does once is done
     counts = []
     for options in ({}, {"logger": pl.loggers.CSVLogger(tmp_path), "log_every_n_steps": 1000}):
         waits: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.holding import Holding
 from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.cut_up import NUM_THREADS, cut_up
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, assert_same_state, fit, make_data, make_trainer
 from tests.strategy.test_fit import FrozenNet, GroupsNet, ScheduledNet, TiedNet
@@ -90,6 +92,16 @@ def _load(path: Path, options: dict[str, Any], make_model: Any, devices: int, mo
     return _dump(trainer)
 
 
+def _save_cut_up(*arguments: Any) -> Any:
+    with cut_up():
+        return _save(*arguments)
+
+
+def _load_cut_up(*arguments: Any) -> Any:
+    with cut_up():
+        return _load(*arguments)
+
+
 def _on_ranks(function: Any, world_size: int, *arguments: Any) -> Any:
     if world_size == 1:
         return function(*arguments[:3], 1, arguments[3])
@@ -137,6 +149,28 @@ def test_any_ranks_and_placements(tmp_path: Path, saved_by: int, first: str, loa
     files = [p.name for p in path.iterdir()]
     assert sorted(files) == sorted([".metadata", "meta.pt", *(f"__{rank}_0.distcp" for rank in range(saved_by))])
     assert [p.name for p in tmp_path.iterdir()] == ["one.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "first", "loaded_by", "second"),
+    [(1, "cuda", 2, "tight"), (2, "tight", 3, "whole"), (3, "all on nvme", 1, "nvme"), (2, "const", 2, "all on nvme")],
+)
+def test_several_files_and_boxes_of_a_tensor(
+    tmp_path: Path, saved_by: int, first: str, loaded_by: int, second: str
+) -> None:
+    path = tmp_path / "one.ckpt"
+    expected = _on_ranks(_save_cut_up, saved_by, path, OPTIONS[first], MixedNet, {})
+    _assert_same(_on_ranks(_load_cut_up, loaded_by, path, OPTIONS[second], MixedNet, {}), expected)
+    index = CheckpointIndex(path)
+    assert len(index.tensors["state_dict.layers.1.up.weight"].boxes) >= 32 * 64 // 300
+    assert {p.name for p in path.iterdir() if p.suffix} == {
+        "meta.pt",
+        *(f"__{rank}_{number}.distcp" for rank in range(saved_by) for number in range(NUM_THREADS)),
+    }
+    used = {place.file for tensor in index.tensors.values() for _, place in tensor.boxes}
+    assert len(used) > saved_by
+    # As one thread reads it, where boxes are as large as they may be.
+    _assert_same(_load(path, OPTIONS["tight"], MixedNet, 1, {}), expected)
 
 
 @pytest.mark.parametrize("make_model", [LateNet, GroupsNet, ScheduledNet, FrozenNet, TiedNet])
@@ -251,8 +285,9 @@ def _here(function: Any, world_size: int, *arguments: Any, init_group: bool) -> 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_plain_torch_reads_it(tmp_path: Path) -> None:
-    state, _ = _on_ranks(_save, 2, tmp_path / "one", OPTIONS["tight"], MixedNet, {})
+@pytest.mark.parametrize("save", [_save, _save_cut_up])
+def test_plain_torch_reads_it(tmp_path: Path, save: Any) -> None:
+    state, _ = _on_ranks(save, 2, tmp_path / "one", OPTIONS["tight"], MixedNet, {})
     read = {"state_dict": {name: torch.zeros_like(value) for name, value in state.items()}}
     dcp.load(read, checkpoint_id=tmp_path / "one", no_dist=True)
     assert_same_state(read["state_dict"], state)
@@ -477,10 +512,11 @@ def _change(path: Path, change: str) -> str:
         return "__0_0.distcp is cut off"
     if change == "flipped":
         (_, place), *_ = CheckpointIndex(path).tensors["state_dict.layers.0.up.weight"].boxes
+        shard = path / place.file
         data = bytearray(shard.read_bytes())
         data[place.offset + place.length // 2] ^= 1  # one bit of a number
         shard.write_bytes(data)
-        return "__0_0.distcp is damaged"
+        return f"{place.file} is damaged"
     if change == "no contents":
         (path / ".metadata").unlink()
         return "not a whole checkpoint: it has no file .metadata"
@@ -494,11 +530,13 @@ def _change(path: Path, change: str) -> str:
 
 
 @pytest.mark.parametrize("change", ["missing", "short", "flipped", "no contents", "no meta", "foreign pickle"])
-def test_damaged_folders(tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize("cut", [contextlib.nullcontext, cut_up])
+def test_damaged_folders(tmp_path: Path, change: str, cut: Any) -> None:
     trainer, _, _ = fit(ElixirStrategy(**OPTIONS["tight"]))
-    trainer.save_checkpoint(tmp_path / "one")
+    with cut():
+        trainer.save_checkpoint(tmp_path / "one")
     message = _change(tmp_path / "one", change)
-    with pytest.raises(StorageError, match=message):
+    with pytest.raises(StorageError, match=message), cut():
         make_trainer(ElixirStrategy(**TIGHT)).fit(Net(), make_data(), ckpt_path=str(tmp_path / "one"))
 
 

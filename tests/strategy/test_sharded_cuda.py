@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from lightning_elixir.checkpoint import CheckpointIndex
+from tests.helpers.cut_up import cut_up
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import CHUNK
 from tests.strategy.test_sharded_checkpoint import OPTIONS, SHARDED, MixedNet, _assert_same, _load, _save, _train_on
@@ -72,11 +74,15 @@ def test_the_loss_scale_is_part_of_it(tmp_path: Path, monkeypatch: pytest.Monkey
     assert own["loss_scaler"]["scale"] != 2.0**21
 
 
-def test_from_the_gpu_to_the_cpu_and_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", [contextlib.nullcontext, cut_up])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_from_the_gpu_to_the_cpu_and_back(tmp_path: Path, placement: str, cut: Any) -> None:
     path = tmp_path / "one.ckpt"
-    expected = _save(path, PLACEMENTS["cuda"], MixedNet, 1, CUDA)
-    _assert_same(_load(path, OPTIONS["tight"], MixedNet, 1, {}), expected)
-    _assert_same(_load(path, PLACEMENTS["all on nvme"], MixedNet, 1, CUDA), expected)
+    with cut():
+        expected = _save(path, PLACEMENTS[placement], MixedNet, 1, CUDA)
+        _assert_same(_load(path, OPTIONS["tight"], MixedNet, 1, {}), expected)
+        _assert_same(_load(path, PLACEMENTS["all on nvme"], MixedNet, 1, CUDA), expected)
+        _assert_same(_load(path, PLACEMENTS["cuda"], MixedNet, 1, CUDA), expected)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from lightning_elixir.checkpoint.writer import ShardWriter
 from lightning_elixir.checkpointing import ShardedCheckpoints
 from lightning_elixir.errors import StorageError
 from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.cut_up import cut_up
 from tests.helpers.dist import run_processes, run_ranks, start_processes
 from tests.helpers.failures import SOON_S
 from tests.strategy.models import TIGHT, Net, assert_same_state, fit, make_data, make_trainer
@@ -69,7 +70,8 @@ def save_and_die(moment: str, victim: str) -> None:
         _after(*MOMENTS[moment], _die)
     started = time.monotonic()
     try:
-        trainer.save_checkpoint("one.ckpt")
+        with cut_up():  # several threads write
+            trainer.save_checkpoint("one.ckpt")
     except Exception as error:
         Path(f"error_{rank}").write_text(f"{time.monotonic() - started}\n{type(error).__name__}: {error}")
         raise
@@ -178,9 +180,10 @@ def _save_on_full_disk(full_rank: int) -> Any:
 
     if int(os.environ["RANK"]) == full_rank:
         _after(ShardWriter, "_add", 10, fail)
-    with pytest.raises(StorageError) as caught:
+    with pytest.raises(StorageError) as caught, cut_up():
         trainer.save_checkpoint("one.ckpt")
     CheckpointIndex(Path("one.ckpt"))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("elixir-checkpoint")]
     trainer.save_checkpoint("two.ckpt")  # with the disk as it was again, all goes on
     CheckpointIndex(Path("two.ckpt"))
     return str(caught.value), sorted(path.name for path in Path().iterdir())
