@@ -21,13 +21,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_elixir.core.peers import Process, Roster
+from lightning_elixir.core.peers import Process, Roster, Watch
 from lightning_elixir.errors import ElixirError, PeerLostError
 
 
@@ -209,6 +210,7 @@ class GroupComm:
 
     def _reset(self) -> None:
         self._lock = threading.RLock()
+        self._watch: Watch | None = None
         self._loss: PeerLostError | None = None
         self._reductions: weakref.WeakSet[_MeanOfSlices] = weakref.WeakSet()
 
@@ -220,6 +222,9 @@ class GroupComm:
         self._control = _new_group(self._ranks, self._timeout, "gloo")
         self._roster = Roster(self._control.group_name, self.rank)
         self._roster.processes = self._exchange_objects(Process.this())
+        if self._backend != "gloo" and not self._is_apart:
+            self._watch = Watch(self._roster.is_anyone_gone, partial(_lose, weakref.ref(self)))
+            weakref.finalize(self, self._watch.stop)
 
     def connect(self, nbytes: int) -> None:
         # NCCL connects peers at the first message of a kind and size, and blocks the host until both are there: in
@@ -331,6 +336,10 @@ class GroupComm:
             yield
         except ElixirError:
             raise
+        except AttributeError as error:
+            if self._loss is None:
+                raise
+            raise self._lost(RuntimeError("the groups are gone")) from error  # while this was on its way to them
         except RuntimeError as error:
             traceback.clear_frames(error.__traceback__)  # they keep the message, and that its connections
             raise self._lost(error) from error
@@ -368,11 +377,13 @@ class GroupComm:
 
     def _disconnect(self) -> None:
         """Close the groups, so that no peer waits for this rank any more."""
+        if self._watch is not None:
+            self._watch.stop()
         if not dist.is_initialized():
             return
         if self._backend != "gloo":
-            # Not run so far. Kernels of this rank that wait for a peer end with their communicator; those of a peer do
-            # when its host hears of this through the control group. The given group stays registered, of no use.
+            # Kernels of this rank that wait for a peer end with their communicator; those of a peer do when its host
+            # hears of this through the control group, or its watch does. The given group stays registered, of no use.
             for group in () if self._is_apart else (self._data, self._reduce):
                 group._get_backend(self._device).abort()
         _destroy(self._control)
@@ -409,12 +420,20 @@ class GroupComm:
             self._open()
 
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
         # Groups of some of the ranks stay until the end of the process: see `_new_group`.
         if self._loss is not None or self._is_apart or not dist.is_initialized():
             return
         if dist.get_world_size() == self.world_size:
             for group in (self._reduce, self._control, *([self._data] if self._data is not self._given else [])):
                 dist.destroy_process_group(group)
+
+
+def _lose(comm: weakref.ref[GroupComm]) -> None:
+    found = comm()
+    if found is not None:
+        found._lost(RuntimeError("a peer has gone while this rank waited in its device"))
 
 
 def _destroy(group: dist.ProcessGroup) -> None:

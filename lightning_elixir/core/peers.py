@@ -6,13 +6,20 @@ later, gets an error at once, looks into the store, writes that it has heard, an
 connected to the first one only through others hear as well. A killed process writes nothing. Its connections are closed
 by the system, and then the others of its host find that there is no such process any more; those of other hosts read
 that from what these have written, or name who has not written anything for some seconds.
+
+[Note: hosts that wait in their device] With NCCL a host may wait for a kernel that waits for a peer which is gone: no
+connection of the host's own fails, and the kernel spins until NCCL's timeout, half an hour. There a thread looks once a
+second (one question to the store), and ends the connections if the rank itself has not noticed for some seconds.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +27,18 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_elixir.core.signals import deferred
+
 # How long to look for who is gone. Ranks that compute at the time have not heard of it yet.
 _LONGEST_LOOK_S = 5.0
 _PAUSE_S = 0.05
 # How long to wait for the others where all have failed and begin anew.
 _LONGEST_MEETING_S = 60.0
+# How often a watch looks, and how long it leaves it to the rank itself to notice.
+_LOOK_EVERY_S = 1.0
+_GRACE_S = 3.0
+
+_ANYONE = "anyone"
 
 
 @dataclass(frozen=True)
@@ -93,6 +107,11 @@ class Roster:
             heard: What it knows of others, where it lies with those.
         """
         self._set(str(self._rank), f"failed:{failed}" if failed is not None else f"heard:{heard}")
+        self._set(_ANYONE, "")
+
+    def is_anyone_gone(self) -> bool:
+        """Whether some rank has told that it cannot go on, or has ended on this host; takes one look."""
+        return self._has(_ANYONE) or any(process.has_ended() for process in self.processes)
 
     def causes(self) -> dict[int, str]:
         """Rank -> what has become of it; of those with whom it lies that nobody can go on. Waits for some seconds until
@@ -175,3 +194,60 @@ class Roster:
         with suppress(Exception):
             return self._store.check([key])
         return False
+
+
+class Watch:
+    """Looks, now and then, whether any rank is gone: for hosts that wait in their device, where no peer wakes them.
+
+    Its thread ends before the interpreter does.
+
+    Args:
+        is_anyone_gone: Takes one look.
+        react: Called once, on the watch's thread, where somebody is gone and this rank has not noticed by itself for
+            some seconds, as `stop` would have told.
+    """
+
+    def __init__(
+        self,
+        is_anyone_gone: Callable[[], bool],
+        react: Callable[[], None],
+        *,
+        look_every_s: float = _LOOK_EVERY_S,
+        grace_s: float = _GRACE_S,
+    ) -> None:
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(
+            target=_watch,
+            args=(self._is_over, is_anyone_gone, react, look_every_s, grace_s),
+            name="elixir-peers",
+            daemon=True,
+        )
+        atexit.register(self.stop, wait_s=_LONGEST_LOOK_S)
+        with deferred():  # it waits for an `Event`, which is written in Python
+            self._thread.start()
+
+    def stop(self, wait_s: float = 0.0) -> None:
+        """Look no more.
+
+        Args:
+            wait_s: How long to wait for the end of a look.
+        """
+        with deferred():
+            self._is_over.set()
+            if wait_s and self._thread is not threading.current_thread():
+                self._thread.join(wait_s)
+        atexit.unregister(self.stop)
+
+
+def _watch(
+    is_over: threading.Event,
+    is_anyone_gone: Callable[[], bool],
+    react: Callable[[], None],
+    look_every_s: float,
+    grace_s: float,
+) -> None:
+    while not is_over.wait(look_every_s):
+        if is_anyone_gone():
+            if not is_over.wait(grace_s):
+                react()
+            return
