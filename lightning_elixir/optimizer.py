@@ -29,6 +29,7 @@ from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace, elem
 from lightning_elixir.optim.speculation import Begun, Speculation
 from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.memory import is_on_nvme
+from lightning_elixir.plan.moving import order_of_moves
 from lightning_elixir.plan.segments import Segment, segments_of
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
 from lightning_elixir.runtime.agreement import Meeting
@@ -209,8 +210,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._inner = {}
         self._build_inner()
         self._watch_gradients()
-        # One chunk's states at a time are there twice; what leaves the device makes room for what comes to it.
-        for chunk_id, inner in sorted(self._inner.items(), key=lambda item: item[1].work.device.type != "cpu"):
+        # One chunk's states at a time are there twice, at most; what leaves a memory makes room for what comes to it.
+        chunk_ids = list(self._inner)
+        changes = []
+        for chunk_id in chunk_ids:
+            (device, host), (new_device, new_host) = (by[chunk_id].held_bytes() for by in (earlier, self._inner))
+            changes.append((new_device - device, new_host - host))
+        for chunk_id in [chunk_ids[number] for number in order_of_moves(changes)]:
+            inner = self._inner[chunk_id]
             inner.take_states(earlier.pop(chunk_id))
             if self._engine.store[chunk_id].spare_master is None:
                 inner.drop_spares()

@@ -15,7 +15,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk, UpdatePart
 from lightning_elixir.plan.types import ALIGN_NUMEL
-from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, Piece
+from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, Piece, copy_buffer
 
 # Their update of one element looks at that element alone, so they may run over any slice of a parameter.
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -440,6 +440,10 @@ class SegmentOptimizer:
         if self._on_disk is not None and self._on_disk == earlier._on_disk and self._extents() == earlier._extents():
             self._take_same(earlier)
             return
+        is_on_disk = self._on_disk is not None or earlier._on_disk is not None
+        if is_on_disk and self._extents() == earlier._extents():
+            self._copy_by_pieces(earlier)
+            return
         if self._on_disk is not None and earlier._counts:
             self.allocate_moments()
         with earlier.opened(), self.opened(is_written=True):
@@ -455,6 +459,52 @@ class SegmentOptimizer:
             for tensor, before in zip(self._tensors, earlier._tensors, strict=True):
                 if before in earlier._inner.state:
                     self._inner.state[tensor] = earlier._inner.state[before]
+
+    def _copy_by_pieces(self, earlier: SegmentOptimizer) -> None:
+        """As `take_states`, of the same segments, from or to a disk: host memory does not hold a chunk's moments for
+        that alone."""
+        positions = [i for i in range(len(self.places)) if earlier.state_of(i)]
+        if not positions:
+            return
+        self.allocate_moments()
+        source, target = earlier._on_disk, self._on_disk
+        on_disk = target or source
+        if on_disk is not None and any(i not in earlier._blank for i in positions):
+            memory = copy_buffer(on_disk.spec, MOMENTS[0])
+            for number, part in enumerate(MOMENTS):
+                for start, values in on_disk.buffers(part, memory):
+                    if source is not None:
+                        source.read_piece(part, start, values)
+                    else:
+                        values.zero_()
+                        for own, inside in earlier._overlaps(number, start, values):
+                            inside.copy_(own)
+                    if target is not None:
+                        target.write_piece(part, start, values)
+                    else:
+                        for own, inside in self._overlaps(number, start, values):
+                            own.copy_(inside)
+        for position in positions:
+            views = self._moments_at(position)
+            if target is not None and position in earlier._blank:
+                self._blank.add(position)
+            elif position in earlier._blank:
+                for view in views.values():
+                    view.zero_()
+            self._counts[position] = earlier._counts[position]
+            if self._inner is not None and earlier._inner is not None:
+                before = earlier._inner.state[earlier._tensors[position]]
+                others = {k: self._copied(k, v) for k, v in before.items() if k not in ("step", *MOMENTS)}
+                self._inner.state[self._tensors[position]] = others | views
+
+    def _overlaps(self, number: int, start: int, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of a moment in memory and elements of the shard from `start` on: what is the same segment's."""
+        end = start + values.numel()
+        for place, begin in zip(self.places, self._starts, strict=True):
+            first, last = max(start, place.shard_offset), min(end, place.shard_offset + place.numel)
+            if first < last:
+                at = begin + first - place.shard_offset
+                yield self._moments[number][at : at + last - first], values[first - start : last - start]
 
     def _copy_states(self, earlier: SegmentOptimizer) -> None:
         if self.is_adam and earlier._moments and earlier._moments[0].device == self.work.device:
@@ -490,6 +540,12 @@ class SegmentOptimizer:
     def spare_bytes(self) -> int:
         """Bytes of the second set of moments."""
         return sum(m.nbytes for m in self._spare_moments)
+
+    def held_bytes(self) -> tuple[int, int]:
+        """About how many bytes of states the device, and the host, hold, or will when there are any."""
+        nbytes = 0 if self._on_disk is not None else 2 * self.work.nbytes
+        is_on_host = self.work.device.type == "cpu"
+        return (0, nbytes) if is_on_host else (nbytes, 0)
 
     def state_bytes(self) -> int:
         """Bytes of all element-wise state tensors that are in use."""

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.moving import order_of_moves
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
-from lightning_elixir.runtime.build import storage_bytes
+from lightning_elixir.runtime.build import dtype_of, storage_bytes
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.whole import own_shard
 from lightning_elixir.storage.nvme import MASTER
@@ -31,18 +32,35 @@ def check_layout(old: Plan, new: Plan) -> None:
 def move_chunks(engine: Engine, plan: Plan, store: ShardStore) -> None:
     """Move every chunk of `engine` to where `plan` wants it, into `store`. Collective; no replica may be in use.
 
-    The old shards go one by one, those that leave the device first, so that it need not hold both placements.
+    The old shards go one by one, in an order in which neither the device nor the host need hold both placements.
     """
-    for chunk in sorted(engine.chunks, key=lambda c: _on_device(plan.chunks[c.id]) - _on_device(c.spec)):
+    changes = [_change(engine, chunk.spec, plan.chunks[chunk.id]) for chunk in engine.chunks]
+    for number in order_of_moves(changes):
+        chunk = engine.chunks[number]
         with torch.no_grad():
             _move(engine, chunk, plan.chunks[chunk.id], plan, store)
         old = engine.store[chunk.id]
         old.param = old.master = old.spare_master = old.spare_param = None
 
 
-def _on_device(spec: ChunkSpec) -> int:
-    """How much of a chunk a placement keeps on the device, as far as the order of moves needs it."""
-    return 3 * (spec.optim_tier is Tier.GPU) + spec.is_persistent + (spec.param_tier is Tier.GPU)
+def _change(engine: Engine, old: ChunkSpec, new: ChunkSpec) -> tuple[int, int]:
+    """Bytes of parameters and masters that this rank's device and host hold more in the new place."""
+    (device, host), (new_device, new_host) = (_held(engine, spec) for spec in (old, new))
+    return new_device - device, new_host - host
+
+
+def _held(engine: Engine, spec: ChunkSpec) -> tuple[int, int]:
+    held = {Tier.GPU: 0, Tier.CPU: 0, Tier.NVME: 0}
+    shard_numel = spec.numel // engine.comm.world_size
+    master = engine.precision.master_of(spec)
+    if master is not None:
+        held[spec.optim_tier] += shard_numel * master.itemsize
+    if spec.is_persistent:
+        held[Tier.GPU] += storage_bytes(engine.plan, spec)
+    else:
+        numel = shard_numel if engine.plan.is_storage_distributed else spec.numel
+        held[spec.param_tier] += numel * dtype_of(spec).itemsize
+    return held[Tier.GPU], held[Tier.CPU]
 
 
 def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, store: ShardStore) -> None:
@@ -57,6 +75,9 @@ def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, store: Shar
     if master_dtype is not None and (new.on_disk is None or new.on_disk != old.on_disk):
         if old.master is not None and chunk.spec.optim_tier is spec.optim_tier:
             new.master = old.master
+        elif new.on_disk is not None and old.on_disk is not None and old.on_disk.has_master:
+            engine.store.settle(chunk.id)
+            new.on_disk.copy_from(old.on_disk, MASTER)
         elif new.on_disk is not None:
             new.on_disk.write(MASTER, own_shard(engine, chunk))
         else:

@@ -34,7 +34,7 @@ from lightning_elixir.plan.memory import NVME_BUFFERS
 from lightning_elixir.plan.placement import with_states_on_nvme
 from lightning_elixir.plan.types import Tier, UpdateTiming
 from lightning_elixir.planning import make_plan
-from lightning_elixir.storage.nvme import MOMENTS, direct, mapped
+from lightning_elixir.storage.nvme import MOMENTS, StateFile, direct, mapped
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.zoo import ZOO, make
@@ -516,6 +516,52 @@ def test_the_same_places_are_kept_where_fewer_are_needed() -> None:
     step(training, BF16, 2)
     assert_same(result_of(module, optimizer), replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[]))
     module.close()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp32", "bf16_true", "unused", "unused_fp32", "init_step", "groups"])
+def test_moments_move_piece_by_piece(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From memory to a disk, to another file, and back; never is a chunk's read as a whole."""
+    route = ["nvme_some", "nvme", "host", "nvme_some", "nvme_param", "gpu", "nvme", "every_site"]
+    how = replace(HOWS[name], steps=len(route))
+    expected = bodies.train(how, "host")
+    use_small_buffers(monkeypatch)
+    module, optimizer = training = new_training(how, route[0])
+    step(training, how, 0)
+    read = StateFile.read
+
+    def read_others(self: StateFile, chunk_id: int, part: str) -> torch.Tensor:
+        assert part not in MOMENTS
+        return read(self, chunk_id, part)
+
+    for number, site in enumerate(route[1:], 1):
+        with monkeypatch.context() as patch, slow_disk(monkeypatch):
+            patch.setattr(StateFile, "read", read_others)
+            module.replan(bodies.plan_for(module.module, how, site))
+        step(training, how, number)
+    assert_same(result_of(module, optimizer), replace(expected, skipped=[]))
+    module.close()
+
+
+@pytest.mark.parametrize("site", ["nvme_param", "host"])
+def test_moments_that_are_blank_stay_so_where_they_move(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second optimizer begins anew over a disk that is full of the first one's; some of the only chunk's parameters
+    have been in a step since, others have not."""
+    use_small_buffers(monkeypatch)  # a step writes zeros where it comes to
+    how, results, size = HOWS["unused_fp32"], [], {"chunk_size": 128 * 1024}
+    for is_moved in (False, True):
+        module, optimizer = bodies.new_training(how, "nvme", CPU, **size)
+        assert len(module.plan.chunks) == 1
+        for number in range(4):
+            bodies.train_step(module, optimizer, how, number)
+        optimizer.synchronize()
+        other = ElixirOptimizer(module, bodies.new_optimizer(module.module, how), init_step=True)
+        for number in range(3):
+            if number == 1 and is_moved:
+                module.replan(bodies.plan_for(module.module, how, site, **size))
+            bodies.train_step(module, other, how, number)
+        results.append(result_of(module, other))
+        module.close()
+    assert_same(results[1], results[0])
 
 
 # Disks that fail

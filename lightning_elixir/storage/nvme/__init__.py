@@ -16,6 +16,7 @@ from lightning_elixir.storage.nvme.state_file import (
     StateSpec,
     StateTraffic,
     Visit,
+    copy_buffer,
     open_state_file,
 )
 from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Request, aligned, aligned_memory, when_all_over
@@ -42,6 +43,7 @@ __all__ = [
     "Visit",
     "aligned",
     "aligned_memory",
+    "copy_buffer",
     "go_direct",
     "is_in_memory",
     "open_offload_file",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -362,11 +362,11 @@ class StateFile:
         source = value.detach().to("cpu", self.specs[chunk_id].dtype_of(part)).contiguous()
         self.write_from(chunk_id, part, source)
 
-    def write_from(self, chunk_id: int, part: str, source: Tensor, nbytes: int | None = None) -> None:
+    def write_from(self, chunk_id: int, part: str, source: Tensor, nbytes: int | None = None, offset: int = 0) -> None:
         """As `write`, out of the caller's memory. Arguments as for `read_into`."""
         self.check()
         try:
-            self._file.write(self._regions[chunk_id, part], source, order=_MOST_URGENT).wait()
+            self._file.write(self._regions[chunk_id, part], source, offset=offset, order=_MOST_URGENT).wait()
         except Exception as error:
             self._fail(error)
             raise
@@ -618,9 +618,49 @@ class ChunkStates:
         """See `StateFile.read`."""
         return self.file.read(self.chunk_id, part)
 
+    def buffers(self, part: str, memory: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+        """A part piece by piece: the first element and memory for the values, the same for all pieces.
+
+        Args:
+            memory: From `copy_buffer`, for several parts of one dtype.
+        """
+        dtype = self.spec.dtype_of(part)
+        memory = copy_buffer(self.spec, part) if memory is None else memory
+        step = memory.numel() // dtype.itemsize
+        for start in range(0, self.spec.numel, step):
+            numel = min(step, self.spec.numel - start)
+            yield start, memory[: numel * dtype.itemsize].view(dtype)
+
+    def read_piece(self, part: str, start: int, target: Tensor) -> None:
+        """A piece, as `buffers` gives them. See `StateFile.read_into`."""
+        self.file.read_into(self.chunk_id, part, target, offset=start * target.itemsize)
+
+    def write_piece(self, part: str, start: int, source: Tensor) -> None:
+        """A piece, as `buffers` gives them. See `StateFile.write_from`."""
+        self.file.write_from(self.chunk_id, part, source, offset=start * source.itemsize)
+
+    def copy_from(self, other: ChunkStates, part: str) -> None:
+        """Replace a part by what another file holds of it.
+
+        Args:
+            other: The same chunk's, with the same elements in this part.
+
+        Raises:
+            StorageError: It cannot be read or written.
+        """
+        for start, values in self.buffers(part):
+            other.read_piece(part, start, values)
+            self.write_piece(part, start, values)
+
     def write(self, part: str, value: Tensor) -> None:
         """See `StateFile.write`."""
         self.file.write(self.chunk_id, part, value)
+
+
+def copy_buffer(spec: StateSpec, part: str) -> Tensor:
+    """Host memory, in bytes, to copy such a part piece by piece."""
+    _, nbytes = nvme_buffers([aligned(spec.bytes_of(part))])
+    return torch.frombuffer(aligned_memory(max(ALIGNMENT, nbytes // ALIGNMENT * ALIGNMENT)), dtype=torch.uint8)
 
 
 def open_state_file(
