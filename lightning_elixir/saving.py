@@ -317,7 +317,7 @@ class _Reused:
         held = self._held.pop(name, None)
         if held is None or held.numel() < nbytes:
             held = None  # before there is more
-            held = torch.empty(nbytes, dtype=torch.uint8)
+            held = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._held[name] = held
         return held[:nbytes].view(dtype)
 

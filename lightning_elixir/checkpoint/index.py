@@ -31,6 +31,7 @@ _THREAD_BYTES = 8 * 2**20
 _MOST_HELD_BYTES = 256 * 2**20
 """That threads may have in memory together, beside where it goes; one box may take more."""
 _PIECE_BYTES = 2**20
+_IS_FOLDER = 0x10  # in what a table of a ZIP file says of an entry
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class CheckpointIndex:
         for key, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks]
+                boxes = list(dict.fromkeys(boxes))  # one that is named twice fills nothing twice
                 placed = tuple((b, self._place(metadata, key, b.offsets)) for b in boxes if 0 not in b.sizes)
                 self.tensors[key] = StoredTensor(tuple(entry.size), entry.properties.dtype, placed)
             elif isinstance(entry, BytesStorageMetadata):
@@ -134,7 +136,7 @@ class CheckpointIndex:
     def read_whole(self, key: str) -> Tensor:
         """A tensor of the checkpoint, in host memory."""
         stored = self.tensors[key]
-        result = torch.empty(stored.shape, dtype=stored.dtype)
+        result = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         self.read_into(key, result)
         return result
 
@@ -174,18 +176,23 @@ class CheckpointIndex:
         fast enough."""
         lengths = [task.place.length for task in tasks]
         num_threads = min(_MOST_THREADS, default_num_threads(), len(tasks), sum(lengths) // _THREAD_BYTES)
-        num_threads = min(num_threads, _MOST_HELD_BYTES // max(lengths, default=1))
+        num_threads = min(num_threads, _MOST_HELD_BYTES // max([1, *lengths]))
         if num_threads < 2:
             for task in tasks:
                 self._run(task)
             return
-        with deferred():  # the pool is written in Python
-            pool = ThreadPoolExecutor(num_threads, "elixir-checkpoint-read")
-            try:
-                for future in [pool.submit(self._run, task) for task in tasks]:
+        pool: ThreadPoolExecutor | None = None
+        try:
+            with deferred():  # the pool is written in Python
+                pool = ThreadPoolExecutor(num_threads, "elixir-checkpoint-read")
+                futures = [pool.submit(self._run, task) for task in tasks]
+            for future in futures:
+                with deferred():
                     future.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
+        finally:
+            with deferred():
+                if pool is not None:
+                    pool.shutdown(cancel_futures=True)
 
     def _run(self, task: _Task) -> None:
         stored = self._load(task.place)
@@ -283,6 +290,9 @@ def _damaged_entry(part: IO[bytes], descriptor: int, offset: int) -> str | None:
     """
     with zipfile.ZipFile(part) as archive:
         entries = archive.infolist()
+        for entry in entries:
+            if entry.external_attr & _IS_FOLDER:  # torch.load takes nothing out of one, and says nothing
+                return entry.filename
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             return archive.testzip()
     buffer = bytearray(min(_PIECE_BYTES, max((entry.file_size for entry in entries), default=0)))
@@ -309,7 +319,9 @@ def _checksum(descriptor: int, offset: int, nbytes: int, buffer: bytearray) -> i
 
 def _copy(target: Tensor, source: Tensor) -> None:
     """Not by torch where the bytes are the same: it would start threads of its own for each of ours."""
-    if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
+    are_alike = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
+    is_as_it_lies = not any(t.is_conj() or t.is_neg() or t.device.type != "cpu" for t in (target, source))
+    if are_alike and is_as_it_lies:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
         target.copy_(source)

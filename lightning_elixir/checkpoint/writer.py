@@ -12,7 +12,6 @@ and goes on with the next box. As many boxes are under way as there are files, a
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import io
 import pickle
@@ -82,20 +81,20 @@ class ShardWriter:
         self.paths = [folder / file_name(rank, number) for number in range(num_files)]
         self.written: list[Written] = []
         self._device = device
-        self._files: list[Any] = []
-        try:
-            for path in self.paths:
-                self._files.append(open_new(path, past_cache=past_cache))
-        except BaseException:
-            self._abandon()
-            raise
         self._free_files: SimpleQueue[tuple[str, Any]] = SimpleQueue()  # those that no thread writes to
-        for path, file in zip(self.paths, self._files, strict=True):
-            self._free_files.put((path.name, file))
-        self._pool = ThreadPoolExecutor(num_files, "elixir-checkpoint")
         self._under_way: deque[Future[None]] = deque()
         self._most_under_way = num_files + 1
         self._buffers: list[Tensor] = []  # page-locked, free; never more than may be under way
+        self._files: list[Any] = []
+        try:
+            with deferred():
+                for path in self.paths:
+                    self._files.append(open_new(path, past_cache=past_cache))
+                    self._free_files.put((path.name, self._files[-1]))
+                self._pool = ThreadPoolExecutor(num_files, "elixir-checkpoint")
+        except BaseException:
+            self._leave(is_whole=False)
+            raise
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -103,33 +102,33 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        is_whole = False
         try:
             if error is None:
                 self._wait(0)
-        except BaseException:
-            self._end()
-            self._abandon()
-            raise
-        self._end()
-        if error is not None:
-            self._abandon()
-            return
-        while self._files:
-            try:
-                self._files.pop().close()
-            except BaseException:
-                self._abandon()
-                raise
+                is_whole = True
+        finally:
+            with deferred():
+                try:
+                    self._pool.shutdown(cancel_futures=True)
+                finally:
+                    self._leave(is_whole)
 
-    def _end(self) -> None:
-        with deferred():
-            self._pool.shutdown(cancel_futures=True)
-
-    def _abandon(self) -> None:
+    def _leave(self, is_whole: bool) -> None:
+        """Let go of all files; of one that is not whole nobody needs to know what else is wrong with it."""
+        first: BaseException | None = None
         while self._files:
             file = self._files.pop()
-            with contextlib.suppress(OSError):
-                file.abandon() if isinstance(file, DirectFile) else file.close()
+            try:
+                if isinstance(file, DirectFile) and (first is not None or not is_whole):
+                    file.abandon()
+                else:
+                    file.close()
+            except BaseException as error:
+                if first is None and (is_whole or not isinstance(error, OSError)):
+                    first = error
+        if first is not None:
+            raise first
 
     def add_run(self, key: str, extent: Extent, run: Tensor, dtype: torch.dtype) -> None:
         """Write a run of a tensor's elements.

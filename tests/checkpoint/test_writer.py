@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,33 @@ def test_threads_write_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Monk
     with ShardWriter(tmp_path, 0, CpuDevice(), num_files=3) as writer:
         _add_runs(writer, dict(list(_values().items())[:6]))
     assert {name for _, _, name, _, _ in writer.written} == {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("past_cache", [False, True])
+def test_ctrl_c_while_it_ends_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, past_cache: bool
+) -> None:
+    """Also where an error is what ends it."""
+
+    def write(is_failing: bool) -> None:
+        with ShardWriter(tmp_path, 0, CpuDevice(), num_files=3, past_cache=past_cache) as writer:
+            _add_runs(writer, _values())
+            shutdown = writer._pool.shutdown
+
+            def interrupted(**options: Any) -> None:
+                signal.raise_signal(signal.SIGINT)
+                shutdown(**options)
+
+            monkeypatch.setattr(writer._pool, "shutdown", interrupted)
+            if is_failing:
+                raise OSError
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for is_failing in (False, True):
+            descriptors = len(os.listdir("/proc/self/fd"))
+            with pytest.raises(KeyboardInterrupt):
+                write(is_failing)
+            _assert_nothing_left(descriptors)
+    finally:
+        signal.signal(signal.SIGINT, handler)

@@ -22,6 +22,8 @@ from lightning_elixir.checkpoint import CheckpointIndex
 from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.holding import Holding
+from lightning_elixir.plan.segments import segments_of
+from lightning_elixir.runtime.whole import own_shard
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.cut_up import NUM_THREADS, cut_up
 from tests.helpers.dist import run_ranks
@@ -425,6 +427,41 @@ def test_hooks_see_and_change_the_state_dict(tmp_path: Path) -> None:
     resumed = make_trainer(ElixirStrategy(**OPTIONS["cuda"]))
     resumed.fit(ThriftyNet(), make_data(), ckpt_path=str(tmp_path / "one"))
     assert_same_state(_dump(resumed)[0], _dump(trainer)[0])
+
+
+class ForgetfulNet(Net):
+    """Leaves out a parameter of a chunk."""
+
+    strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["layers.1.up.bias"]
+
+
+@pytest.mark.parametrize("make_model", [Net, ForgetfulNet])
+def test_what_is_not_read_of_a_chunk_stays(tmp_path: Path, make_model: Any) -> None:
+    """And what belongs to no parameter is zeros."""
+    expected = _save(tmp_path / "one", OPTIONS["tight"], make_model, 1, {})[0]
+    trainer = make_trainer(ElixirStrategy(**OPTIONS["tight"]))
+    model = make_model()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(9.0)
+    trainer.fit(model, make_data(), ckpt_path=str(tmp_path / "one"))
+    if make_model is ForgetfulNet:
+        expected["layers.1.up.bias"] = torch.full_like(expected["layers.1.up.bias"], 9.0)
+    assert_same_state(_dump(trainer)[0], expected)
+    engine = Holding.of(model).engine.engine
+    num_gaps = 0
+    for chunk in engine.chunks:
+        segments = segments_of(chunk.spec, 0, 1)
+        assert len(segments) > 1
+        is_gap = torch.ones(chunk.spec.numel, dtype=torch.bool)
+        for segment in segments:
+            is_gap[segment.shard_offset : segment.shard_offset + segment.numel] = False
+        num_gaps += int(is_gap.sum())
+        assert not own_shard(engine, chunk)[is_gap].any()
+    assert num_gaps
 
 
 def test_weights_only(tmp_path: Path) -> None:
