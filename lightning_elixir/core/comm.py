@@ -17,9 +17,10 @@ import copy
 import threading
 import time
 import traceback
+import uuid
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, cast
@@ -169,13 +170,15 @@ class _MeanOfSlices:
         self._shard = shard
 
     def is_over(self) -> bool:
-        return self.work is None or self.work.is_completed()
+        work = self.work  # which another thread may take away
+        return work is None or work.is_completed()
 
     def wait(self) -> object:
         with self._comm.collective():
-            if self.work is None:
+            work = self.work
+            if work is None:
                 raise RuntimeError("this reduction was given up")
-            self.work.wait()
+            work.wait()
         self.work = None
         rows = self._received.unbind(0)
         total = rows[0].to(torch.promote_types(torch.float32, self._shard.dtype), copy=True)
@@ -220,10 +223,13 @@ class GroupComm:
             self._data = _new_group(self._ranks, self._timeout, self._backend) if is_own else self._given
             self._reduce = _new_group(self._ranks, self._timeout, self._backend)
         self._control = _new_group(self._ranks, self._timeout, "gloo")
-        self._roster = Roster(self._control.group_name, self.rank)
-        self._roster.processes = self._exchange_objects(Process.this())
+        # Names come again where a process group is made anew over the same store, with what was written there.
+        told = self._exchange_objects((Process.this(), uuid.uuid4().hex))
+        self._roster = Roster(f"{self._control.group_name}/{told[0][1]}", self.rank)
+        self._roster.processes = [process for process, _ in told]
         if self._backend != "gloo" and not self._is_apart:
-            self._watch = Watch(self._roster.is_anyone_gone, partial(_lose, weakref.ref(self)))
+            lose = partial(_lose, weakref.ref(self))
+            self._watch = Watch(self._roster.is_anyone_gone, lose, self._roster.tell_orderly_end)
             weakref.finalize(self, self._watch.stop)
 
     def connect(self, nbytes: int) -> None:
@@ -336,20 +342,21 @@ class GroupComm:
             yield
         except ElixirError:
             raise
-        except AttributeError as error:
-            if self._loss is None:
-                raise
-            raise self._lost(RuntimeError("the groups are gone")) from error  # while this was on its way to them
         except RuntimeError as error:
             traceback.clear_frames(error.__traceback__)  # they keep the message, and that its connections
             raise self._lost(error) from error
+        except Exception as error:
+            if self._loss is None:
+                raise
+            raise self._lost(RuntimeError("the groups are gone")) from error  # while this was on its way to them
 
     def _lost(self, error: RuntimeError) -> PeerLostError:
         with self._lock:
             if self._loss is None:
                 self._roster.tell()
                 self._loss = PeerLostError("not known yet")
-                self._disconnect()
+                with suppress(Exception):  # the others must hear in any case
+                    self._disconnect()
                 causes = self._roster.causes()
                 why = "; ".join(causes.values()) or "no other rank is known to have failed"
                 self._loss = PeerLostError(f"rank {self.rank} cannot go on: {why} ({error})", ranks=sorted(causes))
@@ -385,15 +392,16 @@ class GroupComm:
             # Kernels of this rank that wait for a peer end with their communicator; those of a peer do when its host
             # hears of this through the control group, or its watch does. The given group stays registered, of no use.
             for group in () if self._is_apart else (self._data, self._reduce):
-                group._get_backend(self._device).abort()
+                with suppress(Exception):
+                    group._get_backend(self._device).abort()
         _destroy(self._control)
         del self._control
         if self._is_apart:
             return
         deadline = time.monotonic() + _LONGEST_END_S
-        while (left := [r for r in self._reductions if not r.is_over()]) and time.monotonic() < deadline:
+        while (left := [r for r in list(self._reductions) if not r.is_over()]) and time.monotonic() < deadline:
             time.sleep(0.01)
-        for reduction in self._reductions:
+        for reduction in list(self._reductions):
             reduction.work = None
         if left:
             _LEFT_OPEN.append(self._reduce)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ _LONGEST_MEETING_S = 60.0
 # How often a watch looks, and how long it leaves it to the rank itself to notice.
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 3.0
+_MOST_FAILED_LOOKS = 3
 
 _ANYONE = "anyone"
 
@@ -54,13 +56,19 @@ class Process:
     @staticmethod
     def this() -> Process:
         pid = os.getpid()
-        return Process(socket.gethostname(), _place(), pid, (_status(pid) or ("", ""))[1])
+        status = None
+        with suppress(OSError):
+            status = _status(pid)
+        return Process(socket.gethostname(), _place(), pid, (status or ("", ""))[1])
 
     def has_ended(self) -> bool:
         """Whether that is certain."""
         if not self.place or self.place != _place():
             return False
-        status = _status(self.pid)
+        try:
+            status = _status(self.pid)
+        except OSError:
+            return False  # too many open files, say
         return status is None or status[0] in "ZX" or status[1] != self.started
 
     def __str__(self) -> str:
@@ -76,10 +84,14 @@ def _place() -> str:
 
 
 def _status(pid: int) -> tuple[str, str] | None:
-    """State and time of start; None: there is no such process."""
+    """State and time of start; None: there is no such process.
+
+    Raises:
+        OSError: That cannot be told.
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return fields[0], fields[19]
 
@@ -98,6 +110,7 @@ class Roster:
         self._rank = rank
         self._store = dist.PrefixStore(f"lightning_elixir/{name}", _get_default_store())
         self._is_store_here = dist.get_rank() == 0
+        self._num_failed_looks = 0
 
     def tell(self, *, failed: str | None = None, heard: str = "") -> None:
         """This rank cannot go on.
@@ -109,9 +122,23 @@ class Roster:
         self._set(str(self._rank), f"failed:{failed}" if failed is not None else f"heard:{heard}")
         self._set(_ANYONE, "")
 
+    def tell_orderly_end(self) -> None:
+        """This rank's process ends, with nothing wrong."""
+        self._set(f"ended/{self._rank}", "")
+
     def is_anyone_gone(self) -> bool:
-        """Whether some rank has told that it cannot go on, or has ended on this host; takes one look."""
-        return self._has(_ANYONE) or any(process.has_ended() for process in self.processes)
+        """Whether some rank has told that it cannot go on, or has ended on this host, other than orderly; or whether
+        the store has been gone for several looks. Takes one look."""
+        for rank, process in enumerate(self.processes):  # before the store, in which somebody may be waiting
+            if process.has_ended() and not self._has(f"ended/{rank}"):
+                return True
+        try:
+            is_told = bool(self._store.check([_ANYONE]))
+        except Exception:
+            self._num_failed_looks += 1
+            return self._num_failed_looks >= _MOST_FAILED_LOOKS
+        self._num_failed_looks = 0
+        return is_told
 
     def causes(self) -> dict[int, str]:
         """Rank -> what has become of it; of those with whom it lies that nobody can go on. Waits for some seconds until
@@ -205,49 +232,59 @@ class Watch:
         is_anyone_gone: Takes one look.
         react: Called once, on the watch's thread, where somebody is gone and this rank has not noticed by itself for
             some seconds, as `stop` would have told.
+        tell_end: Called when the interpreter ends while this is at work, unless an error has ended the program.
     """
 
     def __init__(
         self,
         is_anyone_gone: Callable[[], bool],
         react: Callable[[], None],
+        tell_end: Callable[[], None],
         *,
         look_every_s: float = _LOOK_EVERY_S,
         grace_s: float = _GRACE_S,
     ) -> None:
-        self._is_over = threading.Event()
+        # Released: it is over. No `Event`, whose own lock `stop` would wait for if the garbage collector called it
+        # just where that is taken.
+        self._is_going = threading.Lock()
+        self._is_going.acquire()
+        self._tell_end = tell_end
         self._thread = threading.Thread(
             target=_watch,
-            args=(self._is_over, is_anyone_gone, react, look_every_s, grace_s),
+            args=(self._is_going, is_anyone_gone, react, look_every_s, grace_s),
             name="elixir-peers",
             daemon=True,
         )
-        atexit.register(self.stop, wait_s=_LONGEST_LOOK_S)
+        atexit.register(self._end)
         with deferred():  # it waits for an `Event`, which is written in Python
             self._thread.start()
 
-    def stop(self, wait_s: float = 0.0) -> None:
-        """Look no more.
+    def stop(self) -> None:
+        """Look no more."""
+        with suppress(RuntimeError):  # it is over
+            self._is_going.release()
+        atexit.unregister(self._end)
 
-        Args:
-            wait_s: How long to wait for the end of a look.
-        """
-        with deferred():
-            self._is_over.set()
-            if wait_s and self._thread is not threading.current_thread():
-                self._thread.join(wait_s)
-        atexit.unregister(self.stop)
+    def _end(self) -> None:
+        if getattr(sys, "last_type", None) is None:
+            self._tell_end()
+        with suppress(RuntimeError):
+            self._is_going.release()
+        self._thread.join(_LONGEST_LOOK_S)
 
 
 def _watch(
-    is_over: threading.Event,
+    is_going: threading.Lock,
     is_anyone_gone: Callable[[], bool],
     react: Callable[[], None],
     look_every_s: float,
     grace_s: float,
 ) -> None:
-    while not is_over.wait(look_every_s):
+    while not is_going.acquire(timeout=look_every_s):
+        if not is_anyone_gone():
+            continue
+        if is_going.acquire(timeout=grace_s):
+            return
         if is_anyone_gone():
-            if not is_over.wait(grace_s):
-                react()
+            react()
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 
@@ -13,17 +14,19 @@ def order_of_moves(changes: Sequence[tuple[int, int]]) -> list[int]:
     Args:
         changes: Of each move: bytes that the device, and that the host, holds more after it.
     """
-    left = list(range(len(changes)))
+    left: dict[tuple[int, int], deque[int]] = {}  # most chunks are of one size: there are few different changes
+    for number, change in enumerate(changes):
+        left.setdefault(change, deque()).append(number)
     order: list[int] = []
     device = host = 0
     while left:
 
-        def above(number: int, device: int = device, host: int = host) -> tuple[int, int, int]:
-            more_device, more_host = changes[number]
-            return max(0, device + more_device), max(0, host + more_host), more_device + more_host
+        def above(change: tuple[int, int], device: int = device, host: int = host) -> tuple[int, int, int]:
+            return max(0, device + change[0]), max(0, host + change[1]), sum(change)
 
         best = min(left, key=above)
-        left.remove(best)
-        order.append(best)
-        device, host = device + changes[best][0], host + changes[best][1]
+        order.append(left[best].popleft())
+        if not left[best]:
+            del left[best]
+        device, host = device + best[0], host + best[1]
     return order
