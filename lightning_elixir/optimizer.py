@@ -25,15 +25,15 @@ from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRunner, UpdateTimes
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.optim.scaling import LossScaler, absolute_max, clip_coefficient, square_sums
-from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace, elementwise_class, is_scalar_state
+from lightning_elixir.optim.segments import elementwise_class, is_scalar_state
 from lightning_elixir.optim.speculation import Begun, Speculation
 from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.memory import is_on_nvme
-from lightning_elixir.plan.moving import order_of_moves
-from lightning_elixir.plan.segments import Segment, segments_of
+from lightning_elixir.plan.segments import Segment
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.runtime.whole import gather_whole, in_memory_order
 
@@ -123,41 +123,20 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._speculation = Speculation()  # updates begun there that can be taken back
         self._last_record: UpdateRecord | None = None  # of the last step, until its updates are over
         self._times: UpdateTimes | None = None
-        self._shape: tuple[int, ...] = ()
-        self._segments: dict[int, tuple[Segment, ...]] = {}
-        self._members: dict[int, set[int]] = {}  # chunk id -> members that this optimizer updates
-        self._inner: dict[int, SegmentOptimizer] = {}
-        self._build_inner()
+        self._shape = self._group_sizes()
+        self._states = ChunkOptimizers(self._engine, self._cls, self.param_groups)
         self._take_over_state(optimizer)
         self._engine.reducer.is_tracking_square_sums = self.scaler.enabled or max_norm > 0
         self._watch_gradients()
-        self._engine.on_replan(self._rebuild, check=self._check_sites)
+        self._engine.on_replan(
+            self._states, check=self._check_sites, before=self._prepare_move, after=self._watch_gradients
+        )
         self._engine.on_held_bytes(self.state_bytes)
         self._engine.on_held_bytes(self._runner.held_bytes)
         if init_step:
             self._allocate_states()
 
     # Building
-
-    def _build_inner(self) -> None:
-        engine = self._engine
-        self._shape = self._group_sizes()
-        group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
-        for chunk in engine.chunks:
-            if not chunk.spec.requires_grad:
-                continue
-            segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
-            self._segments[chunk.id] = segments
-            self._members[chunk.id] = {i for i, p in enumerate(chunk.parameters) if id(p) in group_of}
-            places = [
-                SegmentPlace(s.member_index, group_of[id(chunk.parameters[s.member_index])], s.shard_offset, s.numel)
-                for s in segments
-                if id(chunk.parameters[s.member_index]) in group_of
-            ]
-            empty = partial(engine.store.empty, tier=chunk.spec.optim_tier)
-            on_disk = engine.store[chunk.id].on_disk
-            work = on_disk.stand_in() if on_disk is not None and on_disk.has_master else engine.own_shard(chunk)
-            self._inner[chunk.id] = SegmentOptimizer(self._cls, work, places, self.param_groups, empty, on_disk)
 
     def _group_sizes(self) -> tuple[int, ...]:
         return tuple(len(g["params"]) for g in self.param_groups)
@@ -171,7 +150,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
     @property
     def num_states(self) -> int:
         """States for each element of a parameter (Adam 2), rounded up; 2 before there are any."""
-        inners = [inner for inner in self._inner.values() if inner.state_bytes()]
+        inners = [inner for inner in self._states.inner.values() if inner.state_bytes()]
         if not inners:
             return 2
         # Step counts and the like are too small to count as a state.
@@ -202,48 +181,33 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 "cannot: its results on CPU and GPU differ. Use HybridAdam, or make the plan with can_stream=False"
             )
 
-    def _rebuild(self) -> None:
-        """After the shards have moved, or a parameter group was added: the same states over the new tensors."""
-        earlier = self._inner
+    def _prepare_move(self) -> None:
+        """States are going to move, or to be in other groups."""
         self._speculation.withdraw()
         self._runner.release_stream()
-        self._inner = {}
-        self._build_inner()
-        self._watch_gradients()
-        # One chunk's states at a time are there twice, at most; what leaves a memory makes room for what comes to it.
-        chunk_ids = list(self._inner)
-        changes = []
-        for chunk_id in chunk_ids:
-            (device, host), (new_device, new_host) = (by[chunk_id].held_bytes() for by in (earlier, self._inner))
-            changes.append((new_device - device, new_host - host))
-        for chunk_id in [chunk_ids[number] for number in order_of_moves(changes)]:
-            inner = self._inner[chunk_id]
-            inner.take_states(earlier.pop(chunk_id))
-            if self._engine.store[chunk_id].spare_master is None:
-                inner.drop_spares()
 
     def _allocate_states(self) -> None:
         """Adam's states are known; those of others come from a first step over zero gradients with a zero learning
         rate, its step counts taken back."""
         if self.can_stream:
-            for chunk_id, inner in self._inner.items():
+            for chunk_id, inner in self._states.inner.items():
                 self._reserve_states(self._engine.chunks[chunk_id])
                 inner.start_states({p.member_index for p in inner.places})
-            if any(self._engine.chunks[i].spec.is_update_streamed for i in self._inner):
+            if any(self._engine.chunks[i].spec.is_update_streamed for i in self._states.inner):
                 self._runner.reserve_stream()  # better said now than in the first step
                 self._runner.release_stream()
             return
         still = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in self.param_groups]
-        for inner in self._inner.values():
+        for inner in self._states.inner.values():
             members = {p.member_index for p in inner.places}
             inner.step(torch.zeros_like(inner.work), members, still)
             inner.reset_step_counts()
 
     def _reserve_states(self, chunk: Chunk) -> None:
         """Adam's moments, and the spares of a chunk that shall have them."""
-        self._inner[chunk.id].allocate_moments()
+        self._states.inner[chunk.id].allocate_moments()
         if self._engine.store.reserve_spares(chunk.spec, chunk.dtype):
-            self._inner[chunk.id].allocate_spares()
+            self._states.inner[chunk.id].allocate_spares()
 
     def _take_over_state(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer may have stepped before the model was wrapped."""
@@ -260,7 +224,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _used(self) -> dict[int, set[int]]:
         """Members of this optimizer, by chunk id, that got a gradient on any rank. Collective."""
         used = self._engine.globally_used()
-        own = {chunk_id: members & self._members[chunk_id] for chunk_id, members in used.items()}
+        own = {chunk_id: members & self._states.members[chunk_id] for chunk_id, members in used.items()}
         return {chunk_id: members for chunk_id, members in own.items() if members}
 
     # Training
@@ -313,7 +277,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if self._group_sizes() != self._shape:
             check_parameters(engine, self)
             engine.synchronize()
-            self._rebuild()
+            self._prepare_move()
+            self._states.regroup()
+            self._watch_gradients()
+            self._shape = self._group_sizes()
         used = self._used()
         if self.max_norm > 0:
             self._clip(self.max_norm, used)
@@ -346,7 +313,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 self._times = self._update_by_torch(chunks, used)
             return
         # What may fail for want of memory comes before the first step is counted.
-        if any(c.spec.optim_tier is Tier.GPU and not self._inner[c.id].has_states for c in chunks):
+        if any(c.spec.optim_tier is Tier.GPU and not self._states.inner[c.id].has_states for c in chunks):
             engine.give_back()  # or moments, which last, would come to lie in the gaps that activations have left
         for chunk in chunks:
             self._reserve_states(chunk)
@@ -435,7 +402,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             updates = self._adam_updates(chunk, members, target, is_compute_on_device=is_near)
             if not is_near and not shard.is_param_on_disk:
                 ready.append(now)  # likewise
-        on_disk = self._inner[chunk.id].take_on_disk(members)
+        on_disk = self._states.inner[chunk.id].take_on_disk(members)
         if on_disk is not None and grad is not None and shard.is_param_on_disk:
             is_whole = sum(update.used_numel for update in updates) == on_disk.states.spec.numel
             on_disk = dataclasses.replace(on_disk, grad_dtype=grad.dtype, is_whole=is_whole)
@@ -445,8 +412,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _begin_early(self, chunk: Chunk) -> None:
         """Have a chunk updated while backward runs, if that is possible: all its gradients are on their way to host
         memory. The values that backward reads stay as they are until the step."""
-        inner, shard = self._inner.get(chunk.id), self._engine.store[chunk.id]
-        members, grad, target = self._members.get(chunk.id, set()), shard.grad, self._write_back_target(chunk)
+        inner, shard = self._states.inner.get(chunk.id), self._engine.store[chunk.id]
+        members, grad, target = self._states.members.get(chunk.id, set()), shard.grad, self._write_back_target(chunk)
         if inner is None or grad is None or not inner.has_states or shard.is_param_overwritten:
             return
         if self._engine.is_touched(chunk.id):
@@ -471,7 +438,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def _take_over(self, chunk: Chunk, task: Task, now: Event, record: UpdateRecord, order: float) -> None:
         """The step of an update that has begun in backward: its values take effect."""
-        uploads = self._ways_up(chunk, self._members[chunk.id])
+        uploads = self._ways_up(chunk, self._states.members[chunk.id])
         if uploads:
             job = ChunkUpdate((), chunk.spec.is_update_streamed, (), now, uploads)
             task = self._runner.submit(job, record, order=order, after=task)
@@ -497,10 +464,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _begin_ahead(self, chunk: Chunk) -> None:
         """Have a chunk updated while backward runs, if that is possible, as if the step had come and all gradients were
         to stay as they are. Everything that anybody can look at stays as it is."""
-        inner, members = self._inner.get(chunk.id), self._members.get(chunk.id, set())
+        inner, members = self._states.inner.get(chunk.id), self._states.members.get(chunk.id, set())
         if inner is None or not self._speculation.is_allowed or self._engine.store[chunk.id].spare_master is None:
             return
-        is_whole = all(s.member_index in members for s in self._segments[chunk.id] if s.numel)
+        is_whole = all(s.member_index in members for s in self._states.segments[chunk.id] if s.numel)
         if not is_whole or not inner.has_spares or not inner.has_states_of(members):
             return  # what is not updated would have to be copied
         if self._change()["change_grad"] is not None:
@@ -523,7 +490,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         shard = self._engine.store[chunk.id]
         if shard.grad is None:
             return []
-        return self._inner[chunk.id].describe(
+        return self._states.inner[chunk.id].describe(
             shard.grad,
             members,
             self.param_groups,
@@ -539,7 +506,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """The updates that have begun and are what the step wants, by chunk id; the others are dropped."""
         found: dict[int, Begun] = {}
         for chunk in chunks if self._speculation else ():
-            if self._inner[chunk.id].has_spares and self._inner[chunk.id].has_states_of(used[chunk.id]):
+            if self._states.inner[chunk.id].has_spares and self._states.inner[chunk.id].has_states_of(used[chunk.id]):
                 begun = self._speculation.find(chunk.id, self._updates_ahead(chunk, used[chunk.id]))
                 if begun is not None:
                     found[chunk.id] = begun
@@ -550,7 +517,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """The step of an update that has begun in backward: states and spares change roles."""
         begun = self._speculation.take(chunk.id)
         self._engine.reducer.take_download(chunk.id)  # it waits for that itself
-        shard, inner, members = self._engine.store[chunk.id], self._inner[chunk.id], self._members[chunk.id]
+        shard = self._engine.store[chunk.id]
+        inner, members = self._states.inner[chunk.id], self._states.members[chunk.id]
         new, values = shard.spare_master, shard.spare_param
         if new is None or values is None:
             raise RuntimeError(f"the spare states of {chunk.spec} are gone, though its update has begun there")
@@ -576,7 +544,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         grad, target = self._engine.store[chunk.id].grad, self._write_back_target(chunk)
         if grad is None or target is None or not self._is_param_near(chunk):
             return []
-        return [(grad[span], target[span]) for span in self._inner[chunk.id].spans(members)]
+        return [(grad[span], target[span]) for span in self._states.inner[chunk.id].spans(members)]
 
     def _exchange(self, chunk: Chunk) -> None:
         """The new values come to lie over the gradients: where those are beside the parameters, both change roles."""
@@ -609,7 +577,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             return False  # a whole chunk, of which this rank has updated a slice
         if self._is_param_near(chunk):
             return True
-        return all(s.member_index in members for s in self._segments[chunk.id] if s.numel)
+        return all(s.member_index in members for s in self._states.segments[chunk.id] if s.numel)
 
     @contextmanager
     def unobserved(self, is_unobserved: bool = True) -> Iterator[None]:
@@ -673,7 +641,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             return []
         if is_compute_on_device is None:
             is_compute_on_device = chunk.spec.optim_tier is Tier.GPU and self._is_param_near(chunk)
-        return self._inner[chunk.id].adam_updates(
+        return self._states.inner[chunk.id].adam_updates(
             shard.grad,
             members,
             self.param_groups,
@@ -700,7 +668,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         adam_s = 0.0
         numel = dict.fromkeys(Tier, 0)
         for chunk in chunks:
-            inner, members, tier = self._inner[chunk.id], used[chunk.id], chunk.spec.optim_tier
+            inner, members, tier = self._states.inner[chunk.id], used[chunk.id], chunk.spec.optim_tier
             grad, target = self._engine.store[chunk.id].grad, self._write_back_target(chunk)
             if grad is None:
                 continue
@@ -834,7 +802,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         for chunk_id in sorted(used):
             rows = {index: row + i for i, index in enumerate(sorted(used[chunk_id]))}
             row += len(rows)
-            segments = self._segments[chunk_id]
+            segments = self._states.segments[chunk_id]
             kept = [i for i, s in enumerate(segments) if s.member_index in rows]
             if kept:
                 sums = self._chunk_parts(chunk_id, is_max)
@@ -847,7 +815,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def _chunk_parts(self, chunk_id: int, is_max: bool) -> Tensor:
         shard = self._engine.store[chunk_id]
-        bounds = [(s.shard_offset, s.numel) for s in self._segments[chunk_id]]
+        bounds = [(s.shard_offset, s.numel) for s in self._states.segments[chunk_id]]
         if shard.grad is None:
             return torch.zeros(len(bounds), dtype=torch.float64)
         if self._engine.reducer.has_begun(chunk_id):
@@ -888,7 +856,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         whole: dict[str, dict[str, Tensor]] = {}
         with engine.store.checkpoint_memory() or nullcontext() as memory:
             for key in sorted({k for entries in described.values() for k, v in entries.items() if v[0] == "tensor"}):
-                pieces = ((c, self._piece(c, key, described)) for c in engine.chunks if c.id in self._inner)
+                pieces = ((c, self._piece(c, key, described)) for c in engine.chunks if c.id in self._states.inner)
                 for fqn, value in gather_whole(engine, pieces, on_all_ranks=False, memory=memory).items():
                     whole.setdefault(fqn, {})[key] = value
         if engine.comm.rank != 0:
@@ -943,7 +911,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def described_states(self) -> dict[tuple[int, int], dict[str, tuple[str, Any]]]:
         """(chunk id, member index) -> key -> ("tensor", dtype) or ("value", value), over all ranks. Collective."""
         mine: dict[tuple[int, int], dict[str, tuple[str, Any]]] = {}
-        for chunk_id, inner in self._inner.items():
+        for chunk_id, inner in self._states.inner.items():
             for position, place in enumerate(inner.places):
                 entries = {
                     key: ("value", value) if is_scalar_state(key, value) else ("tensor", value.dtype)
@@ -963,12 +931,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
         dtypes = [e[key][1] for (chunk_id, _), e in described.items() if chunk_id == chunk.id and key in e]
         if not dtypes:
             return None
-        return self._inner[chunk.id].flat_state(key, dtypes[0])
+        return self._states.inner[chunk.id].flat_state(key, dtypes[0])
 
     def state_runs(self, chunk: Chunk, key: str, dtype: torch.dtype) -> dict[int, Tensor]:
         """One element-wise state of this rank's segments of a chunk, 1-D, by member index: where it lies, unless that
         is a disk. Zeros where there is none."""
-        inner = self._inner[chunk.id]
+        inner = self._states.inner[chunk.id]
         states = [inner.state_of(position).get(key) for position in range(len(inner.places))]
         if any(state is not None and state.is_meta for state in states):
             flat = inner.flat_state(key, dtype)
@@ -986,14 +954,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 empty: none.
         """
         for chunk in self._engine.chunks:
-            if chunk.id in self._inner:
+            if chunk.id in self._states.inner:
                 self._load_chunk(chunk, read)
 
     def _load_chunk(self, chunk: Chunk, read: Callable[[Chunk, Segment], Mapping[str, Any]]) -> None:
-        inner = self._inner[chunk.id]
+        inner = self._states.inner[chunk.id]
         if chunk.spec.optim_tier is Tier.NVME:
             inner.allocate_moments()  # so that there is something to open
-        segments = {s.member_index: s for s in self._segments[chunk.id]}
+        segments = {s.member_index: s for s in self._states.segments[chunk.id]}
         with inner.opened(is_written=True):
             for position, place in enumerate(inner.places):
                 inner.set_state(position, read(chunk, segments[place.member_index]))
@@ -1021,7 +989,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def state_bytes(self) -> dict[str, int]:
         """Bytes of optimizer states on this rank, by tier; spare ones apart."""
         held: dict[str, int] = {}
-        for chunk_id, inner in self._inner.items():
+        for chunk_id, inner in self._states.inner.items():
             tier = self._engine.plan.chunks[chunk_id].optim_tier.value
             held[f"{tier}_states"] = held.get(f"{tier}_states", 0) + inner.state_bytes()
             if inner.has_spares:

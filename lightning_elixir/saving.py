@@ -29,7 +29,7 @@ from lightning_elixir.plan.segments import Segment, segments_of
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.engine import Engine
-from lightning_elixir.runtime.whole import own_shard, own_shard_writer
+from lightning_elixir.runtime.whole import own_shard_writer
 from lightning_elixir.wrapper import ElixirModule
 
 _MODEL = "state_dict"
@@ -226,7 +226,7 @@ class SavePlan:
             return
         dtypes = {s.member_index: self.contents.tensors[keys[s.member_index]].dtype for s in wanted}
         if state is None:
-            values = own_shard(engine, chunk)
+            values = engine.own_shard(chunk)
             runs = {s.member_index: values[s.shard_offset : s.shard_offset + s.numel] for s in wanted}
         elif self._optimizer is not None:
             runs = self._optimizer.state_runs(chunk, state, dtypes[wanted[0].member_index])
@@ -287,7 +287,7 @@ def _load_buffers(engine: Engine, index: CheckpointIndex, strict: bool) -> dict[
 def _read_parameters(
     engine: Engine, index: CheckpointIndex, chunk: Chunk, keys: Mapping[int, str], memory: _Reused
 ) -> Tensor:
-    own = own_shard(engine, chunk).detach()
+    own = engine.own_shard(chunk).detach()
     segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
     wanted = [segment for segment in segments if segment.member_index in keys]
     values = memory.empty("values", own.numel(), own.dtype)

@@ -541,12 +541,6 @@ class SegmentOptimizer:
         """Bytes of the second set of moments."""
         return sum(m.nbytes for m in self._spare_moments)
 
-    def held_bytes(self) -> tuple[int, int]:
-        """About how many bytes of states the device, and the host, hold, or will when there are any."""
-        nbytes = 0 if self._on_disk is not None else 2 * self.work.nbytes
-        is_on_host = self.work.device.type == "cpu"
-        return (0, nbytes) if is_on_host else (nbytes, 0)
-
     def state_bytes(self) -> int:
         """Bytes of all element-wise state tensors that are in use."""
         if self._inner is None:

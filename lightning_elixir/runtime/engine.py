@@ -25,6 +25,7 @@ from lightning_elixir.plan.types import AccessTrace, Drop, Plan, Tier, UpdateTim
 from lightning_elixir.runtime.agreement import Agreement, Meeting
 from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all_ranks, states_on_nvme
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
+from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
 from lightning_elixir.runtime.fetcher import Fetcher, TransferBytes
 from lightning_elixir.runtime.hooks import Hooks, SavedTensors, innermost_pack
 from lightning_elixir.runtime.interception import Interception
@@ -32,11 +33,11 @@ from lightning_elixir.runtime.iterations import Iterations
 from lightning_elixir.runtime.param_reads import ParamReads
 from lightning_elixir.runtime.reducer import Reducer
 from lightning_elixir.runtime.released import tensors_in
-from lightning_elixir.runtime.replan import check_layout, move_chunks
+from lightning_elixir.runtime.replan import AttachedOptimizer, check_layout, move_chunks
 from lightning_elixir.runtime.residency import Residency
 from lightning_elixir.runtime.sampling import StepSeconds
 from lightning_elixir.runtime.stats import Stats, take_stats
-from lightning_elixir.runtime.whole import own_shard, whole_values
+from lightning_elixir.runtime.whole import own_values, whole_values
 from lightning_elixir.storage.nvme import DiskOptions, StateFile, StateTraffic, open_state_file
 from lightning_elixir.storage.shards import ShardStore
 
@@ -229,8 +230,7 @@ class Engine:
         self._touched: set[int] = set()
         self._aliased_ids: list[int] = []  # on any rank, at the beginning of the step
         self._is_order_known = False
-        self._replan_listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._plan_checks: list[weakref.WeakMethod[Callable[[Plan], None]]] = []
+        self._optimizers: list[AttachedOptimizer] = []
         self._holders: list[weakref.WeakMethod[Callable[[], dict[str, int]]]] = []
         self._statistics = [m for m in module.modules() if getattr(m, "track_running_stats", False)]
         self._has_own_statistics = False
@@ -950,35 +950,36 @@ class Engine:
         self.meet(Meeting.REPLAN)
         check_layout(self.plan, plan)
         check_same_on_all_ranks(self.comm, plan)
-        for reference in self._plan_checks:
-            check = reference()
-            if check is not None:
-                check(plan)
+        self._optimizers = [known for known in self._optimizers if known.states is not None]
+        for known in self._optimizers:
+            known.check(plan)
         if self.reducer.used:
             raise StateError(
                 "the placement cannot change while gradients wait for a step: call step() or zero_grad() first"
             )
         earlier = self.store.states
         states = self._open_states(plan, earlier)
-        if earlier is not None and earlier is not states:
+        is_another = earlier is not None and earlier is not states
+        if earlier is not None and is_another:
             earlier.release_buffers()  # parts are moved one by one, while both placements are there
         self.residency.release(list(self.rcache.resident_ids))
         self.iterations.end()
         self.give_back()  # what lasts shall not come to lie in the gaps that activations have left
         try:
-            store = self._new_store(plan, states)
-            move_chunks(self, plan, store)
+            for known in self._optimizers:
+                known.prepare()
+            before, self.store = self.store, self._new_store(plan, states)
+            move_chunks(self, plan, before, self._optimizers)
             self.device.synchronize()  # uploads still read the shards that go now
-            self._adopt(plan, store)
-            for listener in self._replan_listeners:
-                notify = listener()
-                if notify is not None:
-                    notify()
+            self._adopt(plan, self.store)
+            for known in self._optimizers:
+                known.finish()
         except BaseException as error:
             self.give_up(f"half way to another placement ({type(error).__name__})", error=error)
             raise
-        if earlier is not None and earlier is not states:
-            earlier.close()
+        finally:
+            if earlier is not None and is_another:
+                earlier.close()
         self.give_back()
 
     def give_up(
@@ -1021,17 +1022,27 @@ class Engine:
         self.device.give_back()
         release_cached_memory(self.device.torch_device)
 
-    def on_replan(self, listener: Callable[[], None], check: Callable[[Plan], None]) -> None:
-        """Call `listener` after the shards have moved, and before that `check`, which raises if it cannot go along with
-        the new plan. Bound methods, for as long as their object lives."""
-        self._replan_listeners = [known for known in self._replan_listeners if known() is not None]
-        self._plan_checks = [known for known in self._plan_checks if known() is not None]
-        self._replan_listeners.append(weakref.WeakMethod(listener))
-        self._plan_checks.append(weakref.WeakMethod(check))
+    def on_replan(
+        self,
+        states: ChunkOptimizers,
+        *,
+        check: Callable[[Plan], None],
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
+        """An optimizer's states move with the chunks from now on, for as long as they live.
+
+        Args:
+            states: What moves.
+            check: Bound method, called first: raises if the optimizer cannot go along with a new plan.
+            before: Bound method, called when nothing has moved and nothing can stop the move any more.
+            after: Bound method, called when everything is in its new place.
+        """
+        self._optimizers.append(AttachedOptimizer(states, check=check, before=before, after=after))
 
     def own_shard(self, chunk: Chunk) -> Tensor:
         """This rank's up-to-date values of a chunk, 1-D: what an optimizer updates. Not a copy."""
-        return own_shard(self, chunk)
+        return own_values(self.store, chunk, self.comm)
 
     # Sampling, statistics, end
 

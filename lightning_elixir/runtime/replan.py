@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +13,8 @@ from lightning_elixir.plan.moving import order_of_moves
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.build import dtype_of, storage_bytes
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
-from lightning_elixir.runtime.whole import own_shard
+from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
+from lightning_elixir.runtime.whole import own_values
 from lightning_elixir.storage.nvme import MASTER
 from lightning_elixir.storage.shards import ShardStore
 
@@ -29,42 +32,86 @@ def check_layout(old: Plan, new: Plan) -> None:
         raise PlanError("enable_distributed_storage cannot change while an engine runs: close it and build a new one")
 
 
-def move_chunks(engine: Engine, plan: Plan, store: ShardStore) -> None:
-    """Move every chunk of `engine` to where `plan` wants it, into `store`. Collective; no replica may be in use.
+class AttachedOptimizer:
+    """An optimizer over the engine's chunks. Keeps it from nothing: its states shall go with it. Arguments as for
+    `Engine.on_replan`."""
 
-    The old shards go one by one, in an order in which neither the device nor the host need hold both placements.
+    def __init__(
+        self,
+        states: ChunkOptimizers,
+        *,
+        check: Callable[[Plan], None],
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
+        self._states = weakref.ref(states)
+        self._check = weakref.WeakMethod(check)
+        self._before = weakref.WeakMethod(before)
+        self._after = weakref.WeakMethod(after)
+
+    @property
+    def states(self) -> ChunkOptimizers | None:
+        """None: the optimizer is gone."""
+        return self._states()
+
+    def check(self, plan: Plan) -> None:
+        """Raises if the optimizer cannot go along with this plan."""
+        if (method := self._check()) is not None:
+            method(plan)
+
+    def prepare(self) -> None:
+        """The move begins."""
+        if (method := self._before()) is not None:
+            method()
+
+    def finish(self) -> None:
+        """Everything is in its new place."""
+        if (method := self._after()) is not None:
+            method()
+
+
+def move_chunks(engine: Engine, plan: Plan, before: ShardStore, optimizers: Sequence[AttachedOptimizer]) -> None:
+    """Move every chunk of `engine` to where `plan` wants it, out of `before` into the engine's store, and its optimizer
+    states with it. Collective; no replica may be in use, and no gradients wait.
+
+    They go one by one, in an order in which neither the device nor the host need hold both placements: what leaves a
+    memory makes room for what comes to it.
     """
-    changes = [_change(engine, chunk.spec, plan.chunks[chunk.id]) for chunk in engine.chunks]
+    before.drop_grad_buffers()
+    moving = [attached.states for attached in optimizers if attached.states is not None]
+    changes = [_change(engine, chunk.spec, plan.chunks[chunk.id], moving) for chunk in engine.chunks]
     for number in order_of_moves(changes):
         chunk = engine.chunks[number]
         with torch.no_grad():
-            _move(engine, chunk, plan.chunks[chunk.id], plan, store)
-        old = engine.store[chunk.id]
-        old.param = old.master = old.spare_master = old.spare_param = None
+            _move(engine, chunk, plan.chunks[chunk.id], plan, before)
+        before.remove(chunk.id)
+        for states in moving:
+            states.follow(chunk)
 
 
-def _change(engine: Engine, old: ChunkSpec, new: ChunkSpec) -> tuple[int, int]:
-    """Bytes of parameters and masters that this rank's device and host hold more in the new place."""
-    (device, host), (new_device, new_host) = (_held(engine, spec) for spec in (old, new))
-    return new_device - device, new_host - host
+def _change(engine: Engine, old: ChunkSpec, new: ChunkSpec, optimizers: Sequence[ChunkOptimizers]) -> tuple[int, int]:
+    """Bytes that this rank's device and host hold more with the chunk in its new place."""
+
+    def held(spec: ChunkSpec, tier: Tier) -> int:
+        return _shard_bytes(engine, spec, tier) + sum(states.state_bytes_on(tier, spec) for states in optimizers)
+
+    return held(new, Tier.GPU) - held(old, Tier.GPU), held(new, Tier.CPU) - held(old, Tier.CPU)
 
 
-def _held(engine: Engine, spec: ChunkSpec) -> tuple[int, int]:
-    held = {Tier.GPU: 0, Tier.CPU: 0, Tier.NVME: 0}
-    shard_numel = spec.numel // engine.comm.world_size
+def _shard_bytes(engine: Engine, spec: ChunkSpec, tier: Tier) -> int:
+    nbytes, shard_numel = 0, spec.numel // engine.comm.world_size
     master = engine.precision.master_of(spec)
-    if master is not None:
-        held[spec.optim_tier] += shard_numel * master.itemsize
+    if master is not None and spec.optim_tier is tier:
+        nbytes += shard_numel * master.itemsize
     if spec.is_persistent:
-        held[Tier.GPU] += storage_bytes(engine.plan, spec)
-    else:
-        numel = shard_numel if engine.plan.is_storage_distributed else spec.numel
-        held[spec.param_tier] += numel * dtype_of(spec).itemsize
-    return held[Tier.GPU], held[Tier.CPU]
+        return nbytes + (storage_bytes(engine.plan, spec) if tier is Tier.GPU else 0)
+    if spec.param_tier is tier:
+        nbytes += (shard_numel if engine.plan.is_storage_distributed else spec.numel) * dtype_of(spec).itemsize
+    return nbytes
 
 
-def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, store: ShardStore) -> None:
-    old, comm = engine.store[chunk.id], engine.comm
+def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, before: ShardStore) -> None:
+    old, store, comm = before[chunk.id], engine.store, engine.comm
     new = store.add(spec)
     # All values first: the replica may be their only copy, and stop being it.
     if spec.is_persistent and not chunk.is_usable:
@@ -76,12 +123,12 @@ def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, store: Shar
         if old.master is not None and chunk.spec.optim_tier is spec.optim_tier:
             new.master = old.master
         elif new.on_disk is not None and old.on_disk is not None and old.on_disk.has_master:
-            engine.store.settle(chunk.id)
+            before.settle(chunk.id)
             new.on_disk.copy_from(old.on_disk, MASTER)
         elif new.on_disk is not None:
-            new.on_disk.write(MASTER, own_shard(engine, chunk))
+            new.on_disk.write(MASTER, own_values(before, chunk, comm))
         else:
-            source = own_shard(engine, chunk)
+            source = own_values(before, chunk, comm)
             new.master = store.empty(source.numel(), master_dtype, spec.optim_tier)
             new.master.copy_(source)
     if plan.has_spare_states and spec.optim_tier is Tier.CPU:  # those of a chunk that comes now are made in its step

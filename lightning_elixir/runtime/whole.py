@@ -10,27 +10,29 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_elixir.core.comm import Comm
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.segments import segments_of
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.storage.nvme import MappedMemory
+from lightning_elixir.storage.shards import ShardStore
 
 if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
 
 
-def own_shard(engine: Engine, chunk: Chunk) -> Tensor:
+def own_values(store: ShardStore, chunk: Chunk, comm: Comm) -> Tensor:
     """This rank's current values of a chunk, 1-D, `[chunk.numel / world_size]`: master, else compute shard. No copy,
     unless it is on a disk."""
-    shard = engine.store.settle(chunk.id)
+    shard = store.settle(chunk.id)
     master = shard.read_master()
     if master is not None:
         return master
     param = shard.read_param()
     whole = chunk.flat if param is None else param
-    if whole.numel() == engine.store.optim_numel(chunk.spec):
+    if whole.numel() == store.optim_numel(chunk.spec):
         return whole
-    return chunk.shard_of(whole, engine.comm.rank, engine.comm.world_size)
+    return chunk.shard_of(whole, comm.rank, comm.world_size)
 
 
 def gather_whole(
@@ -84,7 +86,7 @@ def whole_values(engine: Engine, *, on_all_ranks: bool, is_frozen_included: bool
         is_frozen_included: False leaves parameters out that require no gradient.
     """
     pieces = (
-        (chunk, own_shard(engine, chunk)) for chunk in engine.chunks if chunk.spec.requires_grad or is_frozen_included
+        (chunk, engine.own_shard(chunk)) for chunk in engine.chunks if chunk.spec.requires_grad or is_frozen_included
     )
     with engine.store.checkpoint_memory() or nullcontext() as memory:
         found = gather_whole(engine, pieces, on_all_ranks, memory)
@@ -162,7 +164,7 @@ def own_shard_writer(engine: Engine, chunk: Chunk, values: Tensor) -> Callable[[
     ranks keep all of the chunk, does it pass through memory as a whole.
 
     Args:
-        values: 1-D, as `own_shard` gives them, on the host; a dtype that is the same on every rank.
+        values: 1-D, as `own_values` gives them, on the host; a dtype that is the same on every rank.
 
     Returns:
         To be called: it sends nothing, and may fail on one rank alone.

@@ -247,6 +247,15 @@ class ShardStore:
             return False
         return (param.dtype, param.numel()) == (dtype, self.optim_numel(spec))
 
+    def drop_grad_buffers(self) -> None:
+        """Give back host memory that gradients would come to again."""
+        for shard in self._shards.values():
+            shard.grad_buffer = None
+
+    def remove(self, chunk_id: int) -> None:
+        """What a chunk had here is elsewhere now."""
+        del self._shards[chunk_id], self._specs[chunk_id]
+
     def reserve_spares(self, spec: ChunkSpec, dtype: torch.dtype) -> bool:
         """Make the second master and the memory for values, if the chunk shall have them and has not.
 

@@ -100,7 +100,7 @@ def test_busy_compute_stream_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
 def test_host_memory_of_states_is_page_locked_and_exact() -> None:
     module, optimizer = bodies.new_training(HOWS["bf16"], "mixed", CUDA)
     bodies.train_step(module, optimizer, HOWS["bf16"], 0)
-    for inner in optimizer._inner.values():
+    for inner in optimizer._states.inner.values():
         assert all(m.is_pinned() for m in inner._moments)
         assert all(inner.state_of(i)["exp_avg"].is_pinned() for i in range(len(inner.places)))
     assert optimizer.state_bytes()["cpu_states"] == sum(

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import faulthandler
 import io
+import itertools
 import multiprocessing
 import os
 import random
@@ -38,6 +39,9 @@ import torch.distributed as dist
 _START_TIMEOUT_S = 120.0
 # After the first failure the other ranks get this long to fail too, so that the earliest can be told from its echoes.
 _GRACE_S = 0.5
+
+
+_calls = itertools.count()
 
 
 class RankError(RuntimeError):
@@ -247,10 +251,14 @@ atexit.register(stop_workers)
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+    """One that is free now, and that nobody takes before the rank does that listens there: from below those that the
+    system gives to whoever asks for any (a port of those was another test's a moment later), and from other ones than
+    test processes beside this one."""
+    while True:
+        port = 10_000 + (os.getpid() * 61 + next(_calls)) % 20_000
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _save(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""A CPU device that counts bytes as a GPU's allocator does, and has only so many of them."""
+"""CPU devices that count bytes: as a GPU's allocator does, with only so many of them; and host memory."""
 
 from __future__ import annotations
 
@@ -108,6 +108,25 @@ class MeteredCpuDevice(CpuDevice):
         if address in self._blocks:
             self._blocks.remove(address)
             self.pooled_bytes += nbytes
+
+
+class MeteredHostDevice(CpuDevice):
+    """Counts the host memory of shards and states, all that comes from `host_empty`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host_bytes = self.peak_host_bytes = 0
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = super().host_empty(numel, dtype)
+        nbytes = tensor.untyped_storage().nbytes()
+        self._take(nbytes)
+        weakref.finalize(tensor.untyped_storage(), self._take, -nbytes).atexit = False
+        return tensor
+
+    def _take(self, nbytes: int) -> None:
+        self.host_bytes += nbytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
 
 
 class _Counting(TorchDispatchMode):

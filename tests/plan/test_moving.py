@@ -34,6 +34,25 @@ def test_two_memories_that_change_places_need_one_chunk_more_on_the_host() -> No
     assert _peaks(changes, order_of_moves(changes)) == (0, 8)
 
 
+def test_a_memory_that_fills_up_anyway_takes_its_own_early() -> None:
+    """Where the device holds more at last, what comes to it from the host makes room there for what comes from a disk."""
+    from_disk, to_device = (0, 8), (8, -8)
+    changes = [from_disk] * 10 + [to_device] * 10
+    assert _peaks(changes, order_of_moves(changes)) == (80, 0)
+
+
+def test_many_chunks_among_three_memories_need_one_chunk_more() -> None:
+    """Than the placement with more has anyway, on the device and on the host."""
+    dice = random.Random(2)
+    places = {"device": (12, 0), "host": (0, 14), "disk": (0, 2), "all on disk": (0, 0)}
+    for _ in range(200):
+        moves = [dice.choices(list(places.values()), k=2) for _ in range(dice.randint(1, 40))]
+        changes = [(new[0] - old[0], new[1] - old[1]) for old, new in moves]
+        device, host = _peaks(changes, order_of_moves(changes))
+        assert device <= max(0, sum(change[0] for change in changes)) + 12
+        assert host <= max(0, sum(change[1] for change in changes)) + 14
+
+
 def test_it_is_about_as_good_as_the_best() -> None:
     dice = random.Random(1)
     for _ in range(100):

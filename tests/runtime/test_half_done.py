@@ -41,7 +41,7 @@ def test_an_exception_in_an_update_ends_the_engine(
     if optimizer_class is HybridAdam:
         monkeypatch.setattr(execution.UpdateRunner, "_run_timed", interrupted)
     else:
-        inner = next(iter(optimizer._inner.values()))
+        inner = next(iter(optimizer._states.inner.values()))
         monkeypatch.setattr(type(inner), "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(module, optimizer)

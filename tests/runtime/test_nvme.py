@@ -32,11 +32,12 @@ from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk
 from lightning_elixir.plan import memory
 from lightning_elixir.plan.memory import NVME_BUFFERS
 from lightning_elixir.plan.placement import with_states_on_nvme
-from lightning_elixir.plan.types import Tier, UpdateTiming
+from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
 from lightning_elixir.planning import make_plan
 from lightning_elixir.storage.nvme import MOMENTS, StateFile, direct, mapped
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.metered import MeteredHostDevice
 from tests.helpers.zoo import ZOO, make
 from tests.runtime import test_streamed_updates as bodies
 from tests.runtime import test_update_timing as timing_bodies
@@ -539,6 +540,34 @@ def test_moments_move_piece_by_piece(name: str, monkeypatch: pytest.MonkeyPatch)
             module.replan(bodies.plan_for(module.module, how, site))
         step(training, how, number)
     assert_same(result_of(module, optimizer), replace(expected, skipped=[]))
+    module.close()
+
+
+def _mixed(plan: Plan, seed: int) -> Plan:
+    dice = random.Random(seed)
+    sites = [bodies.SITES[dice.choice(["gpu", "host", "nvme"])] for _ in plan.chunks]
+    return replace(plan, chunks=tuple(site(c) for site, c in zip(sites, plan.chunks, strict=True)))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp32", "bf16_true"])
+def test_a_move_takes_no_host_memory_but_for_a_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of both placements, nor of the masters of one and the moments of the other."""
+    device = MeteredHostDevice()
+    monkeypatch.setattr("lightning_elixir.wrapper.make_device", lambda *_: device)
+    how = replace(HOWS[name], steps=8)
+    module, optimizer = training = new_training(how, "host")
+    plan = module.plan
+    chunk_bytes = max(c.numel for c in plan.chunks) * (2 + 12)
+    most_moved = 0
+    for number in range(how.steps):
+        if number:
+            before, device.peak_host_bytes = device.host_bytes, device.host_bytes
+            module.replan(_mixed(plan, number))
+            assert device.peak_host_bytes <= max(before, device.host_bytes) + chunk_bytes
+            most_moved = max(most_moved, abs(device.host_bytes - before))
+        step(training, how, number)
+    assert most_moved > 3 * chunk_bytes
+    assert_same(result_of(module, optimizer), replace(bodies.train(how, "host"), skipped=[]))
     module.close()
 
 

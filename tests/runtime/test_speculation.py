@@ -154,7 +154,7 @@ def test_a_step_of_which_all_was_right_moves_no_bytes_on_the_host() -> None:
         values, old, spares = [[getattr(s, n) for s in shards] for n in ("spare_param", "param", "spare_master")]
         optimizer.step()
         assert all(s.param is v and s.spare_param is o for s, v, o in zip(shards, values, old, strict=True))
-        for inner, spare in zip(optimizer._inner.values(), spares, strict=True):
+        for inner, spare in zip(optimizer._states.inner.values(), spares, strict=True):
             assert inner.work is spare
             for tensor, place in zip(inner._tensors, inner.places, strict=True):
                 assert tensor.data_ptr() == spare[place.shard_offset :].data_ptr()
@@ -1106,7 +1106,7 @@ def test_spares_are_counted_and_come_and_go_with_the_plan(monkeypatch: pytest.Mo
         held = module.stats().held_bytes
         assert held.get("cpu_states", 0) + held.get("gpu_states", 0) == sum(reference_optimizer.state_bytes().values())
     on_host = sum(c.numel for c in module.engine.plan.chunks if c.optim_tier is Tier.CPU)
-    moments = sum(inner.spare_bytes() for inner in optimizer._inner.values())
+    moments = sum(inner.spare_bytes() for inner in optimizer._states.inner.values())
     assert spares == [spares[0]] * 2 + [0, spares[0]] + [6 * on_host + moments] * 2
     assert spares[0] <= 14 * numel
     assert_same(replace(result_of(*training), numel=(0, 0, 0)), replace(result_of(*other), numel=(0, 0, 0)))

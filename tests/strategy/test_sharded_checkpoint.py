@@ -23,7 +23,6 @@ from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.holding import Holding
 from lightning_elixir.plan.segments import segments_of
-from lightning_elixir.runtime.whole import own_shard
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.cut_up import NUM_THREADS, cut_up
 from tests.helpers.dist import run_ranks
@@ -460,7 +459,7 @@ def test_what_is_not_read_of_a_chunk_stays(tmp_path: Path, make_model: Any) -> N
         for segment in segments:
             is_gap[segment.shard_offset : segment.shard_offset + segment.numel] = False
         num_gaps += int(is_gap.sum())
-        assert not own_shard(engine, chunk)[is_gap].any()
+        assert not engine.own_shard(chunk)[is_gap].any()
     assert num_gaps
 
 

@@ -1,0 +1,77 @@
+"""The optimizer's side of every chunk, which goes where the chunk goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace
+from lightning_elixir.plan.segments import Segment, segments_of
+from lightning_elixir.plan.types import ChunkSpec, Tier
+from lightning_elixir.runtime.chunk import Chunk
+
+if TYPE_CHECKING:
+    from lightning_elixir.runtime.engine import Engine
+
+
+class ChunkOptimizers:
+    """One `SegmentOptimizer` for each chunk that trains, over this rank's shard of it.
+
+    Args:
+        engine: Whose chunks.
+        cls: From `elementwise_class`.
+        groups: The user's parameter groups: the list itself, which may grow.
+    """
+
+    def __init__(self, engine: Engine, cls: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]) -> None:
+        self._engine = engine
+        self._cls = cls
+        self._groups = groups
+        self.inner: dict[int, SegmentOptimizer] = {}
+        """By chunk id."""
+        self.segments: dict[int, tuple[Segment, ...]] = {}
+        """Of this rank's shard, by chunk id."""
+        self.members: dict[int, set[int]] = {}
+        """Members that have a parameter group, by chunk id."""
+        self.regroup()
+
+    def regroup(self) -> None:
+        """The same states over the segments that have a parameter group now."""
+        self._group_of = {id(p): g for g, group in enumerate(self._groups) for p in group["params"]}
+        for chunk in self._engine.chunks:
+            self.follow(chunk)
+
+    def follow(self, chunk: Chunk) -> None:
+        """The same states beside the chunk's shard, which has moved. They are not there twice for more than a piece,
+        and what they leave is free when this returns."""
+        if not chunk.spec.requires_grad:
+            return
+        earlier = self.inner.pop(chunk.id, None)
+        self.inner[chunk.id] = inner = self._made(chunk)
+        if earlier is not None:
+            inner.take_states(earlier)
+            if self._engine.store[chunk.id].spare_master is None:
+                inner.drop_spares()
+
+    def state_bytes_on(self, tier: Tier, spec: ChunkSpec) -> int:
+        """Bytes of a chunk's states, spare ones left out, that were on this tier if they lived where `spec` says."""
+        inner = self.inner.get(spec.id)
+        return inner.state_bytes() if inner is not None and spec.optim_tier is tier else 0
+
+    def _made(self, chunk: Chunk) -> SegmentOptimizer:
+        engine, group_of = self._engine, self._group_of
+        segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
+        self.segments[chunk.id] = segments
+        self.members[chunk.id] = {i for i, p in enumerate(chunk.parameters) if id(p) in group_of}
+        places = [
+            SegmentPlace(s.member_index, group_of[id(chunk.parameters[s.member_index])], s.shard_offset, s.numel)
+            for s in segments
+            if id(chunk.parameters[s.member_index]) in group_of
+        ]
+        empty = partial(engine.store.empty, tier=chunk.spec.optim_tier)
+        on_disk = engine.store[chunk.id].on_disk
+        work = on_disk.stand_in() if on_disk is not None and on_disk.has_master else engine.own_shard(chunk)
+        return SegmentOptimizer(self._cls, work, places, self._groups, empty, on_disk)
