@@ -35,7 +35,7 @@ def test_two_memories_that_change_places_need_one_chunk_more_on_the_host() -> No
 
 
 def test_a_memory_that_fills_up_anyway_takes_its_own_early() -> None:
-    """Where the device holds more at last, what comes to it from the host makes room there for what comes from a disk."""
+    """Where the device holds more at last, what comes to it makes room on the host for what comes from a disk."""
     from_disk, to_device = (0, 8), (8, -8)
     changes = [from_disk] * 10 + [to_device] * 10
     assert _peaks(changes, order_of_moves(changes)) == (80, 0)
