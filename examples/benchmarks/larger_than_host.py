@@ -104,6 +104,8 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     from lightning_elixir import ElixirStrategy, pretrained
 
     pl: Any = vars(elixir)["pl"]  # Lightning, under whichever of its names is there
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)  # else the same run differs from itself in the last bits on a GPU
     job, folder = job_of(arguments), arguments.folder
     device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
     found: dict[str, Any] = {"losses": [], "step_s": []}
