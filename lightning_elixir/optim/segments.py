@@ -15,7 +15,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk, UpdatePart
 from lightning_elixir.plan.types import ALIGN_NUMEL
-from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, Piece, copy_buffer
+from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, Piece
 
 # Their update of one element looks at that element alone, so they may run over any slice of a parameter.
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -468,22 +468,20 @@ class SegmentOptimizer:
             return
         self.allocate_moments()
         source, target = earlier._on_disk, self._on_disk
-        on_disk = target or source
-        if on_disk is not None and any(i not in earlier._blank for i in positions):
-            memory = copy_buffer(on_disk.spec, MOMENTS[0])
-            for number, part in enumerate(MOMENTS):
-                for start, values in on_disk.buffers(part, memory):
-                    if source is not None:
-                        source.read_piece(part, start, values)
-                    else:
-                        values.zero_()
-                        for own, inside in earlier._overlaps(number, start, values):
-                            inside.copy_(own)
-                    if target is not None:
-                        target.write_piece(part, start, values)
-                    else:
-                        for own, inside in self._overlaps(number, start, values):
-                            own.copy_(inside)
+        for number, part in enumerate(MOMENTS) if any(i not in earlier._blank for i in positions) else ():
+            if source is not None and target is not None:
+                target.copy_from(source, part)
+            elif source is not None:
+                for start, values in source.buffers(part):
+                    source.read_piece(part, start, values)
+                    for own, inside in self._overlaps(number, start, values):
+                        own.copy_(inside)
+            elif target is not None:
+                for start, values in target.buffers(part):
+                    values.zero_()
+                    for own, inside in earlier._overlaps(number, start, values):
+                        inside.copy_(own)
+                    target.write_piece(part, start, values)
         for position in positions:
             views = self._moments_at(position)
             if target is not None and position in earlier._blank:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_elixir.checkpoint import CheckpointIndex
 from lightning_elixir.checkpoint import index as index_module
@@ -97,8 +98,6 @@ def test_a_box_that_is_named_twice_does_not_count_twice(tmp_path: Path) -> None:
     index.tensors["state_dict.a"] = StoredTensor((8, 5), stored.dtype, stored.boxes)
     with pytest.raises(StorageError, match="lacks 20 elements"):
         index.read_whole("state_dict.a")
-    from torch.distributed.checkpoint.metadata import Metadata
-
     original = CheckpointIndex._read_metadata
 
     def twice(self: CheckpointIndex) -> Metadata:

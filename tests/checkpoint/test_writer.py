@@ -16,7 +16,6 @@ from lightning_elixir.checkpoint import writer as writer_module
 from lightning_elixir.checkpoint.boxes import Extent
 from lightning_elixir.checkpoint.writer import ShardWriter
 from lightning_elixir.core.device import CpuDevice
-from lightning_elixir.core.host import num_usable_cores
 
 
 def _add_runs(writer: ShardWriter, values: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> None:
@@ -116,7 +115,6 @@ def _assert_nothing_left(descriptors: int) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("elixir-checkpoint")]
 
 
-@pytest.mark.skipif(num_usable_cores() < 2, reason="nothing can run beside")
 def test_threads_write_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits, inside, for another one to be there."""
     barrier = threading.Barrier(3)

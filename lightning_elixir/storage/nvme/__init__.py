@@ -16,7 +16,6 @@ from lightning_elixir.storage.nvme.state_file import (
     StateSpec,
     StateTraffic,
     Visit,
-    copy_buffer,
     open_state_file,
 )
 from lightning_elixir.storage.nvme.transfer import ALIGNMENT, Region, Request, aligned, aligned_memory, when_all_over
@@ -43,7 +42,6 @@ __all__ = [
     "Visit",
     "aligned",
     "aligned_memory",
-    "copy_buffer",
     "go_direct",
     "is_in_memory",
     "open_offload_file",

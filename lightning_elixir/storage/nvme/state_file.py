@@ -618,18 +618,14 @@ class ChunkStates:
         """See `StateFile.read`."""
         return self.file.read(self.chunk_id, part)
 
-    def buffers(self, part: str, memory: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-        """A part piece by piece: the first element and memory for the values, the same for all pieces.
-
-        Args:
-            memory: From `copy_buffer`, for several parts of one dtype.
-        """
+    def buffers(self, part: str) -> Iterator[tuple[int, Tensor]]:
+        """A part piece by piece: the first element and memory for the values, the same for all pieces."""
         dtype = self.spec.dtype_of(part)
-        memory = copy_buffer(self.spec, part) if memory is None else memory
-        step = memory.numel() // dtype.itemsize
-        for start in range(0, self.spec.numel, step):
-            numel = min(step, self.spec.numel - start)
-            yield start, memory[: numel * dtype.itemsize].view(dtype)
+        _, most_bytes = nvme_buffers([aligned(self.spec.bytes_of(part))])
+        nbytes = max(ALIGNMENT, most_bytes // ALIGNMENT * ALIGNMENT)
+        memory = torch.frombuffer(aligned_memory(nbytes), dtype=dtype)
+        for start in range(0, self.spec.numel, memory.numel()):
+            yield start, memory[: self.spec.numel - start]
 
     def read_piece(self, part: str, start: int, target: Tensor) -> None:
         """A piece, as `buffers` gives them. See `StateFile.read_into`."""
@@ -655,12 +651,6 @@ class ChunkStates:
     def write(self, part: str, value: Tensor) -> None:
         """See `StateFile.write`."""
         self.file.write(self.chunk_id, part, value)
-
-
-def copy_buffer(spec: StateSpec, part: str) -> Tensor:
-    """Host memory, in bytes, to copy such a part piece by piece."""
-    _, nbytes = nvme_buffers([aligned(spec.bytes_of(part))])
-    return torch.frombuffer(aligned_memory(max(ALIGNMENT, nbytes // ALIGNMENT * ALIGNMENT)), dtype=torch.uint8)
 
 
 def open_state_file(
