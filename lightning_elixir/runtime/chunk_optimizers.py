@@ -10,7 +10,6 @@ import torch
 
 from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace
 from lightning_elixir.plan.segments import Segment, segments_of
-from lightning_elixir.plan.types import ChunkSpec, Tier
 from lightning_elixir.runtime.chunk import Chunk
 
 if TYPE_CHECKING:
@@ -55,11 +54,6 @@ class ChunkOptimizers:
             inner.take_states(earlier)
             if self._engine.store[chunk.id].spare_master is None:
                 inner.drop_spares()
-
-    def state_bytes_on(self, tier: Tier, spec: ChunkSpec) -> int:
-        """Bytes of a chunk's states, spare ones left out, that were on this tier if they lived where `spec` says."""
-        inner = self.inner.get(spec.id)
-        return inner.state_bytes() if inner is not None and spec.optim_tier is tier else 0
 
     def _made(self, chunk: Chunk) -> SegmentOptimizer:
         engine, group_of = self._engine, self._group_of

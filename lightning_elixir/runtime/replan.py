@@ -21,6 +21,8 @@ from lightning_elixir.storage.shards import ShardStore
 if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
 
+_NUM_MOMENTS = 2  # of Adam
+
 
 def check_layout(old: Plan, new: Plan) -> None:
     """Raises `PlanError` unless both plans have the same chunks and the same kind of parameter shards."""
@@ -75,11 +77,11 @@ def move_chunks(engine: Engine, plan: Plan, before: ShardStore, optimizers: Sequ
     states with it. Collective; no replica may be in use, and no gradients wait.
 
     They go one by one, in an order in which neither the device nor the host need hold both placements: what leaves a
-    memory makes room for what comes to it.
+    memory makes room for what comes to it. It is the same on every rank, since some moves are collective.
     """
     before.drop_grad_buffers()
     moving = [attached.states for attached in optimizers if attached.states is not None]
-    changes = [_change(engine, chunk.spec, plan.chunks[chunk.id], moving) for chunk in engine.chunks]
+    changes = [_change(engine, chunk.spec, plan.chunks[chunk.id]) for chunk in engine.chunks]
     for number in order_of_moves(changes):
         chunk = engine.chunks[number]
         with torch.no_grad():
@@ -89,18 +91,18 @@ def move_chunks(engine: Engine, plan: Plan, before: ShardStore, optimizers: Sequ
             states.follow(chunk)
 
 
-def _change(engine: Engine, old: ChunkSpec, new: ChunkSpec, optimizers: Sequence[ChunkOptimizers]) -> tuple[int, int]:
-    """Bytes that this rank's device and host hold more with the chunk in its new place."""
-
-    def held(spec: ChunkSpec, tier: Tier) -> int:
-        return _shard_bytes(engine, spec, tier) + sum(states.state_bytes_on(tier, spec) for states in optimizers)
-
-    return held(new, Tier.GPU) - held(old, Tier.GPU), held(new, Tier.CPU) - held(old, Tier.CPU)
+def _change(engine: Engine, old: ChunkSpec, new: ChunkSpec) -> tuple[int, int]:
+    """Bytes that a rank's device and host hold more with the chunk in its new place, if the optimizer is Adam: what
+    states this rank really has does not matter, as it may differ from rank to rank."""
+    device, host = (_bytes_on(engine, new, tier) - _bytes_on(engine, old, tier) for tier in (Tier.GPU, Tier.CPU))
+    return device, host
 
 
-def _shard_bytes(engine: Engine, spec: ChunkSpec, tier: Tier) -> int:
+def _bytes_on(engine: Engine, spec: ChunkSpec, tier: Tier) -> int:
     nbytes, shard_numel = 0, spec.numel // engine.comm.world_size
     master = engine.precision.master_of(spec)
+    if spec.requires_grad and spec.optim_tier is tier:
+        nbytes += _NUM_MOMENTS * shard_numel * (master or dtype_of(spec)).itemsize
     if master is not None and spec.optim_tier is tier:
         nbytes += shard_numel * master.itemsize
     if spec.is_persistent:

@@ -571,6 +571,32 @@ def test_a_move_takes_no_host_memory_but_for_a_chunk(name: str, monkeypatch: pyt
     module.close()
 
 
+def move_on_rank(how: How, options: dict[str, Any], is_moved: bool) -> Result:
+    rank = dist.get_rank()
+    module, optimizer = bodies.new_training(how, "host", CPU, world_size=dist.get_world_size(), **options)
+    plan = module.plan
+    for number in range(how.steps):
+        if is_moved and number:
+            module.replan(_mixed(plan, number))
+        bodies.train_step(module, optimizer, how, number, rank)
+    result = result_of(module, optimizer)
+    module.close()
+    return result
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("unused_fp32", {}), ("groups", {}), ("frozen", {}), ("tied", {"enable_distributed_storage": False})],
+)
+def test_ranks_move_chunks_in_one_order(name: str, options: dict[str, Any], world_size: int) -> None:
+    """Though some of them have states of fewer elements than others: some moves are collective."""
+    how = replace(HOWS[name], steps=6)
+    expected, *_ = run_ranks(move_on_rank, world_size, how, options, False)
+    actual, *_ = run_ranks(move_on_rank, world_size, how, options, True)
+    assert_same(actual, expected)
+
+
 @pytest.mark.parametrize("site", ["nvme_param", "host"])
 def test_moments_that_are_blank_stay_so_where_they_move(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second optimizer begins anew over a disk that is full of the first one's; some of the only chunk's parameters
