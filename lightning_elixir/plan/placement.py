@@ -407,16 +407,24 @@ class Placer:
         limit = self.budget.cpu_bytes
         if limit is None or use.host_bytes <= limit:
             return
-        offloaded = sum(
-            c.numel
-            for c in chunks
-            if c.param_tier is not Tier.GPU or (c.requires_grad and c.optim_tier is not Tier.GPU)
+        in_memory = sum(
+            c.numel for c in chunks if Tier.CPU in (c.param_tier, c.optim_tier if c.requires_grad else c.param_tier)
         )
-        fitting = offloaded * max(0, limit) // use.host_bytes
+        cures = ["keep more on the GPU", "spread the model over more hosts"] if in_memory else []
+        if use.host_state_bytes:
+            cures.append("keep optimizer states on a disk (nvme_offload_fraction, nvme_offload_dir)")
+        elif use.host_param_bytes:
+            cures.append("keep parameters on the disk as well (nvme_offload_param_fraction)")
+        if use.host_buffer_bytes > limit // 2:
+            cures.append("take a smaller chunk_size (buffers hold some chunks)")
+        fitting = ""
+        if in_memory:
+            num_fitting = in_memory * max(0, limit - use.host_buffer_bytes) // (use.host_bytes - use.host_buffer_bytes)
+            fitting = f" What would fit is about {num_fitting:,} of the {in_memory:,} parameters in host memory."
+        cure = ", or ".join([*cures, "make the model smaller"])
         raise CapacityError(
             f"host memory: the plan needs {format_bytes(use.host_bytes)} for each rank ({host_parts(use)}), but there"
-            f" are {format_bytes(limit)}. What would fit is about {fitting:,} of the {offloaded:,} offloaded"
-            " parameters: keep more on the GPU, spread the model over more hosts, or make it smaller.",
+            f" are {format_bytes(limit)}.{fitting} {cure[0].upper()}{cure[1:]}.",
             resource="host",
             lacking_bytes=use.host_bytes - limit,
         )

@@ -164,7 +164,8 @@ def test_host_error_says_what_would_fit() -> None:
     assert "needs 64.0 KiB for each rank" in text
     assert "parameters 16.0 KiB; optimizer states 32.0 KiB; gradients 16.0 KiB" in text
     assert "there are 16.0 KiB" in text
-    assert "about 1,024 of the 4,096 offloaded parameters" in text
+    assert "about 1,024 of the 4,096 parameters in host memory. Keep more on the GPU" in text
+    assert "or keep optimizer states on a disk (nvme_offload_fraction, nvme_offload_dir), or make the model" in text
     assert place_specs(layers(4), "cpu", cpu=64 * KIB).notes["host_bytes"] == 64 * KIB
 
 
@@ -363,8 +364,17 @@ def test_policies_send_their_share_to_nvme_and_count_the_buffers() -> None:
 def test_host_memory_has_to_hold_the_buffers() -> None:
     needed = 8 * (4 + 4) * KIB + NVME_BUFFERS * 8 * KIB
     assert tiers(place_specs(layers(8), "cpu", nvme_offload_fraction=1.0, cpu=needed)) == ["cn"] * 8
-    with pytest.raises(CapacityError, match=r"host memory.*buffers for states on NVMe 24\.0 KiB"):
+    advice = (
+        r"What would fit is about [78],\d{3} of the 8,192 parameters in .* \(nvme_offload_param_fraction\), or make"
+    )
+    with pytest.raises(CapacityError, match=r"host memory.*buffers for states on NVMe 24\.0 KiB.*" + advice):
         place_specs(layers(8), "cpu", nvme_offload_fraction=1.0, cpu=needed - 1)
+
+
+def test_where_all_is_on_the_disk_a_smaller_chunk_size_is_what_helps() -> None:
+    everything = {"nvme_offload_fraction": 1.0, "nvme_offload_param_fraction": 1.0}
+    with pytest.raises(CapacityError, match=r"there are 20\.0 KiB\. Take a smaller chunk_size .*, or make the model"):
+        place_specs(layers(8), "cpu", cpu=20 * KIB, **everything)
 
 
 def test_buffers_are_as_large_as_the_largest_and_no_more_than_chunks() -> None:
