@@ -86,7 +86,7 @@ def move_chunks(engine: Engine, plan: Plan, before: ShardStore, optimizers: Sequ
         chunk = engine.chunks[number]
         with torch.no_grad():
             _move(engine, chunk, plan.chunks[chunk.id], plan, before)
-        before.remove(chunk.id)
+        before.vacate(chunk.id)
         for states in moving:
             states.follow(chunk)
 

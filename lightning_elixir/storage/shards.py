@@ -252,9 +252,9 @@ class ShardStore:
         for shard in self._shards.values():
             shard.grad_buffer = None
 
-    def remove(self, chunk_id: int) -> None:
+    def vacate(self, chunk_id: int) -> None:
         """What a chunk had here is elsewhere now."""
-        del self._shards[chunk_id], self._specs[chunk_id]
+        self._shards[chunk_id] = Shard()
 
     def reserve_spares(self, spec: ChunkSpec, dtype: torch.dtype) -> bool:
         """Make the second master and the memory for values, if the chunk shall have them and has not.

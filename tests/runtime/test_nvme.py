@@ -34,7 +34,7 @@ from lightning_elixir.plan.memory import NVME_BUFFERS
 from lightning_elixir.plan.placement import with_states_on_nvme
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
 from lightning_elixir.planning import make_plan
-from lightning_elixir.storage.nvme import MOMENTS, StateFile, direct, mapped
+from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, StateFile, direct, mapped
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.metered import MeteredHostDevice
@@ -750,6 +750,35 @@ def test_a_replan_without_room_moves_nothing(monkeypatch: pytest.MonkeyPatch) ->
         step(training, BF16, number)
     assert_same(result_of(module, optimizer), replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[]))
     module.close()
+
+
+def test_a_move_that_fails_half_way_gives_its_files_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _ = training = new_training(BF16, "nvme_some")
+    step(training, BF16, 0)
+    files = [module.engine.store.states]
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkStates, "copy_from", failing_copy(after=3, seen=files))
+        with pytest.raises(StorageError, match="no such luck"):
+            module.replan(bodies.plan_for(module.module, BF16, "nvme"))
+    assert files[0]._is_closed
+    with pytest.raises(StateError, match="half way to another placement.*from a checkpoint"):
+        step(training, BF16, 1)
+    module.close()
+    assert len(set(map(id, files))) == 2
+    assert all(file._is_closed for file in files)
+
+
+def failing_copy(after: int, seen: list[Any]) -> Callable[..., None]:
+    real, calls = ChunkStates.copy_from, []
+
+    def copy_from(self: ChunkStates, other: ChunkStates, part: str) -> None:
+        seen.append(self.file)
+        calls.append(1)
+        if len(calls) > after:
+            raise StorageError("no such luck")
+        real(self, other, part)
+
+    return copy_from
 
 
 # What is refused
