@@ -129,7 +129,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._engine.reducer.is_tracking_square_sums = self.scaler.enabled or max_norm > 0
         self._watch_gradients()
         self._engine.on_replan(
-            self._states, check=self._check_sites, before=self._prepare_move, after=self._watch_gradients
+            self._states, check=self._check_sites, before=self._prepare_move, after=self._finish_move
         )
         self._engine.on_held_bytes(self.state_bytes)
         self._engine.on_held_bytes(self._runner.held_bytes)
@@ -185,6 +185,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """States are going to move, or to be in other groups."""
         self._speculation.withdraw()
         self._runner.release_stream()
+        self._states.group_by(self.param_groups)
+
+    def _finish_move(self) -> None:
+        """They have."""
+        self._shape = self._group_sizes()
+        self._watch_gradients()
 
     def _allocate_states(self) -> None:
         """Adam's states are known; those of others come from a first step over zero gradients with a zero learning
@@ -278,9 +284,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
             check_parameters(engine, self)
             engine.synchronize()
             self._prepare_move()
-            self._states.regroup()
-            self._watch_gradients()
-            self._shape = self._group_sizes()
+            self._states.follow_all()
+            self._finish_move()
         used = self._used()
         if self.max_norm > 0:
             self._clip(self.max_norm, used)

@@ -92,7 +92,17 @@ def _write_checkpoint(output: Path, index: CheckpointIndex, weights_only: bool) 
             states[0]["loss_scaler"] = own["loss_scaler"]
     checkpoint.update(nested)
     with _new_file(output) as file:
+        save_one_file(checkpoint, file)
+
+
+def save_one_file(checkpoint: Mapping[str, Any], file: IO[bytes]) -> None:
+    """`torch.save`, which tells of a full disk by a RuntimeError that follows from the real one."""
+    try:
         torch.save(checkpoint, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
 
 
 def _values(index: CheckpointIndex, keys: Sequence[str], memory: MappedMemory) -> dict[str, Any]:

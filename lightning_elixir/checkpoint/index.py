@@ -118,9 +118,18 @@ class CheckpointIndex:
         """
         path = self.folder / META_FILE
         try:
+            with path.open("rb") as file:
+                bad = _damaged_entry(file, file.fileno(), 0)  # torch.load does not compare checksums
+        except Exception as error:  # whatever damaged files do
+            raise StorageError(f"cannot read {path}: {error}. Take another checkpoint", path=path) from error
+        if bad is not None:
+            raise StorageError(
+                f"{path} is damaged (the checksum of {bad} does not fit): take another checkpoint", path=path
+            )
+        try:
             found = torch.load(path, map_location="cpu", weights_only=weights_only)
         except (OSError, RuntimeError, EOFError) as error:
-            raise StorageError(f"cannot read {path}: {error}", path=path) from error
+            raise StorageError(f"cannot read {path}: {error}. Take another checkpoint", path=path) from error
         if not isinstance(found, dict):
             raise StorageError(f"{path} is not part of a checkpoint: it holds a {type(found).__name__}", path=path)
         return found
@@ -204,6 +213,8 @@ class CheckpointIndex:
     # Files
 
     def _check_files_of_format(self) -> None:
+        if self.folder.is_file():
+            raise StorageError(f"{self.folder} is one file, not the folder of a sharded checkpoint", path=self.folder)
         if not self.folder.is_dir():
             raise StorageError(f"there is no checkpoint folder {self.folder}", path=self.folder)
         for name in (METADATA_FILE, META_FILE):
@@ -219,7 +230,9 @@ class CheckpointIndex:
             with path.open("rb") as file:
                 found = _MetadataUnpickler(file).load()
         except Exception as error:  # whatever a damaged pickle does
-            raise StorageError(f"cannot read {path}: {type(error).__name__}: {error}", path=path) from error
+            raise StorageError(
+                f"cannot read {path}: {type(error).__name__}: {error}. Take another checkpoint", path=path
+            ) from error
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
             raise StorageError(f"{path} is not the table of contents of a checkpoint", path=path)
         return found
@@ -245,11 +258,11 @@ class CheckpointIndex:
             if path.resolve().parent != self.folder.resolve():
                 raise StorageError(f"{self.folder / METADATA_FILE} names a file outside of its folder: {name}")
             if not path.is_file():
-                raise StorageError(f"the checkpoint {self.folder} lacks its file {name}", path=path)
+                raise StorageError(f"the checkpoint {self.folder} lacks its file {name}: take another one", path=path)
             size = path.stat().st_size
             if size < end:
                 raise StorageError(
-                    f"{path} is cut off: {size} bytes of {end}",
+                    f"{path} is cut off: {size} bytes of {end}. Take another checkpoint",
                     path=path,
                     offset=size,
                     nbytes=end - size,

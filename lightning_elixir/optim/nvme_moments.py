@@ -297,9 +297,11 @@ def _folder(directory: str | os.PathLike[str] | None) -> Path:
 
 
 def _check(options: NvmeOptions) -> None:
-    if not 0.0 <= options.fraction <= 1.0:
-        raise PlanError(f"nvme_offload_fraction must be in [0, 1], got {options.fraction}")
-    if options.directory is not None and not isinstance(options.directory, (str, os.PathLike)):
-        raise PlanError(f"nvme_offload_dir must be a folder, got {options.directory!r}")
+    fraction: object = options.fraction
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+        raise PlanError(f"nvme_offload_fraction must be between 0 and 1, got {fraction!r}")
+    folder: object = options.directory
+    if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder)):
+        raise PlanError(f"nvme_offload_dir must be the path of a folder, got {folder!r}")
     if options.backend not in BACKENDS:
-        raise PlanError(f"there is no nvme_backend {options.backend!r}: choose one of {', '.join(BACKENDS)}")
+        raise PlanError(f"unknown nvme_backend {options.backend!r}: choose one of {', '.join(BACKENDS)}")

@@ -22,38 +22,41 @@ class ChunkOptimizers:
     Args:
         engine: Whose chunks.
         cls: From `elementwise_class`.
-        groups: The user's parameter groups: the list itself, which may grow.
+        groups: The user's parameter groups.
     """
 
     def __init__(self, engine: Engine, cls: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]) -> None:
         self._engine = engine
         self._cls = cls
-        self._groups = groups
         self.inner: dict[int, SegmentOptimizer] = {}
         """By chunk id."""
         self.segments: dict[int, tuple[Segment, ...]] = {}
         """Of this rank's shard, by chunk id."""
         self.members: dict[int, set[int]] = {}
         """Members that have a parameter group, by chunk id."""
-        self.regroup()
+        self.group_by(groups)
+        self.follow_all()
 
-    def regroup(self) -> None:
-        """The same states over the segments that have a parameter group now."""
-        self._group_of = {id(p): g for g, group in enumerate(self._groups) for p in group["params"]}
+    def group_by(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """The user's parameter groups, for chunks that are followed from now on."""
+        self._groups = groups
+        self._group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
+
+    def follow_all(self) -> None:
+        """As `follow`, every chunk: where nothing has moved, the same states over the segments that are in groups."""
         for chunk in self._engine.chunks:
             self.follow(chunk)
 
     def follow(self, chunk: Chunk) -> None:
-        """The same states beside the chunk's shard, which has moved. They are not there twice for more than a piece,
-        and what they leave is free when this returns."""
+        """The same states beside the chunk's shard, which has moved. What they leave is free when this returns."""
         if not chunk.spec.requires_grad:
             return
-        earlier = self.inner.pop(chunk.id, None)
-        self.inner[chunk.id] = inner = self._made(chunk)
+        inner, earlier = self._made(chunk), self.inner.get(chunk.id)
         if earlier is not None:
             inner.take_states(earlier)
             if self._engine.store[chunk.id].spare_master is None:
                 inner.drop_spares()
+        self.inner[chunk.id] = inner
 
     def _made(self, chunk: Chunk) -> SegmentOptimizer:
         engine, group_of = self._engine, self._group_of

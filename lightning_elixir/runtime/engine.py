@@ -975,6 +975,8 @@ class Engine:
             for known in self._optimizers:
                 known.finish()
         except BaseException as error:
+            if states is not None and states is not self.store.states:
+                states.close()
             self.give_up(f"half way to another placement ({type(error).__name__})", error=error)
             raise
         finally:

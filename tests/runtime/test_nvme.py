@@ -587,7 +587,13 @@ def move_on_rank(how: How, options: dict[str, Any], is_moved: bool) -> Result:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("unused_fp32", {}), ("groups", {}), ("frozen", {}), ("tied", {"enable_distributed_storage": False})],
+    [
+        ("bf16", {}),
+        ("unused_fp32", {}),
+        ("groups", {}),
+        ("frozen", {}),
+        ("tied", {"enable_distributed_storage": False}),
+    ],
 )
 def test_ranks_move_chunks_in_one_order(name: str, options: dict[str, Any], world_size: int) -> None:
     """Though some of them have states of fewer elements than others: some moves are collective."""

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_elixir._lightning import pl
 from lightning_elixir.checkpoint import CheckpointIndex
+from lightning_elixir.checkpoint.consolidate import save_one_file
 from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.holding import Holding
@@ -553,6 +555,14 @@ def _change(path: Path, change: str) -> str:
         data[place.offset + place.length // 2] ^= 1  # one bit of a number
         shard.write_bytes(data)
         return f"{place.file} is damaged"
+    if change == "flipped meta":
+        meta = path / "meta.pt"
+        data = bytearray(meta.read_bytes())
+        with zipfile.ZipFile(meta) as archive:
+            entry = max(archive.infolist(), key=lambda entry: entry.file_size)  # the random generators' states
+        data[entry.header_offset + entry.file_size // 2] ^= 1
+        meta.write_bytes(data)
+        return "meta.pt is damaged .*: take another checkpoint"
     if change == "no contents":
         (path / ".metadata").unlink()
         return "not a whole checkpoint: it has no file .metadata"
@@ -565,7 +575,9 @@ def _change(path: Path, change: str) -> str:
     return "a table of contents has no use for"
 
 
-@pytest.mark.parametrize("change", ["missing", "short", "flipped", "no contents", "no meta", "foreign pickle"])
+@pytest.mark.parametrize(
+    "change", ["missing", "short", "flipped", "flipped meta", "no contents", "no meta", "foreign pickle"]
+)
 @pytest.mark.parametrize("cut", [contextlib.nullcontext, cut_up])
 def test_damaged_folders(tmp_path: Path, change: str, cut: Any) -> None:
     trainer, _, _ = fit(ElixirStrategy(**OPTIONS["tight"]))
@@ -574,6 +586,19 @@ def test_damaged_folders(tmp_path: Path, change: str, cut: Any) -> None:
     message = _change(tmp_path / "one", change)
     with pytest.raises(StorageError, match=message), cut():
         make_trainer(ElixirStrategy(**TIGHT)).fit(Net(), make_data(), ckpt_path=str(tmp_path / "one"))
+
+
+def test_one_file_is_no_sharded_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "whole.ckpt").write_bytes(b"some")
+    with pytest.raises(StorageError, match=r"whole\.ckpt is one file, not the folder of a sharded checkpoint"):
+        CheckpointIndex(tmp_path / "whole.ckpt")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
+def test_a_disk_that_is_full_is_told_of_as_such() -> None:
+    """torch tells of what follows from it."""
+    with Path("/dev/full").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left on device"):
+        save_one_file({"a": torch.zeros(100_000)}, file)
 
 
 @pytest.mark.parametrize("options", [{"state_dict_type": "half"}, {"async_save": True}])

@@ -1,0 +1,98 @@
+"""Optimizer states go where their chunks go, whatever the optimizer and what has become of its groups."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_elixir.plan.types import Plan
+from lightning_elixir.planning import make_plan
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.dist import run_ranks
+from tests.helpers.zoo import make
+from tests.runtime import test_streamed_updates as bodies
+from tests.runtime.test_streamed_updates import CPU, HOWS, assert_same, result_of
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "AMSGrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+
+
+def elsewhere(plan: Plan, seed: int, sites: tuple[str, ...] = ("gpu", "host", "every_site")) -> Plan:
+    dice = random.Random(seed)
+    moved = []
+    for chunk in plan.chunks:
+        site = bodies.SITES[dice.choice(sites)](chunk) if chunk.requires_grad else chunk
+        moved.append(replace(site, is_update_streamed=False))
+    return replace(plan, chunks=tuple(moved))
+
+
+def train_by(name: str, is_moved: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    how = replace(HOWS["unused_fp32"], steps=6)
+    model = make(how.name)
+    plan = make_plan(model, placement_policy="cpu", compute_dtype=how.dtype, world_size=world_size, chunk_size=4 * 1024)
+    module = ElixirModule(model, plan, dtype=how.dtype, device=CPU)
+    optimizer = ElixirOptimizer(module, OPTIMIZERS[name](model.parameters()))
+    for number in range(how.steps):
+        if is_moved and number != 1:  # before the first step as well
+            module.replan(elsewhere(plan, number))
+        bodies.train_step(module, optimizer, how, number, rank)
+    found = module.full_state_dict(), optimizer.state_dict()
+    module.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_torch_move(name: str, world_size: int) -> None:
+    if world_size == 1:
+        expected, actual = train_by(name, False), train_by(name, True)
+    else:
+        expected, actual = (run_ranks(train_by, world_size, name, is_moved)[0] for is_moved in (False, True))
+    assert [k for k, v in expected[0].items() if not torch.equal(actual[0][k], v)] == []
+    assert list(actual[1]["state"]) == list(expected[1]["state"])
+    for number, state in expected[1]["state"].items():
+        assert [k for k, v in state.items() if not torch.equal(actual[1]["state"][number][k], v)] == []
+
+
+def remove_last(optimizer: ElixirOptimizer) -> None:
+    del optimizer.param_groups[-1]
+
+
+def split_first(optimizer: ElixirOptimizer) -> None:
+    parameters = optimizer.param_groups[0]["params"]
+    late = parameters[len(parameters) // 2 :]
+    del parameters[len(parameters) // 2 :]
+    optimizer.add_param_group({"params": late, "lr": 1e-3})
+
+
+def give_others(optimizer: ElixirOptimizer) -> None:
+    first, second = optimizer.param_groups
+    optimizer.param_groups = [{**second, "lr": 5e-3}, {**first, "lr": 1e-3}]
+
+
+@pytest.mark.parametrize("site", ["gpu", "nvme", "every_site"])
+@pytest.mark.parametrize("change", [remove_last, split_first, give_others])
+def test_groups_that_have_changed_before_a_move(change: Callable[[ElixirOptimizer], None], site: str) -> None:
+    how, results = replace(HOWS["groups"], steps=5), []
+    for is_moved in (False, True):
+        module, optimizer = bodies.new_training(how, "host", CPU)
+        for number in range(how.steps):
+            if number == 2:
+                change(optimizer)
+                if is_moved:
+                    module.replan(bodies.plan_for(module.module, how, site))
+            bodies.train_step(module, optimizer, how, number)
+        results.append(result_of(module, optimizer))
+        module.close()
+    assert_same(results[1], results[0])
