@@ -125,12 +125,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._times: UpdateTimes | None = None
         self._shape = self._group_sizes()
         self._states = ChunkOptimizers(self._engine, self._cls, self.param_groups)
+        self._check_alone(self._engine.plan)
         self._take_over_state(optimizer)
         self._engine.reducer.is_tracking_square_sums = self.scaler.enabled or max_norm > 0
         self._watch_gradients()
-        self._engine.on_replan(
-            self._states, check=self._check_sites, before=self._prepare_move, after=self._finish_move
-        )
+        self._engine.on_replan(self._states, check=self._check_plan, before=self._prepare_move, after=self._finish_move)
         self._engine.on_held_bytes(self.state_bytes)
         self._engine.on_held_bytes(self._runner.held_bytes)
         if init_step:
@@ -161,6 +160,13 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Whether the plan may have states on NVMe: only where updates are described before they run, which is so for
         the same optimizers."""
         return self.can_stream
+
+    def _check_plan(self, plan: Plan) -> None:
+        self._check_sites(plan)
+        self._check_alone(plan)
+
+    def _check_alone(self, plan: Plan) -> None:
+        self._states.check_alone(plan, self._engine.other_states(self._states))
 
     def _check_sites(self, plan: Plan) -> None:
         on_nvme = [c for c in plan.chunks if is_on_nvme(c)]
@@ -284,6 +290,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             check_parameters(engine, self)
             engine.synchronize()
             self._prepare_move()
+            self._check_alone(engine.plan)
             self._states.follow_all()
             self._finish_move()
         used = self._used()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace
+from lightning_elixir.plan.memory import is_on_nvme
 from lightning_elixir.plan.segments import Segment, segments_of
+from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.chunk import Chunk
 
 if TYPE_CHECKING:
@@ -58,11 +61,28 @@ class ChunkOptimizers:
                 inner.drop_spares()
         self.inner[chunk.id] = inner
 
+    def check_alone(self, plan: Plan, others: Iterable[ChunkOptimizers]) -> None:
+        """Raises `PlanError` if the plan has states of a chunk on NVMe that others update as well, in other parameters:
+        updates there bring, and take back, the states of a whole chunk. Where they have the same parameters this one
+        takes their place."""
+        for chunk in self._engine.chunks:
+            own = self._members_of(chunk)
+            if not own or not is_on_nvme(plan.chunks[chunk.id]):
+                continue
+            if any(theirs and not theirs & own for theirs in (other._members_of(chunk) for other in others)):
+                raise PlanError(
+                    f"several optimizers update parameters of {chunk.spec}, whose optimizer states are on NVMe: use one"
+                    " optimizer with several parameter groups, or keep the states in memory"
+                )
+
+    def _members_of(self, chunk: Chunk) -> set[int]:
+        return {i for i, p in enumerate(chunk.parameters) if id(p) in self._group_of}
+
     def _made(self, chunk: Chunk) -> SegmentOptimizer:
         engine, group_of = self._engine, self._group_of
         segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
         self.segments[chunk.id] = segments
-        self.members[chunk.id] = {i for i, p in enumerate(chunk.parameters) if id(p) in group_of}
+        self.members[chunk.id] = self._members_of(chunk)
         places = [
             SegmentPlace(s.member_index, group_of[id(chunk.parameters[s.member_index])], s.shard_offset, s.numel)
             for s in segments

@@ -1024,6 +1024,10 @@ class Engine:
         self.device.give_back()
         release_cached_memory(self.device.torch_device)
 
+    def other_states(self, states: ChunkOptimizers) -> list[ChunkOptimizers]:
+        """Those of all other optimizers over these chunks."""
+        return [k.states for k in self._optimizers if k.states is not None and k.states is not states]
+
     def on_replan(
         self,
         states: ChunkOptimizers,

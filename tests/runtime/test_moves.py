@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_elixir.errors import PlanError
+from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -96,3 +98,28 @@ def test_groups_that_have_changed_before_a_move(change: Callable[[ElixirOptimize
         results.append(result_of(module, optimizer))
         module.close()
     assert_same(results[1], results[0])
+
+
+def halves(site: str) -> tuple[ElixirModule, list[ElixirOptimizer], list[torch.nn.Parameter]]:
+    how = HOWS["bf16"]
+    model = make(how.name)
+    module = ElixirModule(model, bodies.plan_for(model, how, site), dtype=how.dtype, device=CPU)
+    parameters = list(model.parameters())
+    return module, [ElixirOptimizer(module, HybridAdam(parameters[::2], lr=1e-2))], parameters
+
+
+def test_two_optimizers_do_not_share_a_chunk_on_nvme() -> None:
+    """Either would write over the other one's states."""
+    module, optimizers, parameters = halves("nvme")
+    with pytest.raises(PlanError, match=r"several optimizers update parameters of chunk 0.*one optimizer with several"):
+        ElixirOptimizer(module, HybridAdam(parameters[1::2], lr=1e-3))
+    ElixirOptimizer(module, HybridAdam(parameters, lr=1e-3))  # takes the place of the first
+    module.close()
+    module, optimizers, parameters = halves("host")
+    optimizers.append(ElixirOptimizer(module, HybridAdam(parameters[1::2], lr=1e-3)))
+    with pytest.raises(PlanError, match="several optimizers update parameters of chunk 0"):
+        module.replan(bodies.plan_for(module.module, HOWS["bf16"], "nvme"))
+    module.replan(bodies.plan_for(module.module, HOWS["bf16"], "gpu"))
+    optimizers.pop()
+    module.replan(bodies.plan_for(module.module, HOWS["bf16"], "nvme"))
+    module.close()
