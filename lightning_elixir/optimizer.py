@@ -125,11 +125,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._times: UpdateTimes | None = None
         self._shape = self._group_sizes()
         self._states = ChunkOptimizers(self._engine, self._cls, self.param_groups)
-        self._check_alone(self._engine.plan)
         self._take_over_state(optimizer)
         self._engine.reducer.is_tracking_square_sums = self.scaler.enabled or max_norm > 0
         self._watch_gradients()
-        self._engine.on_replan(self._states, check=self._check_plan, before=self._prepare_move, after=self._finish_move)
+        self._engine.on_replan(
+            self._states, check=self._check_sites, before=self._prepare_move, after=self._finish_move
+        )
         self._engine.on_held_bytes(self.state_bytes)
         self._engine.on_held_bytes(self._runner.held_bytes)
         if init_step:
@@ -160,13 +161,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Whether the plan may have states on NVMe: only where updates are described before they run, which is so for
         the same optimizers."""
         return self.can_stream
-
-    def _check_plan(self, plan: Plan) -> None:
-        self._check_sites(plan)
-        self._check_alone(plan)
-
-    def _check_alone(self, plan: Plan) -> None:
-        self._states.check_alone(plan, self._engine.other_states(self._states))
 
     def _check_sites(self, plan: Plan) -> None:
         on_nvme = [c for c in plan.chunks if is_on_nvme(c)]
@@ -283,6 +277,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         engine = self._engine
+        self._states.check_kept()
         with self._all_or_nothing():
             engine.store.check_states()
         engine.begin_step()
@@ -290,7 +285,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
             check_parameters(engine, self)
             engine.synchronize()
             self._prepare_move()
-            self._check_alone(engine.plan)
+            engine.hand_over_states()
+            self._states.check_kept()
             self._states.follow_all()
             self._finish_move()
         used = self._used()
@@ -862,6 +858,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             `state`, `param_groups` and, with loss scaling, `loss_scaler`, on rank 0; `{}` on other ranks.
         """
         engine = self._engine
+        self._states.check_kept()
         engine.meet(Meeting.STATE)
         numbers, groups = self._numbered()
         described = self.described_states()
@@ -922,6 +919,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def described_states(self) -> dict[tuple[int, int], dict[str, tuple[str, Any]]]:
         """(chunk id, member index) -> key -> ("tensor", dtype) or ("value", value), over all ranks. Collective."""
+        self._states.check_kept()
         mine: dict[tuple[int, int], dict[str, tuple[str, Any]]] = {}
         for chunk_id, inner in self._states.inner.items():
             for position, place in enumerate(inner.places):
@@ -965,6 +963,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             read: The state of a segment, as torch's optimizers have it, but element-wise ones 1-D, `[segment.numel]`;
                 empty: none.
         """
+        self._states.check_kept()
         for chunk in self._engine.chunks:
             if chunk.id in self._states.inner:
                 self._load_chunk(chunk, read)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_elixir.errors import PlanError
+from lightning_elixir.errors import StateError
 from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace
 from lightning_elixir.plan.memory import is_on_nvme
 from lightning_elixir.plan.segments import Segment, segments_of
@@ -37,6 +37,7 @@ class ChunkOptimizers:
         """Of this rank's shard, by chunk id."""
         self.members: dict[int, set[int]] = {}
         """Members that have a parameter group, by chunk id."""
+        self._lost: set[int] = set()
         self.group_by(groups)
         self.follow_all()
 
@@ -55,25 +56,21 @@ class ChunkOptimizers:
         if not chunk.spec.requires_grad:
             return
         inner, earlier = self._made(chunk), self.inner.get(chunk.id)
-        if earlier is not None:
+        if earlier is not None and chunk.id not in self._lost:
             inner.take_states(earlier)
             if self._engine.store[chunk.id].spare_master is None:
                 inner.drop_spares()
         self.inner[chunk.id] = inner
 
-    def check_alone(self, plan: Plan, others: Iterable[ChunkOptimizers]) -> None:
-        """Raises `PlanError` if the plan has states of a chunk on NVMe that others update as well, in other parameters:
-        updates there bring, and take back, the states of a whole chunk. Where they have the same parameters this one
-        takes their place."""
-        for chunk in self._engine.chunks:
-            own = self._members_of(chunk)
-            if not own or not is_on_nvme(plan.chunks[chunk.id]):
-                continue
-            if any(theirs and not theirs & own for theirs in (other._members_of(chunk) for other in others)):
-                raise PlanError(
-                    f"several optimizers update parameters of {chunk.spec}, whose optimizer states are on NVMe: use one"
-                    " optimizer with several parameter groups, or keep the states in memory"
-                )
+    def check_kept(self) -> None:
+        """Raises `StateError` if a later optimizer has taken the place of any states (see `hand_over`)."""
+        if self._lost:
+            chunk = self._engine.chunks[min(self._lost)]
+            raise StateError(
+                f"the states of {chunk.spec} that this optimizer had on NVMe are gone, as another optimizer over"
+                " parameters of it was made later: go on with that one, use one optimizer with several parameter"
+                " groups, or keep the states in memory"
+            )
 
     def _members_of(self, chunk: Chunk) -> set[int]:
         return {i for i, p in enumerate(chunk.parameters) if id(p) in self._group_of}
@@ -92,3 +89,19 @@ class ChunkOptimizers:
         on_disk = engine.store[chunk.id].on_disk
         work = on_disk.stand_in() if on_disk is not None and on_disk.has_master else engine.own_shard(chunk)
         return SegmentOptimizer(self._cls, work, places, self._groups, empty, on_disk)
+
+
+def hand_over(chunks: Sequence[Chunk], plan: Plan, optimizers: Sequence[ChunkOptimizers]) -> None:
+    """On NVMe a chunk's states belong to one optimizer, as an update brings and takes back all of them: to the one that
+    was made last of those with parameters there. What earlier ones have of it is lost.
+
+    Args:
+        chunks: By id.
+        plan: Where they are, or are going to be.
+        optimizers: In the order in which they were made.
+    """
+    for chunk in chunks:
+        if is_on_nvme(plan.chunks[chunk.id]):
+            owners = [one for one in optimizers if one._members_of(chunk)]
+            for earlier in owners[:-1]:
+                earlier._lost.add(chunk.id)

@@ -25,7 +25,7 @@ from lightning_elixir.plan.types import AccessTrace, Drop, Plan, Tier, UpdateTim
 from lightning_elixir.runtime.agreement import Agreement, Meeting
 from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all_ranks, states_on_nvme
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
-from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
+from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers, hand_over
 from lightning_elixir.runtime.fetcher import Fetcher, TransferBytes
 from lightning_elixir.runtime.hooks import Hooks, SavedTensors, innermost_pack
 from lightning_elixir.runtime.interception import Interception
@@ -968,6 +968,7 @@ class Engine:
         try:
             for known in self._optimizers:
                 known.prepare()
+            self.hand_over_states(plan)
             before, self.store = self.store, self._new_store(plan, states)
             move_chunks(self, plan, before, self._optimizers)
             self.device.synchronize()  # uploads still read the shards that go now
@@ -1024,9 +1025,10 @@ class Engine:
         self.device.give_back()
         release_cached_memory(self.device.torch_device)
 
-    def other_states(self, states: ChunkOptimizers) -> list[ChunkOptimizers]:
-        """Those of all other optimizers over these chunks."""
-        return [k.states for k in self._optimizers if k.states is not None and k.states is not states]
+    def hand_over_states(self, plan: Plan | None = None) -> None:
+        """See `hand_over`; by default for the plan in force."""
+        states = [known.states for known in self._optimizers if known.states is not None]
+        hand_over(self.chunks, plan or self.plan, states)
 
     def on_replan(
         self,
@@ -1045,6 +1047,7 @@ class Engine:
             after: Bound method, called when everything is in its new place.
         """
         self._optimizers.append(AttachedOptimizer(states, check=check, before=before, after=after))
+        self.hand_over_states()
 
     def own_shard(self, chunk: Chunk) -> Tensor:
         """This rank's up-to-date values of a chunk, 1-D: what an optimizer updates. Not a copy."""

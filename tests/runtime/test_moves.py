@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_elixir.errors import PlanError
+from lightning_elixir.errors import StateError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.planning import make_plan
@@ -108,18 +108,53 @@ def halves(site: str) -> tuple[ElixirModule, list[ElixirOptimizer], list[torch.n
     return module, [ElixirOptimizer(module, HybridAdam(parameters[::2], lr=1e-2))], parameters
 
 
-def test_two_optimizers_do_not_share_a_chunk_on_nvme() -> None:
-    """Either would write over the other one's states."""
-    module, optimizers, parameters = halves("nvme")
-    with pytest.raises(PlanError, match=r"several optimizers update parameters of chunk 0.*one optimizer with several"):
-        ElixirOptimizer(module, HybridAdam(parameters[1::2], lr=1e-3))
-    ElixirOptimizer(module, HybridAdam(parameters, lr=1e-3))  # takes the place of the first
-    module.close()
-    module, optimizers, parameters = halves("host")
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_on_nvme_the_last_optimizer_has_the_states(is_moved: bool) -> None:
+    """An earlier one would write over them: it says so where it is used again. Elsewhere both go on."""
+    how, gone = (
+        HOWS["bf16"],
+        "that this optimizer had on NVMe are gone, .* use one optimizer with several parameter groups",
+    )
+    module, optimizers, parameters = halves("host" if is_moved else "nvme")
+    bodies.train_step(module, optimizers[0], how, 0)
     optimizers.append(ElixirOptimizer(module, HybridAdam(parameters[1::2], lr=1e-3)))
-    with pytest.raises(PlanError, match="several optimizers update parameters of chunk 0"):
-        module.replan(bodies.plan_for(module.module, HOWS["bf16"], "nvme"))
-    module.replan(bodies.plan_for(module.module, HOWS["bf16"], "gpu"))
-    optimizers.pop()
-    module.replan(bodies.plan_for(module.module, HOWS["bf16"], "nvme"))
+    if is_moved:
+        bodies.train_step(module, optimizers[1], how, 1)
+        bodies.train_step(module, optimizers[0], how, 2)
+        module.replan(bodies.plan_for(module.module, how, "nvme"))
+    for use in (optimizers[0].state_dict, optimizers[0].described_states):
+        with pytest.raises(StateError, match=gone):
+            use()
+    with pytest.raises(StateError, match=gone):
+        optimizers[0].load_state_dict(optimizers[1].state_dict())
+    with pytest.raises(StateError, match=gone):
+        bodies.train_step(module, optimizers[0], how, 3)
+    optimizers[0].zero_grad()
+    module.replan(bodies.plan_for(module.module, how, "gpu"))
+    bodies.train_step(module, optimizers[1], how, 4)
+    with pytest.raises(StateError, match=gone):
+        optimizers[0].state_dict()
+    assert set(optimizers[1].state_dict()["state"]) == set(range(len(parameters[1::2])))
     module.close()
+
+
+@pytest.mark.parametrize("site", ["nvme", "host"])
+def test_one_optimizer_after_the_other(site: str) -> None:
+    """Over other parameters of the same chunks; the first one is still there."""
+    how, results = HOWS["bf16"], []
+    for where in ("host", site):
+        module, optimizers, parameters = halves("host")
+        for number in range(6):
+            if number == 2:
+                module.replan(bodies.plan_for(module.module, how, where))
+            if number == 3:
+                optimizers.append(ElixirOptimizer(module, HybridAdam(parameters[1::2], lr=1e-3)))
+            if number == 4:
+                module.replan(bodies.plan_for(module.module, how, "every_site" if where == "host" else "nvme_some"))
+            bodies.train_step(module, optimizers[-1], how, number)
+        results.append((module.full_state_dict(), optimizers[-1].state_dict()["state"]))
+        module.close()
+    (values, states), (others, other_states) = results
+    assert [k for k, v in values.items() if not torch.equal(others[k], v)] == []
+    for number, state in states.items():
+        assert [k for k, v in state.items() if not torch.equal(other_states[number][k], v)] == []

@@ -391,3 +391,26 @@ def test_metrics_and_report(tmp_path: Path) -> None:
     assert "nvme_read_bytes" in text
     header = next((tmp_path / "logs").rglob("metrics.csv")).read_text().splitlines()[0]
     assert {"elixir/nvme_read_bytes", "elixir/nvme_written_bytes", "elixir/nvme_wait_s"} <= set(header.split(","))
+
+
+class PartsNet(Net):
+    """Each fit trains another part of every chunk."""
+
+    part = 0
+
+    def configure_optimizers(self) -> Any:
+        return HybridAdam(list(self.parameters())[self.part :: 2], lr=1e-2)
+
+
+def test_an_optimizer_over_other_parameters_in_the_next_fit() -> None:
+    """The first Trainer, and with it its optimizer, is still there."""
+    found = []
+    for options in ({}, {"nvme_offload_fraction": 1.0}):
+        net, trainers = PartsNet(), []
+        for net.part in (0, 1):
+            trainers.append(make_trainer(ElixirStrategy(placement_policy="cpu", **CHUNK, **options)))
+            trainers[-1].fit(net, make_data())
+        found.append({name: value.clone() for name, value in net.state_dict().items()})
+        before = PartsNet().state_dict()
+        assert not any(torch.equal(value, before[name]) for name, value in found[-1].items())
+    assert [name for name, value in found[0].items() if not torch.equal(found[1][name], value)] == []
