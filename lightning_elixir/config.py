@@ -13,6 +13,7 @@ import torch
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware
 from lightning_elixir.plan.io import load_plan
+from lightning_elixir.plan.placement import check_fraction
 from lightning_elixir.plan.types import Plan
 
 PolicyName = Literal["auto", "cpu", "cuda", "const", "static"]
@@ -112,9 +113,9 @@ class ElixirConfig:
                 raise PlanError(f"{option.name} must be True or False, got {getattr(self, option.name)!r}")
         self._check_policy()
         for name in _FRACTIONS:
-            _check_fraction(name, getattr(self, name))
+            check_fraction(name, getattr(self, name))
         if self.gpu_margin_mem_ratio is not None:
-            _check_fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
+            check_fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
         for name in ("chunk_size", "min_chunk_size", "chunk_search_range", "gpu_memory_limit", "cpu_memory_limit"):
             self._check_bytes(name)
         if self.chunk_search_n_grids < 1:
@@ -261,11 +262,6 @@ class ElixirConfig:
 
 def _as_bytes(size: int | str | None) -> int | None:
     return None if size is None else parse_bytes(size)
-
-
-def _check_fraction(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise PlanError(f"{name} must be between 0 and 1, got {value!r}")
 
 
 def _parse_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:

@@ -35,6 +35,7 @@ from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
 from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.runtime.replan import AttachedOptimizer
 from lightning_elixir.runtime.whole import gather_whole, in_memory_order
 
 if TYPE_CHECKING:
@@ -128,8 +129,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._take_over_state(optimizer)
         self._engine.reducer.is_tracking_square_sums = self.scaler.enabled or max_norm > 0
         self._watch_gradients()
-        self._engine.on_replan(
-            self._states, check=self._check_sites, before=self._prepare_move, after=self._finish_move
+        self._engine.attach(
+            AttachedOptimizer(self._states, check=self._check_sites, before=self._prepare_move, after=self._finish_move)
         )
         self._engine.on_held_bytes(self.state_bytes)
         self._engine.on_held_bytes(self._runner.held_bytes)

@@ -16,6 +16,7 @@ from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.optim.adam import AdamHyper, adam_update_
 from lightning_elixir.optim.memory_order import flattened, memory_order, unflattened, write_back
 from lightning_elixir.optim.nvme_states import NvmeStates, Part
+from lightning_elixir.plan.placement import check_fraction
 from lightning_elixir.storage.nvme import BACKENDS, MOMENTS, is_in_memory, temporary_folder
 
 logger = logging.getLogger(__name__)
@@ -297,9 +298,7 @@ def _folder(directory: str | os.PathLike[str] | None) -> Path:
 
 
 def _check(options: NvmeOptions) -> None:
-    fraction: object = options.fraction
-    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
-        raise PlanError(f"nvme_offload_fraction must be between 0 and 1, got {fraction!r}")
+    check_fraction("nvme_offload_fraction", options.fraction)
     folder: object = options.directory
     if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder)):
         raise PlanError(f"nvme_offload_dir must be the path of a folder, got {folder!r}")

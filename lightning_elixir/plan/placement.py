@@ -430,6 +430,12 @@ class Placer:
         )
 
 
+def check_fraction(name: str, value: object) -> None:
+    """Raises `PlanError` unless an option's value is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise PlanError(f"{name} must be between 0 and 1, got {value!r}")
+
+
 def host_parts(use: MemoryUse) -> str:
     """What the host's bytes of a placement are for, for people: all of them, since people add them up."""
     parts = [

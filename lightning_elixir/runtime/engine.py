@@ -25,7 +25,7 @@ from lightning_elixir.plan.types import AccessTrace, Drop, Plan, Tier, UpdateTim
 from lightning_elixir.runtime.agreement import Agreement, Meeting
 from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all_ranks, states_on_nvme
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
-from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers, hand_over
+from lightning_elixir.runtime.chunk_optimizers import hand_over
 from lightning_elixir.runtime.fetcher import Fetcher, TransferBytes
 from lightning_elixir.runtime.hooks import Hooks, SavedTensors, innermost_pack
 from lightning_elixir.runtime.interception import Interception
@@ -1030,23 +1030,9 @@ class Engine:
         states = [known.states for known in self._optimizers if known.states is not None]
         hand_over(self.chunks, plan or self.plan, states)
 
-    def on_replan(
-        self,
-        states: ChunkOptimizers,
-        *,
-        check: Callable[[Plan], None],
-        before: Callable[[], None],
-        after: Callable[[], None],
-    ) -> None:
-        """An optimizer's states move with the chunks from now on, for as long as they live.
-
-        Args:
-            states: What moves.
-            check: Bound method, called first: raises if the optimizer cannot go along with a new plan.
-            before: Bound method, called when nothing has moved and nothing can stop the move any more.
-            after: Bound method, called when everything is in its new place.
-        """
-        self._optimizers.append(AttachedOptimizer(states, check=check, before=before, after=after))
+    def attach(self, optimizer: AttachedOptimizer) -> None:
+        """The optimizer's states move with the chunks from now on, for as long as they live."""
+        self._optimizers.append(optimizer)
         self.hand_over_states()
 
     def own_shard(self, chunk: Chunk) -> Tensor:

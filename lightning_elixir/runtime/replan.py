@@ -35,8 +35,14 @@ def check_layout(old: Plan, new: Plan) -> None:
 
 
 class AttachedOptimizer:
-    """An optimizer over the engine's chunks. Keeps it from nothing: its states shall go with it. Arguments as for
-    `Engine.on_replan`."""
+    """An optimizer over the engine's chunks. Keeps it from nothing: its states shall go with it.
+
+    Args:
+        states: What moves.
+        check: Bound method, called first: raises if the optimizer cannot go along with a new plan.
+        before: Bound method, called when nothing has moved and nothing can stop the move any more.
+        after: Bound method, called when everything is in its new place.
+    """
 
     def __init__(
         self,
