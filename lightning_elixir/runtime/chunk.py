@@ -1,9 +1,10 @@
 """A chunk's replica: one flat tensor, bound once to its parameters.
 
-[Note: storage identity] `flat` and its storage object live as long as the chunk. Each parameter is bound once, through
-`p.data = flat[a:b].view(shape)`, and never again; releasing resizes the storage to zero bytes, fetching resizes it back
-and refills it. Views that autograd saved and references that users hold therefore stay valid, and since `p` keeps its
-own version counter, the engine's writes through `flat` are invisible to autograd.
+[Note: storage identity] `flat` and its storage object live as long as the chunk, and each parameter is a view of it,
+always the same one: releasing resizes the storage to zero bytes, fetching resizes it back and refills it. Views that
+autograd saved and references that users hold therefore stay valid, and since `p` keeps its own version counter, the
+engine's writes through `flat` are invisible to autograd. While the chunk is released the parameters are taken off the
+storage (Note: unreadable, `runtime/unreadable.py`), so that nobody reads what is not there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from lightning_elixir.core.device import Device, Event
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.types import ChunkSpec
+from lightning_elixir.runtime.unreadable import set_data, unreadable_like
 
 
 class ChunkState(enum.Enum):
@@ -72,7 +74,10 @@ class Chunk:
         self._device = device
         self.storage_bytes = storage_bytes
         self._storage = self.flat.untyped_storage()
-        self._unaliased_count = 0
+        self._views: list[Tensor] = []  # of `flat`, one for each parameter
+        self._unreadable: list[Tensor] = []  # what takes their place while the chunk is released
+        self._is_bound = True  # whether the parameters are those views
+        self._unaliased_count = 0  # of the storage, beside the parameters
         # A tensor over a storage that is still empty: sizes are set by hand, bytes come with the first fetch.
         self._storage.resize_(spec.nbytes)
         self.flat.set_(self._storage, 0, (spec.numel,), (1,))
@@ -97,26 +102,32 @@ class Chunk:
         return self.state is ChunkState.RESIDENT
 
     def bind(self, parameter: nn.Parameter, stride: tuple[int, ...] | None = None) -> None:
-        """Make `parameter` a view of the flat tensor, for good. Call once per member, in the order of `spec.members`.
+        """Make `parameter` a view of the flat tensor whenever the chunk is there. Call once per member, in the order of
+        `spec.members`.
 
         Args:
             stride: Memory order to keep (channels-last weights), for tensors without gaps; None: contiguous.
         """
         self.strides.append(stride)
         self.original_dtypes.append(parameter.dtype)
-        parameter.data = self.view_of(self.flat, len(self.parameters))
+        index = len(self.parameters)
+        view = self.view_of(self.flat, index)
+        parameter.data = view
+        self._views.append(view)
+        self._unreadable.append(unreadable_like(view, self.spec.members[index].fqn))
         self.parameters.append(parameter)
 
     def seal(self) -> None:
         """Call when all parameters are bound: whatever shares the storage from now on is an alias."""
-        self._unaliased_count = storage_use_count(self._storage)
+        self._unaliased_count = storage_use_count(self._storage) - len(self.parameters)
 
     def is_aliased(self) -> bool:
         """Whether anything but the bound parameters and the engine shares the storage: views, saved tensors, users.
 
         A storage that was once seen by numpy counts for good: torch refuses to resize it from then on.
         """
-        return storage_use_count(self._storage) > self._unaliased_count or not self._storage.resizable()
+        own = self._unaliased_count + (len(self.parameters) if self._is_bound else 0)
+        return storage_use_count(self._storage) > own or not self._storage.resizable()
 
     def slice_of(self, flat: Tensor, index: int) -> Tensor:
         """Member `index`'s elements in a flat tensor of this chunk's layout, 1-D, in memory order."""
@@ -156,12 +167,13 @@ class Chunk:
     def release(self) -> None:
         """Take the bytes away, unless something still aliases them."""
         self.wait_ready()
-        self.to_state(ChunkState.RELEASED)
+        self.to_state(ChunkState.RELEASED)  # before the look at aliases: nobody can make another one after it
         if not self.is_aliased():
             self._device.free(self._storage)
 
     def close(self) -> None:
         """Give the bytes back for good."""
+        self._unbind()
         if self._storage.resizable():
             self._device.free(self._storage)
 
@@ -173,4 +185,14 @@ class Chunk:
         """
         if (self.state, state) not in _LEGAL:
             raise StateError(f"{self.spec}: illegal change {self.state.value} -> {state.value}")
+        if state is ChunkState.RESIDENT and not self._is_bound:
+            set_data(self.parameters, self._views)
+            self._is_bound = True
+        elif state is ChunkState.RELEASED:
+            self._unbind()
         self.state = state
+
+    def _unbind(self) -> None:
+        if self._is_bound:
+            set_data(self.parameters, self._unreadable)
+            self._is_bound = False

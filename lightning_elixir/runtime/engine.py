@@ -441,6 +441,8 @@ class Engine:
             frame.hooks.__exit__()
         if frame.is_pinned:
             self.drop(frame.ids)
+        if not self.has_plain_parameters:
+            self.interception.guard_all()
         if self._is_implicit and not self._frames:
             self._is_implicit = False
             error = sys.exc_info()[1]
@@ -715,7 +717,7 @@ class Engine:
             for chunk_id in ids:
                 chunk = self.chunks[chunk_id]
                 chunk.wait_ready()
-                if is_computing:
+                if self.has_plain_parameters:
                     self.interception.make_plain(chunk)
         except BaseException:
             if pin and self._cost:
@@ -742,6 +744,14 @@ class Engine:
     def is_computing(self) -> bool:
         """Whether a forward or a backward runs."""
         return self.phase in (Phase.FORWARD, Phase.BACKWARD)
+
+    @property
+    def has_plain_parameters(self) -> bool:
+        """Whether chunks in use have plain parameters. In backward, only where everything is there and inside a module
+        that is recomputed: what activation checkpointing recomputes beside modules it would else see without us."""
+        return self.phase is Phase.FORWARD or (
+            self.phase is Phase.BACKWARD and (bool(self._frames) or not self._is_watching)
+        )
 
     @property
     def traces(self) -> dict[str, AccessTrace]:

@@ -136,11 +136,12 @@ def innermost_pack() -> Callable[[Tensor], Any] | None:
 
 class SavedTensors:
     """Saved tensors that lie in managed storage are kept as (chunk, offset, size, stride), so that saving keeps no
-    replica alive; unpacking makes the chunk resident again.
+    replica alive; unpacking makes the chunk resident again. All others are kept as autograd would keep them, with the
+    check that nobody has overwritten them since, which torch leaves to the hooks.
 
     Autograd may keep a saved leaf by itself, not by another tensor over its storage, and so may a user's own hooks:
     nothing would tell that its storage is still needed. So ours are on wherever a managed parameter may be saved; torch
-    calls the innermost pair only, so where that is the user's, ours pass on to it what is not managed.
+    calls the innermost pair only, so where that is somebody else's, ours pass on to it what is not managed.
 
     Args:
         chunks: By storage key.
@@ -152,14 +153,14 @@ class SavedTensors:
         self._make_resident = make_resident
 
     def context(self) -> torch.autograd.graph.saved_tensors_hooks | None:
-        """Hooks to enter now; None where ours are innermost already, or activation checkpointing's are: those keep no
-        tensor in the forward, and in the recomputation another tensor over the storage, which shows as an alias."""
+        """Hooks to enter now; None where ours are innermost already, or those of a checkpointed forward are, which keep
+        no tensor."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if top is None:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         if self._is_covered_by(top[0]):
             return None
-        both = _OverUsers(self, *top)
+        both = _OverCheckpoints(self, *top) if _is_of_checkpoint(top[0]) else _OverUsers(self, *top)
         return torch.autograd.graph.saved_tensors_hooks(both.pack, both.unpack)
 
     def is_innermost(self) -> bool:
@@ -171,7 +172,7 @@ class SavedTensors:
         owner = getattr(pack, "__self__", None)
         if owner is self or (isinstance(owner, _OverUsers) and owner.outer is self):
             return True
-        return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+        return _is_of_checkpoint(pack) and "_checkpoint_hook" in getattr(pack, "__qualname__", "")
 
     def packed(self, tensor: Tensor) -> PackedTensor | None:
         """The handle of a tensor in managed storage; None for any other."""
@@ -194,11 +195,22 @@ class SavedTensors:
             packed = self.packed(tensor)
             if packed is not None:
                 return packed
+            if tensor.is_inference():
+                return tensor  # nobody can write to it
             # An output that is kept as it is keeps the node that keeps it: a graph without a backward would never go.
-            return tensor if tensor.grad_fn is None else tensor.detach()
+            kept, node = (tensor, None) if tensor.grad_fn is None else (tensor.detach(), tensor.grad_fn.name())
+            return _Kept(kept, tensor._version, node)
 
     def _unpack(self, packed: Any) -> Tensor:
-        return self.unpacked(packed) if isinstance(packed, PackedTensor) else packed
+        if isinstance(packed, PackedTensor):
+            return self.unpacked(packed)
+        if not isinstance(packed, _Kept):
+            tensor: Tensor = packed
+            return tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            if packed.tensor._version != packed.version:
+                raise RuntimeError(_overwritten(packed))
+        return packed.tensor
 
 
 class PackedTensor(NamedTuple):
@@ -208,6 +220,30 @@ class PackedTensor(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+class _Kept(NamedTuple):
+    """A saved tensor in other storage."""
+
+    tensor: Tensor
+    version: int
+    """Autograd's count of in-place writes to it, when it was saved."""
+    node: str | None
+    """The operator that it is an output of; None for a leaf."""
+
+
+def _overwritten(kept: _Kept) -> str:
+    tensor, origin = kept.tensor, "a leaf" if kept.node is None else f"an output of {kept.node}"
+    return (
+        f"a tensor needed for the gradients has been modified by an inplace operation: {tensor.dtype}, shape "
+        f"{tuple(tensor.shape)}, {origin}, is at version {tensor._version}; backward needs it at version "
+        f"{kept.version}. Write to a copy instead (x = x + y for x += y, or x.clone() first); "
+        "torch.autograd.set_detect_anomaly(True) shows the forward call that saved it"
+    )
+
+
+def _is_of_checkpoint(pack: Callable[[Tensor], Any]) -> bool:
+    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
 
 class _OverUsers:
@@ -226,4 +262,19 @@ class _OverUsers:
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, PackedTensor):
             return self.outer.unpacked(packed)
+        return self._unpack(packed)
+
+
+class _OverCheckpoints(_OverUsers):
+    """Over the hooks with which activation checkpointing keeps what its recomputation saves, until backward asks for
+    it. It must get every tensor, since it counts them, and keeps a frozen parameter by itself: it gets another tensor
+    over the storage, which shows as an alias."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if not tensor.requires_grad and self.outer.packed(tensor) is not None:
+                tensor = tensor.detach()
+        return self._pack(tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
         return self._unpack(packed)

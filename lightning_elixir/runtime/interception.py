@@ -20,6 +20,7 @@ from lightning_elixir.errors import StateError
 from lightning_elixir.plan.segments import segments_of
 from lightning_elixir.runtime import released
 from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.unreadable import metadata_only
 from lightning_elixir.storage.shards import Shard
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Interception:
         if func in released.metadata_functions():
             if func in released.GRAD_GETTERS:
                 self._on_grad_access(args[0])
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass(), metadata_only():
                 return func(*args, **kwargs)
         if func in released.GRAD_SETTERS:
             return self._set_grad(func, args)
@@ -142,14 +143,17 @@ class Interception:
         engine = self._engine
         if func in released.RAW_POINTER_FUNCTIONS:
             engine.pin_for_pointer(ids)
-            return func(*args, **kwargs)
         # Pinned while the function runs: it may be a composite that touches its parameters one after the other.
         engine.acquire(ids, pin=True)
         try:
+            for chunk_id in ids:
+                self.make_plain(self._chunks[chunk_id])
             with engine.packing():
                 return func(*args, **kwargs)
         finally:
             engine.drop(ids)
+            if not engine.has_plain_parameters:
+                self.guard_all()
 
     def _call_between_steps(
         self,

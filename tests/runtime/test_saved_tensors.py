@@ -1,0 +1,216 @@
+"""What autograd saves, with chunks that come and go: the values of plain PyTorch, and its checks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_elixir.errors import StateError
+from lightning_elixir.planning import make_plan
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+
+WIDTH = 32
+
+
+class _Adapted(nn.Module):
+    """A frozen operator that saves its weight, and a trained low-rank path beside it."""
+
+    def __init__(self, kind: str, is_frozen: bool = True) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5, requires_grad=not is_frozen)
+        self.bias = nn.Parameter(torch.randn(WIDTH), requires_grad=not is_frozen)
+        self.down = nn.Parameter(torch.randn(WIDTH, 2) / WIDTH**0.5)
+        self.up = nn.Parameter(torch.randn(2, WIDTH) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(_OPERATORS[self.kind](x, self.weight, self.bias)) + x @ self.down @ self.up
+
+
+_OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "addmm": lambda x, weight, bias: torch.addmm(bias, x, weight),
+    "linear": F.linear,
+    "mul": lambda x, weight, bias: x * bias * F.linear(x, weight),
+    "conv": lambda x, weight, bias: F.conv1d(x.unsqueeze(-1), weight.unsqueeze(-1), bias).squeeze(-1),
+    "norm": lambda x, weight, bias: F.layer_norm(x, (WIDTH,), bias, bias) @ weight,
+}
+
+
+class _Model(nn.Module):
+    def __init__(self, kind: str, how: str, num_layers: int = 12) -> None:
+        super().__init__()
+        self.how = how
+        self.layers = nn.ModuleList(_Adapted(kind) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = len(self.layers) // 2
+        for first in (0, half):
+            layers = list(self.layers[first : first + half])
+            x = _HOW[self.how](layers, x)
+        return x
+
+
+def _run(layers: list[nn.Module], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def _tied(layers: list[nn.Module], x: Tensor) -> Tensor:
+    """Uses a frozen weight outside its module, when it has been there already, and much after it."""
+    x = _run(layers[:2], x)
+    x = x + F.linear(x, layers[1].weight) * layers[0].bias
+    return _run(layers[2:], x)
+
+
+def _nested(layers: list[nn.Module], x: Tensor, *, is_inner_reentrant: bool) -> Tensor:
+    x = checkpoint(_run, layers[:3], x, use_reentrant=is_inner_reentrant)
+    return _run(layers[3:], x)
+
+
+_HOW: dict[str, Callable[[list[nn.Module], Tensor], Tensor]] = {
+    "modules": lambda layers, x: checkpoint(_run, layers, x, use_reentrant=False),
+    "functional": lambda layers, x: checkpoint(_tied, layers, x, use_reentrant=False),
+    "nested": lambda layers, x: checkpoint(
+        lambda y: _nested(layers, y, is_inner_reentrant=False), x, use_reentrant=False
+    ),
+    "reentrant_inside": lambda layers, x: checkpoint(
+        lambda y: _nested(layers, y, is_inner_reentrant=True), x, use_reentrant=False
+    ),
+    "reentrant_outside": lambda layers, x: checkpoint(
+        lambda y: _nested(layers, y, is_inner_reentrant=False), x, use_reentrant=True
+    ),
+}
+
+
+def _wrap(model: nn.Module, rcache_blocks: int = 3) -> tuple[ElixirModule, ElixirOptimizer]:
+    plan = make_plan(model, placement_policy="const", offload_param_frac=1.0, chunk_size=4608)
+    module = ElixirModule(model, dataclasses.replace(plan, rcache_blocks=rcache_blocks))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return module, ElixirOptimizer(module, torch.optim.SGD(trained, lr=0.05))
+
+
+@pytest.mark.parametrize("how", _HOW)
+@pytest.mark.parametrize("kind", _OPERATORS)
+def test_frozen_weights_under_activation_checkpointing(kind: str, how: str) -> None:
+    torch.manual_seed(0)
+    plain = _Model(kind, how)
+    module, optimizer = _wrap(copy.deepcopy(plain))
+    oracle = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(3):
+        x = torch.randn(5, WIDTH, requires_grad=True)
+        oracle.zero_grad()
+        expected = plain(x).square().mean()
+        expected.backward()
+        oracle.step()
+        loss = module(x).square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        assert torch.equal(loss, expected)
+    state = module.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert module.stats().evictions > 60
+
+
+class _Keeping(nn.Module):
+    """Its own hooks keep what they get, under a weight that is there already."""
+
+    def __init__(self, is_frozen: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Adapted("linear", is_frozen) for _ in range(8))
+        self.pack: Callable[[Tensor], Tensor] = lambda tensor: tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor):
+            x = x @ self.layers[0].weight  # saves the leaf itself
+        return _run(list(self.layers[1:]), x)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_what_users_hooks_keep_of_a_released_parameter(is_frozen: bool) -> None:
+    torch.manual_seed(0)
+    plain = _Keeping(is_frozen)
+    model = copy.deepcopy(plain)
+    module, optimizer = _wrap(model)
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    with pytest.raises(
+        StateError, match=r"reads layers\.0\.weight after its memory was given .*`parameter\.detach\(\)`"
+    ):
+        optimizer.backward(module(x).square().mean())
+    optimizer.zero_grad()
+    model.pack = torch.Tensor.detach  # the cure that the error names
+    plain(x).square().mean().backward()
+    optimizer.backward(module(x).square().mean())
+    grads = module.full_grads()
+    assert all(torch.equal(grads[name], p.grad) for name, p in plain.named_parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("is_inference", [True, False])
+def test_a_released_parameter_has_a_shape_and_no_elements(is_inference: bool) -> None:
+    model = _Model("addmm", "modules")
+    module, optimizer = _wrap(model)
+    with torch.inference_mode(is_inference):
+        module(torch.randn(5, WIDTH))
+    weight = model.layers[0].weight
+    with torch._C.DisableTorchFunctionSubclass():  # as C++ code sees it
+        assert (weight.shape, weight.stride(), weight.dtype) == ((WIDTH, WIDTH), (WIDTH, 1), torch.float32)
+        for read in (torch.sum, torch.clone, torch.Tensor.view_as, torch.Tensor.copy_, torch.matmul, torch.Tensor.item):
+            with pytest.raises(StateError, match=r"reads layers\.0\.weight"):
+                read(weight, weight) if read in (torch.Tensor.view_as, torch.Tensor.copy_, torch.matmul) else read(
+                    weight
+                )
+    assert torch.empty_like(weight).shape == weight.new_zeros(WIDTH, WIDTH).shape
+    assert weight.sum().isfinite()  # Python code fetches it
+    module.close()
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(StateError, match="weight"):
+        weight.sum()
+
+
+class _Overwriting(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.layers = nn.ModuleList(_Adapted("linear", is_frozen=False) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if self.where == "needed":
+                y = torch.tanh(x)
+                x = y * 2 + x
+                y.add_(1.0)  # tanh's backward needs what it has given
+            elif self.where == "input":
+                y = x.clone()
+                x = x + y * y
+                y.mul_(0.5)
+            elif self.where == "harmless":
+                x = torch.relu_((x * 1.5).add_(0.25))
+        return x
+
+
+@pytest.mark.parametrize("where", ["needed", "input", "harmless"])
+def test_activations_overwritten_in_place(where: str) -> None:
+    torch.manual_seed(0)
+    plain = _Overwriting(where)
+    module, optimizer = _wrap(copy.deepcopy(plain))
+    x = torch.randn(5, WIDTH)
+    expected, loss = plain(x).square().mean(), module(x).square().mean()
+    if where == "harmless":
+        expected.backward()
+        optimizer.backward(loss)
+        grads = module.full_grads()
+        assert all(torch.equal(grads[name], p.grad) for name, p in plain.named_parameters())
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            expected.backward()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: torch.float32, shape \(5, 32\)"):
+            optimizer.backward(loss)
+    assert module.stats().evictions > 5
