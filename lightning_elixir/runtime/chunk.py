@@ -4,12 +4,16 @@
 always the same one: releasing resizes the storage to zero bytes, fetching resizes it back and refills it. Views that
 autograd saved and references that users hold therefore stay valid, and since `p` keeps its own version counter, the
 engine's writes through `flat` are invisible to autograd. While the chunk is released the parameters are taken off the
-storage (Note: unreadable, `runtime/unreadable.py`), so that nobody reads what is not there.
+storage (Note: released parameters, `runtime/unreadable.py`), so that nobody reads what is not there.
 """
 
 from __future__ import annotations
 
+import bisect
 import enum
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +21,7 @@ from torch import Tensor, nn
 from lightning_elixir.core.device import Device, Event
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.types import ChunkSpec
-from lightning_elixir.runtime.unreadable import set_data, unreadable_like
+from lightning_elixir.runtime.unreadable import set_data, stand_in
 
 
 class ChunkState(enum.Enum):
@@ -75,7 +79,7 @@ class Chunk:
         self.storage_bytes = storage_bytes
         self._storage = self.flat.untyped_storage()
         self._views: list[Tensor] = []  # of `flat`, one for each parameter
-        self._unreadable: list[Tensor] = []  # what takes their place while the chunk is released
+        self._stand_ins: list[Tensor] = []  # what takes their place while the chunk is released
         self._is_bound = True  # whether the parameters are those views
         self._unaliased_count = 0  # of the storage, beside the parameters
         # A tensor over a storage that is still empty: sizes are set by hand, bytes come with the first fetch.
@@ -110,16 +114,34 @@ class Chunk:
         """
         self.strides.append(stride)
         self.original_dtypes.append(parameter.dtype)
-        index = len(self.parameters)
-        view = self.view_of(self.flat, index)
+        view = self.view_of(self.flat, len(self.parameters))
         parameter.data = view
         self._views.append(view)
-        self._unreadable.append(unreadable_like(view, self.spec.members[index].fqn))
         self.parameters.append(parameter)
 
     def seal(self) -> None:
         """Call when all parameters are bound: whatever shares the storage from now on is an alias."""
         self._unaliased_count = storage_use_count(self._storage) - len(self.parameters)
+
+    def watch_reads(self, bring: Callable[[Chunk], AbstractContextManager[None]]) -> None:
+        """From here on, released parameters that are read bring the chunk.
+
+        Args:
+            bring: Bound method, called with the chunk: inside the context that it returns the values are there.
+        """
+        self._bring = weakref.WeakMethod(bring)
+        self._stand_ins = [
+            stand_in(view, member.fqn, self._brought)
+            for view, member in zip(self._views, self.spec.members, strict=True)
+        ]
+        if self.state is ChunkState.RELEASED:
+            self._unbind()
+
+    def _brought(self) -> AbstractContextManager[None]:
+        bring = self._bring()
+        if bring is None:
+            raise StateError(f"{self.spec} was read after its engine had gone: keep the ElixirModule, or a copy")
+        return bring(self)
 
     def is_aliased(self) -> bool:
         """Whether anything but the bound parameters and the engine shares the storage: views, saved tensors, users.
@@ -128,6 +150,15 @@ class Chunk:
         """
         own = self._unaliased_count + (len(self.parameters) if self._is_bound else 0)
         return storage_use_count(self._storage) > own or not self._storage.resizable()
+
+    def member_at(self, offset: int) -> int:
+        """The index of the member that holds an element of the flat tensor."""
+        return max(0, bisect.bisect_right(self.spec.members, offset, key=lambda member: member.offset) - 1)
+
+    def note_written(self, indices: Iterable[int]) -> None:
+        """Members have new values: as an in-place write does, this makes backward refuse what was saved before."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version([self.parameters[index] for index in indices])
 
     def slice_of(self, flat: Tensor, index: int) -> Tensor:
         """Member `index`'s elements in a flat tensor of this chunk's layout, 1-D, in memory order."""
@@ -193,6 +224,6 @@ class Chunk:
         self.state = state
 
     def _unbind(self) -> None:
-        if self._is_bound:
-            set_data(self.parameters, self._unreadable)
+        if self._is_bound and self._stand_ins:
+            set_data(self.parameters, self._stand_ins)
             self._is_bound = False

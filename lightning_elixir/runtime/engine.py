@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -441,8 +441,6 @@ class Engine:
             frame.hooks.__exit__()
         if frame.is_pinned:
             self.drop(frame.ids)
-        if not self.has_plain_parameters:
-            self.interception.guard_all()
         if self._is_implicit and not self._frames:
             self._is_implicit = False
             error = sys.exc_info()[1]
@@ -717,7 +715,7 @@ class Engine:
             for chunk_id in ids:
                 chunk = self.chunks[chunk_id]
                 chunk.wait_ready()
-                if self.has_plain_parameters:
+                if is_computing:
                     self.interception.make_plain(chunk)
         except BaseException:
             if pin and self._cost:
@@ -744,14 +742,6 @@ class Engine:
     def is_computing(self) -> bool:
         """Whether a forward or a backward runs."""
         return self.phase in (Phase.FORWARD, Phase.BACKWARD)
-
-    @property
-    def has_plain_parameters(self) -> bool:
-        """Whether chunks in use have plain parameters. In backward, only where everything is there and inside a module
-        that is recomputed: what activation checkpointing recomputes beside modules it would else see without us."""
-        return self.phase is Phase.FORWARD or (
-            self.phase is Phase.BACKWARD and (bool(self._frames) or not self._is_watching)
-        )
 
     @property
     def traces(self) -> dict[str, AccessTrace]:
@@ -908,13 +898,18 @@ class Engine:
         ids = dict.fromkeys(i for event in trace.acquires() for i in event.ids)
         return {chunk_id: place for place, chunk_id in enumerate(ids)}
 
-    def end_step(self, updated: Iterable[int]) -> None:
-        """The shards of `updated` hold new values: replicas made from the old ones go."""
+    def end_step(self, updated: Mapping[int, Collection[int]]) -> None:
+        """The shards of `updated` hold new values: replicas made from the old ones go.
+
+        Args:
+            updated: Members, by chunk id.
+        """
         self.iterations.end()
         self._leave_covered()
-        ids = list(updated)
-        for chunk_id in ids:
+        self._versions = []  # what was computed before the step is checked one by one, when backward needs it
+        for chunk_id in sorted(updated):
             chunk = self.chunks[chunk_id]
+            chunk.note_written(updated[chunk_id])
             if chunk.spec.is_persistent:
                 if self.comm.world_size > 1 or chunk_id in self._aliased_ids:
                     self.store.settle(chunk_id)

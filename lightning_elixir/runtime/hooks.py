@@ -140,8 +140,9 @@ class SavedTensors:
     check that nobody has overwritten them since, which torch leaves to the hooks.
 
     Autograd may keep a saved leaf by itself, not by another tensor over its storage, and so may a user's own hooks:
-    nothing would tell that its storage is still needed. So ours are on wherever a managed parameter may be saved; torch
-    calls the innermost pair only, so where that is somebody else's, ours pass on to it what is not managed.
+    nothing would tell that its storage is still needed, and it would be brought late, when it is read. So ours are on
+    wherever a managed parameter may be saved; torch calls the innermost pair only, so where that is the user's, ours
+    pass on to it what is not managed.
 
     Args:
         chunks: By storage key.
@@ -153,14 +154,15 @@ class SavedTensors:
         self._make_resident = make_resident
 
     def context(self) -> torch.autograd.graph.saved_tensors_hooks | None:
-        """Hooks to enter now; None where ours are innermost already, or those of a checkpointed forward are, which keep
-        no tensor."""
+        """Hooks to enter now; None where ours are innermost already, or activation checkpointing's are: those keep no
+        tensor in the forward, and in the recomputation another tensor over the storage, which shows as an alias, or a
+        frozen parameter itself, which brings its chunk when it is read."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if top is None:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         if self._is_covered_by(top[0]):
             return None
-        both = _OverCheckpoints(self, *top) if _is_of_checkpoint(top[0]) else _OverUsers(self, *top)
+        both = _OverUsers(self, *top)
         return torch.autograd.graph.saved_tensors_hooks(both.pack, both.unpack)
 
     def is_innermost(self) -> bool:
@@ -172,7 +174,7 @@ class SavedTensors:
         owner = getattr(pack, "__self__", None)
         if owner is self or (isinstance(owner, _OverUsers) and owner.outer is self):
             return True
-        return _is_of_checkpoint(pack) and "_checkpoint_hook" in getattr(pack, "__qualname__", "")
+        return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
     def packed(self, tensor: Tensor) -> PackedTensor | None:
         """The handle of a tensor in managed storage; None for any other."""
@@ -184,9 +186,16 @@ class SavedTensors:
             return None
         if chunk is None or tensor.dtype != chunk.dtype or tensor.is_conj() or tensor.is_neg():
             return None
-        return PackedTensor(chunk, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        offset = int(tensor.storage_offset())
+        index = chunk.member_at(offset)
+        version = chunk.parameters[index]._version
+        return PackedTensor(chunk, tensor.size(), tensor.stride(), offset, index, version)
 
     def unpacked(self, packed: PackedTensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            version = packed.chunk.parameters[packed.member]._version
+        if version != packed.version:
+            raise RuntimeError(_updated(packed, version))
         self._make_resident(packed.chunk)
         return packed.chunk.flat.as_strided(packed.size, packed.stride, packed.offset)
 
@@ -220,6 +229,10 @@ class PackedTensor(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    member: int
+    """Index of the parameter that it is, or is a view of."""
+    version: int
+    """Of that parameter, when it was saved."""
 
 
 class _Kept(NamedTuple):
@@ -242,8 +255,12 @@ def _overwritten(kept: _Kept) -> str:
     )
 
 
-def _is_of_checkpoint(pack: Callable[[Tensor], Any]) -> bool:
-    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+def _updated(packed: PackedTensor, version: int) -> str:
+    return (
+        f"{packed.chunk.spec.members[packed.member].fqn}, needed for the gradients, has been modified by an inplace "
+        f"operation, such as an optimizer step, since the forward: it is at version {version}; backward needs it at "
+        f"version {packed.version}. Run backward before the step, or the forward again after it"
+    )
 
 
 class _OverUsers:
@@ -262,19 +279,4 @@ class _OverUsers:
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, PackedTensor):
             return self.outer.unpacked(packed)
-        return self._unpack(packed)
-
-
-class _OverCheckpoints(_OverUsers):
-    """Over the hooks with which activation checkpointing keeps what its recomputation saves, until backward asks for
-    it. It must get every tensor, since it counts them, and keeps a frozen parameter by itself: it gets another tensor
-    over the storage, which shows as an alias."""
-
-    def pack(self, tensor: Tensor) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if not tensor.requires_grad and self.outer.packed(tensor) is not None:
-                tensor = tensor.detach()
-        return self._pack(tensor)
-
-    def unpack(self, packed: Any) -> Tensor:
         return self._unpack(packed)

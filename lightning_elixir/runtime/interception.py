@@ -59,6 +59,7 @@ class Interception:
                 rows.append((parameter, base, made[base]))
             self._classes.append(rows)
             self._plain_chunks.add(chunk.id)
+            chunk.watch_reads(self._bring)
         self.guard_all()
 
     # Classes
@@ -129,6 +130,9 @@ class Interception:
             return self._whole_value(args[0])
         if func == released.DATA_SETTER:
             return self._assign_data(args[0], args[1])
+        if func in released.BACKWARD_FUNCTIONS:
+            with self._made_plain(managed):
+                return func(*args, **kwargs)
         if engine.is_computing:
             return self._call_in_compute(func, args, kwargs, ids)
         with deferred():  # it has no end that a later one could make up for
@@ -143,17 +147,14 @@ class Interception:
         engine = self._engine
         if func in released.RAW_POINTER_FUNCTIONS:
             engine.pin_for_pointer(ids)
+            return func(*args, **kwargs)
         # Pinned while the function runs: it may be a composite that touches its parameters one after the other.
         engine.acquire(ids, pin=True)
         try:
-            for chunk_id in ids:
-                self.make_plain(self._chunks[chunk_id])
             with engine.packing():
                 return func(*args, **kwargs)
         finally:
             engine.drop(ids)
-            if not engine.has_plain_parameters:
-                self.guard_all()
 
     def _call_between_steps(
         self,
@@ -168,15 +169,36 @@ class Interception:
             engine.pin_for_pointer(ids)
         engine.acquire(ids, pin=True)
         engine.touch(ids)
+        try:
+            with self._made_plain(managed), engine.packing():
+                return func(*args, **kwargs)
+        finally:
+            engine.drop(ids)
+
+    @contextmanager
+    def _made_plain(self, managed: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, these parameters are not intercepted."""
         classes = [(t, type(t)) for t in managed]
         try:
             for tensor in managed:
                 tensor.__class__ = self._plain_class(tensor)
-            with engine.packing():
-                return func(*args, **kwargs)
+            yield
         finally:
             for tensor, kept in classes:
                 tensor.__class__ = kept
+
+    @contextmanager
+    def _bring(self, chunk: Chunk) -> Iterator[None]:
+        """Inside, a chunk is there whose parameters are read where nothing is intercepted."""
+        engine, ids = self._engine, (chunk.id,)
+        engine.check_open()
+        engine.leave_interrupted()
+        engine.acquire(ids, pin=True)
+        if not engine.is_computing:
+            engine.touch(ids)
+        try:
+            yield
+        finally:
             engine.drop(ids)
 
     def _on_grad_access(self, parameter: Tensor) -> None:

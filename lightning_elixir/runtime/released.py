@@ -87,6 +87,9 @@ DATA_SETTER = _attributes.data.__set__
 COPY = Tensor.copy_
 DETACH = Tensor.detach
 
+# These run a backward, which brings what it needs by itself; parameters among their arguments only name gradients.
+BACKWARD_FUNCTIONS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+
 # These hand out the address of the elements: nothing can be seen of how long it is used.
 RAW_POINTER_FUNCTIONS = frozenset((
     Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.numpy,

@@ -1,16 +1,19 @@
-"""The guard over released storage: reading it is an error, never a fault and never somebody else's values.
+"""Released storage is never read, whoever reads: not a fault, and not somebody else's values.
 
-[Note: unreadable] A released chunk has no bytes. Python code that touches its parameters is intercepted, but autograd,
-hooks and custom Functions may keep the parameter itself and read it from C++, where nothing is intercepted. So while a
-chunk is released its parameters lie on no storage at all: `.data` is a tensor of the same shape, strides, dtype and
-device whose dispatch keys hold one that no backend uses. Every operator over it, whoever calls it, then ends in
-`_refuse`. Shapes and the like can still be asked for, and gradients be accumulated. It works in every build of torch:
-the errors that storages themselves can raise are there in CUDA builds only.
+[Note: released parameters] A released chunk has no bytes. Python code that touches its parameters is intercepted, but
+autograd, activation checkpointing, hooks and custom Functions may keep a parameter itself and read it from C++, where
+nothing is intercepted. So while a chunk is released its parameters lie on no storage of its own: `.data` is a stand-in
+of the same shape, strides, dtype and device whose dispatch keys hold one that no backend uses. Every operator over it,
+whoever calls it, then comes to `_read`, which has the chunk brought and calls the operator again. Shapes and the like
+can be asked for without that, and gradients be accumulated. It works in every build of torch: the errors that storages
+themselves can raise are there in CUDA builds only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -25,36 +28,53 @@ _KEYS_AND_PYTHON = _KEYS.add(torch._C.DispatchKey.Python)  # under inference_mod
 _SET_DATA = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
-class _Unreadable(Tensor):
+class _StandIn(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        _refuse(func, *args, **(kwargs or {}))
+        return _read(func, *args, **(kwargs or {}))
 
 
-def unreadable_like(view: Tensor, name: str) -> Tensor:
+class _Home:
+    """Where the elements of a stand-in are to be had."""
+
+    def __init__(self, name: str, view: Tensor, bring: Callable[[], AbstractContextManager[None]]) -> None:
+        self.name = name
+        self.view = view
+        self._bring = weakref.WeakMethod(bring)
+
+    def brought(self) -> AbstractContextManager[None]:
+        bring = self._bring()
+        if bring is None:
+            raise StateError(f"{self.name} was read after its engine had gone: keep the ElixirModule, or a copy")
+        return bring()
+
+
+def stand_in(view: Tensor, name: str, bring: Callable[[], AbstractContextManager[None]]) -> Tensor:
     """A tensor of `view`'s shape, strides, dtype and device without elements; only for `set_data`.
 
     Args:
-        name: Of the parameter, for the error.
+        view: Where the elements are when they are there.
+        name: Of the parameter, for errors.
+        bring: Bound method: a context inside which they are. Kept from nothing.
     """
     made: Tensor = torch.Tensor._make_wrapper_subclass(
-        _Unreadable,
+        _StandIn,
         view.shape,
         strides=view.stride(),
         dtype=view.dtype,
         device=view.device,
         _extra_dispatch_keys=_KEYS,
     )
-    # On the storage: autograd reads through tensors of its own over it, which are no parameters.
+    # At the storage: autograd reads through tensors of its own over it, which are no parameters.
     made.storage_at_elixir = made.untyped_storage()  # type: ignore[attr-defined]
-    made.storage_at_elixir.name_at_elixir = name  # type: ignore[attr-defined]
+    made.storage_at_elixir.home_at_elixir = _Home(name, view, bring)  # type: ignore[attr-defined]
     return made
 
 
 def set_data(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    """`tensor.data = value`, of which either may be unreadable; autograd does not notice."""
+    """`tensor.data = value`, of which either may be a stand-in; autograd does not notice."""
     with torch._C.DisableTorchFunctionSubclass(), torch._C._ExcludeDispatchKeyGuard(_KEYS_AND_PYTHON):
         for tensor, value in zip(tensors, values, strict=True):
             _SET_DATA(tensor, value)
@@ -65,17 +85,21 @@ def metadata_only() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_KEYS)
 
 
-def _refuse(op: Any, *args: Any, **kwargs: Any) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        found = [getattr(t.untyped_storage(), "name_at_elixir", None) for t in tensors_in((args, kwargs))]
-    names = ", ".join(dict.fromkeys(name for name in found if name is not None)) or "a parameter"
-    raise StateError(
-        f"{op} reads {names} after its memory was given to other parameters: something keeps the parameter itself "
-        "where lightning_elixir cannot see it, such as a pack function of saved_tensors_hooks that returns its "
-        "argument, or a compiled extension. Keep `parameter.detach()` there, which holds the memory until it is dropped"
-    )
+def _read(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """`op`, with the chunks of released parameters among its arguments brought for it."""
+    with ExitStack() as stack:
+        with torch._C.DisableTorchFunctionSubclass():
+            homes = [(t, getattr(t.untyped_storage(), "home_at_elixir", None)) for t in tensors_in((args, kwargs))]
+        released = [(t, home) for t, home in homes if home is not None]
+        if not released:
+            raise RuntimeError(f"{op} was called with a stand-in that nobody knows")
+        for _, home in released:
+            stack.enter_context(home.brought())
+        set_data((t for t, _ in released), (home.view for _, home in released))
+        with torch._C.DisableTorchFunctionSubclass():
+            return op(*args, **kwargs)
 
 
 # What the dispatcher does for a key belongs to the process. This keeps nothing, and nobody else has a use for the key.
 _library = torch.library.Library("_", "IMPL")
-_library.fallback(_refuse, _KEY)
+_library.fallback(_read, _KEY)

@@ -157,6 +157,7 @@ def _write_chunk(engine: Engine, chunk: Chunk, named: list[tuple[int, Tensor]]) 
         shard.keep_master(master)
     if stored is not None:
         shard.keep_param(stored)
+    chunk.note_written(index for index, _ in named)
 
 
 def own_shard_writer(engine: Engine, chunk: Chunk, values: Tensor) -> Callable[[], None]:
@@ -190,6 +191,7 @@ def _write_own_shard(engine: Engine, chunk: Chunk, values: Tensor) -> None:
         shard.param.copy_(values)
     if shard.is_param_on_disk:
         shard.keep_param(values.to(chunk.dtype))
+    chunk.note_written(range(len(chunk.parameters)))
 
 
 def in_memory_order(chunk: Chunk, index: int, value: Tensor) -> Tensor:
