@@ -91,22 +91,22 @@ _HOW: dict[str, Callable[[list[nn.Module], Tensor], Tensor]] = {
 }
 
 
-def _wrap(model: nn.Module, rcache_blocks: int = 3) -> tuple[ElixirModule, ElixirOptimizer]:
+def _wrap(model: nn.Module, device: torch.device, rcache_blocks: int = 3) -> tuple[ElixirModule, ElixirOptimizer]:
     plan = make_plan(model, placement_policy="const", offload_param_frac=1.0, chunk_size=4608)
-    module = ElixirModule(model, dataclasses.replace(plan, rcache_blocks=rcache_blocks))
+    module = ElixirModule(model, dataclasses.replace(plan, rcache_blocks=rcache_blocks), device=device)
     trained = [p for p in model.parameters() if p.requires_grad]
     return module, ElixirOptimizer(module, torch.optim.SGD(trained, lr=0.05))
 
 
 @pytest.mark.parametrize("how", _HOW)
 @pytest.mark.parametrize("kind", _OPERATORS)
-def test_frozen_weights_under_activation_checkpointing(kind: str, how: str) -> None:
+def test_frozen_weights_under_activation_checkpointing(kind: str, how: str, device: torch.device) -> None:
     torch.manual_seed(0)
-    plain = _Model(kind, how)
-    module, optimizer = _wrap(copy.deepcopy(plain))
+    plain = _Model(kind, how).to(device)
+    module, optimizer = _wrap(copy.deepcopy(plain), device)
     oracle = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.05)
     for _ in range(3):
-        x = torch.randn(5, WIDTH, requires_grad=True)
+        x = torch.randn(5, WIDTH, device=device, requires_grad=True)
         oracle.zero_grad()
         expected = plain(x).square().mean()
         expected.backward()
@@ -116,7 +116,7 @@ def test_frozen_weights_under_activation_checkpointing(kind: str, how: str) -> N
         optimizer.step()
         assert torch.equal(loss, expected)
     state = module.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert all(torch.equal(state[name], value.cpu()) for name, value in plain.state_dict().items())
     assert module.stats().evictions > 60
 
 
@@ -137,19 +137,21 @@ class _Keeping(nn.Module):
 
 @pytest.mark.parametrize("pack", [lambda tensor: tensor, Tensor.detach], ids=["itself", "detached"])
 @pytest.mark.parametrize("is_frozen", [True, False])
-def test_what_users_hooks_keep_of_a_parameter(is_frozen: bool, pack: Callable[[Tensor], Tensor]) -> None:
+def test_what_users_hooks_keep_of_a_parameter(
+    is_frozen: bool, pack: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
     torch.manual_seed(0)
-    plain = _Keeping(is_frozen)
+    plain = _Keeping(is_frozen).to(device)
     plain.pack = pack
-    module, optimizer = _wrap(copy.deepcopy(plain))
+    module, optimizer = _wrap(copy.deepcopy(plain), device)
     for _ in range(3):
-        x = torch.randn(5, WIDTH, requires_grad=True)
+        x = torch.randn(5, WIDTH, device=device, requires_grad=True)
         plain.zero_grad()
         plain(x).square().mean().backward()
         optimizer.zero_grad()
         optimizer.backward(module(x).square().mean())
         grads = module.full_grads()
-        assert all(torch.equal(grads[name], p.grad) for name, p in plain.named_parameters() if p.grad is not None)
+        assert all(torch.equal(grads[name], p.grad.cpu()) for name, p in plain.named_parameters() if p.grad is not None)
     assert module.stats().evictions > 20
 
 
@@ -161,14 +163,14 @@ _READS: tuple[Callable[[Tensor], Any], ...] = (
 
 
 @pytest.mark.parametrize("is_inference", [True, False])
-def test_a_released_parameter_is_never_read_without_its_elements(is_inference: bool) -> None:
-    plain = _Model("addmm", "modules")
+def test_a_released_parameter_is_never_read_without_its_elements(is_inference: bool, device: torch.device) -> None:
+    plain = _Model("addmm", "modules").to(device)
     model = copy.deepcopy(plain)
-    module, _ = _wrap(model)
+    module, _ = _wrap(model, device)
     weight, expected = model.layers[0].weight, plain.layers[0].weight
     for read in _READS:
         with torch.inference_mode(is_inference):
-            module(torch.randn(5, WIDTH))
+            module(torch.randn(5, WIDTH, device=device))
             with torch._C.DisableTorchFunctionSubclass():  # as C++ code sees it
                 assert (weight.shape, weight.stride(), weight.dtype) == ((WIDTH, WIDTH), (WIDTH, 1), torch.float32)
                 assert weight.data_ptr() == 0
@@ -203,17 +205,17 @@ class _Overwriting(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["needed", "input", "harmless"])
-def test_activations_overwritten_in_place(where: str) -> None:
+def test_activations_overwritten_in_place(where: str, device: torch.device) -> None:
     torch.manual_seed(0)
-    plain = _Overwriting(where)
-    module, optimizer = _wrap(copy.deepcopy(plain))
-    x = torch.randn(5, WIDTH)
+    plain = _Overwriting(where).to(device)
+    module, optimizer = _wrap(copy.deepcopy(plain), device)
+    x = torch.randn(5, WIDTH, device=device)
     expected, loss = plain(x).square().mean(), module(x).square().mean()
     if where == "harmless":
         expected.backward()
         optimizer.backward(loss)
         grads = module.full_grads()
-        assert all(torch.equal(grads[name], p.grad) for name, p in plain.named_parameters())
+        assert all(torch.equal(grads[name], p.grad.cpu()) for name, p in plain.named_parameters())
     else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             expected.backward()
@@ -223,14 +225,14 @@ def test_activations_overwritten_in_place(where: str) -> None:
 
 
 @pytest.mark.parametrize("rcache_blocks", [3, 100])
-def test_backward_through_weights_that_a_step_has_changed(rcache_blocks: int) -> None:
+def test_backward_through_weights_that_a_step_has_changed(rcache_blocks: int, device: torch.device) -> None:
     """As plain PyTorch: an error where they are needed, and right where the step changed others."""
     torch.manual_seed(0)
-    plain = nn.ModuleList(_Overwriting("") for _ in range(2))
+    plain = nn.ModuleList(_Overwriting("") for _ in range(2)).to(device)
     model = copy.deepcopy(plain)
-    module, optimizer = _wrap(model, rcache_blocks)
+    module, optimizer = _wrap(model, device, rcache_blocks)
     oracle = torch.optim.SGD(plain.parameters(), lr=0.05)
-    x = torch.randn(5, WIDTH)
+    x = torch.randn(5, WIDTH, device=device)
     for net, step in ((plain, oracle), (model, optimizer)):
         first, second, third = net[0](x).square().mean(), net[1](x).square().mean(), net[0](x).square().mean()
         for loss in (first, second):
@@ -241,16 +243,16 @@ def test_backward_through_weights_that_a_step_has_changed(rcache_blocks: int) ->
             optimizer.backward(third) if step is optimizer else third.backward()
         step.zero_grad()
     state = module.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert all(torch.equal(state[name], value.cpu()) for name, value in plain.state_dict().items())
 
 
 @pytest.mark.parametrize("rcache_blocks", [3, 100])
-def test_gradients_of_chosen_parameters(rcache_blocks: int) -> None:
+def test_gradients_of_chosen_parameters(rcache_blocks: int, device: torch.device) -> None:
     torch.manual_seed(0)
-    plain = _Overwriting("")
+    plain = _Overwriting("").to(device)
     model = copy.deepcopy(plain)
-    module, optimizer = _wrap(model, rcache_blocks)
-    x = torch.randn(5, WIDTH)
+    module, optimizer = _wrap(model, device, rcache_blocks)
+    x = torch.randn(5, WIDTH, device=device)
     wanted = [plain.layers[i].weight for i in (6, 0)]
     expected = torch.autograd.grad(plain(x).square().mean(), wanted)
     found = torch.autograd.grad(module(x).square().mean(), [model.layers[i].weight for i in (6, 0)])
@@ -258,9 +260,11 @@ def test_gradients_of_chosen_parameters(rcache_blocks: int) -> None:
     module(x).square().mean().backward(inputs=[model.layers[3].weight])
     plain(x).square().mean().backward(inputs=[plain.layers[3].weight])
     grads = module.full_grads()
-    assert dict.fromkeys(grads, True) == {"layers.3.weight": torch.equal(*grads.values(), plain.layers[3].weight.grad)}
+    assert dict.fromkeys(grads, True) == {
+        "layers.3.weight": torch.equal(*grads.values(), plain.layers[3].weight.grad.cpu())
+    }
     optimizer.zero_grad()
     optimizer.backward(module(x).square().mean())
     plain.zero_grad()
     plain(x).square().mean().backward()
-    assert all(torch.equal(module.full_grads()[name], p.grad) for name, p in plain.named_parameters())
+    assert all(torch.equal(module.full_grads()[name], p.grad.cpu()) for name, p in plain.named_parameters())
