@@ -304,7 +304,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         is_plain = not self.is_step_skipped and all(change == ("factor", 1.0) for change in self._transforms)
         self.scaler.update(self.is_step_skipped)
         with self._all_or_nothing():
-            engine.end_step([] if self.is_step_skipped else sorted(used))
+            engine.end_step({} if self.is_step_skipped else used)
         self._transforms = []
         engine.redone_steps += self._speculation.end_step(is_as_assumed=is_plain)
 

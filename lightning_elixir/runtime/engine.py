@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -239,6 +239,7 @@ class Engine:
         self._covered_ids: set[int] = set()
         self._entered_ids: set[int] = set()
         self._light: list[nn.Module] = []  # met in the first way only
+        self.on_held_bytes(self.interception.written.held_bytes)
         self._hooks = Hooks(self._watched, [c for c in self.chunks if c.spec.requires_grad], self)
         self._adopt(plan, store)
 
@@ -898,12 +899,12 @@ class Engine:
         ids = dict.fromkeys(i for event in trace.acquires() for i in event.ids)
         return {chunk_id: place for place, chunk_id in enumerate(ids)}
 
-    def end_step(self, updated: Iterable[int]) -> None:
-        """The shards of `updated` hold new values: replicas made from the old ones go."""
+    def end_step(self, updated: Mapping[int, Collection[int]]) -> None:
+        """The shards of `updated` (members, by chunk id) hold new values: replicas made from the old ones go."""
         self.iterations.end()
         self._leave_covered()
-        ids = list(updated)
-        for chunk_id in ids:
+        self.interception.written.forget(updated)
+        for chunk_id in sorted(updated):
             chunk = self.chunks[chunk_id]
             if chunk.spec.is_persistent:
                 if self.comm.world_size > 1 or chunk_id in self._aliased_ids:
@@ -1104,6 +1105,7 @@ class Engine:
         self.reducer.clear()
         self.reducer.close()
         self.fetcher.close()
+        self.interception.written.clear()
         self.store.close()
         self.comm.close()
 
