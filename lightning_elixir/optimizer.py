@@ -25,8 +25,9 @@ from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRunner, UpdateTimes
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.optim.scaling import LossScaler, absolute_max, clip_coefficient, square_sums
-from lightning_elixir.optim.segments import elementwise_class, is_scalar_state
+from lightning_elixir.optim.segments import elementwise_class
 from lightning_elixir.optim.speculation import Begun, Speculation
+from lightning_elixir.optim.state_layout import is_scalar_state
 from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.memory import is_on_nvme
 from lightning_elixir.plan.segments import Segment
@@ -68,7 +69,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         backoff_factor: What it is multiplied by after an overflow.
         growth_interval: Steps without overflow between growths.
         hysteresis: Overflows before the scale backs off.
-        init_step: Allocate the optimizer states now, by a step that changes nothing.
+        init_step: Take the memory of optimizer states and staging now rather than in the first step. Nothing is
+            stepped, and no number changes.
         max_norm: Clip the total gradient norm to this in every step; 0: do not.
         num_update_threads: Threads that update what lives on the host; None: as many as torch has, or the
             environment's `LIGHTNING_ELIXIR_NUM_THREADS`.
@@ -194,8 +196,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._watch_gradients()
 
     def _allocate_states(self) -> None:
-        """Adam's states are known; those of others come from a first step over zero gradients with a zero learning
-        rate, its step counts taken back."""
+        """Adam's states are known, and zeros change nothing. For those of others memory is reserved: they are made by a
+        first step, which may be special."""
         if self.can_stream:
             for chunk_id, inner in self._states.inner.items():
                 self._reserve_states(self._engine.chunks[chunk_id])
@@ -204,11 +206,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 self._runner.reserve_stream()  # better said now than in the first step
                 self._runner.release_stream()
             return
-        still = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in self.param_groups]
-        for inner in self._states.inner.values():
-            members = {p.member_index for p in inner.places}
-            inner.step(torch.zeros_like(inner.work), members, still)
-            inner.reset_step_counts()
+        for chunk_id, inner in self._states.inner.items():
+            inner.reserve_states()
+            if self._engine.chunks[chunk_id].dtype != inner.work.dtype:
+                self._scratch(inner.work, inner.work.dtype)  # gradients are cast there
 
     def _reserve_states(self, chunk: Chunk) -> None:
         """Adam's moments, and the spares of a chunk that shall have them."""

@@ -23,7 +23,7 @@ from lightning_elixir.checkpoint.index import first_names
 from lightning_elixir.checkpoint.writer import FILE_BYTES, Contents, ShardWriter
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim import HybridAdam
-from lightning_elixir.optim.segments import is_scalar_state
+from lightning_elixir.optim.state_layout import is_scalar_state
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.segments import Segment, segments_of
 from lightning_elixir.runtime.agreement import Meeting

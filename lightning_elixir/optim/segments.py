@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
+from lightning_elixir.optim.state_layout import elementwise_state_dtypes, is_scalar_state
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk, UpdatePart
 from lightning_elixir.plan.types import ALIGN_NUMEL
 from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, Piece
@@ -31,9 +32,6 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-
-# State entries that are one number for the whole parameter, whatever its shape.
-_SCALAR_STATES = {"step", "eta", "mu", "mu_product", "ax_step"}
 
 
 def elementwise_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
@@ -54,11 +52,6 @@ def elementwise_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Opti
         f"{type(optimizer).__name__} cannot run over shards: only element-wise optimizers can ({names}); an optimizer "
         "that looks at a whole parameter at once (LBFGS, Adafactor, Muon) or overrides step() is not one of them"
     )
-
-
-def is_scalar_state(key: str, value: Any) -> bool:
-    """Whether an entry of a parameter's optimizer state is one value for the whole parameter."""
-    return key in _SCALAR_STATES or not isinstance(value, Tensor)
 
 
 @dataclass(frozen=True)
@@ -105,6 +98,8 @@ class SegmentOptimizer:
         self._empty = empty
         self._moments: tuple[Tensor, ...] = ()  # Adam: `MOMENTS`, once there are any
         self._spare_moments: tuple[Tensor, ...] = ()  # memory for the next ones, where these must stay as they are
+        # Others than Adam: position -> memory for the states that its first step will make, until then.
+        self._reserved: dict[int, list[Tensor]] = {}
         self._counts: dict[int, int] = {}  # Adam: position -> updates so far; no tensors, which took long
         # Where each segment's moments begin, and how many elements they are in all. On a disk they lie as the shard
         # does, so that a piece is the same elements of everything. In memory they are as far apart as in the shard
@@ -141,9 +136,26 @@ class SegmentOptimizer:
         for tensor, place in zip(self._tensors, self.places, strict=True):
             is_used = place.member_index in wanted
             tensor.grad = grad[place.shard_offset : place.shard_offset + place.numel] if is_used else None
+        # States that are made now come to lie in what was reserved for them.
+        self._reserved = {i: kept for i, kept in self._reserved.items() if self.places[i].member_index not in wanted}
         self._inner.step()
         for tensor in self._tensors:
             tensor.grad = None
+
+    def reserve_states(self) -> None:
+        """Others than Adam: take the memory that the first step will need for the states of segments that have none.
+        They still have none then, as before any first step in plain PyTorch."""
+        if self._inner is None or self.is_adam:
+            return
+        group_of = {id(t): group for group in self._inner.param_groups for t in group["params"]}
+        dtypes: dict[int, tuple[torch.dtype, ...]] = {}  # by the id of the group
+        for position, tensor in enumerate(self._tensors):
+            if not self._inner.state.get(tensor) and position not in self._reserved:
+                group = group_of[id(tensor)]
+                if id(group) not in dtypes:
+                    dtypes[id(group)] = elementwise_state_dtypes(type(self._inner), _settings(group), tensor)
+                # A tensor each, as the states will be, and written to: the system gives memory only then.
+                self._reserved[position] = [torch.empty_like(tensor, dtype=d).zero_() for d in dtypes[id(group)]]
 
     @property
     def is_adam(self) -> bool:
@@ -411,7 +423,11 @@ class SegmentOptimizer:
         """
         if self._inner is None:
             return
+        self._reserved.pop(position, None)
         taken = {k: self._copied(k, v) for k, v in state.items() if not (self.is_adam and k in ("step", *MOMENTS))}
+        settings = self._inner.param_groups[self._group_indices.index(self.places[position].group_index)]
+        if settings.get("capturable") or settings.get("fused"):  # these want their step counts beside the parameters
+            taken = {k: v.to(self.work.device) if isinstance(v, Tensor) else v for k, v in taken.items()}
         self._counts.pop(position, None)
         self._blank.discard(position)
         if self.is_adam and state:
@@ -437,6 +453,13 @@ class SegmentOptimizer:
     def take_states(self, earlier: SegmentOptimizer) -> None:
         """Take over the states of the optimizer that the same shard had before, on whatever device and with whatever
         segments in groups. `earlier` is of no use afterwards."""
+        has_reserved = bool(earlier._reserved)
+        earlier._reserved.clear()
+        self._take_states(earlier)
+        if has_reserved:
+            self.reserve_states()
+
+    def _take_states(self, earlier: SegmentOptimizer) -> None:
         if self._on_disk is not None and self._on_disk == earlier._on_disk and self._extents() == earlier._extents():
             self._take_same(earlier)
             return
@@ -528,22 +551,16 @@ class SegmentOptimizer:
             key: m[start : start + self.places[position].numel] for key, m in zip(MOMENTS, self._moments, strict=True)
         }
 
-    def reset_step_counts(self) -> None:
-        """Take back the step counts of a step that only allocated."""
-        for position in range(len(self.places)):
-            count = self.state_of(position).get("step")
-            if isinstance(count, Tensor):
-                count.zero_()
-
     def spare_bytes(self) -> int:
         """Bytes of the second set of moments."""
         return sum(m.nbytes for m in self._spare_moments)
 
     def state_bytes(self) -> int:
-        """Bytes of all element-wise state tensors that are in use."""
+        """Bytes of all element-wise state tensors that are in use, and of what is reserved for those to come."""
         if self._inner is None:
             return 0
         own = sum(m.nbytes for m in self._moments)
+        own += sum(tensor.nbytes for reserved in self._reserved.values() for tensor in reserved)
         return own + sum(
             v.nbytes
             for state in self._inner.state.values()

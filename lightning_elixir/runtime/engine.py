@@ -239,6 +239,7 @@ class Engine:
         self._covered_ids: set[int] = set()
         self._entered_ids: set[int] = set()
         self._light: list[nn.Module] = []  # met in the first way only
+        self.on_held_bytes(self.interception.written.held_bytes)
         self._hooks = Hooks(self._watched, [c for c in self.chunks if c.spec.requires_grad], self)
         self._adopt(plan, store)
 
@@ -907,6 +908,7 @@ class Engine:
         self.iterations.end()
         self._leave_covered()
         self._versions = []  # what was computed before the step is checked one by one, when backward needs it
+        self.interception.written.forget(updated)
         for chunk_id in sorted(updated):
             chunk = self.chunks[chunk_id]
             chunk.note_written(updated[chunk_id])
@@ -1109,6 +1111,7 @@ class Engine:
         self.reducer.clear()
         self.reducer.close()
         self.fetcher.close()
+        self.interception.written.clear()
         self.store.close()
         self.comm.close()
 

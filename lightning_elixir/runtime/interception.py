@@ -21,12 +21,11 @@ from lightning_elixir.plan.segments import segments_of
 from lightning_elixir.runtime import released
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.unreadable import metadata_only
+from lightning_elixir.runtime.written import BITS, WrittenMasters
 from lightning_elixir.storage.shards import Shard
 
 if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _WRITE_CURE = (
     "parameters may be written between steps, not between the forward and the backward that uses them: move the write "
@@ -48,6 +47,7 @@ class Interception:
         self._plain_chunks: set[int] = set()
         self._state_dict_depth = 0
         self._whole: dict[str, Tensor] | None = None
+        self.written = WrittenMasters()
         made: dict[type, type[nn.Parameter]] = {}
         self._classes: list[list[tuple[nn.Parameter, type, type]]] = []  # per chunk: parameter, plain, intercepting
         for chunk in chunks:
@@ -250,7 +250,8 @@ class Interception:
         """Bring what was written to a resident replica to this rank's shard and master.
 
         Where there is a master, only the elements whose compute-dtype value changed are taken: the others keep the bits
-        that the compute dtype does not have.
+        that the compute dtype does not have, and those that are as they were before get them back (Note: what is put
+        back, `runtime/written.py`).
 
         Raises:
             StateError: The chunk's update has begun inside backward, and nobody can tell old values from written ones.
@@ -269,18 +270,28 @@ class Interception:
             master = self._master_to_change(chunk, shard, mine)
             if master is not None:
                 written = mine.to(master.device)
-                bits = _BITS[written.dtype.itemsize]
+                bits = BITS[written.dtype.itemsize]
                 changed = written.view(bits) != master.to(chunk.dtype).view(bits)
                 if bool(changed.any()):
-                    segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
-                    parts = [changed[s.shard_offset : s.shard_offset + s.numel] for s in segments]
-                    if any(bool(part.any()) for part in parts):  # and not only padding, which holds anything
-                        engine.reducer.withdraw((chunk.id,))
-                    master[changed] = written[changed].to(master.dtype)
-                    shard.keep_master(master)
+                    self._write_over(chunk, shard, master, written, changed)
             if shard.param is not None and not shard.is_param_overwritten:
                 shard.param.copy_(mine if engine.plan.is_storage_distributed else chunk.flat)
             shard.keep_param(mine)
+
+    def _write_over(self, chunk: Chunk, shard: Shard, master: Tensor, values: Tensor, changed: Tensor) -> None:
+        """Bring a shard's values to its master, where they are not that, rounded (`changed`)."""
+        engine = self._engine
+        has_changed = False
+        for segment in segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size):
+            at = slice(segment.shard_offset, segment.shard_offset + segment.numel)
+            if bool(changed[at].any()):  # and not only padding, which holds anything
+                if not has_changed:
+                    engine.reducer.withdraw((chunk.id,))
+                has_changed = True
+                key = chunk.id, segment.member_index
+                self.written.absorb(key, master[at], values[at], engine.store.keeper(chunk.id))
+        if has_changed:
+            shard.keep_master(master)
 
     def _master_to_change(self, chunk: Chunk, shard: Shard, values: Tensor) -> Tensor | None:
         """The master that these values of the replica may have to be brought to. One on a disk is only read if they are
@@ -295,11 +306,17 @@ class Interception:
         engine = self._engine
         chunk, index = self._at(parameter)
         shard = engine.store.settle(chunk.id)
-        if not shard.has_master or not isinstance(value, Tensor) or value.dtype == chunk.dtype:
+        if not shard.has_master or not isinstance(value, Tensor):
             return
+        is_rounded = value.dtype == chunk.dtype
+        if is_rounded and not self.written.has_given(chunk.id, index):
+            return  # what was written is seen in the replica
         master = shard.read_master()
         if master is None:
             return
+        is_load = not is_rounded and (master.dtype == chunk.dtype or released.is_loading())
+        if is_load:
+            self.written.forget({chunk.id: (index,)})
         engine.reducer.withdraw((chunk.id,))
         stride = chunk.strides[index]
         with torch.no_grad():
@@ -312,7 +329,13 @@ class Interception:
             for segment in segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size):
                 if segment.member_index == index:
                     part = flat[segment.param_offset : segment.param_offset + segment.numel]
-                    master[segment.shard_offset : segment.shard_offset + segment.numel].copy_(part)
+                    own = master[segment.shard_offset : segment.shard_offset + segment.numel]
+                    if is_rounded:
+                        self.written.give_rounded((chunk.id, index), own, part.to(chunk.dtype))
+                    elif is_load:
+                        own.copy_(part)
+                    else:
+                        self.written.give((chunk.id, index), own, part, engine.store.keeper(chunk.id))
             shard.keep_master(master)
 
     # Copies
@@ -375,5 +398,5 @@ def _is_same(values: Tensor, stored: Tensor | None) -> bool:
     """Whether they have the same bits; on any device."""
     if stored is None or values.numel() != stored.numel():
         return False
-    bits = _BITS[values.dtype.itemsize]
+    bits = BITS[values.dtype.itemsize]
     return torch.equal(values.to(stored.device).view(bits), stored.view(bits))

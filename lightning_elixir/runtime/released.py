@@ -135,6 +135,18 @@ def grad_access() -> GradAccess:
     return GradAccess.OTHER
 
 
+def is_loading() -> bool:
+    """Whether the call that is being intercepted is that of `load_state_dict`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.replace("\\", "/").endswith(_OUR_FILES):
+        frame = frame.f_back
+    return (
+        frame is not None
+        and frame.f_code.co_name == "_load_from_state_dict"
+        and frame.f_code.co_filename.replace("\\", "/").endswith("torch/nn/modules/module.py")
+    )
+
+
 def tensors_in(values: Any) -> Iterator[Tensor]:
     """Tensors anywhere in nested tuples, lists and dicts."""
     for value in values:

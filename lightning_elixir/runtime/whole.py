@@ -128,6 +128,7 @@ def write_whole(engine: Engine, values: Mapping[str, Tensor]) -> None:
         for chunk in engine.chunks:
             named = [(i, values[m.fqn]) for i, m in enumerate(chunk.spec.members) if m.fqn in values]
             if named:
+                engine.interception.written.forget({chunk.id: [index for index, _ in named]})
                 _write_chunk(engine, chunk, named)
 
 
@@ -171,6 +172,7 @@ def own_shard_writer(engine: Engine, chunk: Chunk, values: Tensor) -> Callable[[
         To be called: it sends nothing, and may fail on one rank alone.
     """
     comm = engine.comm
+    engine.interception.written.forget({chunk.id: range(len(chunk.spec.members))})
     is_whole_kept = comm.world_size > 1 and not engine.plan.is_storage_distributed
     if is_whole_kept or any(row[0] for row in comm.exchange([int(chunk.is_usable)])):
         whole = torch.cat(comm.gather_host(values, on_all_ranks=True) or [])

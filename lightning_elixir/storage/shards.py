@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -173,6 +174,19 @@ class ShardStore:
     def checkpoint_memory(self) -> MappedMemory | None:
         """Where to put whole states that are to be saved; None: in host memory, which holds them already."""
         return None if self.states is None else self.states.mapped_memory()
+
+    def keeper(self, chunk_id: int) -> Callable[[Tensor], Tensor]:
+        """Makes copies of parts of a chunk's master: in host memory, or in memory that the disk can take where the
+        master is on one."""
+
+        def keep(values: Tensor) -> Tensor:
+            on_disk = self._shards[chunk_id].on_disk
+            memory = self.checkpoint_memory() if on_disk is not None and on_disk.has_master else None
+            with memory or nullcontext():
+                empty = torch.empty if memory is None else memory.empty
+                return empty(values.numel(), dtype=values.dtype).copy_(values)
+
+        return keep
 
     def settle(self, chunk_id: int) -> Shard:
         """The shard of a chunk, its values up to date: waits for the chunk's update.

@@ -44,7 +44,7 @@ class MappedMemory:
                 return torch.frombuffer(self._map(nbytes), dtype=dtype)
             except OSError as error:
                 self._is_usable = False
-                log.warning("a checkpoint is put together in host memory, since %s: %s", self._folder, error)
+                log.warning("what this disk should hold is put together in host memory: %s: %s", self._folder, error)
         return torch.empty(numel, dtype=dtype)
 
     def __enter__(self) -> MappedMemory:
