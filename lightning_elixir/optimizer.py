@@ -117,6 +117,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         )
         self.is_step_skipped = False
         self._transforms: list[tuple[str, float]] = []
+        self._shows_unscaled = False  # whether `.grad` is without the loss scale, as after `unscale_`
+        self._is_unscaled = False  # whether the gradients themselves are
         self._last_norm: float | None = None
         self._wanted_norm_type: float | None = None  # somebody asks for norms
         self._scratches: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -132,7 +134,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._engine.reducer.is_tracking_square_sums = self.scaler.enabled or max_norm > 0
         self._watch_gradients()
         self._engine.attach(
-            AttachedOptimizer(self._states, check=self._check_sites, before=self._prepare_move, after=self._finish_move)
+            AttachedOptimizer(
+                self._states,
+                check=self._check_sites,
+                before=self._prepare_move,
+                after=self._finish_move,
+                change_of_gradient=self._change_of_gradient,
+                apply_gradient_changes=self._apply_gradient_changes,
+            )
         )
         self._engine.on_held_bytes(self.state_bytes)
         self._engine.on_held_bytes(self._runner.held_bytes)
@@ -242,6 +251,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """What the loss is multiplied by before backward; 1 without loss scaling."""
         return self.scaler.scale
 
+    @property
+    def gradient_scale(self) -> float:
+        """What the gradients in the shards are multiplied by now; 1 once they have been unscaled there."""
+        return 1.0 / self._inverse_scale
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to run backward on."""
         return loss * self.scaler.scale if self.scaler.enabled else loss
@@ -305,13 +319,13 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.scaler.update(self.is_step_skipped)
         with self._all_or_nothing():
             engine.end_step({} if self.is_step_skipped else used)
-        self._transforms = []
+        self._forget_changes()
         engine.redone_steps += self._speculation.end_step(is_as_assumed=is_plain)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, whatever `set_to_none` says: managed parameters keep none."""
         self._engine.drop_gradients()
-        self._transforms = []
+        self._forget_changes()
 
     @torch.no_grad()
     def _update(self, used: Mapping[int, set[int]]) -> None:
@@ -729,10 +743,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     @property
     def _inverse_scale(self) -> float:
-        return self.scaler.inverse_scale if self.scaler.enabled else 1.0
+        return self.scaler.inverse_scale if self.scaler.enabled and not self._is_unscaled else 1.0
 
     def _has_transforms(self) -> bool:
-        return self.scaler.enabled or bool(self._transforms)
+        return (self.scaler.enabled and not self._is_unscaled) or bool(self._transforms)
 
     def _transformed(self, grad: Tensor) -> Tensor:
         """Unscaled and clipped, of the same dtype; the input is not changed."""
@@ -745,9 +759,56 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _change_of_grads(self) -> Callable[[Tensor], None]:
         """Unscales and clips in place, as it is now: an update may run later."""
         transforms = list(self._transforms)
-        if self.scaler.enabled:
+        if self.scaler.enabled and not self._is_unscaled:
             transforms.insert(0, ("factor", self.scaler.inverse_scale))
         return partial(_change_grad, transforms)
+
+    def _add_changes(self, transforms: Sequence[tuple[str, float]]) -> None:
+        """Have the step do this to the gradients, after what it is to do already; who holds a `.grad` sees it."""
+        engine = self._engine
+        engine.gradients.absorb()
+        if self.scaler.enabled and not self._shows_unscaled and not self._transforms:
+            self._shows_unscaled = True
+            engine.gradients.follow(partial(_change_grad, [("factor", self._inverse_scale)]), self._is_own)
+        self._transforms.extend(transforms)
+        engine.gradients.follow(partial(_change_grad, transforms), self._is_own)
+
+    def show_unscaled(self) -> None:
+        """Have `.grad` be without the loss scale from now on, until the step, as after `GradScaler.unscale_`."""
+        self._add_changes(())
+
+    def _is_own(self, chunk_id: int, index: int) -> bool:
+        return index in self._states.members.get(chunk_id, ())
+
+    def _change_of_gradient(self, chunk_id: int, index: int) -> Callable[[Tensor], None] | None:
+        is_scaled = self._shows_unscaled and not self._is_unscaled
+        if not (is_scaled or self._transforms) or not self._is_own(chunk_id, index):
+            return None
+        return self._change_of_grads()
+
+    def _apply_gradient_changes(self) -> None:
+        """Users have written to what they saw changed: the gradients become what is seen."""
+        change, reducer = self._change_of_grads(), self._engine.reducer
+        for chunk_id, members in self._states.members.items():
+            grad = self._engine.store[chunk_id].grad
+            if grad is None:
+                continue
+            spans = [
+                slice(s.shard_offset, s.shard_offset + s.numel)
+                for s in self._states.segments[chunk_id]
+                if s.member_index in members
+            ]
+
+            def write(shard: Tensor, spans: Sequence[slice] = spans) -> None:
+                for span in spans:
+                    change(shard[span])
+
+            wide = torch.promote_types(torch.float32, grad.dtype)
+            reducer.rewrite(self._engine.chunks[chunk_id], write, wide)
+        self._transforms, self._is_unscaled = [], self.scaler.enabled
+
+    def _forget_changes(self) -> None:
+        self._transforms, self._shows_unscaled, self._is_unscaled = [], False, False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the total norm in the coming step, as `torch.nn.utils.clip_grad_norm_` does. Collective.
@@ -765,7 +826,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient to [-clip_value, clip_value] in the coming step."""
-        self._transforms.append(("clamp", float(clip_value)))
+        self._add_changes([("clamp", float(clip_value))])
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Total norm of the gradients as they are now (unscaled, clipped if clipping was asked for), or, after a step,
@@ -788,7 +849,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _clip(self, max_norm: float, used: Mapping[int, set[int]], norm_type: float = 2.0) -> float:
         norm = self._norm(used, norm_type)
         self._last_norm = norm
-        self._transforms.append(("factor", clip_coefficient(norm, max_norm)))
+        self._add_changes([("factor", clip_coefficient(norm, max_norm))])
         return norm
 
     def _norm(self, used: Mapping[int, set[int]], norm_type: float) -> float:

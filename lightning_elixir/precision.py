@@ -160,6 +160,7 @@ class ElixirPrecision(Precision):
         with elixir.unobserved(is_update_unobserved(model)):
             # The closure runs here and not inside `step`: clipping needs the gradients of the whole closure.
             result = closure()
+            elixir.show_unscaled()  # to the hooks, as Lightning does
             self._after_closure(model, optimizer)
             is_skipped = result is None and model.automatic_optimization and self.precision == "16-mixed"
             if not is_skipped:  # as a GradScaler, which has nothing to unscale

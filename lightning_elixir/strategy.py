@@ -753,7 +753,7 @@ class ElixirStrategy(ProcessStrategy):
 
     def full_grads(self) -> dict[str, Tensor]:
         """Whole gradients by parameter name: fp32, on the CPU, unscaled. Collective."""
-        scale = 1.0 if self._elixir_optimizer is None else self._elixir_optimizer.loss_scale
+        scale = 1.0 if self._elixir_optimizer is None else self._elixir_optimizer.gradient_scale
         return self._engine.full_grads(scale)
 
     def full_parameters(self, names: Sequence[str] | None = None, modify: bool = False) -> AbstractContextManager[Any]:

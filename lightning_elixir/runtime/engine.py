@@ -27,6 +27,7 @@ from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.chunk_optimizers import hand_over
 from lightning_elixir.runtime.fetcher import Fetcher, TransferBytes
+from lightning_elixir.runtime.gradients import Change, Gradients
 from lightning_elixir.runtime.hooks import Hooks, SavedTensors, innermost_pack
 from lightning_elixir.runtime.interception import Interception
 from lightning_elixir.runtime.iterations import Iterations
@@ -214,6 +215,7 @@ class Engine:
             raise
         self._home = {id(p): (c, i) for c in self.chunks for i, p in enumerate(c.parameters)}
         self.interception = Interception(self, self.chunks)
+        self.gradients = Gradients(self)
         self._saved = SavedTensors({c.storage_key: c for c in self.chunks}, self._need_in_backward)
         self._accesses = _accesses_by_module(module, self._home)
         # Region and iteration
@@ -587,6 +589,8 @@ class Engine:
         self.check_open()
         if self.phase is not Phase.IDLE:
             raise StateError(f"backward cannot start in phase {self.phase.value}")
+        self.gradients.absorb()
+        self.gradients.forget_all()
         self.reducer.withdraw()  # with gradients that more are added to
         self._check_late({*self.reducer.begun_now()})
         # What was read before backward was not written; what is still kept then may be, so its update must not begin.
@@ -834,8 +838,11 @@ class Engine:
         rows = self._agreement.meet(Meeting.STEP, mine) if self.comm.world_size > 1 else [mine]
         self._aliased_ids = sorted({i for row in rows for i in row})
 
-    def meet(self, meeting: Meeting) -> None:
+    def meet(self, meeting: Meeting, payload: Sequence[int] = ()) -> list[list[int]]:
         """Come to a point between steps, together with all ranks; updates under way are waited for.
+
+        Returns:
+            Every rank's payload, in rank order.
 
         Raises:
             StateError: Inside forward or backward.
@@ -847,8 +854,7 @@ class Engine:
             if meeting in (Meeting.STATE, Meeting.REPLAN):
                 self.reducer.withdraw()
             self.synchronize()
-        if self.comm.world_size > 1:
-            self._agreement.meet(meeting)
+        return self._agreement.meet(meeting, payload) if self.comm.world_size > 1 else [list(payload)]
 
     def _prepare_meeting(self, meeting: Meeting) -> None:
         self.check_open()
@@ -859,6 +865,7 @@ class Engine:
             )
         with deferred():
             self.absorb_touched()
+            self.gradients.absorb()
 
     def synchronize(self) -> None:
         """Make the host wait until all updates and transfers are over: every shard holds what it shall.
@@ -891,7 +898,22 @@ class Engine:
         self._leave_stale()
         self.check_whole()
         with deferred():
+            self.gradients.forget_all()
             self.reducer.clear()
+
+    def change_of_gradient(self, chunk_id: int, index: int) -> Change | None:
+        """What an optimizer has been told to do to the gradient of a member in its step, as far as users are to see it;
+        None: nothing."""
+        for known in self._optimizers:
+            if (change := known.change_of_gradient(chunk_id, index)) is not None:
+                return change
+        return None
+
+    def apply_gradient_changes(self, chunk_id: int, index: int) -> None:
+        """Have the optimizer of a member do it now, to all its gradients."""
+        for known in self._optimizers:
+            if known.change_of_gradient(chunk_id, index) is not None:
+                known.apply_gradient_changes()
 
     def first_needs(self) -> dict[int, int]:
         """Chunk id -> its place in the order in which a forward needs the chunks, as far as that is known."""
@@ -926,6 +948,7 @@ class Engine:
                 self._refresh(chunk)
             else:
                 self.residency.release((chunk_id,))
+        self.gradients.forget_all()
         self.reducer.clear()
 
     def _refresh(self, chunk: Chunk) -> None:

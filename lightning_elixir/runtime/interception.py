@@ -116,7 +116,7 @@ class Interception:
     def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in released.metadata_functions():
             if func in released.GRAD_GETTERS:
-                self._on_grad_access(args[0])
+                return self._grad_of(args[0], func)
             with torch._C.DisableTorchFunctionSubclass(), metadata_only():
                 return func(*args, **kwargs)
         if func in released.GRAD_SETTERS:
@@ -201,32 +201,49 @@ class Interception:
         finally:
             engine.drop(ids)
 
-    def _on_grad_access(self, parameter: Tensor) -> None:
+    def _grad_of(self, parameter: Tensor, getter: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+        """`parameter.grad` (Note: visible gradients, `runtime/gradients.py`)."""
+        engine = self._engine
+        chunk, index = self._at(parameter)
         access = released.grad_access()
         if access is released.GradAccess.ZERO_GRAD:
-            self._engine.reducer.drop_member(*self._at(parameter))
-        if access is released.GradAccess.MEASURE:
+            self._drop_grad(chunk, index)
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            just_accumulated = getter(parameter)  # by autograd, and not taken yet
+        is_there = (chunk.id, index) in engine.reducer.used
+        if just_accumulated is not None or engine.is_closed:
+            return just_accumulated
+        if engine.is_computing:
+            if not is_there:
+                return None
             raise StateError(
-                "the gradients of managed parameters are not in `.grad`: use strategy.grad_norm() or full_grads() "
-                "(ElixirOptimizer.grad_norm(), clip_grad_norm_() and clip_grad_value_() without Lightning), or the "
-                "Trainer's gradient_clip_val"
+                f"the gradient of {self.name_of(parameter)} cannot be read inside {engine.phase.value}: read it after "
+                "backward and before the step (in on_after_backward or on_before_optimizer_step), or from a hook that "
+                "was registered at the parameter before the model was wrapped"
             )
-        if access is released.GradAccess.STEP and self._engine.reducer.used:
+        if access is released.GradAccess.STEP and engine.reducer.used:
             raise StateError(
                 f"{self.name_of(parameter)} is managed by lightning_elixir and has its gradient in a shard: a plain "
-                "optimizer's step() would skip it. Step the ElixirOptimizer (the strategy's optimizer), or take plain "
-                "parameters from copy.deepcopy(model)"
+                "optimizer's step() would change it without its master. Step the ElixirOptimizer (the strategy's "
+                "optimizer), or take plain parameters from copy.deepcopy(model)"
             )
+        return engine.gradients.read(chunk, index)
 
-    def _set_grad(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if args[1] is not None:
-            raise StateError(
-                f"the gradient of {self.name_of(args[0])} cannot be set: the engine keeps gradients in shards; change "
-                "the loss, or use gradient clipping"
-            )
-        self._engine.reducer.drop_member(*self._at(args[0]))
+    def _set_grad(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        parameter, value = args
+        chunk, index = self._at(parameter)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args)
+            func(parameter, value)  # which checks that it fits
+            func(parameter, None)
+        if value is None:
+            self._drop_grad(chunk, index)
+        else:
+            self._engine.gradients.write(chunk, index, value)
+
+    def _drop_grad(self, chunk: Chunk, index: int) -> None:
+        self._engine.gradients.forget(chunk, index)
+        self._engine.reducer.drop_member(chunk, index)
 
     def _assign_data(self, parameter: Tensor, value: Tensor) -> None:
         """`p.data = value`: the values are taken over, the binding stays."""

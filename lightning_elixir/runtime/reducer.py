@@ -296,6 +296,41 @@ class Reducer:
                     grad[segment.shard_offset : segment.shard_offset + segment.numel].zero_()
             self._store[chunk.id].keep_grad(grad)
 
+    def rewrite(self, chunk: Chunk, write: Callable[[Tensor], None], dtype: torch.dtype | None = None) -> None:
+        """Change a chunk's gradient shard between backward and step; where there is none it is made of zeros.
+
+        Args:
+            write: Called with the shard, 1-D, to be changed in place.
+            dtype: That it shall have; None: as it is.
+
+        Raises:
+            StateError: Its update has begun inside backward.
+        """
+        self.withdraw((chunk.id,))
+        if chunk.id in self._begun:
+            raise StateError(
+                f"the gradients of {chunk.spec} cannot be changed: its optimizer step has begun inside backward; use "
+                "update_timing='behind_forward'"
+            )
+        self.wait_for_download(chunk.id)
+        shard = self._store[chunk.id]
+        grad = shard.read_grad()
+        if grad is None:
+            dtype = dtype or torch.promote_types(torch.float32, chunk.dtype)
+            grad = self._store.set_grad(chunk.spec, dtype)
+            grad = torch.zeros_like(grad, device="cpu") if grad.is_meta else grad.zero_()
+        elif dtype is not None and grad.dtype != dtype:
+            if shard.is_param_on_disk:
+                self._store.set_grad(chunk.spec, dtype)
+                grad = grad.to(dtype)
+            else:
+                grad = self._widened(chunk, grad, dtype)
+        with torch.no_grad():
+            write(grad)
+        shard.keep_grad(grad)
+        self._single.discard(chunk.id)
+        self.square_sums.pop(chunk.id, None)
+
     def clear(self) -> None:
         """Drop all gradients; where updates had begun, the step has taken them over."""
         self._drop(self.order)

@@ -97,20 +97,17 @@ RAW_POINTER_FUNCTIONS = frozenset((
 
 
 class GradAccess(enum.Enum):
-    """Who looks at a managed parameter's `.grad`, which is always None."""
+    """Who looks at a managed parameter's `.grad`."""
 
     OTHER = "other"
-    MEASURE = "measure"
-    """Functions that measure or clip gradients, and would silently do nothing."""
     STEP = "step"
-    """A torch optimizer's step, which would silently skip the parameter."""
+    """A torch optimizer's step, which would update the parameter without the engine."""
     ZERO_GRAD = "zero_grad"
+    """Drops it, and looks whether there is one."""
 
 
-# Endings of the files, and the functions in them (None: any).
-_GRAD_CODE: tuple[tuple[str, str, tuple[str, ...] | None, GradAccess], ...] = (
-    ("torch/nn/utils/", "clip_grad.py", None, GradAccess.MEASURE),
-    ("pytorch/utilities/", "grads.py", None, GradAccess.MEASURE),
+# Endings of the files, and the functions in them.
+_GRAD_CODE: tuple[tuple[str, str, tuple[str, ...], GradAccess], ...] = (
     ("torch/nn/modules/", "module.py", ("zero_grad",), GradAccess.ZERO_GRAD),
     ("torch/optim/", ".py", ("zero_grad",), GradAccess.ZERO_GRAD),
     ("torch/optim/", ".py", ("step", "_init_group"), GradAccess.STEP),
@@ -129,7 +126,7 @@ def grad_access() -> GradAccess:
             break
         filename, function = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
         for folder, ending, functions, access in _GRAD_CODE:
-            if folder in filename and filename.endswith(ending) and (functions is None or function in functions):
+            if folder in filename and filename.endswith(ending) and function in functions:
                 return access
         frame = frame.f_back
     return GradAccess.OTHER

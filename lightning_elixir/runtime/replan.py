@@ -14,6 +14,7 @@ from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.build import dtype_of, storage_bytes
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
+from lightning_elixir.runtime.gradients import Change
 from lightning_elixir.runtime.whole import own_values
 from lightning_elixir.storage.nvme import MASTER
 from lightning_elixir.storage.shards import ShardStore
@@ -42,6 +43,9 @@ class AttachedOptimizer:
         check: Bound method, called first: raises if the optimizer cannot go along with a new plan.
         before: Bound method, called when nothing has moved and nothing can stop the move any more.
         after: Bound method, called when everything is in its new place.
+        change_of_gradient: Bound method: what the optimizer will do in its step to the gradient of a member (chunk id,
+            index), as far as users are to see it; None: nothing, or not its own.
+        apply_gradient_changes: Bound method: do it now, to all its gradients.
     """
 
     def __init__(
@@ -51,11 +55,15 @@ class AttachedOptimizer:
         check: Callable[[Plan], None],
         before: Callable[[], None],
         after: Callable[[], None],
+        change_of_gradient: Callable[[int, int], Change | None],
+        apply_gradient_changes: Callable[[], None],
     ) -> None:
         self._states = weakref.ref(states)
         self._check = weakref.WeakMethod(check)
         self._before = weakref.WeakMethod(before)
         self._after = weakref.WeakMethod(after)
+        self._change_of_gradient = weakref.WeakMethod(change_of_gradient)
+        self._apply_gradient_changes = weakref.WeakMethod(apply_gradient_changes)
 
     @property
     def states(self) -> ChunkOptimizers | None:
@@ -75,6 +83,16 @@ class AttachedOptimizer:
     def finish(self) -> None:
         """Everything is in its new place."""
         if (method := self._after()) is not None:
+            method()
+
+    def change_of_gradient(self, chunk_id: int, index: int) -> Change | None:
+        """See above."""
+        method = self._change_of_gradient()
+        return None if method is None else method(chunk_id, index)
+
+    def apply_gradient_changes(self) -> None:
+        """See above."""
+        if (method := self._apply_gradient_changes()) is not None:
             method()
 
 

@@ -242,24 +242,15 @@ def test_metadata_needs_no_fetch() -> None:
 
 
 @PLACEMENTS
-def test_gradients_are_given_and_readers_of_grad_raise(options: dict[str, Any]) -> None:
+def test_gradients_are_given(options: dict[str, Any]) -> None:
     plain = make("gpt2")
     ZOO["gpt2"].loss(plain, 0).backward()
-    model, module, optimizer = wrapped(**options)
+    _, module, optimizer = wrapped(**options)
     optimizer.backward(ZOO["gpt2"].loss(module, 0))
-    assert all(p.grad is None for p in model.parameters())
     grads = module.full_grads()
     assert all(torch.equal(grads[name], p.grad) for name, p in plain.named_parameters() if p.grad is not None)
     expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
     torch.testing.assert_close(optimizer.grad_norm(), expected, rtol=1e-6, atol=0)
-    for read in (
-        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
-    ):
-        with pytest.raises(StateError, match="grad_norm"):
-            read()
-    with pytest.raises(StateError, match="cannot be set"):
-        next(model.parameters()).grad = torch.zeros(96, 32)
     optimizer.zero_grad()
     assert module.full_grads() == {}
 
