@@ -271,6 +271,9 @@ class Engine(Plain):
     def targets(self) -> dict[str, Any]:
         return dict(self.named)
 
+    def _absorb(self) -> None:
+        """The engine does that by itself."""
+
     def __call__(self, **batch: Tensor) -> Any:
         return (self.model if self.program.is_unwrapped else self.module)(**batch)
 
@@ -372,6 +375,7 @@ def _common(program: Program) -> dict[str, Any]:
         "accumulates": program.micro_batches > 1,
         "num_backwards": program.micro_batches,
         "needs_global_norm": program.clip == "norm",
+        "enable_distributed_storage": dict(program.plan).get("enable_distributed_storage", True),
     }
 
 

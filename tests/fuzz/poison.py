@@ -27,8 +27,8 @@ def _fill(storage: torch.UntypedStorage) -> None:
 
 @contextmanager
 def poisoned_storage() -> Iterator[None]:
-    """Inside, devices fill replicas' storage with NaN before they free it, and after they have allocated it. On a GPU both
-    happen on the compute stream, as the freeing and the allocation do."""
+    """Inside, devices fill replicas' storage with NaN before they free it, and after they have allocated it. On a GPU
+    both happen on the compute stream, as the freeing and the allocation do."""
     with _poisoned(CpuDevice), _poisoned(CudaDevice):
         yield
 

@@ -1,7 +1,7 @@
 """What a random program is: pure data, drawn from a seed, printable, and made simpler step by step.
 
-`generate(seed)` draws a `Program`; `simpler(program)` gives the programs that have one thing less. `repr(program)` shows
-what differs from the defaults, and `parse` reads it back.
+`generate(seed)` draws a `Program`; `simpler(program)` gives the programs that have one thing less. `repr(program)`
+shows what differs from the defaults, and `parse` reads it back.
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ KNOWN = {
     "frozen_checkpoint": "frozen parameters under non-reentrant activation checkpointing",
     "average": "averages of 16-bit parameters are put in their place, and taken out again",
     "init_step": "`init_step=True` with optimizers of torch",
+    "foreign_hooks": "the user's hooks for saved tensors keep a parameter itself",
+    "autograd_grad": "`torch.autograd.grad(loss, [parameter])`",
 }
 
 
@@ -171,8 +173,8 @@ class Draw:
     Args:
         ranks: Numbers of ranks to choose from.
         device: Where to compute.
-        flags: "trainer": through the Trainer only; "module": never. Those of `KNOWN` let happen what the engine is known
-            to do wrong, so that it does not drown the rest.
+        flags: "trainer": through the Trainer only; "module": never. Those of `KNOWN` let happen what the engine is
+            known to do wrong; without them it does not drown the rest.
     """
 
     ranks: tuple[int, ...] = (1,)
@@ -229,11 +231,18 @@ def _without_known(program: Program, flags: frozenset[str]) -> Program:
     if "frozen_checkpoint" not in flags:
         program = replace(program, layers=_trained(program.layers, is_checkpointed=False))
     left_out = set(() if "versions" in flags else ("overwrite_saved",))
+    left_out |= set(() if "autograd_grad" in flags else ("autograd_grad",))
     left_out |= set(() if "average" in flags or program.dtype == "float32" else ("swap_average",))
     program = replace(program, actions=tuple(a for a in program.actions if a.name not in left_out))
+    if "foreign_hooks" not in flags:
+        program = replace(program, layers=_renamed(program.layers, {"foreign_hooks": "einsum"}))
     if "init_step" not in flags and not program.optimizer.startswith("hybrid"):
         program = replace(program, options=tuple(o for o in program.options if o[0] != "init_step"))
     return program
+
+
+def _renamed(layers: tuple[Layer, ...], names: dict[str, str]) -> tuple[Layer, ...]:
+    return tuple(replace(x, kind=names.get(x.kind, x.kind), inner=_renamed(x.inner, names)) for x in layers)
 
 
 def _trained(layers: tuple[Layer, ...], *, is_checkpointed: bool) -> tuple[Layer, ...]:
