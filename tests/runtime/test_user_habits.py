@@ -81,6 +81,40 @@ def test_the_norm_is_that_of_the_optimizers_parameters() -> None:
     torch.testing.assert_close(module.full_state_dict(), dict(plain.state_dict()), rtol=1e-6, atol=1e-7)
 
 
+@PLACEMENTS
+def test_a_group_counts_as_soon_as_it_is_added(options: dict[str, Any]) -> None:
+    """In the norm of the next step, and for a state that is loaded, and not only from that step on."""
+    plain, (model, module, _) = make("gpt2"), wrapped(**options)
+    first, late = ([n for n, _ in plain.named_parameters() if ("mlp" in n) is is_late] for is_late in (False, True))
+
+    def begin(net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([net.get_parameter(n) for n in first], lr=0.1, momentum=0.9)
+
+    def grow(own: torch.optim.Optimizer, net: nn.Module) -> None:
+        own.add_param_group({"params": [net.get_parameter(n) for n in late], "lr": 0.05})
+
+    plain_optimizer, optimizer = begin(plain), ElixirOptimizer(module, begin(model))
+    grow(plain_optimizer, plain)
+    grow(optimizer, model)
+    for seed in range(2):
+        ZOO["gpt2"].loss(plain, seed).backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        optimizer.backward(ZOO["gpt2"].loss(module, seed))
+        torch.testing.assert_close(optimizer.clip_grad_norm_(0.1), expected, rtol=1e-6, atol=0)
+        optimizer.step()
+    torch.testing.assert_close(module.full_state_dict(), dict(plain.state_dict()), rtol=1e-6, atol=1e-7)
+
+    another, again, _ = wrapped(**options)
+    resumed = ElixirOptimizer(again, begin(another))
+    grow(resumed, another)
+    resumed.load_state_dict(plain_optimizer.state_dict())
+    state, loaded = plain_optimizer.state_dict()["state"], resumed.state_dict()["state"]
+    assert state.keys() == loaded.keys()
+    assert [i for i in state if not torch.equal(state[i]["momentum_buffer"], loaded[i]["momentum_buffer"])] == []
+
+
 def test_an_optimizer_that_has_stepped_keeps_its_state() -> None:
     plain, model = make("gpt2"), make("gpt2")
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (plain, model)]
