@@ -58,7 +58,7 @@ def _options() -> argparse.Namespace:
 def _one(program: Program, *, is_shrinking: bool) -> int:
     outcome = run_apart(program)
     if is_shrinking and outcome.verdict not in ("equal", "useless"):
-        program, outcome = shrink(program, outcome)
+        program, outcome = shrink(program, outcome, tell=lambda simpler, _: print(f"  {simpler}", flush=True))
     print(program)
     print(outcome.verdict, outcome.counters)
     print(outcome.detail)

@@ -34,11 +34,11 @@ class Plain:
         self.is_half = program.dtype == "bfloat16"
         self.is_mixed = self.is_half and program.option("master_weights", True)
         self.counters: Counter[str] = Counter()
-        self._has_own_statistics = False
         self.build()
 
     def build(self, variant: int = 0) -> None:
         self.model: Net = make_model(self.program)
+        self._has_own_statistics = False
         self._adopt()
 
     def _adopt(self) -> None:
@@ -79,9 +79,8 @@ class Plain:
     # Gradients
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        if self.program.ranks == 1 and not self.is_half:
-            loss.backward(**options)
-            return
+        # What one backward gives is added to earlier ones as a whole: within it, reentrant checkpointing adds
+        # to a shared parameter several times, and where that meets an earlier sum only the rounding differs.
         earlier = {name: p.grad for name, p in self.named.items()}
         for p in self.named.values():
             p.grad = None
@@ -100,7 +99,7 @@ class Plain:
     def _averaged(self, p: nn.Parameter) -> Tensor | None:
         if self.program.ranks == 1 or not p.requires_grad:
             return p.grad
-        is_used = torch.tensor(0.0 if p.grad is None else 1.0)
+        is_used = torch.tensor(0.0 if p.grad is None else 1.0, device=p.device)
         dist.all_reduce(is_used)
         if not is_used:
             return None
@@ -200,7 +199,11 @@ class Plain:
                 master.copy_(state[name])
 
     def optimizer_state(self) -> dict[str, Any]:
-        return copy.deepcopy(self.optimizer.state_dict())
+        state = copy.deepcopy(self.optimizer.state_dict())
+        for group in state["param_groups"]:
+            if self.program.optimizer.startswith("hybrid"):
+                group.pop("differentiable", None)  # torch adds it to groups that are added after loading
+        return state
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(state))
@@ -210,7 +213,10 @@ class Plain:
 
     def rebuild(self, variant: int) -> None:
         """As after a restart: everything made anew, and loaded."""
-        state, optimizer_state = self.state(), self.optimizer_state()
+        box = [self.state()]
+        if self.program.ranks > 1:  # all ranks load the file of rank 0
+            dist.broadcast_object_list(box, 0)
+        (state,), optimizer_state = box, self.optimizer_state()
         schedule = None if self.schedule is None else self.schedule.state_dict()
         self.close()
         self.build(variant)
@@ -312,6 +318,8 @@ class Engine(Plain):
 
     def optimizer_state(self) -> dict[str, Any]:
         state = copy.deepcopy(self.optimizer.state_dict())
+        if self.program.option("init_step") and state:  # allocated, also for parameters without gradients
+            state["state"] = {n: s for n, s in state["state"].items() if float(s.get("step", 1)) > 0}
         if self.program.ranks == 1:
             return state
         box = [state]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from tests.fuzz.play import Note
 from tests.fuzz.programs import Draw, Program, generate, simpler
-from tests.fuzz.run import Outcome, run_program
+from tests.fuzz.run import Outcome, run_engine, run_plain, run_program
 from tests.helpers.dist import RankError, run_ranks
 
 TIMEOUT_S = 60.0
@@ -17,15 +20,16 @@ TIMEOUT_S = 60.0
 
 def run_apart(program: Program, timeout_s: float = TIMEOUT_S) -> Outcome:
     """Run a program on its ranks, in worker processes: a crash, and a hang, are outcomes as well."""
+    has_group = program.ranks > 1
+    options: dict[str, Any] = {"device": program.device, "timeout_s": timeout_s}
     try:
-        outcomes: list[Outcome] = run_ranks(
-            run_program,
-            program.ranks,
-            program,
-            device=program.device,
-            timeout_s=timeout_s,
-            init_group=program.ranks > 1,
-        )
+        if program.through == "trainer" and has_group:  # which begins a group itself
+            plain = run_ranks(run_plain, program.ranks, program, **options)
+            if isinstance(plain[0], Outcome):
+                return plain[0]
+            outcomes = run_ranks(_through_trainer, program.ranks, program, plain, init_group=False, **options)
+        else:
+            outcomes = run_ranks(run_program, program.ranks, program, init_group=has_group, **options)
     except RankError as error:
         return Outcome(program.seed, "failed", str(error))
     except TimeoutError as error:
@@ -35,6 +39,10 @@ def run_apart(program: Program, timeout_s: float = TIMEOUT_S) -> Outcome:
     for outcome in outcomes:
         counters.update(outcome.counters)
     return replace(worst, counters=dict(counters))
+
+
+def _through_trainer(program: Program, plain: list[list[Note]]) -> Outcome:
+    return run_engine(program, plain[int(os.environ["RANK"])])
 
 
 _ORDER = ("equal", "close", "refused", "useless", "different", "failed")
@@ -104,24 +112,30 @@ def campaign(
     return summary
 
 
-def shrink(program: Program, outcome: Outcome, most: int = 200) -> tuple[Program, Outcome]:
+def shrink(
+    program: Program,
+    outcome: Outcome,
+    seconds: float = 300.0,
+    tell: Callable[[Program, Outcome], None] = lambda program, outcome: None,
+) -> tuple[Program, Outcome]:
     """A simpler program that fails in the same way.
 
     Args:
-        most: How many programs to try.
+        seconds: How long to try.
+        tell: Hears of every simpler one.
     """
-    tried = 0
-    while tried < most:
+    end_s = time.monotonic() + seconds
+    is_simpler = True
+    while is_simpler:
+        is_simpler = False
         for candidate in _candidates(program):
-            tried += 1
+            if time.monotonic() > end_s:
+                return program, outcome
             found = run_apart(candidate, 20.0)
             if found.verdict == outcome.verdict and _manner(found) == _manner(outcome):
-                program, outcome = candidate, found
+                program, outcome, is_simpler = candidate, found, True
+                tell(program, outcome)
                 break
-            if tried >= most:
-                break
-        else:
-            break
     return program, outcome
 
 

@@ -48,24 +48,24 @@ class Player:
 
     def run(self) -> list[Note]:
         for step in range(self.program.steps):
-            self.one_step(step)
+            if not self.one_step(step) and self.program.through == "trainer":
+                break  # which passes on what its user raises
         self.finish()
         return self.notes
 
     def finish(self) -> None:
-        self._note("final state", self.backend.state())
+        self.note("final state", self.backend.state())
         if self.backend.rank == 0 or not self.backend.is_engine:
-            self._note("final optimizer state", self.backend.optimizer_state())
+            self.note("final optimizer state", self.backend.optimizer_state())
         else:
             self.backend.optimizer_state()
 
-    def _note(self, label: str, value: Any) -> None:
+    def note(self, label: str, value: Any) -> None:
         self.notes.append(Note(f"step {self._step}: {label}", _kept(value)))
 
-    def one_step(self, step: int) -> None:
+    def one_step(self, step: int) -> bool:
+        """Returns whether nothing was raised."""
         program, backend = self.program, self.backend
-        self._step = step
-        backend.model.clock.step = step
         may_raise = bool(program.at(step, FAULTS + AFTER_FORWARD + KNOWN_BROKEN))
         is_plain_step = not program.clip and program.micro_batches == 1 and not may_raise and not program.is_bare
         is_plain_step &= not program.at(step, BEFORE_STEP) and not program.records_grads
@@ -76,26 +76,39 @@ class Player:
             try:
                 self._train(step)
             except Exception as error:
-                self._note("raised", _raised(error))
+                self.note("raised", raised(error))
                 error.__traceback__ = None
+                if program.through == "trainer":
+                    return False
                 backend.zero_grad()
             finally:
                 backend.model.clock.fault = ""
         backend.zero_grad()
         if backend.schedule is not None:
             backend.schedule.step()
-        for action in program.at(step, BETWEEN_STEPS):
+        self.between_steps(step)
+        return True
+
+    def between_steps(self, step: int) -> None:
+        for action in self.program.at(step, BETWEEN_STEPS):
             _ACTIONS[action.name](self, action)
+
+    def training_loss(self, step: int, micro: int) -> Tensor:
+        """Of one micro-batch."""
+        program, clock = self.program, self.backend.model.clock
+        self._step = clock.step = step
+        clock.fault = ""
+        if micro == program.micro_batches - 1:
+            self._arm(step)
+        loss = self.forward()
+        self.note("loss", loss)
+        return loss
 
     def _train(self, step: int) -> None:
         program, backend = self.program, self.backend
         for micro in range(program.micro_batches):
-            is_last = micro == program.micro_batches - 1
-            if is_last:
-                self._arm(step)
-            loss = self.forward() / program.micro_batches
-            self._note("loss", loss)
-            if is_last:
+            loss = self.training_loss(step, micro) / program.micro_batches
+            if micro == program.micro_batches - 1:
                 for action in program.at(step, AFTER_FORWARD + FAULTS):
                     if action.name in _ACTIONS:
                         changed = _ACTIONS[action.name](self, action, loss)
@@ -104,7 +117,7 @@ class Player:
             del loss
             backend.model.clock.fault = ""
         if program.records_grads:
-            self._note("gradients", backend.grads())
+            self.note("gradients", backend.grads())
         is_stepping = True
         for action in program.at(step, BEFORE_STEP + KNOWN_BROKEN):
             if action.name == "no_step":
@@ -112,7 +125,9 @@ class Player:
             else:
                 _ACTIONS[action.name](self, action)
         if program.clip == "norm":
-            self._note("norm", backend.clip_norm(program.clip_at))
+            norm = backend.clip_norm(program.clip_at)
+            if program.through == "module":
+                self.note("norm", norm)
         elif program.clip == "value":
             backend.clip_value(program.clip_at)
         if is_stepping:
@@ -131,7 +146,7 @@ class Player:
         output = self.backend(**batch_of(self.program, number, rank))
         self.logits = logits_of(output)
         if noted:
-            self._note(noted, self.logits)
+            self.note(noted, self.logits)
         return loss_of(self.program, output, number, rank)
 
     def parameter(self, action: Action, *, is_trained: bool = False) -> tuple[str, nn.Parameter]:
@@ -149,7 +164,7 @@ def _kept(value: Any) -> Any:
     return value
 
 
-def _raised(error: BaseException) -> Raised:
+def raised(error: BaseException) -> Raised:
     return Raised(type(error).__name__, tuple(c.__name__ for c in type(error).__mro__), str(error)[:400])
 
 
@@ -166,9 +181,9 @@ def _action(call: Callable[..., Any]) -> Callable[..., Any]:
 @_action
 def read(player: Player, action: Action) -> None:
     name, p = player.parameter(action)
-    player._note(f"read {name}", p.detach().float().sum())
-    player._note(f"norm {name}", p.norm().item())
-    player._note("item", p.flatten()[0].item())
+    player.note(f"read {name}", p.detach().float().sum())
+    player.note(f"norm {name}", p.norm().item())
+    player.note("item", p.flatten()[0].item())
 
 
 read_parameters = _action(lambda player, action: read(player, action))
@@ -236,9 +251,9 @@ def swap_average(player: Player, action: Action) -> None:
 
 @_action
 def state_dict(player: Player, action: Action) -> None:
-    player._note("state dict", player.backend.state())
+    player.note("state dict", player.backend.state())
     if action.arg % 2 and not player.backend.is_mixed:
-        player._note("its own", {k: v.cpu() for k, v in player.backend.model.state_dict().items()})
+        player.note("its own", {k: v.cpu() for k, v in player.backend.model.state_dict().items()})
 
 
 @_action
@@ -258,14 +273,14 @@ def deepcopy(player: Player, action: Action) -> None:
     if player.backend.is_half:
         copied = copied.float()
     with torch.no_grad():
-        player._note("of a copy", logits_of(copied(**batch)))
+        player.note("of a copy", logits_of(copied(**batch)))
 
 
 @_action
 def full_parameters(player: Player, action: Action) -> None:
     name, _ = player.parameter(action)
     with player.backend.whole(modify=bool(action.arg % 2)) as named, torch.no_grad():
-        player._note("whole", named[name])
+        player.note("whole", named[name])
         named[name].mul_(0.5)
 
 
@@ -321,7 +336,8 @@ def resume(player: Player, action: Action) -> None:
 
 @_action
 def replan(player: Player, action: Action) -> None:
-    player.backend.replan(action.arg)
+    if not any(a.name == "freeze" for a in player.program.actions):  # else it is another model's plan
+        player.backend.replan(action.arg)
 
 
 @_action
@@ -334,7 +350,7 @@ def freeze(player: Player, action: Action) -> None:
 @_action
 def kept_alias(player: Player, action: Action) -> None:
     for alias in player._aliases:
-        player._note("alias", alias.sum())
+        player.note("alias", alias.sum())
     _, p = player.parameter(action)
     player._aliases.append(p.detach())
     player._aliases.append(p.data.view(-1)[:2])
@@ -343,14 +359,14 @@ def kept_alias(player: Player, action: Action) -> None:
 @_action
 def numpy(player: Player, action: Action) -> None:
     name, p = player.parameter(action)
-    player._note(f"numpy {name}", float(p.detach().cpu().float().numpy().sum()))
+    player.note(f"numpy {name}", float(p.detach().cpu().float().numpy().sum()))
 
 
 @_action
 def vector(player: Player, action: Action) -> None:
     parameters = list(player.backend.named.values())
     flat = nn.utils.parameters_to_vector(parameters)
-    player._note("vector", flat)
+    player.note("vector", flat)
     if action.arg % 2:
         nn.utils.vector_to_parameters(flat.detach() * 0.5, parameters)
 
@@ -361,7 +377,7 @@ def pickle(player: Player, action: Action) -> None:
     name, p = player.parameter(action)
     torch.save(p, buffer)
     buffer.seek(0)
-    player._note(f"pickled {name}", torch.load(buffer, weights_only=False))
+    player.note(f"pickled {name}", torch.load(buffer, weights_only=False))
 
 
 @_action
@@ -376,7 +392,7 @@ def part_forward(player: Player, action: Action) -> None:
     y = model.norm(x) if action.arg % 2 else model.head(x)
     if action.arg % 3:
         player.backend.backward(y.float().square().mean())
-    player._note("part", y)
+    player.note("part", y)
 
 
 @_action
@@ -405,7 +421,7 @@ def drop_one_gradient(player: Player, action: Action) -> None:
 
 @_action
 def grads(player: Player, action: Action) -> None:
-    player._note("gradients", player.backend.grads())
+    player.note("gradients", player.backend.grads())
 
 
 @_action
@@ -437,7 +453,7 @@ def retained(player: Player, action: Action, loss: Tensor) -> None:
 def autograd_grad(player: Player, action: Action, loss: Tensor) -> None:
     name, p = player.parameter(action, is_trained=True)
     (grad,) = torch.autograd.grad(loss, [p], retain_graph=True, allow_unused=True)
-    player._note(f"gradient of {name}", grad)
+    player.note(f"gradient of {name}", grad)
 
 
 @_action
@@ -467,7 +483,7 @@ def _trained_grads(player: Player) -> list[tuple[str, nn.Parameter]]:
 
 @_action
 def p_grad_read(player: Player, action: Action) -> None:
-    player._note("p.grad", {name: p.grad.float() for name, p in _trained_grads(player)})
+    player.note("p.grad", {name: p.grad.float() for name, p in _trained_grads(player)})
 
 
 @_action
@@ -488,12 +504,12 @@ def nan_guard(player: Player, action: Action) -> None:
         found[0].grad[0] = float("nan")
     if any(not torch.isfinite(p.grad).all() for p in found):
         player.backend.zero_grad()
-    player._note("guarded", len(found))
+    player.note("guarded", len(found))
 
 
 @_action
 def torch_clip(player: Player, action: Action) -> None:
-    player._note("torch norm", nn.utils.clip_grad_norm_(player.backend.model.parameters(), 0.1))
+    player.note("torch norm", nn.utils.clip_grad_norm_(player.backend.model.parameters(), 0.1))
 
 
 @_action
