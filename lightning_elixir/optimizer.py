@@ -238,8 +238,22 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self.load_segments(self._from_whole(saved))
             optimizer.state.clear()
 
+    def _follow_groups(self) -> None:
+        """Groups have been added, here or to the user's own optimizer: their parameters count from now on."""
+        if self._group_sizes() == self._shape:
+            return
+        engine = self._engine
+        check_parameters(engine, self)
+        engine.synchronize()
+        self._prepare_move()
+        engine.hand_over_states()
+        self._states.check_kept()
+        self._states.follow_all()
+        self._finish_move()
+
     def _used(self) -> dict[int, set[int]]:
         """Members of this optimizer, by chunk id, that got a gradient on any rank. Collective."""
+        self._follow_groups()
         used = self._engine.globally_used()
         own = {chunk_id: members & self._states.members[chunk_id] for chunk_id, members in used.items()}
         return {chunk_id: members for chunk_id, members in own.items() if members}
@@ -297,14 +311,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         with self._all_or_nothing():
             engine.store.check_states()
         engine.begin_step()
-        if self._group_sizes() != self._shape:
-            check_parameters(engine, self)
-            engine.synchronize()
-            self._prepare_move()
-            engine.hand_over_states()
-            self._states.check_kept()
-            self._states.follow_all()
-            self._finish_move()
         used = self._used()
         if self.max_norm > 0:
             self._clip(self.max_norm, used)
@@ -982,6 +988,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def described_states(self) -> dict[tuple[int, int], dict[str, tuple[str, Any]]]:
         """(chunk id, member index) -> key -> ("tensor", dtype) or ("value", value), over all ranks. Collective."""
+        self._follow_groups()
         self._states.check_kept()
         mine: dict[tuple[int, int], dict[str, tuple[str, Any]]] = {}
         for chunk_id, inner in self._states.inner.items():
@@ -1026,6 +1033,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             read: The state of a segment, as torch's optimizers have it, but element-wise ones 1-D, `[segment.numel]`;
                 empty: none.
         """
+        self._follow_groups()
         self._states.check_kept()
         for chunk in self._engine.chunks:
             if chunk.id in self._states.inner:

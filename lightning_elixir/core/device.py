@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_elixir.core.host import cpu_model
 
@@ -467,6 +468,12 @@ def working_on(device: torch.device) -> Iterator[None]:
     """What a thread of ours needs around its work: it inherits neither the device nor the gradient mode."""
     with torch.no_grad(), current_device(device):
         yield
+
+
+def beside_dispatch_modes() -> AbstractContextManager[Any]:
+    """Inside, the dispatch modes that are on do not see what is done: selective activation checkpointing and counters
+    of operators are about the user's operators, and raise, or count, where ours come between."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def release_cached_memory(device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.core.device import Device, release_cached_memory
+from lightning_elixir.core.device import Device, beside_dispatch_modes, release_cached_memory
 from lightning_elixir.core.signals import arm, deferred, disarm, num_interruptions
 from lightning_elixir.errors import ElixirError, StateError, StorageError
 from lightning_elixir.plan.memory import has_params_on_nvme, param_buffers
@@ -704,7 +704,8 @@ class Engine:
     def acquire(self, ids: Sequence[int], *, pin: bool) -> None:
         """Make chunks resident and their parameters plain; with `pin`, until `drop`."""
         try:
-            self._acquire(ids, pin)
+            with beside_dispatch_modes():
+                self._acquire(ids, pin)
         except StorageError as error:
             self.tell_of(error)
             raise

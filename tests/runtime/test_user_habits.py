@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import checkpoint as checkpoints
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.planning import make_plan
@@ -76,6 +79,40 @@ def test_the_norm_is_that_of_the_optimizers_parameters() -> None:
     torch.testing.assert_close(optimizer.clip_grad_norm_(0.1), expected, rtol=1e-6, atol=0)
     optimizer.step()
     torch.testing.assert_close(module.full_state_dict(), dict(plain.state_dict()), rtol=1e-6, atol=1e-7)
+
+
+@PLACEMENTS
+def test_a_group_counts_as_soon_as_it_is_added(options: dict[str, Any]) -> None:
+    """In the norm of the next step, and for a state that is loaded, and not only from that step on."""
+    plain, (model, module, _) = make("gpt2"), wrapped(**options)
+    first, late = ([n for n, _ in plain.named_parameters() if ("mlp" in n) is is_late] for is_late in (False, True))
+
+    def begin(net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([net.get_parameter(n) for n in first], lr=0.1, momentum=0.9)
+
+    def grow(own: torch.optim.Optimizer, net: nn.Module) -> None:
+        own.add_param_group({"params": [net.get_parameter(n) for n in late], "lr": 0.05})
+
+    plain_optimizer, optimizer = begin(plain), ElixirOptimizer(module, begin(model))
+    grow(plain_optimizer, plain)
+    grow(optimizer, model)
+    for seed in range(2):
+        ZOO["gpt2"].loss(plain, seed).backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        optimizer.backward(ZOO["gpt2"].loss(module, seed))
+        torch.testing.assert_close(optimizer.clip_grad_norm_(0.1), expected, rtol=1e-6, atol=0)
+        optimizer.step()
+    torch.testing.assert_close(module.full_state_dict(), dict(plain.state_dict()), rtol=1e-6, atol=1e-7)
+
+    another, again, _ = wrapped(**options)
+    resumed = ElixirOptimizer(again, begin(another))
+    grow(resumed, another)
+    resumed.load_state_dict(plain_optimizer.state_dict())
+    state, loaded = plain_optimizer.state_dict()["state"], resumed.state_dict()["state"]
+    assert state.keys() == loaded.keys()
+    assert [i for i in state if not torch.equal(state[i]["momentum_buffer"], loaded[i]["momentum_buffer"])] == []
 
 
 def test_an_optimizer_that_has_stepped_keeps_its_state() -> None:
@@ -195,3 +232,50 @@ def test_layers_that_write_their_weight_in_forward_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(10, 4, max_norm=1.0), nn.Linear(4, 4))
     with pytest.raises(PlanError, match="0: max_norm"):
         ElixirModule(model, make_plan(model, **TIGHT), device=CPU)
+
+
+def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> checkpoints.CheckpointPolicy:
+    is_kept = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return checkpoints.CheckpointPolicy.MUST_SAVE if is_kept else checkpoints.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class SelectivelyCheckpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.LayerNorm(48)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)  # so that its chunks are there when the region begins, and are not when it is run again
+            x = x + checkpoints.checkpoint(
+                block,
+                x,
+                use_reentrant=False,
+                context_fn=lambda: checkpoints.create_selective_checkpoint_contexts(_keep_products),
+            )
+        return x
+
+
+def test_dispatch_modes_see_the_users_operators_alone() -> None:
+    """Selective checkpointing counts operators, and raised where the engine's came between."""
+    torch.manual_seed(0)
+    plain = SelectivelyCheckpointed()
+    model = copy.deepcopy(plain)
+    plan = replace(make_plan(model, placement_policy="cpu", chunk_size=16 * 1024), rcache_blocks=2)
+    module = ElixirModule(model, plan, device=CPU)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for seed in range(3):
+        x = torch.randn(5, 48, generator=torch.Generator().manual_seed(seed))
+        counts = []
+        for net, own in ((plain, plain_optimizer), (module, optimizer)):
+            with FlopCounterMode(display=False) as counter:
+                loss = net(x).square().mean()
+                loss.backward()
+            own.step()
+            own.zero_grad()
+            counts.append(counter.get_total_flops())
+        assert counts[0] == counts[1]
+    assert module.stats().evictions > 0
+    state = module.full_state_dict()
+    assert [k for k, v in plain.state_dict().items() if not torch.equal(state[k], v)] == []

@@ -1,0 +1,401 @@
+"""Two ways to run one program: plain PyTorch, and the engine. What differs between them is here, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_elixir.errors import CapacityError
+from lightning_elixir.plan.types import Plan, UpdateTiming
+from lightning_elixir.planning import make_plan
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.fuzz.build import Net, make_model, make_optimizer, make_schedule
+from tests.fuzz.programs import Program
+
+COUNTED = ("fetches", "prefetches", "hits", "evictions", "overflows", "misses_of_trace", "nvme_read_bytes")
+
+
+class Plain:
+    """The oracle. Mixed precision: the model in 16 bits, the optimizer over an fp32 master; gradients of several
+    backwards are added up in fp32. With several ranks, gradients are averaged after every backward."""
+
+    is_engine = False
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program, self.rank = program, rank
+        self.is_half = program.dtype == "bfloat16"
+        self.is_mixed = self.is_half and program.option("master_weights", True)
+        self.counters: Counter[str] = Counter()
+        self.build()
+
+    def build(self, variant: int = 0) -> None:
+        self.model: Net = make_model(self.program)
+        self._has_own_statistics = False
+        self._adopt()
+
+    def _adopt(self) -> None:
+        self.named = dict(self.model.named_parameters())
+        self.sums: dict[str, Tensor] = {}
+        self.masters: dict[str, Tensor] = {}
+        for name, p in self.named.items():
+            if self.is_mixed and p.requires_grad:
+                self.masters[name] = p.detach().clone().requires_grad_()
+            if self.is_half:
+                p.data = p.data.bfloat16()
+        self.optimizer = make_optimizer(self.program, self.targets().items())
+        self.schedule = make_schedule(self.program, self.optimizer)
+
+    def targets(self) -> dict[str, Any]:
+        """What the optimizer holds."""
+        return {name: self.masters.get(name, p) for name, p in self.named.items()}
+
+    def __call__(self, **batch: Tensor) -> Any:
+        self._absorb()
+        self._share_statistics()
+        if not self.is_half:
+            return self.model(**batch)
+        if self.program.option("autocast"):
+            with torch.autocast(self.program.device, torch.bfloat16):
+                return self.model(**batch)
+        return self.model(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()})
+
+    def _share_statistics(self) -> None:
+        """As DDP: running statistics are those of rank 0, from forward to forward."""
+        tracking = [m for m in self.model.modules() if getattr(m, "track_running_stats", False)]
+        if self._has_own_statistics:
+            for module in tracking:
+                for buffer in module.buffers(recurse=False):
+                    dist.broadcast(buffer, 0)
+        self._has_own_statistics = self.program.ranks > 1 and bool(tracking) and torch.is_grad_enabled()
+
+    # Gradients
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        # What one backward gives is added to earlier ones as a whole: within it, reentrant checkpointing adds
+        # to a shared parameter several times, and where that meets an earlier sum only the rounding differs.
+        earlier = {name: p.grad for name, p in self.named.items()}
+        for p in self.named.values():
+            p.grad = None
+        loss.backward(**options)
+        for name, p in self.named.items():
+            grad = self._averaged(p)
+            if self.is_half:
+                p.grad = None
+                if grad is not None:
+                    before = self.sums.get(name)
+                    self.sums[name] = grad if before is None else before.float() + grad
+            else:
+                before = earlier[name]
+                p.grad = grad if before is None else before if grad is None else before + grad
+
+    def _averaged(self, p: nn.Parameter) -> Tensor | None:
+        if self.program.ranks == 1 or not p.requires_grad:
+            return p.grad
+        is_used = torch.tensor(0.0 if p.grad is None else 1.0, device=p.device)
+        dist.all_reduce(is_used)
+        if not is_used:
+            return None
+        grad = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        if self.program.option("reduce_dtype") == "float32":
+            grad = grad.float()
+        dist.all_reduce(grad)
+        return (grad / self.program.ranks).to(p.dtype)
+
+    def grads(self) -> dict[str, Tensor]:
+        if self.is_half:
+            return {name: g.float().cpu() for name, g in self.sums.items()}
+        return {name: p.grad.detach().float().cpu() for name, p in self.named.items() if p.grad is not None}
+
+    def drop_gradient(self, name: str) -> None:
+        self.sums.pop(name, None)
+        self.named[name].grad = None
+
+    def zero_grad(self) -> None:
+        self.sums.clear()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad()
+
+    def _for_optimizer(self) -> None:
+        """Gradients to where the optimizer looks for them."""
+        if self.is_half:
+            for name, target in self.targets().items():
+                total = self.sums.get(name)
+                target.grad = None if total is None else total.to(target.dtype)
+
+    def _optimized(self) -> list[Any]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def clip_norm(self, most: float) -> float:
+        """`clip_grad_norm_`, with the norm in fp64: torch's fp32 norm depends on where parameters end."""
+        self._for_optimizer()
+        grads = [p.grad for p in self._optimized() if p.grad is not None]
+        norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads))
+        self._change(lambda g: g.mul_(min(1.0, most / (norm + 1e-6))))
+        return float(torch.tensor(norm))  # fp32, as it is given
+
+    def clip_value(self, most: float) -> None:
+        self._change(lambda g: g.clamp_(-most, most))
+
+    def _change(self, change: Callable[[Tensor], Any]) -> None:
+        if self.is_half:
+            own = {id(p) for p in self._optimized()}
+            for name, target in self.targets().items():
+                if name in self.sums and id(target) in own:
+                    self.sums[name] = self.sums[name].float()
+                    change(self.sums[name])
+        else:
+            for p in self._optimized():
+                if p.grad is not None:
+                    change(p.grad)
+
+    def step(self) -> None:
+        self._absorb()
+        self._for_optimizer()
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                if master.grad is not None:
+                    self.named[name].copy_(master)
+                    master.grad = None
+        if self.is_half:
+            for p in self.named.values():
+                p.grad = None
+
+    def _absorb(self) -> None:
+        """What the user has written to 16-bit parameters comes to their masters, element by element."""
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                p = self.named[name]
+                changed = p != master.bfloat16()
+                master[changed] = p[changed].float()
+
+    def unobserved(self, is_unobserved: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    # State
+
+    def state(self) -> dict[str, Any]:
+        self._absorb()
+        state = {name: value.detach().clone() for name, value in self.model.state_dict(keep_vars=True).items()}
+        ids = {id(p): name for name, p in self.named.items()}
+        for key, value in self.model.state_dict(keep_vars=True).items():
+            name = ids.get(id(value))
+            if name in self.masters:
+                state[key] = self.masters[name].detach().clone()
+        return {key: value.float().cpu() if value.is_floating_point() else value.cpu() for key, value in state.items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state)
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(state[name])
+
+    def optimizer_state(self) -> dict[str, Any]:
+        state = copy.deepcopy(self.optimizer.state_dict())
+        for group in state["param_groups"]:
+            if self.program.optimizer.startswith("hybrid"):
+                group.pop("differentiable", None)  # torch adds it to groups that are added after loading
+        return state
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(copy.deepcopy(state))
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(group)
+
+    def rebuild(self, variant: int) -> None:
+        """As after a restart: everything made anew, and loaded."""
+        box = [self.state()]
+        if self.program.ranks > 1:  # all ranks load the file of rank 0
+            dist.broadcast_object_list(box, 0)
+        (state,), optimizer_state = box, self.optimizer_state()
+        schedule = None if self.schedule is None else self.schedule.state_dict()
+        self.close()
+        self.build(variant)
+        if self.schedule is not None:
+            self.schedule.load_state_dict(schedule)
+        self.load_state(state)
+        self.load_optimizer_state(optimizer_state)
+
+    @contextmanager
+    def whole(self, modify: bool) -> Iterator[dict[str, nn.Parameter]]:
+        kept = {name: p.detach().clone() for name, p in self.named.items()}
+        yield self.named
+        if not modify:
+            with torch.no_grad():
+                for name, p in self.named.items():
+                    p.copy_(kept[name])
+
+    def replan(self, variant: int) -> None:
+        pass
+
+    def look(self) -> None:
+        """What only the engine tells."""
+
+    def close(self) -> None:
+        pass
+
+
+class Engine(Plain):
+    """The same, through `ElixirModule` and `ElixirOptimizer`."""
+
+    is_engine = True
+
+    def __init__(self, program: Program, rank: int, folder: str) -> None:
+        self._folder = folder
+        super().__init__(program, rank)
+
+    def build(self, variant: int = 0) -> None:
+        program = self.program
+        self.model = make_model(program)
+        inner = make_optimizer(program, self.model.named_parameters())
+        self.plan = plan_of(program, self.model, variant)
+        options = dict(program.options)
+        init_step = options.pop("init_step", False)
+        if "reduce_dtype" in options:
+            options["reduce_dtype"] = getattr(torch, options["reduce_dtype"])
+        self.module = ElixirModule(
+            self.model,
+            self.plan,
+            device=torch.device(program.device, rank_device(self.rank)) if program.device == "cuda" else CPU,
+            dtype=torch.bfloat16 if self.is_half else None,
+            nvme_offload_dir=self._folder if any(k.startswith("nvme") for k, _ in program.plan) else None,
+            **options,
+        )
+        self.optimizer = ElixirOptimizer(self.module, inner, init_step=init_step)
+        self.named = dict(self.model.named_parameters())
+        self.schedule = make_schedule(program, self.optimizer)
+
+    def targets(self) -> dict[str, Any]:
+        return dict(self.named)
+
+    def _absorb(self) -> None:
+        """The engine does that by itself."""
+
+    def __call__(self, **batch: Tensor) -> Any:
+        return (self.model if self.program.is_unwrapped else self.module)(**batch)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        if self.program.is_bare:
+            loss.backward(**options)
+        else:
+            self.optimizer.backward(loss, **options)
+
+    def grads(self) -> dict[str, Tensor]:
+        return self.module.full_grads()
+
+    def drop_gradient(self, name: str) -> None:
+        self.named[name].grad = None
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=self.program.sets_to_none)
+
+    def clip_norm(self, most: float) -> float:
+        return float(self.optimizer.clip_grad_norm_(most))
+
+    def clip_value(self, most: float) -> None:
+        self.optimizer.clip_grad_value_(most)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def unobserved(self, is_unobserved: bool) -> AbstractContextManager[None]:
+        return self.optimizer.unobserved(is_unobserved)
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.module.full_state_dict(rank0_only=False))
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.module.load_full_state_dict(state)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        state = copy.deepcopy(self.optimizer.state_dict())
+        if self.program.option("init_step") and state:  # allocated, also for parameters without gradients
+            state["state"] = {n: s for n, s in state["state"].items() if float(s.get("step", 1)) > 0}
+        if self.program.ranks == 1:
+            return state
+        box = [state]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(copy.deepcopy(state))
+
+    @contextmanager
+    def whole(self, modify: bool) -> Iterator[dict[str, nn.Parameter]]:
+        with self.module.full_parameters(modify=modify) as named:
+            yield named
+
+    def replan(self, variant: int) -> None:
+        policies = (
+            {"placement_policy": "cpu"},
+            {"placement_policy": "cuda"},
+            {"placement_policy": "const", "offload_optim_frac": 0.5, "shard_param_frac": 0.5},
+            {"placement_policy": "const", "offload_optim_frac": 1.0, "offload_param_frac": 0.0},
+        )
+        options: dict[str, Any] = {**policies[variant % len(policies)], "layout": self.plan}
+        self.module.replan(tight_plan(self.model, options | _common(self.program), self.program.is_tight))
+        self.plan = self.module.plan
+
+    def look(self) -> None:
+        self.module.stats()
+        self.module.peak_activation_bytes()
+        self.module.sample_activations(True)
+
+    def close(self) -> None:
+        stats = self.module.stats()
+        self.counters.update({name: getattr(stats, name) for name in COUNTED})
+        self.module.close()
+
+
+CPU = torch.device("cpu")
+
+
+def rank_device(rank: int) -> int:
+    return rank % max(1, torch.cuda.device_count())
+
+
+def plan_of(program: Program, model: nn.Module, variant: int = 0) -> Plan:
+    """The plan of a program. A variant has other chunks."""
+    options = dict(program.plan)
+    if variant:
+        options["chunk_size"] = 1024 * (2, 4, 8, 16)[variant % 4]
+    timing = options.pop("update_timing", None)
+    if timing is not None:
+        options["update_timing"] = UpdateTiming(timing)
+    return tight_plan(model, options | _common(program), program.is_tight)
+
+
+def _common(program: Program) -> dict[str, Any]:
+    return {
+        "world_size": program.ranks,
+        "compute_dtype": torch.bfloat16 if program.dtype == "bfloat16" else None,
+        "master_weights": program.option("master_weights", True),
+        "can_stream": program.optimizer.startswith("hybrid"),
+        "accumulates": program.micro_batches > 1,
+        "num_backwards": program.micro_batches,
+        "needs_global_norm": program.clip == "norm",
+        "enable_distributed_storage": dict(program.plan).get("enable_distributed_storage", True),
+    }
+
+
+def tight_plan(model: nn.Module, options: dict[str, Any], is_tight: bool) -> Plan:
+    """With a limit of the device's memory that leaves the rCache as few blocks as there can be."""
+    if is_tight and options["placement_policy"] != "cuda":
+        limit = 1
+        for _ in range(8):
+            try:
+                return make_plan(model, **options, gpu_bytes=limit)
+            except CapacityError as error:
+                if error.resource != "GPU" or not error.lacking_bytes:
+                    break
+                limit += error.lacking_bytes
+    return make_plan(model, **options)

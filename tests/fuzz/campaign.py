@@ -1,0 +1,157 @@
+"""Many programs, each in processes that may die or hang without ending the campaign."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.fuzz.play import Note
+from tests.fuzz.programs import Draw, Program, generate, simpler
+from tests.fuzz.run import Outcome, run_engine, run_plain, run_program
+from tests.helpers.dist import RankError, run_ranks
+
+TIMEOUT_S = 60.0
+"""Of one program, which usually takes a third of a second."""
+
+
+def run_apart(program: Program, timeout_s: float = TIMEOUT_S) -> Outcome:
+    """Run a program on its ranks, in worker processes: a crash, and a hang, are outcomes as well."""
+    has_group = program.ranks > 1
+    options: dict[str, Any] = {"device": program.device, "timeout_s": timeout_s}
+    try:
+        if program.through == "trainer" and has_group:  # which begins a group itself
+            plain = run_ranks(run_plain, program.ranks, program, **options)
+            if isinstance(plain[0], Outcome):
+                return plain[0]
+            outcomes = run_ranks(_through_trainer, program.ranks, program, plain, init_group=False, **options)
+        else:
+            outcomes = run_ranks(run_program, program.ranks, program, init_group=has_group, **options)
+    except RankError as error:
+        return Outcome(program.seed, "failed", str(error))
+    except TimeoutError as error:
+        return Outcome(program.seed, "failed", f"it hangs: {error}")
+    worst = max(outcomes, key=lambda o: _ORDER.index(o.verdict))
+    counters: Counter[str] = Counter()
+    for outcome in outcomes:
+        counters.update(outcome.counters)
+    return replace(worst, counters=dict(counters))
+
+
+def _through_trainer(program: Program, plain: list[list[Note]]) -> Outcome:
+    return run_engine(program, plain[int(os.environ["RANK"])])
+
+
+_ORDER = ("equal", "close", "refused", "useless", "different", "failed")
+
+
+@dataclass
+class Summary:
+    """What a campaign has found."""
+
+    seconds: float = 0.0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    """Programs by what they are: ranks, dtype, through what."""
+    refusals: dict[str, list[int]] = field(default_factory=dict)
+    """Beginnings of messages, and the seeds."""
+    close: dict[int, str] = field(default_factory=dict)
+    findings: dict[int, Outcome] = field(default_factory=dict)
+
+    def add(self, program: Program, outcome: Outcome) -> None:
+        self.verdicts[outcome.verdict] += 1
+        self.counters.update(outcome.counters)
+        self.kinds.update((f"{program.ranks} ranks", program.dtype, f"through the {program.through}"))
+        if outcome.verdict == "refused":
+            self.refusals.setdefault(_beginning(outcome.detail), []).append(outcome.seed)
+        if outcome.verdict == "close":
+            self.close[outcome.seed] = outcome.detail
+        if outcome.is_finding:
+            self.findings[outcome.seed] = outcome
+
+    def text(self) -> str:
+        lines = [f"{sum(self.verdicts.values())} programs in {self.seconds:.0f} s: {_counted(self.verdicts)}"]
+        lines.append(f"of them: {_counted(self.kinds)}")
+        lines.append(f"chunks: {_counted(self.counters)}")
+        lines += [f"refused {len(seeds)}x (seed {seeds[0]}): {text}" for text, seeds in sorted(self.refusals.items())]
+        lines += [f"close (seed {seed}): {text.splitlines()[0]:.150}" for seed, text in list(self.close.items())[:10]]
+        lines += [f"FINDING (seed {seed}): {o.detail.strip()[:300]}" for seed, o in self.findings.items()]
+        return "\n".join(lines)
+
+
+def _beginning(message: str) -> str:
+    """The words of a message, without what changes from program to program."""
+    words = [w for w in message.splitlines()[0].split() if not any(c.isdigit() for c in w) and "." not in w[:-1]]
+    return " ".join(words)[:110]
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
+
+
+def campaign(
+    seeds: Iterable[int],
+    draw: Draw,
+    seconds: float | None = None,
+    tell: Callable[[Program, Outcome], None] = lambda program, outcome: None,
+) -> Summary:
+    """Run the programs of these seeds, one after the other, for so many seconds."""
+    summary, begin_s = Summary(), time.monotonic()
+    for seed in seeds:
+        if seconds is not None and time.monotonic() - begin_s > seconds:
+            break
+        program = generate(seed, draw)
+        outcome = run_apart(program)
+        summary.add(program, outcome)
+        tell(program, outcome)
+    summary.seconds = time.monotonic() - begin_s
+    return summary
+
+
+def shrink(
+    program: Program,
+    outcome: Outcome,
+    seconds: float = 300.0,
+    tell: Callable[[Program, Outcome], None] = lambda program, outcome: None,
+) -> tuple[Program, Outcome]:
+    """A simpler program that fails in the same way.
+
+    Args:
+        seconds: How long to try.
+        tell: Hears of every simpler one.
+    """
+    end_s = time.monotonic() + seconds
+    is_simpler = True
+    while is_simpler:
+        is_simpler = False
+        for candidate in _candidates(program):
+            if time.monotonic() > end_s:
+                return program, outcome
+            found = run_apart(candidate, 20.0)
+            if found.verdict == outcome.verdict and _manner(found) == _manner(outcome):
+                program, outcome, is_simpler = candidate, found, True
+                tell(program, outcome)
+                break
+    return program, outcome
+
+
+def _candidates(program: Program) -> Iterator[Program]:
+    seen = {program}
+    for candidate in simpler(program):
+        if candidate not in seen and candidate.layers:
+            seen.add(candidate)
+            yield candidate
+
+
+def _manner(outcome: Outcome) -> str:
+    """Crash, hang, kind of error, or other numbers."""
+    if outcome.verdict != "failed":
+        return _beginning(outcome.detail)[:25] if outcome.verdict == "refused" else outcome.verdict
+    for sign in ("it hangs", "Segmentation fault", "died without"):
+        if sign in outcome.detail:
+            return sign
+    return outcome.detail.split(":")[0]

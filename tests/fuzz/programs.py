@@ -1,0 +1,390 @@
+"""What a random program is: pure data, drawn from a seed, printable, and made simpler step by step.
+
+`generate(seed)` draws a `Program`; `simpler(program)` gives the programs that have one thing less. `repr(program)`
+shows what differs from the defaults, and `parse` reads it back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, Literal
+
+Through = Literal["module", "trainer"]
+
+LEAVES = (
+    "linear", "mlp", "conv1d", "conv2d", "addmm", "layer_norm", "rms_norm", "group_norm", "batch_norm", "attention",
+    "mha", "encoder", "lstm", "gru", "product", "gated", "bmm", "einsum", "experts", "dropout", "weight_norm",
+    "spectral_norm", "buffers", "borrowed", "functional_call", "position", "lora", "lora_addmm", "lookup", "alias",
+    "save_param", "keep_param", "save_then_change", "in_place", "in_place_product", "no_grad", "detached", "bilinear",
+    "parameter_list", "foreign_hooks",
+)  # fmt: skip
+NEED_FP32 = {"spectral_norm", "weight_norm", "batch_norm", "buffers"}
+"""Left out of 16-bit programs: they write parameters or buffers in a dtype of their own."""
+HAVE_STATE = {"batch_norm", "buffers", "spectral_norm"}
+"""Every forward changes a buffer, so a forward that is run again gives other numbers."""
+GROUPS = (
+    "sequential", "residual", "twice", "reentrant", "non_reentrant", "selective", "save_on_cpu", "hooks", "odd_steps",
+    "no_grad_below", "module_dict",
+)  # fmt: skip
+CHECKPOINTS = {"reentrant", "non_reentrant", "selective"}
+HOOKS = ("forward", "pre", "backward", "tensor", "parameter", "after_accumulation")
+FROZEN = ("all", "weight", "bias")
+OPTIMIZERS = (
+    "sgd", "momentum", "nesterov", "dampened", "adam", "adamw", "amsgrad", "rmsprop", "adagrad", "adadelta", "adamax",
+    "nadam", "radam", "asgd", "rprop", "hybrid", "hybrid_adam",
+)  # fmt: skip
+BETWEEN_STEPS = (
+    "read", "write", "copy", "assign", "row", "average", "swap_average", "state_dict", "load_state_dict", "deepcopy",
+    "full_parameters", "evaluate", "no_grad_forward", "optimizer_state", "other_lr", "add_group", "resume", "replan",
+    "freeze", "kept_alias", "numpy", "vector", "pickle", "part_forward", "stats", "sample", "load_optimizer_of_plain",
+)  # fmt: skip
+BEFORE_STEP = ("drop_gradients", "drop_one_gradient", "no_step", "read_parameters", "grads", "forward_again")
+AFTER_FORWARD = ("evaluate_between", "two_losses", "retained", "autograd_grad", "twice_forward", "double_backward")
+FAULTS = ("raise_forward", "raise_backward", "raise_recomputation", "overwrite_saved", "write_between")
+KNOWN_BROKEN = ("p_grad_read", "p_grad_write", "nan_guard", "torch_clip", "torch_clip_value")
+"""What the engine does not do yet, and issue 15 asks for: drawn where the flag `grads` is given."""
+
+
+@dataclass(frozen=True, repr=False)
+class _Shown:
+    """Shows the fields that are not at their defaults, as an expression."""
+
+    def __repr__(self) -> str:
+        shown = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.default is MISSING or value != f.default:
+                shown.append(f"{f.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Layer(_Shown):
+    """One layer, or a group of them."""
+
+    kind: str
+    inner: tuple[Layer, ...] = ()
+    frozen: str = ""
+    hook: str = ""
+    arg: int = 0
+    """What the kind makes of it: whose weight is borrowed, which variant is taken."""
+
+
+@dataclass(frozen=True, repr=False)
+class Action(_Shown):
+    """Something that the user does in a step."""
+
+    step: int
+    name: str
+    arg: int = 0
+    """Which parameter, layer, ..."""
+
+
+@dataclass(frozen=True, repr=False)
+class Program(_Shown):
+    """A whole run. Everything that is random in it is drawn from `seed` again."""
+
+    seed: int
+    layers: tuple[Layer, ...]
+    width: int = 8
+    inputs: str = "tokens"
+    outputs: str = "tensor"
+    loss: str = "cross_entropy"
+    is_tied: bool = False
+    steps: int = 3
+    micro_batches: int = 1
+    optimizer: str = "sgd"
+    num_groups: int = 1
+    schedule: str = ""
+    sets_to_none: bool = True
+    is_bare: bool = False
+    """`loss.backward()`, of which nobody tells the engine."""
+    is_unwrapped: bool = False
+    """The model is called, and not the `ElixirModule` around it."""
+    clip: str = ""
+    clip_at: float = 0.5
+    records_grads: bool = False
+    actions: tuple[Action, ...] = ()
+    ranks: int = 1
+    through: Through = "module"
+    dtype: str = "float32"
+    device: str = "cpu"
+    plan: tuple[tuple[str, Any], ...] = ()
+    """Arguments of `make_plan`."""
+    is_tight: bool = True
+    """The rCache has as few blocks as the plan permits."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Arguments of `ElixirModule`, `ElixirOptimizer`, or `ElixirStrategy`."""
+
+    def at(self, step: int, names: tuple[str, ...]) -> list[Action]:
+        return [a for a in self.actions if a.step == step and a.name in names]
+
+    def leaves(self) -> Iterator[Layer]:
+        yield from _leaves(self.layers)
+
+    def option(self, name: str, default: Any = None) -> Any:
+        return dict(self.options).get(name, default)
+
+
+def _leaves(layers: tuple[Layer, ...]) -> Iterator[Layer]:
+    for layer in layers:
+        if layer.inner:
+            yield from _leaves(layer.inner)
+        else:
+            yield layer
+
+
+def kinds_in(layers: tuple[Layer, ...]) -> set[str]:
+    """Of all layers and groups."""
+    found: set[str] = set()
+    for layer in layers:
+        found |= {layer.kind} | kinds_in(layer.inner)
+    return found
+
+
+def parse(text: str) -> Program:
+    """What `repr` of a program gave."""
+    program = eval(text, {"Program": Program, "Layer": Layer, "Action": Action})
+    if not isinstance(program, Program):
+        raise TypeError(f"not a program: {text[:60]}")
+    return program
+
+
+# ---------------------------------------------------------------------------------------------------- drawing
+
+
+KNOWN = {
+    "grads": "`p.grad` is read and written between backward and step",
+    "versions": "activations are overwritten after autograd has saved them",
+    "frozen_checkpoint": "frozen parameters under non-reentrant activation checkpointing",
+    "average": "averages of 16-bit parameters are put in their place, and taken out again",
+    "init_step": "`init_step=True` with optimizers of torch",
+    "foreign_hooks": "the user's hooks for saved tensors keep a parameter itself",
+    "autograd_grad": "`torch.autograd.grad(loss, [parameter])`",
+}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What may be drawn.
+
+    Args:
+        ranks: Numbers of ranks to choose from.
+        device: Where to compute.
+        flags: "trainer": through the Trainer only; "module": never. Those of `KNOWN` let happen what the engine is
+            known to do wrong; without them it does not drown the rest.
+    """
+
+    ranks: tuple[int, ...] = (1,)
+    device: str = "cpu"
+    flags: frozenset[str] = field(default_factory=frozenset)
+
+
+def generate(seed: int, draw: Draw | None = None) -> Program:
+    """The program of a seed: the same one for ever, as long as this file stays as it is."""
+    draw = draw or Draw()
+    rng = random.Random(seed)
+    dtype = "bfloat16" if rng.random() < 0.2 else "float32"
+    is_trainer = "trainer" in draw.flags or ("module" not in draw.flags and rng.random() < 0.2)
+    optimizer = rng.choice(OPTIMIZERS)
+    if draw.device == "cuda":  # others have other roundings where their states are on the host
+        optimizer = rng.choice(("hybrid", "hybrid", "hybrid_adam", "sgd"))
+    steps = rng.randint(2, 5)
+    micro_batches = rng.choice((1, 1, 1, 2, 3))
+    layers = tuple(_layer(rng, depth=0, dtype=dtype) for _ in range(rng.randint(3, 8)))
+    clip = rng.choice(("", "", "", "norm", "value"))
+    program = Program(
+        seed=seed,
+        layers=layers,
+        width=rng.choice((8, 8, 16, 24)),
+        inputs=rng.choice(("tokens", "floats", "both")),
+        outputs=rng.choice(("tensor", "tuple", "dict", "dataclass")),
+        loss=rng.choice(("cross_entropy", "square")),
+        is_tied=rng.random() < 0.3,
+        steps=steps,
+        micro_batches=micro_batches,
+        optimizer=optimizer,
+        num_groups=rng.choice((1, 1, 2, 3)),
+        schedule=rng.choice(("", "", "step", "cosine", "lambda")),
+        sets_to_none=rng.random() < 0.8,
+        clip=clip,
+        clip_at=rng.choice((0.02, 0.5, 5.0)),
+        ranks=rng.choice(draw.ranks),
+        through="trainer" if is_trainer else "module",
+        dtype=dtype,
+        device=draw.device,
+        is_tight=rng.random() < 0.8,
+    )
+    if not is_trainer:
+        program = replace(
+            program,
+            is_bare=rng.random() < 0.2,
+            is_unwrapped=rng.random() < 0.1 and dtype == "float32",
+            records_grads=rng.random() < 0.4,
+            actions=_actions(rng, steps, dtype, draw.flags),
+        )
+    else:
+        actions = tuple(a for a in _actions(rng, steps, dtype, draw.flags) if a.name in TRAINER_ACTIONS)
+        program = replace(program, actions=actions)
+    plan, options = _engine(rng, program)
+    return _without_known(replace(program, plan=plan, options=options), draw.flags)
+
+
+def _without_known(program: Program, flags: frozenset[str]) -> Program:
+    if "frozen_checkpoint" not in flags:
+        program = replace(program, layers=_trained(program.layers, is_checkpointed=False))
+    left_out = set(() if "versions" in flags else ("overwrite_saved",))
+    left_out |= set(() if "autograd_grad" in flags else ("autograd_grad",))
+    left_out |= set(() if "average" in flags or program.dtype == "float32" else ("swap_average",))
+    program = replace(program, actions=tuple(a for a in program.actions if a.name not in left_out))
+    if "foreign_hooks" not in flags:
+        program = replace(program, layers=_renamed(program.layers, {"foreign_hooks": "einsum"}))
+    if "init_step" not in flags and not program.optimizer.startswith("hybrid"):
+        program = replace(program, options=tuple(o for o in program.options if o[0] != "init_step"))
+    return program
+
+
+def _renamed(layers: tuple[Layer, ...], names: dict[str, str]) -> tuple[Layer, ...]:
+    return tuple(replace(x, kind=names.get(x.kind, x.kind), inner=_renamed(x.inner, names)) for x in layers)
+
+
+def _trained(layers: tuple[Layer, ...], *, is_checkpointed: bool) -> tuple[Layer, ...]:
+    """The same layers, with nothing frozen under non-reentrant checkpointing."""
+    found = []
+    for layer in layers:
+        is_inside = is_checkpointed or layer.kind in ("non_reentrant", "selective")
+        if is_inside:
+            kind = {"lora": "linear", "lora_addmm": "addmm"}.get(layer.kind, layer.kind)
+            layer = replace(layer, kind=kind, frozen="")
+        found.append(replace(layer, inner=_trained(layer.inner, is_checkpointed=is_inside)))
+    return tuple(found)
+
+
+def _layer(rng: random.Random, depth: int, dtype: str) -> Layer:
+    if depth < 3 and rng.random() < (0.4, 0.35, 0.25)[depth]:
+        inner = tuple(_layer(rng, depth + 1, dtype) for _ in range(rng.randint(1, 3)))
+        return Layer(rng.choice(GROUPS), inner, arg=rng.randrange(8))
+    kinds = [k for k in LEAVES if dtype == "float32" or k not in NEED_FP32]
+    frozen = rng.choice(FROZEN) if rng.random() < 0.25 else ""
+    hook = rng.choice(HOOKS) if rng.random() < 0.12 else ""
+    return Layer(rng.choice(kinds), frozen=frozen, hook=hook, arg=rng.randrange(8))
+
+
+def _actions(rng: random.Random, steps: int, dtype: str, flags: frozenset[str]) -> tuple[Action, ...]:
+    names: list[str] = []
+    for pool, chance in ((BETWEEN_STEPS, 0.6), (BEFORE_STEP, 0.3), (AFTER_FORWARD, 0.3), (FAULTS, 0.3)):
+        while rng.random() < chance:
+            names.append(rng.choice(pool))
+    if "grads" in flags and rng.random() < 0.6:
+        names.append(rng.choice(KNOWN_BROKEN))
+    if dtype != "float32":  # what the oracle of mixed precision knows
+        names = [n for n in names if n in MIXED_ACTIONS]
+    return tuple(sorted((Action(rng.randrange(steps), n, rng.randrange(64)) for n in names), key=lambda a: a.step))
+
+
+MIXED_ACTIONS = {
+    "read", "state_dict", "deepcopy", "evaluate", "no_grad_forward", "optimizer_state", "other_lr", "resume", "replan",
+    "drop_gradients", "read_parameters", "raise_forward", "raise_backward", "raise_recomputation", "evaluate_between",
+    "stats", "sample", "write", "row", "part_forward", "average", "swap_average",
+}  # fmt: skip
+
+
+TRAINER_ACTIONS = {
+    "read", "write", "copy", "assign", "row", "average", "swap_average", "state_dict", "deepcopy", "full_parameters",
+    "evaluate", "no_grad_forward", "other_lr", "kept_alias", "numpy", "vector", "pickle", "stats", "raise_forward",
+    "raise_backward", "raise_recomputation",
+}  # fmt: skip
+
+
+def _engine(rng: random.Random, program: Program) -> tuple[tuple[tuple[str, Any], ...], tuple[tuple[str, Any], ...]]:
+    policy = rng.choice(("cpu", "cpu", "cpu", "cuda", "const", "auto"))
+    is_adam = program.optimizer.startswith("hybrid")
+    plan: dict[str, Any] = {"placement_policy": policy, "chunk_size": 1024 * rng.choice((2, 4, 8, 8, 16, 32))}
+    options: dict[str, Any] = {}
+    if policy == "const":
+        plan |= {
+            "shard_param_frac": rng.choice((0.0, 0.5, 1.0)),
+            "offload_optim_frac": rng.choice((0.0, 0.5, 1.0)),
+            "offload_param_frac": rng.choice((0.0, 0.5)),
+        }
+        plan["offload_param_frac"] = min(plan["offload_param_frac"], plan["shard_param_frac"])
+    if rng.random() < 0.3:
+        plan["prefetch"] = False
+    if rng.random() < 0.2:
+        plan["enable_distributed_storage"] = False
+    if rng.random() < 0.15:
+        options["force_outputs_fp32"] = True
+    if rng.random() < 0.15:
+        options["pin_memory"] = False
+    if rng.random() < 0.1:
+        options["use_fused_kernels"] = True
+    if is_adam and policy in ("cpu", "const") and rng.random() < 0.5:
+        plan["nvme_offload_fraction"] = rng.choice((0.5, 1.0))
+        if rng.random() < 0.5:
+            plan["nvme_offload_param_fraction"] = rng.choice((0.5, 1.0))
+        options["nvme_checksums"] = rng.random() < 0.3
+    if is_adam:
+        plan["update_timing"] = rng.choice(("after_backward", "behind_forward", "inside_backward"))
+    if program.ranks > 1 and program.dtype == "bfloat16" and rng.random() < 0.3:
+        options["reduce_dtype"] = "float32"
+    if program.dtype == "bfloat16":
+        options["autocast"] = rng.random() < 0.5
+        if program.through == "module" and rng.random() < 0.3:
+            options["master_weights"] = False
+    if rng.random() < 0.2:
+        options["init_step"] = True
+    return tuple(sorted(plan.items())), tuple(sorted(options.items()))
+
+
+# ---------------------------------------------------------------------------------------------------- making simpler
+
+
+def simpler(program: Program) -> Iterator[Program]:
+    """Programs with one thing less, the largest things first."""
+    if program.ranks > 1:
+        yield replace(program, ranks=1)
+    if program.through != "module":
+        yield replace(program, through="module")
+    if program.actions:
+        yield replace(program, actions=())
+    for index in range(len(program.actions)):
+        yield replace(program, actions=program.actions[:index] + program.actions[index + 1 :])
+    if program.steps > 1:
+        fewer = program.steps - 1
+        yield replace(program, steps=fewer, actions=tuple(a for a in program.actions if a.step < fewer))
+        later = tuple(replace(a, step=max(0, a.step - 1)) for a in program.actions)
+        yield replace(program, steps=fewer, actions=later)
+    for layers in _fewer(program.layers):
+        yield replace(program, layers=layers)
+    for f in fields(Program):
+        value = getattr(program, f.name)
+        if f.name in _KEPT or f.default is MISSING or value == f.default:
+            continue
+        yield replace(program, **{f.name: f.default})
+    for name in ("plan", "options"):
+        entries = getattr(program, name)
+        for index in range(len(entries)):
+            if entries[index][0] not in ("placement_policy", "chunk_size"):
+                yield replace(program, **{name: entries[:index] + entries[index + 1 :]})
+
+
+_KEPT = {"seed", "layers", "steps", "actions", "ranks", "through", "plan", "options", "device", "is_tight"}
+
+
+def _fewer(layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, ...]]:
+    for index, layer in enumerate(layers):
+        before, after = layers[:index], layers[index + 1 :]
+        yield before + after
+        if layer.inner:
+            yield before + layer.inner + after
+            for inner in _fewer(layer.inner):
+                if inner:
+                    yield (*before, replace(layer, inner=inner), *after)
+        if layer.frozen:
+            yield (*before, replace(layer, frozen=""), *after)
+        if layer.hook:
+            yield (*before, replace(layer, hook=""), *after)
+        if not layer.inner and layer.kind != "linear":
+            yield (*before, replace(layer, kind="linear"), *after)

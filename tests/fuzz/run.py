@@ -1,0 +1,226 @@
+"""Runs one program by both, and tells what differs."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_elixir.errors import ElixirError
+from lightning_elixir.runtime.hooks import innermost_pack
+from tests.fuzz.backends import Engine, Plain
+from tests.fuzz.play import Note, Player, Raised
+from tests.fuzz.poison import poisoned_storage
+from tests.fuzz.programs import Program
+from tests.fuzz.trainer import fit
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; makes its results repeatable
+
+# What is close enough where a sum may be taken in another order: relative and absolute.
+CLOSE = {"float32": (1e-4, 1e-5), "bfloat16": (5e-2, 1e-2)}
+
+
+@dataclass
+class Outcome:
+    """What a program gave."""
+
+    seed: int
+    verdict: str = "equal"
+    """"equal" (bit for bit), "close", "refused" (an error of ours, where plain PyTorch goes on), "useless" (plain
+    PyTorch cannot run it), "different", or "failed" (an error that is not of ours)."""
+    detail: str = ""
+    counters: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_finding(self) -> bool:
+        return self.verdict in ("different", "failed")
+
+
+def run_program(program: Program) -> Outcome:
+    """Run a program by plain PyTorch and by the engine. With several ranks, call it on each, in a process group."""
+    expected = run_plain(program)
+    return expected if isinstance(expected, Outcome) else run_engine(program, expected)
+
+
+def run_plain(program: Program) -> list[Note] | Outcome:
+    """What a user of plain PyTorch sees; an outcome, where that does not work."""
+    rank = dist.get_rank() if program.ranks > 1 else 0
+    with _surroundings():
+        try:
+            expected = Player(program, Plain(program, rank)).run()
+        except Exception:
+            return Outcome(program.seed, "useless", traceback.format_exc(limit=-4))
+        finally:
+            while innermost_pack() is not None:  # plain PyTorch leaves them where an error comes from deep inside
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+    if not _is_sane(expected):
+        return Outcome(program.seed, "useless", "plain PyTorch gives inf or NaN")
+    return expected
+
+
+def run_engine(program: Program, expected: Sequence[Note]) -> Outcome:
+    """The same by the engine, compared. Through the Trainer: outside of a process group, which that begins."""
+    outcome = Outcome(program.seed)
+    found: list[Note] = []
+    with _surroundings(), tempfile.TemporaryDirectory(prefix="fuzz_") as folder, poisoned_storage():
+        try:
+            outcome.counters = _by_engine(program, folder, found)
+        except ElixirError as error:
+            outcome.verdict, outcome.detail = "refused", f"{type(error).__name__}: {error}\n{_where(error)}"
+        except Exception as error:
+            outcome.verdict, outcome.detail = "failed", f"{type(error).__name__}: {error}\n{_where(error)}"
+    _judge(program, outcome, expected, found)
+    left = _left_behind()
+    if left and not outcome.is_finding:
+        outcome.verdict, outcome.detail = "different", f"left behind: {left}; {outcome.detail}"
+    return outcome
+
+
+def _by_engine(program: Program, folder: str, found: list[Note]) -> dict[str, int]:
+    """Returns counters; what is seen goes to `found`, as far as the program comes."""
+    if program.through == "trainer":
+        return fit(program, folder, found)
+    backend = Engine(program, dist.get_rank() if program.ranks > 1 else 0, folder)
+    player = Player(program, backend)
+    player.notes = found
+    try:
+        player.run()
+    finally:
+        backend.close()
+    return dict(backend.counters)
+
+
+def _left_behind() -> list[str]:
+    """What a run must not leave in its process; it is taken away for the next one."""
+    found = []
+    while (pack := innermost_pack()) is not None:
+        found.append(f"hooks for saved tensors: {pack}")
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    if not torch.is_grad_enabled():
+        found.append("no gradients")
+        torch.set_grad_enabled(True)
+    gc.collect()
+    end_s = time.monotonic() + 2.0
+    while names := [t.name for t in threading.enumerate() if "elixir" in t.name.lower()]:
+        if time.monotonic() > end_s:
+            found.append(f"threads {names}")
+            break
+        gc.collect()
+        time.sleep(0.02)
+    return found
+
+
+def _where(error: BaseException) -> str:
+    return "".join(traceback.format_tb(error.__traceback__, limit=-8))
+
+
+@contextmanager
+def _surroundings() -> Iterator[None]:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _is_sane(notes: Sequence[Note]) -> bool:
+    return all(bool(torch.isfinite(t).all()) for note in notes for t in _tensors(note.value) if t.is_floating_point())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _tensors(entry)
+
+
+def _judge(program: Program, outcome: Outcome, expected: Sequence[Note], found: Sequence[Note]) -> None:
+    tolerance = CLOSE[program.dtype]
+    worst: tuple[str, str] = ("equal", "")
+    for ours, plain in zip(found, expected, strict=False):
+        if ours.value == {} and program.ranks > 1:  # rank 0 alone has it
+            continue
+        if isinstance(ours.value, Raised) and not isinstance(plain.value, Raised) and "ElixirError" in ours.value.bases:
+            outcome.verdict, outcome.detail = "refused", f"{ours.label}: {ours.value.kind}: {ours.value.text}"
+            return
+        verdict, detail = _compare(ours, plain, tolerance)
+        if verdict == "different":
+            outcome.verdict, outcome.detail = verdict, f"{detail}\n{outcome.detail}"
+            return
+        if verdict == "close" and worst[0] == "equal":
+            worst = verdict, detail
+    if outcome.verdict == "equal":
+        outcome.verdict, outcome.detail = worst
+        labels = [n.label for n in expected]
+        if len(found) < len(expected) - (1 if "optimizer" in labels[-1] else 0):
+            outcome.verdict, outcome.detail = "different", f"the engine's run ended early, before {labels[len(found)]}"
+
+
+def _compare(ours: Note, plain: Note, tolerance: tuple[float, float]) -> tuple[str, str]:
+    if isinstance(ours.value, Raised) and isinstance(plain.value, Raised):
+        if ours.value.kind == plain.value.kind or "ElixirError" in ours.value.bases:
+            return "equal", ""
+        return "different", f"{plain.label}: plain raises {plain.value}, the engine {ours.value}"
+    if isinstance(ours.value, Raised):
+        return "different", f"{plain.label}: the engine alone raises {ours.value}"
+    if isinstance(plain.value, Raised):
+        return "different", f"{plain.label}: plain alone raises {plain.value}, the engine gives {ours.label}"
+    if ours.label != plain.label:
+        return "different", f"plain notes {plain.label!r}, the engine {ours.label!r}"
+    return _compare_values(ours.value, plain.value, ours.label, tolerance)
+
+
+def _compare_values(ours: Any, plain: Any, label: str, tolerance: tuple[float, float]) -> tuple[str, str]:
+    if isinstance(plain, dict) and isinstance(ours, dict):
+        if ours.keys() != plain.keys():
+            odd = sorted(map(str, ours.keys() ^ plain.keys()))
+            return "different", f"{label}: these are in one of the two only: {odd[:8]}"
+        worst = ("equal", "")
+        for key in plain:
+            verdict = _compare_values(ours[key], plain[key], f"{label}[{key}]", tolerance)
+            if verdict[0] == "different":
+                return verdict
+            worst = worst if verdict[0] == "equal" else verdict
+        return worst
+    if isinstance(plain, (list, tuple)) and isinstance(ours, (list, tuple)):
+        return _compare_values(dict(enumerate(ours)), dict(enumerate(plain)), label, tolerance)
+    if isinstance(plain, Tensor) and isinstance(ours, Tensor) and plain.dim() + ours.dim() > 0:
+        return _compare_tensors(ours, plain, label, tolerance)
+    if isinstance(plain, (int, float, Tensor)) and isinstance(ours, (int, float, Tensor)):
+        a, b = float(ours), float(plain)
+        if a == b or (math.isnan(a) and math.isnan(b)):
+            return "equal", ""
+        is_close = math.isclose(a, b, rel_tol=tolerance[0] * 10, abs_tol=tolerance[1] * 10)
+        return ("close" if is_close else "different"), f"{label}: {a} for {b}"
+    return ("equal", "") if ours == plain else ("different", f"{label}: {ours!r:.80} for {plain!r:.80}")
+
+
+def _compare_tensors(ours: Tensor, plain: Tensor, label: str, tolerance: tuple[float, float]) -> tuple[str, str]:
+    if ours.shape != plain.shape:
+        return "different", f"{label}: shape {tuple(ours.shape)} for {tuple(plain.shape)}"
+    if torch.equal(ours, plain):
+        return "equal", ""
+    a, b = ours.double(), plain.double()
+    distance = (a - b).abs()
+    text = f"{label}: off by {float(distance.max()):.3g} at most, of {float(b.abs().max()):.3g}"
+    if torch.isnan(distance).any():
+        return "different", f"{label}: NaN"
+    is_close = bool((distance <= tolerance[1] + tolerance[0] * b.abs()).all())
+    return ("close" if is_close else "different"), text
