@@ -383,6 +383,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """
         self._engine.synchronize()
 
+    def rest(self) -> None:
+        """End all threads of this optimizer and of its engine when what they do is done, for as long as nobody trains.
+        Raises nothing: what has failed is told to whoever needs it."""
+        self._runner.rest()
+        self._engine.rest()
+
     # Updates of what is in host memory
 
     def _begin_update(self, chunk: Chunk, members: set[int], now: Event, record: UpdateRecord, order: float) -> None:

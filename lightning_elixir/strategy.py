@@ -549,7 +549,7 @@ class ElixirStrategy(ProcessStrategy):
                 self._sharded.restore_random_states(self._comm, self.root_device)
             self._sharded.close()
         if self._fit_run is not None:
-            self._fit_run.warm_up.before_batch()
+            self._fit_run.before_batch(batch_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -559,7 +559,10 @@ class ElixirStrategy(ProcessStrategy):
             return forward(*args, **kwargs) if run is None else run.training_step(forward, args, kwargs)
         # Backward and step happen inside, so the step is no one forward of the engine: each module that it calls is.
         with self.precision_plugin.train_step_context():
-            return module.training_step(*args, **kwargs)
+            output = module.training_step(*args, **kwargs)
+        if run is not None:
+            run.end_step()
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -589,10 +592,15 @@ class ElixirStrategy(ProcessStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # Under manual optimization Lightning passes no optimizer.
-        run, elixir = super().backward, self._elixir_optimizer
-        if self._fit_run is None or not self._module.automatic_optimization:
+        run, elixir, fit_run = super().backward, self._elixir_optimizer, self._fit_run
+        if fit_run is None:
             return run(closure_loss, elixir, *args, **kwargs)
-        return self._fit_run.backward(closure_loss, lambda loss: run(loss, elixir, *args, **kwargs))
+        if self._module.automatic_optimization:
+            result = fit_run.backward(closure_loss, lambda loss: run(loss, elixir, *args, **kwargs))
+        else:
+            result = run(closure_loss, elixir, *args, **kwargs)
+        fit_run.after_backward()
+        return result
 
     @override
     def optimizer_step(
@@ -604,8 +612,13 @@ class ElixirStrategy(ProcessStrategy):
     ) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._fit_run is not None:
-            self._fit_run.warm_up.after_step()
+            self._fit_run.after_step()
         return result
+
+    @override
+    def on_validation_start(self) -> None:
+        if self._fit_run is not None:
+            self._fit_run.interrupt()
 
     @override
     def on_train_end(self) -> None:
@@ -625,13 +638,20 @@ class ElixirStrategy(ProcessStrategy):
     @override
     def teardown(self) -> None:
         self.model = self.lightning_module
-        if self._fit_run is not None:
-            self._fit_run.close()
         self._fit_run = None
         self._in_place.close()
         self._sharded.close()
         super().teardown()
+        self._rest()
         self._sharded.finish()
+
+    def _rest(self) -> None:
+        """No thread of ours goes on when a run is over."""
+        holding = Holding.of(self.lightning_module)
+        if self._elixir_optimizer is not None:
+            self._elixir_optimizer.rest()
+        elif holding is not None:
+            holding.engine.engine.rest()
 
     # Checkpoints
 
@@ -737,6 +757,11 @@ class ElixirStrategy(ProcessStrategy):
 
     def reset_stats(self) -> None:
         self._engine.reset_stats()
+
+    def step_metrics(self) -> dict[str, float]:
+        """What `ElixirStatsMonitor` logs, by name: counts and means of the training steps since the last call, bytes held
+        at the end of the last one. Empty after a step that was not measured."""
+        return {} if self._fit_run is None else self._fit_run.metrics()
 
     def grad_norm(self) -> Tensor:
         """Total norm of the gradients, unscaled: of the current ones, or after a step of those it used. Collective.
