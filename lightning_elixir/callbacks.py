@@ -11,8 +11,8 @@ from lightning_elixir.errors import PlanError
 
 
 class ElixirStatsMonitor(Callback):
-    """Gives `elixir/...` metrics to the Trainer's loggers, in the steps in which the model's own metrics are logged: bytes
-    held and moved, fetches and evictions, and where the time of a step goes.
+    """Gives `elixir/...` metrics to the Trainer's loggers, in the steps in which the model's own metrics are logged:
+    bytes held and moved, fetches and evictions, and where the time of a step goes.
 
     For `Trainer(strategy="elixir", callbacks=[ElixirStatsMonitor()])`. Only in steps that are logged does the host wait
     for the device.
@@ -27,8 +27,8 @@ class ElixirStatsMonitor(Callback):
 
         if not isinstance(trainer.strategy, ElixirStrategy):
             raise PlanError(
-                f"ElixirStatsMonitor shows what ElixirStrategy does, and this Trainer has {type(trainer.strategy).__name__}:"
-                ' leave it out, or use Trainer(strategy="elixir")'
+                f"ElixirStatsMonitor shows what ElixirStrategy does, and this Trainer has"
+                f' {type(trainer.strategy).__name__}: leave it out, or use Trainer(strategy="elixir")'
             )
         if stage == "fit" and not trainer.loggers:
             raise PlanError("ElixirStatsMonitor gives its metrics to loggers, and this Trainer has none: leave it out")

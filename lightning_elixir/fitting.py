@@ -111,9 +111,7 @@ class FitRun:
         if self._meter is not None:
             if batch_idx == 0:
                 self._meter.interrupt()
-            self._meter.begin_batch(
-                is_wanted=self._is_monitored and self._trainer._logger_connector.should_update_logs
-            )
+            self._meter.begin_batch(is_wanted=self._is_monitored and self._trainer._logger_connector.should_update_logs)
 
     def interrupt(self) -> None:
         """What comes until the next batch belongs to no step."""

@@ -886,10 +886,17 @@ class ElixirOptimizer(torch.optim.Optimizer):
                     state[numbers[id(parameter)]] = {
                         key: whole[fqn][key] if kind == "tensor" else value for key, (kind, value) in entries.items()
                     }
-        result: dict[str, Any] = {"state": state, "param_groups": groups}
+        result: dict[str, Any] = {"state": {n: state[n] for n in sorted(state)}, "param_groups": groups}
         if self.scaler.enabled:
             result["loss_scaler"] = self.scaler.state_dict()
         return result
+
+    def __reduce__(self) -> Any:
+        """A copy, also a pickled one, is the user's own optimizer over copies of the parameters, with whole states.
+        Collective."""
+        self._engine.meet(Meeting.STATE)
+        state = self.state_dict()
+        return _plain_optimizer, (self.optimizer, self._engine.comm.exchange_objects(state)[0])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of `state_dict()` or of the same torch optimizer over the plain model; the same on every rank.
@@ -1020,6 +1027,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self.optimizer.add_param_group(param_group)
         else:
             super().add_param_group(param_group)
+
+
+def _plain_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.optim.Optimizer:
+    """What a copied or pickled `ElixirOptimizer` is restored by."""
+    optimizer.load_state_dict({key: value for key, value in state.items() if key != "loss_scaler"})
+    return optimizer
 
 
 def _weakly(method: Callable[[_T], None]) -> Callable[[_T], None]:

@@ -79,6 +79,9 @@ class ElixirPrecision(Precision):
         self.device_type = "cpu"  # the strategy tells
         self._optimizer: ElixirOptimizer | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_optimizer": None}  # of the run under way, which copies are not part of
+
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """Dtype of parameters in forward and backward; None: the model's own."""

@@ -52,6 +52,7 @@ from lightning_elixir.config import (
     StateDictType,
     TimingName,
 )
+from lightning_elixir.core.comm import SoloComm
 from lightning_elixir.core.threads import ThreadPlan, thread_plan
 from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.errors import PlanError, StateError
@@ -232,6 +233,20 @@ class ElixirStrategy(ProcessStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, also pickled ones: options, and the model as a plain one, but nothing of a run."""
+        state: dict[str, Any] = super().__getstate__()
+        state |= {
+            "_elixir_optimizer": None,
+            "_evaluation": None,
+            "_fit_run": None,
+            "_comm": SoloComm(),  # until it runs
+            "_sharded": ShardedCheckpoints(self._config.async_save),
+            "_in_place": contextlib.ExitStack(),
+        }
+        return state
 
     # Processes
 
@@ -759,8 +774,8 @@ class ElixirStrategy(ProcessStrategy):
         self._engine.reset_stats()
 
     def step_metrics(self) -> dict[str, float]:
-        """What `ElixirStatsMonitor` logs, by name: counts and means of the training steps since the last call, bytes held
-        at the end of the last one. Empty after a step that was not measured."""
+        """What `ElixirStatsMonitor` logs, by name: counts and means of the training steps since the last call, and
+        bytes held at the end of the last one. Empty after a step that was not measured."""
         return {} if self._fit_run is None else self._fit_run.metrics()
 
     def grad_norm(self) -> Tensor:
