@@ -752,8 +752,16 @@ class ElixirStrategy(ProcessStrategy):
         if self._sharded.is_open and not checkpoint["optimizer_states"]:
             self._sharded.load_optimizer(self._engine, self._wrapped_optimizer)
             return
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)
+        states = checkpoint["optimizer_states"]
+        if len(states) > 1:
+            raise PlanError(
+                f"the checkpoint holds the states of {len(states)} optimizers, and ElixirStrategy works with one: load"
+                " its weights alone (load_from_checkpoint), or leave in it the one state that belongs to this optimizer"
+            )
+        if not states:  # as plain Lightning does, which says nothing
+            log.warning("the checkpoint holds no optimizer state: the optimizer begins anew")
+        for state in states:
+            self._wrapped_optimizer.load_state_dict(state)
 
     @override
     def on_train_start(self) -> None:
