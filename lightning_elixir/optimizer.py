@@ -758,7 +758,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Clip the total norm in the coming step, as `torch.nn.utils.clip_grad_norm_` does. Collective.
 
         Returns:
-            0-dim fp32: the norm of all gradients before clipping, unscaled.
+            0-dim, fp32 (fp64 where the model computes in that): the norm of all gradients before clipping, unscaled.
 
         Raises:
             PlanError: For other norms than 2 and inf.
@@ -766,7 +766,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.meet(Meeting.GRADIENTS)
         engine.reducer.is_tracking_square_sums = True
-        return torch.tensor(self._clip(max_norm, self._used(), norm_type), dtype=torch.float32)
+        return self._as_norm(self._clip(max_norm, self._used(), norm_type))
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient to [-clip_value, clip_value] in the coming step."""
@@ -774,7 +774,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Total norm of the gradients as they are now (unscaled, clipped if clipping was asked for), or, after a step,
-        of those that it found before clipping them. Collective. 0-dim fp32.
+        of those that it found before clipping them. Collective. 0-dim, of the dtype of `clip_grad_norm_`.
 
         A step that does not clip computes a norm only once somebody has asked for one: nan after one that did not.
         """
@@ -786,9 +786,13 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if not used:
             if self._last_norm is None:
                 log.warning("the last step did not need the norm of its gradients; it is computed from now on")
-            return torch.tensor(math.nan if self._last_norm is None else self._last_norm, dtype=torch.float32)
+            return self._as_norm(math.nan if self._last_norm is None else self._last_norm)
         self._last_norm = self._norm(used, norm_type)
-        return torch.tensor(self._last_norm, dtype=torch.float32)
+        return self._as_norm(self._last_norm)
+
+    def _as_norm(self, value: float) -> Tensor:
+        is_double = self._engine.plan.compute_dtype == "float64"
+        return torch.tensor(value, dtype=torch.float64 if is_double else torch.float32)
 
     def _clip(self, max_norm: float, used: Mapping[int, set[int]], norm_type: float = 2.0) -> float:
         norm = self._norm(used, norm_type)

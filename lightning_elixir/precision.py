@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_elixir._lightning import (
     Callback,
+    DoublePrecision,
     HalfPrecision,
     LightningModule,
     LightningOptimizer,
@@ -26,9 +27,11 @@ from lightning_elixir.errors import PlanError
 if TYPE_CHECKING:
     from lightning_elixir.wrapper import ElixirOptimizer
 
-PrecisionName = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
+PrecisionName = Literal["64-true", "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 
 _NAMES: dict[str, PrecisionName] = {
+    "64-true": "64-true",
+    "64": "64-true",
     "32-true": "32-true",
     "32": "32-true",
     "16-mixed": "16-mixed",
@@ -46,6 +49,7 @@ class ElixirPrecision(Precision):
     ============ ================= ============= ====================
     precision    parameters        optimizer     loss scaling
     ============ ================= ============= ====================
+    `64-true`    fp64              fp64          none
     `32-true`    as the model has  the same      none
     `16-mixed`   fp16              fp32 master   dynamic
     `bf16-mixed` bf16              fp32 master   none
@@ -57,7 +61,8 @@ class ElixirPrecision(Precision):
     under autocast those of all norms.
 
     Args:
-        precision: One of the above; `16`, `bf16` and `32` are short for `16-mixed`, `bf16-mixed` and `32-true`.
+        precision: One of the above; `16`, `bf16`, `32` and `64` are short for `16-mixed`, `bf16-mixed`, `32-true` and
+            `64-true`.
         autocast: mixed: run steps under `torch.autocast`, so that norms, softmax and losses are computed in fp32.
             False: no autocast; floating-point inputs of the steps are cast, and everything is computed in 16 bits.
 
@@ -87,6 +92,8 @@ class ElixirPrecision(Precision):
         """Dtype of parameters in forward and backward; None: the model's own."""
         if self.precision == "32-true":
             return None
+        if self.precision == "64-true":
+            return torch.float64
         return torch.bfloat16 if self.precision.startswith("bf16") else torch.float16
 
     @property
@@ -98,8 +105,8 @@ class ElixirPrecision(Precision):
         return self.is_mixed and self.autocast
 
     @property
-    def _half_dtype(self) -> torch.dtype | None:
-        """The dtype that tensors are created in, where no fp32 copy exists."""
+    def _true_dtype(self) -> torch.dtype | None:
+        """The dtype that tensors are created in, where there is none but one."""
         return None if self.is_mixed else self.compute_dtype
 
     def check_device(self, device_type: str) -> None:
@@ -122,11 +129,13 @@ class ElixirPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module if self._half_dtype is None else module.to(dtype=self._half_dtype)
+        if self.precision == "64-true":
+            return module.double()  # which leaves complex parameters alone, as plain Lightning does
+        return module if self._true_dtype is None else module.to(dtype=self._true_dtype)
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._half_dtype is None else _default_dtype(self._half_dtype)
+        return nullcontext() if self._true_dtype is None else _default_dtype(self._true_dtype)
 
     @override
     def module_init_context(self) -> AbstractContextManager[None]:
@@ -200,7 +209,7 @@ def elixir_precision(plugin: Precision, *, autocast: bool) -> ElixirPrecision:
     """
     if isinstance(plugin, ElixirPrecision):
         return plugin
-    if type(plugin) in (Precision, MixedPrecision, HalfPrecision):
+    if type(plugin) in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
         return ElixirPrecision(plugin.precision, autocast=autocast)
     raise PlanError(
         f"{type(plugin).__name__} (precision {plugin.precision!r}) does not work with ElixirStrategy: choose precision"

@@ -790,7 +790,7 @@ class ElixirStrategy(ProcessStrategy):
         """Total norm of the gradients, unscaled: of the current ones, or after a step of those it used. Collective.
 
         Returns:
-            0-dim, fp32.
+            0-dim, fp32; fp64 with `precision="64-true"`.
 
         Raises:
             StateError: Outside of `fit`.
@@ -800,7 +800,8 @@ class ElixirStrategy(ProcessStrategy):
         return self._elixir_optimizer.grad_norm()
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Whole gradients by parameter name: fp32, on the CPU, unscaled. Collective."""
+        """Whole gradients by parameter name: fp32 (fp64 with `precision="64-true"`), on the CPU, unscaled.
+        Collective."""
         scale = 1.0 if self._elixir_optimizer is None else self._elixir_optimizer.loss_scale
         return self._engine.full_grads(scale)
 

@@ -232,8 +232,8 @@ class ElixirModule(nn.Module):
             yield {name: members[name][0].parameters[members[name][1]] for name in wanted}
 
     def full_grads(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
-        """Whole gradients of all parameters that have one, fp32 on the CPU of every rank, divided by `loss_scale`.
-        Collective."""
+        """Whole gradients of all parameters that have one, fp32 (fp64 ones as they are) on the CPU of every rank,
+        divided by `loss_scale`. Collective."""
         self.engine.meet(Meeting.GRADIENTS)
         return whole_grads(self.engine, 1.0 / loss_scale)
 
