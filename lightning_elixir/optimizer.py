@@ -24,6 +24,7 @@ from lightning_elixir.core.worker import Task, TaskEvent
 from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRunner, UpdateTimes
 from lightning_elixir.optim.hybrid_adam import HybridAdam
+from lightning_elixir.optim.own_steps import OwnStep
 from lightning_elixir.optim.scaling import LossScaler, absolute_max, clip_coefficient, square_sums
 from lightning_elixir.optim.segments import elementwise_class, is_scalar_state
 from lightning_elixir.optim.speculation import Begun, Speculation
@@ -94,6 +95,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         num_update_threads: int | None = None,
     ) -> None:
         self._cls = elementwise_class(optimizer)
+        self._own_step = OwnStep(optimizer, self._cls) if OwnStep.is_needed(optimizer, self._cls) else None
         self._engine: Engine = module.engine
         check_parameters(self._engine, optimizer)
         check_has_no_place(optimizer)
@@ -255,25 +257,48 @@ class ElixirOptimizer(torch.optim.Optimizer):
         with self._engine.backward():
             self.scale_loss(loss).backward(**kwargs)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    @property
+    def has_own_step(self) -> bool:
+        """Whether the user's optimizer does something around the step of the class that it is made of."""
+        return self._own_step is not None
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the parameters and drop the gradients. Collective.
 
         With loss scaling, a step whose gradients hold inf or nan changes nothing but the scale (`is_step_skipped`).
+        Hooks of the user's optimizer run, and so does a `step` of the user's own class: [Note: own steps],
+        `optim/own_steps.py`.
 
         Args:
             closure: Computes the loss and calls `backward`; run first.
+            kwargs: For a `step` of the user's own class.
 
         Returns:
-            What the closure returned.
+            What the closure, or such a `step`, returned.
         """
+        inner = self.optimizer
+        args: tuple[Any, ...] = () if closure is None else (closure,)
+        for before in list(inner._optimizer_step_pre_hooks.values()):
+            changed = before(inner, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        if self._own_step is not None:
+            result = self._own_step.run(self._run_step, *args, **kwargs)
+        else:
+            result = self._run_step(*args, **kwargs)
+        for after in list(inner._optimizer_step_post_hooks.values()):
+            after(inner, args, kwargs)
+        # The `step` that torch has wrapped never runs; a learning-rate scheduler built on it would warn about that.
+        inner._opt_called = True  # type: ignore[attr-defined]
+        return result
+
+    def _run_step(self, closure: Callable[[], Any] | None = None) -> Any:
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
         with label("step"), self._engine.telling(), deferred():  # a step is done, or is not: half of it cannot be saved
             self._step()
-        # The user's own `step` never runs; a learning-rate scheduler built on it would warn about that.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return result
 
     def _step(self) -> None:
@@ -309,6 +334,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, whatever `set_to_none` says: managed parameters keep none."""
+        if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+            self.optimizer.zero_grad(set_to_none)  # the user's class may do more
         self._engine.drop_gradients()
         self._transforms = []
 
@@ -635,7 +662,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if self.scaler.enabled or self.max_norm > 0 or self._transforms:
             return False
         has_new_groups = self._group_sizes() != self._shape
-        has_hooks = bool(self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        has_hooks = bool(
+            self._optimizer_step_pre_hooks
+            or self.optimizer._optimizer_step_pre_hooks
+            or _global_optimizer_pre_hooks
+            or self._own_step is not None
+        )
         return not (has_new_groups or has_hooks or self._engine.reducer.is_tracking_square_sums)
 
     @contextmanager

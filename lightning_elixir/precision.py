@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -169,6 +170,9 @@ class ElixirPrecision(Precision):
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         elixir = _unwrap(optimizer)
+        if elixir.has_own_step and not elixir.scaler.enabled:
+            # As in plain Lightning: it may do something before the closure runs, and with what that returns.
+            return elixir.step(partial(self._wrap_closure, model, optimizer, closure), **kwargs)
         with elixir.unobserved(is_update_unobserved(model)):
             # The closure runs here and not inside `step`: clipping needs the gradients of the whole closure.
             result = closure()
