@@ -375,7 +375,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument(
-        "--precision", default="32-true", help="32-true (default), 16-mixed, bf16-mixed, 16-true, bf16-true"
+        "--precision", default="32-true", help="32-true (default), 64-true, 16-mixed, bf16-mixed, 16-true, bf16-true"
     )
     parser.add_argument("--policy", help="placement policy: auto (default), cpu, cuda, const, static")
     parser.add_argument("--gpu-memory-limit", help='plan as if there were no more, such as "24GiB"')

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_elixir.callbacks import ElixirStatsMonitor as ElixirStatsMonitor
     from lightning_elixir.errors import CapacityError as CapacityError
     from lightning_elixir.errors import DivergenceError as DivergenceError
     from lightning_elixir.errors import ElixirError as ElixirError
@@ -44,6 +45,7 @@ _HOMES = {
     "ElixirModule": "wrapper",
     "ElixirOptimizer": "wrapper",
     "ElixirPrecision": "precision",
+    "ElixirStatsMonitor": "callbacks",
     "ElixirStrategy": "strategy",
     "HardwareSpec": "plan.hardware",
     "HybridAdam": "optim.hybrid_adam",
@@ -69,6 +71,7 @@ __all__ = [
     "ElixirModule",
     "ElixirOptimizer",
     "ElixirPrecision",
+    "ElixirStatsMonitor",
     "ElixirStrategy",
     "HardwareSpec",
     "HybridAdam",

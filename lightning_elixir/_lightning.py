@@ -28,7 +28,14 @@ if TYPE_CHECKING or find_spec("lightning") is not None:
         OnExceptionCheckpoint,
     )
     from lightning.pytorch.core.optimizer import LightningOptimizer
-    from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, HalfPrecision, MixedPrecision, Precision
+    from lightning.pytorch.plugins import (
+        CheckpointIO,
+        ClusterEnvironment,
+        DoublePrecision,
+        HalfPrecision,
+        MixedPrecision,
+        Precision,
+    )
     from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
@@ -52,7 +59,14 @@ else:
         OnExceptionCheckpoint,
     )
     from pytorch_lightning.core.optimizer import LightningOptimizer
-    from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, HalfPrecision, MixedPrecision, Precision
+    from pytorch_lightning.plugins import (
+        CheckpointIO,
+        ClusterEnvironment,
+        DoublePrecision,
+        HalfPrecision,
+        MixedPrecision,
+        Precision,
+    )
     from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
@@ -68,6 +82,7 @@ __all__ = [
     "Callback",
     "CheckpointIO",
     "ClusterEnvironment",
+    "DoublePrecision",
     "GradientAccumulationScheduler",
     "HalfPrecision",
     "LightningModule",

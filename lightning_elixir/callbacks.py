@@ -1,272 +1,47 @@
-"""What a run is seen to take: metrics for the Trainer's loggers, and figures for the report at its end."""
+"""Callbacks for users' Trainers."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_elixir._lightning import Callback, LightningModule, Trainer
-from lightning_elixir.optim.execution import UpdateTimes
-from lightning_elixir.plan.types import Plan
-from lightning_elixir.report import Measured
-from lightning_elixir.runtime.engine import Engine
-from lightning_elixir.runtime.stats import Stats
-
-_RCACHE_COUNTERS = ("fetches", "prefetches", "hits", "evictions")
-_MOVES = ("h2d", "d2h", "gathered", "reduced")
-# Bounds the memory of long runs; a report is about the usual step.
-_MOST_STEPS = 4096
-# For a report, this many of the first steps in the steady state are timed, however rarely metrics are logged.
-_REPORT_TIMED_STEPS = 3
+from lightning_elixir.errors import PlanError
 
 
-@dataclass
-class _Mean:
-    total: float = 0.0
-    count: int = 0
+class ElixirStatsMonitor(Callback):
+    """Gives `elixir/...` metrics to the Trainer's loggers, in the steps in which the model's own metrics are logged:
+    bytes held and moved, fetches and evictions, and where the time of a step goes.
 
-    def add(self, value: float) -> None:
-        self.total += value
-        self.count += 1
+    For `Trainer(strategy="elixir", callbacks=[ElixirStatsMonitor()])`. Only in steps that are logged does the host wait
+    for the device.
 
-    @property
-    def value(self) -> float | None:
-        return self.total / self.count if self.count else None
-
-
-def _seconds() -> deque[float]:
-    return deque(maxlen=_MOST_STEPS)
-
-
-def _median(values: deque[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-@dataclass
-class _Steady:
-    """Figures of steps under one plan."""
-
-    plan: Plan
-    num_steps: int = 0
-    step_s: deque[float] = field(default_factory=_seconds)
-    # Of the steps that were timed. An update may be over long after its step: the first one that is seen may still be
-    # that of the first step under the plan, which allocates. So medians are asked for.
-    compute_s: deque[float] = field(default_factory=_seconds)
-    waiting_s: deque[float] = field(default_factory=_seconds)
-    update_s: deque[float] = field(default_factory=_seconds)
-    counters: dict[str, float] = field(default_factory=dict)
-    """Summed over `num_steps` steps."""
-    held_bytes: dict[str, int] = field(default_factory=dict)
-    """The most of each kind that was seen."""
-
-    def see_bytes(self, held: Mapping[str, int]) -> None:
-        for kind, nbytes in held.items():
-            self.held_bytes[kind] = max(nbytes, self.held_bytes.get(kind, 0))
-
-
-class StepMonitor(Callback):
-    """Measures training steps and gives `elixir/...` metrics to the Trainer's loggers; added by `ElixirStrategy`.
-
-    Only in steps whose metrics are logged does the host wait for the device.
-
-    Attributes:
-        is_blind_to_gradients: For `precision.is_update_unobserved`: its hook between backward and step looks at neither
-            gradients nor parameters.
-
-    Args:
-        engine: Whose steps these are.
-        time_steps: Turns the timing of steps on and off.
-        update_times: Of the last step whose updates are all over, which may be an earlier one than the last; None: of
-            none, since nothing was updated or all of it is still under way. Must not wait.
-        is_reporting: Whether there will be a report, so that some steps are timed in any case.
+    Raises:
+        PlanError: When `fit` begins: the Trainer has another strategy, or no logger.
     """
 
-    is_blind_to_gradients = True
-
-    def __init__(
-        self,
-        engine: Engine,
-        time_steps: Callable[[bool], None],
-        update_times: Callable[[], UpdateTimes | None],
-        *,
-        is_reporting: bool = False,
-    ) -> None:
-        self._engine = engine
-        self._time_steps = time_steps
-        self._update_times = update_times
-        self._is_reporting = is_reporting
-        self._steady: _Steady | None = None
-        self._since_s: float | None = None  # when the step under way began
-        self._is_timed = False
-        self._wall_s = _Mean()  # since the last log
-        self._counted: dict[str, float] = {}  # in steps since the last log
-        self._counters: dict[str, float] = {}  # when the batch under way began
-        self._plan: Plan = engine.plan  # then
-        self._seen_times: UpdateTimes | None = None  # so that no step's update counts twice
-
-    # Hooks
-
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._steady = None
-        self._wall_s, self._counted = _Mean(), {}
-        self._interrupt()
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        from lightning_elixir.strategy import ElixirStrategy  # which looks for this callback
 
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._since_s is None:
-            self._since_s = time.perf_counter()
-        self._counters, self._plan = self._read_counters(), self._engine.plan
-        is_wanted = bool(trainer.loggers) and trainer._logger_connector.should_update_logs
-        if self._is_reporting and self._steady is not None:
-            is_wanted |= self._steady.num_steps < _REPORT_TIMED_STEPS
-        self._set_timed(is_wanted)
-
-    @override
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if not self._is_timed:
-            return
-        self._update_times()  # last chance to see those of the step before, where updates run behind the forward
-        if self._steady is not None:
-            self._steady.see_bytes(self._engine.held_bytes())  # with the gradients
+        if not isinstance(trainer.strategy, ElixirStrategy):
+            raise PlanError(
+                f"ElixirStatsMonitor shows what ElixirStrategy does, and this Trainer has"
+                f' {type(trainer.strategy).__name__}: leave it out, or use Trainer(strategy="elixir")'
+            )
+        if stage == "fit" and not trainer.loggers:
+            raise PlanError("ElixirStatsMonitor gives its metrics to loggers, and this Trainer has none: leave it out")
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._count()
-        if trainer.fit_loop._should_accumulate():
+        is_logged = trainer._logger_connector.should_update_logs and not trainer.fit_loop._should_accumulate()
+        if not (is_logged and trainer.is_global_zero):
             return
-        self._end_step()
-        if self._is_timed and trainer.is_global_zero:
-            stats = self._engine.stats()
-            self._see(stats)
-            if trainer.loggers and trainer._logger_connector.should_update_logs:
-                self._log(trainer, stats)
-        self._set_timed(False)
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._interrupt()
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._interrupt()
-
-    # Measuring
-
-    def _interrupt(self) -> None:
-        """What comes now belongs to no step."""
-        self._since_s = None
-
-    def _set_timed(self, is_timed: bool) -> None:
-        # On all ranks alike. While the strategy warms up it times steps for its own ends.
-        if is_timed != self._is_timed:
-            self._is_timed = is_timed
-            self._time_steps(is_timed)
-
-    def _end_step(self) -> None:
-        now_s, since_s = time.perf_counter(), self._since_s
-        self._since_s = now_s  # until the next step ends: data loading is part of a step
-        plan = self._engine.plan
-        steady = self._steady
-        if steady is None or steady.plan is not plan:
-            # The first step under a plan allocates, and may record; it is not like the others.
-            self._steady = _Steady(plan)
-            self._seen_times = self._update_times()  # of that step, or of one under an earlier plan
-        elif since_s is not None:
-            steady.num_steps += 1
-            steady.step_s.append(now_s - since_s)
-        if since_s is not None:
-            self._wall_s.add(now_s - since_s)
-
-    def _read_counters(self) -> dict[str, float]:
-        counters, moved = self._engine.rcache.counters, self._engine.moved
-        found: dict[str, float] = {name: getattr(counters, name) for name in _RCACHE_COUNTERS}
-        found["redone_steps"] = self._engine.redone_steps
-        if self._engine.store.states is not None:
-            traffic = self._engine.traffic
-            found |= {"nvme_read_bytes": traffic.read_bytes, "nvme_written_bytes": traffic.written_bytes}
-            found["nvme_wait_s"] = traffic.waited_s
-        return found | {f"{name}_bytes": getattr(moved, name) for name in _MOVES}
-
-    def _count(self) -> None:
-        """Between batches users may reset counters, and validation counts as well; so look at both ends of a batch."""
-        has_new_rcache = self._engine.plan is not self._plan
-        for name, value in self._read_counters().items():
-            start = 0 if has_new_rcache and name in _RCACHE_COUNTERS else self._counters.get(name, 0)
-            added = value - start if value >= start else value
-            self._counted[name] = self._counted.get(name, 0) + added
-            if self._steady is not None:
-                self._steady.counters[name] = self._steady.counters.get(name, 0) + added
-
-    def _see(self, stats: Stats) -> None:
-        steady = self._steady
-        if steady is None:
-            return
-        steady.see_bytes(stats.held_bytes)
-        if steady.num_steps:
-            if stats.compute_s is not None:
-                steady.compute_s.append(stats.compute_s)
-            if stats.exposed_wait_s is not None:
-                steady.waiting_s.append(stats.exposed_wait_s)
-            times = self._update_times()
-            if times is not None and times != self._seen_times:
-                self._seen_times = times
-                steady.update_s.append(times.update_s)
-
-    # Metrics
-
-    def _log(self, trainer: Trainer, stats: Stats) -> None:
-        metrics = self._metrics(stats)
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as for what the model logs in this step
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
-
-    def _metrics(self, stats: Stats) -> dict[str, float]:
-        held, engine = stats.held_bytes, self._engine
-        found: dict[str, float | None] = {f"{kind}_bytes": nbytes for kind, nbytes in held.items()}
-        found["gpu_bytes"] = sum(nbytes for kind, nbytes in held.items() if not kind.startswith(("cpu_", "nvme_")))
-        found["cpu_bytes"] = sum(nbytes for kind, nbytes in held.items() if kind.startswith("cpu_"))
-        found |= self._counted
-        self._counted = {}
-        found["step_s"], self._wall_s = self._wall_s.value, _Mean()
-        found["compute_s"] = stats.compute_s
-        found["exposed_wait_s"] = stats.exposed_wait_s
-        times = self._update_times()
-        if times is not None:
-            found["update_s"], found["adam_s"] = times.update_s, times.adam_s
-        if engine.device.is_counting:
-            found["peak_gpu_bytes"] = engine.device.peak_bytes()
-        return {f"elixir/{name}": float(value) for name, value in found.items() if value is not None}
-
-    # The report
-
-    def measured(self) -> tuple[Measured, dict[str, int]]:
-        """What was seen since the plan in force came, and the most bytes of each kind."""
-        stats, engine = self._engine.stats(), self._engine
-        steady = self._steady or _Steady(self._engine.plan)
-        steady.see_bytes(stats.held_bytes)
-        measured = Measured(
-            peak_gpu_bytes=engine.device.peak_bytes() if engine.device.is_counting else None,
-            host_bytes=sum(nbytes for kind, nbytes in steady.held_bytes.items() if kind.startswith("cpu_")),
-            step_s=tuple(steady.step_s),
-            compute_s=_median(steady.compute_s),
-            waiting_s=_median(steady.waiting_s),
-            adam_s=_median(steady.update_s),
-            counters=_per_step(steady),
-        )
-        return measured, dict(sorted(steady.held_bytes.items()))
-
-
-def _per_step(steady: _Steady) -> dict[str, int | float]:
-    """Mean counts of one step."""
-    num = max(1, steady.num_steps)
-    return {name: count // num if count % num == 0 else count / num for name, count in steady.counters.items()}
+        metrics = trainer.strategy.step_metrics()  # type: ignore[attr-defined]
+        if metrics:
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as for what the model logs in this step
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=step)

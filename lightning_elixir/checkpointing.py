@@ -252,6 +252,25 @@ class _Commit:
             self._running.release()
 
 
+class _StandIn:
+    """What a user's callback has in place of one of its methods for the time of a run. A copy of the callback, also a
+    pickled one, has the method itself."""
+
+    def __init__(self, original: Callable[..., Any], call: Callable[..., Any]) -> None:
+        self._original = original
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._original,)
+
+
+def _itself(original: Callable[..., Any]) -> Callable[..., Any]:
+    return original
+
+
 @contextlib.contextmanager
 def sees_saves(callback: Any, saves: ShardedCheckpoints) -> Iterator[None]:
     """Have a `ModelCheckpoint` count what is being saved among the files that are there, when it chooses a name.
@@ -264,7 +283,7 @@ def sees_saves(callback: Any, saves: ShardedCheckpoints) -> Iterator[None]:
     def file_exists(filepath: str | Path, trainer: Any) -> bool:
         return saves.is_coming(Path(filepath)) or original(filepath, trainer)
 
-    callback.file_exists = file_exists
+    callback.file_exists = _StandIn(original, file_exists)
     try:
         yield
     finally:
@@ -314,7 +333,7 @@ class SavesOnException:
             except DivergenceError as error:  # the exception is what users have to see
                 log.error("rank %d: saving on %s failed: %s", self._comm.rank, type(exception).__name__, error)
 
-        callback.on_exception = on_exception
+        callback.on_exception = _StandIn(original, on_exception)
         try:
             yield
         finally:

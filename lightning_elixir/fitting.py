@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from lightning_elixir._lightning import GradientAccumulationScheduler, LightningModule, Trainer
-from lightning_elixir.callbacks import StepMonitor
+from lightning_elixir.callbacks import ElixirStatsMonitor
 from lightning_elixir.config import ElixirConfig
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.holding import Holding
+from lightning_elixir.metering import StepMeter
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.timeline import Timeline
@@ -41,7 +42,7 @@ class FitRun:
     """One fit.
 
     Args:
-        trainer: Gets a callback that measures, where there are loggers or a report.
+        trainer: Whose fit it is; its steps are measured where there is a report, or an `ElixirStatsMonitor`.
         module: The model.
         holding: Its engine.
         optimizer: The one that was set up for this fit.
@@ -89,18 +90,53 @@ class FitRun:
             is_profile_wanted=config.report_dir is not None,
         )
         self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.start_over)
-        self._monitor: StepMonitor | None = None
+        self._meter: StepMeter | None = None
         self._optimizer_name = type(optimizer.optimizer).__name__
-        if trainer.loggers or self._report is not None:
-            self._monitor = StepMonitor(
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self._is_monitored = any(isinstance(callback, ElixirStatsMonitor) for callback in callbacks)
+        if self._is_monitored or self._report is not None:
+            self._meter = StepMeter(
                 engine,
                 self.warm_up.time_steps,
                 lambda: optimizer.last_step_times,
                 is_reporting=self._report is not None,
+                is_read=trainer.is_global_zero,
             )
-            trainer.callbacks.insert(0, self._monitor)  # type: ignore[attr-defined]
 
     # Steps
+
+    def before_batch(self, batch_idx: int) -> None:
+        """A batch begins. Collective until the warm-up is over."""
+        self.warm_up.before_batch()
+        if self._meter is not None:
+            if batch_idx == 0:
+                self._meter.interrupt()
+            self._meter.begin_batch(is_wanted=self._is_monitored and self._trainer._logger_connector.should_update_logs)
+
+    def interrupt(self) -> None:
+        """What comes until the next batch belongs to no step."""
+        if self._meter is not None:
+            self._meter.interrupt()
+
+    def after_backward(self) -> None:
+        """Gradients are there."""
+        if self._meter is not None:
+            self._meter.after_backward()
+
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+        self.warm_up.after_step()
+        if self._module.automatic_optimization:
+            self.end_step()
+
+    def end_step(self) -> None:
+        """What the Trainer counts as one step is over: under manual optimization that is a batch."""
+        if self._meter is not None:
+            self._meter.end_step()
+
+    def metrics(self) -> dict[str, float]:
+        """See `StepMeter.metrics`."""
+        return {} if self._meter is None else self._meter.metrics()
 
     def training_step(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `forward`, a second time if memory runs out."""
@@ -117,22 +153,16 @@ class FitRun:
 
     # The end
 
-    def close(self) -> None:
-        """Take back what the Trainer was given: it would keep the optimizer's states until the next fit."""
-        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-        if self._monitor in callbacks:
-            callbacks.remove(self._monitor)
-
     def write_report(self) -> None:
         """Write the report, if one is wanted. What goes wrong is logged, since the training itself is over."""
-        monitor, report, trainer = self._monitor, self._report, self._trainer
-        if monitor is None or report is None or not trainer.is_global_zero:
+        meter, report, trainer = self._meter, self._report, self._trainer
+        if meter is None or report is None or not trainer.is_global_zero:
             return
         if self._holding.engine.is_closed:
             log.warning("no report is written to %s: the engine is closed, and what it knew is gone", report.folder)
             return
         try:
-            measured, held_bytes = monitor.measured()
+            measured, held_bytes = meter.measured()
             data = ReportData(
                 title=type(self._module).__name__,
                 plan=self._holding.engine.plan,

@@ -24,6 +24,7 @@ from lightning_elixir.core.worker import Task, TaskEvent
 from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRunner, UpdateTimes
 from lightning_elixir.optim.hybrid_adam import HybridAdam
+from lightning_elixir.optim.own_steps import OwnStep
 from lightning_elixir.optim.scaling import LossScaler, absolute_max, clip_coefficient, square_sums
 from lightning_elixir.optim.segments import elementwise_class
 from lightning_elixir.optim.speculation import Begun, Speculation
@@ -96,6 +97,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         num_update_threads: int | None = None,
     ) -> None:
         self._cls = elementwise_class(optimizer)
+        self._own_step = OwnStep(optimizer, self._cls) if OwnStep.is_needed(optimizer, self._cls) else None
         self._engine: Engine = module.engine
         check_parameters(self._engine, optimizer)
         check_has_no_place(optimizer)
@@ -284,25 +286,48 @@ class ElixirOptimizer(torch.optim.Optimizer):
         with self._engine.backward():
             self.scale_loss(loss).backward(**kwargs)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    @property
+    def has_own_step(self) -> bool:
+        """Whether the user's optimizer does something around the step of the class that it is made of."""
+        return self._own_step is not None
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the parameters and drop the gradients. Collective.
 
         With loss scaling, a step whose gradients hold inf or nan changes nothing but the scale (`is_step_skipped`).
+        Hooks of the user's optimizer run, and so does a `step` of the user's own class: [Note: own steps],
+        `optim/own_steps.py`.
 
         Args:
             closure: Computes the loss and calls `backward`; run first.
+            kwargs: For a `step` of the user's own class.
 
         Returns:
-            What the closure returned.
+            What the closure, or such a `step`, returned.
         """
+        inner = self.optimizer
+        args: tuple[Any, ...] = () if closure is None else (closure,)
+        for before in list(inner._optimizer_step_pre_hooks.values()):
+            changed = before(inner, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        if self._own_step is not None:
+            result = self._own_step.run(self._run_step, *args, **kwargs)
+        else:
+            result = self._run_step(*args, **kwargs)
+        for after in list(inner._optimizer_step_post_hooks.values()):
+            after(inner, args, kwargs)
+        # The `step` that torch has wrapped never runs; a learning-rate scheduler built on it would warn about that.
+        inner._opt_called = True  # type: ignore[attr-defined]
+        return result
+
+    def _run_step(self, closure: Callable[[], Any] | None = None) -> Any:
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
         with label("step"), self._engine.telling(), deferred():  # a step is done, or is not: half of it cannot be saved
             self._step()
-        # The user's own `step` never runs; a learning-rate scheduler built on it would warn about that.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return result
 
     def _step(self) -> None:
@@ -330,6 +355,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, whatever `set_to_none` says: managed parameters keep none."""
+        if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+            self.optimizer.zero_grad(set_to_none)  # the user's class may do more
         self._engine.drop_gradients()
         self._forget_changes()
 
@@ -403,6 +430,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
             StateError: An update has failed.
         """
         self._engine.synchronize()
+
+    def rest(self) -> None:
+        """End all threads of this optimizer and of its engine when what they do is done, for as long as nobody trains.
+        Raises nothing: what has failed is told to whoever needs it."""
+        self._runner.rest()
+        self._engine.rest()
 
     # Updates of what is in host memory
 
@@ -650,7 +683,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if self.scaler.enabled or self.max_norm > 0 or self._transforms:
             return False
         has_new_groups = self._group_sizes() != self._shape
-        has_hooks = bool(self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        has_hooks = bool(
+            self._optimizer_step_pre_hooks
+            or self.optimizer._optimizer_step_pre_hooks
+            or _global_optimizer_pre_hooks
+            or self._own_step is not None
+        )
         return not (has_new_groups or has_hooks or self._engine.reducer.is_tracking_square_sums)
 
     @contextmanager
@@ -820,7 +858,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Clip the total norm in the coming step, as `torch.nn.utils.clip_grad_norm_` does. Collective.
 
         Returns:
-            0-dim fp32: the norm of all gradients before clipping, unscaled.
+            0-dim, fp32 (fp64 where the model computes in that): the norm of all gradients before clipping, unscaled.
 
         Raises:
             PlanError: For other norms than 2 and inf.
@@ -828,7 +866,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.meet(Meeting.GRADIENTS)
         engine.reducer.is_tracking_square_sums = True
-        return torch.tensor(self._clip(max_norm, self._used(), norm_type), dtype=torch.float32)
+        return self._as_norm(self._clip(max_norm, self._used(), norm_type))
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient to [-clip_value, clip_value] in the coming step."""
@@ -836,7 +874,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Total norm of the gradients as they are now (unscaled, clipped if clipping was asked for), or, after a step,
-        of those that it found before clipping them. Collective. 0-dim fp32.
+        of those that it found before clipping them. Collective. 0-dim, of the dtype of `clip_grad_norm_`.
 
         A step that does not clip computes a norm only once somebody has asked for one: nan after one that did not.
         """
@@ -848,9 +886,13 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if not used:
             if self._last_norm is None:
                 log.warning("the last step did not need the norm of its gradients; it is computed from now on")
-            return torch.tensor(math.nan if self._last_norm is None else self._last_norm, dtype=torch.float32)
+            return self._as_norm(math.nan if self._last_norm is None else self._last_norm)
         self._last_norm = self._norm(used, norm_type)
-        return torch.tensor(self._last_norm, dtype=torch.float32)
+        return self._as_norm(self._last_norm)
+
+    def _as_norm(self, value: float) -> Tensor:
+        is_double = self._engine.plan.compute_dtype == "float64"
+        return torch.tensor(value, dtype=torch.float64 if is_double else torch.float32)
 
     def _clip(self, max_norm: float, used: Mapping[int, set[int]], norm_type: float = 2.0) -> float:
         norm = self._norm(used, norm_type)
@@ -948,10 +990,17 @@ class ElixirOptimizer(torch.optim.Optimizer):
                     state[numbers[id(parameter)]] = {
                         key: whole[fqn][key] if kind == "tensor" else value for key, (kind, value) in entries.items()
                     }
-        result: dict[str, Any] = {"state": state, "param_groups": groups}
+        result: dict[str, Any] = {"state": {n: state[n] for n in sorted(state)}, "param_groups": groups}
         if self.scaler.enabled:
             result["loss_scaler"] = self.scaler.state_dict()
         return result
+
+    def __reduce__(self) -> Any:
+        """A copy, also a pickled one, is the user's own optimizer over copies of the parameters, with whole states.
+        Collective."""
+        self._engine.meet(Meeting.STATE)
+        state = self.state_dict()
+        return _plain_optimizer, (self.optimizer, self._engine.comm.exchange_objects(state)[0])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of `state_dict()` or of the same torch optimizer over the plain model; the same on every rank.
@@ -1084,6 +1133,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self.optimizer.add_param_group(param_group)
         else:
             super().add_param_group(param_group)
+
+
+def _plain_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.optim.Optimizer:
+    """What a copied or pickled `ElixirOptimizer` is restored by."""
+    optimizer.load_state_dict({key: value for key, value in state.items() if key != "loss_scaler"})
+    return optimizer
 
 
 def _weakly(method: Callable[[_T], None]) -> Callable[[_T], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from typing_extensions import override
 
 from lightning_elixir._lightning import (
     Callback,
+    DoublePrecision,
     HalfPrecision,
     LightningModule,
     LightningOptimizer,
@@ -26,9 +28,11 @@ from lightning_elixir.errors import PlanError
 if TYPE_CHECKING:
     from lightning_elixir.wrapper import ElixirOptimizer
 
-PrecisionName = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
+PrecisionName = Literal["64-true", "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 
 _NAMES: dict[str, PrecisionName] = {
+    "64-true": "64-true",
+    "64": "64-true",
     "32-true": "32-true",
     "32": "32-true",
     "16-mixed": "16-mixed",
@@ -46,6 +50,7 @@ class ElixirPrecision(Precision):
     ============ ================= ============= ====================
     precision    parameters        optimizer     loss scaling
     ============ ================= ============= ====================
+    `64-true`    fp64              fp64          none
     `32-true`    as the model has  the same      none
     `16-mixed`   fp16              fp32 master   dynamic
     `bf16-mixed` bf16              fp32 master   none
@@ -57,7 +62,8 @@ class ElixirPrecision(Precision):
     under autocast those of all norms.
 
     Args:
-        precision: One of the above; `16`, `bf16` and `32` are short for `16-mixed`, `bf16-mixed` and `32-true`.
+        precision: One of the above; `16`, `bf16`, `32` and `64` are short for `16-mixed`, `bf16-mixed`, `32-true` and
+            `64-true`.
         autocast: mixed: run steps under `torch.autocast`, so that norms, softmax and losses are computed in fp32.
             False: no autocast; floating-point inputs of the steps are cast, and everything is computed in 16 bits.
 
@@ -79,11 +85,16 @@ class ElixirPrecision(Precision):
         self.device_type = "cpu"  # the strategy tells
         self._optimizer: ElixirOptimizer | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_optimizer": None}  # of the run under way, which copies are not part of
+
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """Dtype of parameters in forward and backward; None: the model's own."""
         if self.precision == "32-true":
             return None
+        if self.precision == "64-true":
+            return torch.float64
         return torch.bfloat16 if self.precision.startswith("bf16") else torch.float16
 
     @property
@@ -95,8 +106,8 @@ class ElixirPrecision(Precision):
         return self.is_mixed and self.autocast
 
     @property
-    def _half_dtype(self) -> torch.dtype | None:
-        """The dtype that tensors are created in, where no fp32 copy exists."""
+    def _true_dtype(self) -> torch.dtype | None:
+        """The dtype that tensors are created in, where there is none but one."""
         return None if self.is_mixed else self.compute_dtype
 
     def check_device(self, device_type: str) -> None:
@@ -119,11 +130,13 @@ class ElixirPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module if self._half_dtype is None else module.to(dtype=self._half_dtype)
+        if self.precision == "64-true":
+            return module.double()  # which leaves complex parameters alone, as plain Lightning does
+        return module if self._true_dtype is None else module.to(dtype=self._true_dtype)
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._half_dtype is None else _default_dtype(self._half_dtype)
+        return nullcontext() if self._true_dtype is None else _default_dtype(self._true_dtype)
 
     @override
     def module_init_context(self) -> AbstractContextManager[None]:
@@ -157,6 +170,9 @@ class ElixirPrecision(Precision):
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         elixir = _unwrap(optimizer)
+        if elixir.has_own_step and not elixir.scaler.enabled:
+            # As in plain Lightning: it may do something before the closure runs, and with what that returns.
+            return elixir.step(partial(self._wrap_closure, model, optimizer, closure), **kwargs)
         with elixir.unobserved(is_update_unobserved(model)):
             # The closure runs here and not inside `step`: clipping needs the gradients of the whole closure.
             result = closure()
@@ -198,7 +214,7 @@ def elixir_precision(plugin: Precision, *, autocast: bool) -> ElixirPrecision:
     """
     if isinstance(plugin, ElixirPrecision):
         return plugin
-    if type(plugin) in (Precision, MixedPrecision, HalfPrecision):
+    if type(plugin) in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
         return ElixirPrecision(plugin.precision, autocast=autocast)
     raise PlanError(
         f"{type(plugin).__name__} (precision {plugin.precision!r}) does not work with ElixirStrategy: choose precision"

@@ -78,6 +78,28 @@ class ProcessStrategy(ParallelStrategy):
         """Whether there is more than one process; asked by the Trainer, which then gives each its part of the data."""
         return self.num_nodes * self.num_processes > 1
 
+    # A single device asks the environment nothing: it may be that of a job of which this process is no numbered part.
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return super().global_rank if self.is_distributed else 0
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return super().local_rank if self.is_distributed else 0
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return super().node_rank if self.is_distributed else 0
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return super().world_size if self.is_distributed else 1
+
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -112,7 +134,7 @@ class ProcessStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tell the environment, and what logs on rank 0 only, who this is. Called by the Trainer."""
-        if self.cluster_environment is not None:
+        if self.cluster_environment is not None and self.is_distributed:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         set_global_rank(self.global_rank)

@@ -13,9 +13,10 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from lightning_elixir._lightning import SIGTERMException, Trainer
-from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.comm import Comm, SoloComm
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,9 @@ class GracefulStop:
         self._trainer = trainer
         self._comm = comm
         self._is_asked_for = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_comm": SoloComm()}  # copies of the Trainer are of no group
 
     @contextmanager
     def installed(self) -> Iterator[None]:

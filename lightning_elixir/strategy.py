@@ -52,6 +52,7 @@ from lightning_elixir.config import (
     StateDictType,
     TimingName,
 )
+from lightning_elixir.core.comm import SoloComm
 from lightning_elixir.core.threads import ThreadPlan, thread_plan
 from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.errors import PlanError, StateError
@@ -232,6 +233,20 @@ class ElixirStrategy(ProcessStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, also pickled ones: options, and the model as a plain one, but nothing of a run."""
+        state: dict[str, Any] = super().__getstate__()
+        state |= {
+            "_elixir_optimizer": None,
+            "_evaluation": None,
+            "_fit_run": None,
+            "_comm": SoloComm(),  # until it runs
+            "_sharded": ShardedCheckpoints(self._config.async_save),
+            "_in_place": contextlib.ExitStack(),
+        }
+        return state
 
     # Processes
 
@@ -549,7 +564,7 @@ class ElixirStrategy(ProcessStrategy):
                 self._sharded.restore_random_states(self._comm, self.root_device)
             self._sharded.close()
         if self._fit_run is not None:
-            self._fit_run.warm_up.before_batch()
+            self._fit_run.before_batch(batch_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -559,7 +574,10 @@ class ElixirStrategy(ProcessStrategy):
             return forward(*args, **kwargs) if run is None else run.training_step(forward, args, kwargs)
         # Backward and step happen inside, so the step is no one forward of the engine: each module that it calls is.
         with self.precision_plugin.train_step_context():
-            return module.training_step(*args, **kwargs)
+            output = module.training_step(*args, **kwargs)
+        if run is not None:
+            run.end_step()
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -589,10 +607,15 @@ class ElixirStrategy(ProcessStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # Under manual optimization Lightning passes no optimizer.
-        run, elixir = super().backward, self._elixir_optimizer
-        if self._fit_run is None or not self._module.automatic_optimization:
+        run, elixir, fit_run = super().backward, self._elixir_optimizer, self._fit_run
+        if fit_run is None:
             return run(closure_loss, elixir, *args, **kwargs)
-        return self._fit_run.backward(closure_loss, lambda loss: run(loss, elixir, *args, **kwargs))
+        if self._module.automatic_optimization:
+            result = fit_run.backward(closure_loss, lambda loss: run(loss, elixir, *args, **kwargs))
+        else:
+            result = run(closure_loss, elixir, *args, **kwargs)
+        fit_run.after_backward()
+        return result
 
     @override
     def optimizer_step(
@@ -604,8 +627,13 @@ class ElixirStrategy(ProcessStrategy):
     ) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._fit_run is not None:
-            self._fit_run.warm_up.after_step()
+            self._fit_run.after_step()
         return result
+
+    @override
+    def on_validation_start(self) -> None:
+        if self._fit_run is not None:
+            self._fit_run.interrupt()
 
     @override
     def on_train_end(self) -> None:
@@ -625,13 +653,20 @@ class ElixirStrategy(ProcessStrategy):
     @override
     def teardown(self) -> None:
         self.model = self.lightning_module
-        if self._fit_run is not None:
-            self._fit_run.close()
         self._fit_run = None
         self._in_place.close()
         self._sharded.close()
         super().teardown()
+        self._rest()
         self._sharded.finish()
+
+    def _rest(self) -> None:
+        """No thread of ours goes on when a run is over."""
+        holding = Holding.of(self.lightning_module)
+        if self._elixir_optimizer is not None:
+            self._elixir_optimizer.rest()
+        elif holding is not None:
+            holding.engine.engine.rest()
 
     # Checkpoints
 
@@ -717,8 +752,16 @@ class ElixirStrategy(ProcessStrategy):
         if self._sharded.is_open and not checkpoint["optimizer_states"]:
             self._sharded.load_optimizer(self._engine, self._wrapped_optimizer)
             return
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)
+        states = checkpoint["optimizer_states"]
+        if len(states) > 1:
+            raise PlanError(
+                f"the checkpoint holds the states of {len(states)} optimizers, and ElixirStrategy works with one: load"
+                " its weights alone (load_from_checkpoint), or leave in it the one state that belongs to this optimizer"
+            )
+        if not states:  # as plain Lightning does, which says nothing
+            log.warning("the checkpoint holds no optimizer state: the optimizer begins anew")
+        for state in states:
+            self._wrapped_optimizer.load_state_dict(state)
 
     @override
     def on_train_start(self) -> None:
@@ -738,11 +781,16 @@ class ElixirStrategy(ProcessStrategy):
     def reset_stats(self) -> None:
         self._engine.reset_stats()
 
+    def step_metrics(self) -> dict[str, float]:
+        """What `ElixirStatsMonitor` logs, by name: counts and means of the training steps since the last call, and
+        bytes held at the end of the last one. Empty after a step that was not measured."""
+        return {} if self._fit_run is None else self._fit_run.metrics()
+
     def grad_norm(self) -> Tensor:
         """Total norm of the gradients, unscaled: of the current ones, or after a step of those it used. Collective.
 
         Returns:
-            0-dim, fp32.
+            0-dim, fp32; fp64 with `precision="64-true"`.
 
         Raises:
             StateError: Outside of `fit`.
@@ -752,7 +800,8 @@ class ElixirStrategy(ProcessStrategy):
         return self._elixir_optimizer.grad_norm()
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Whole gradients by parameter name: fp32, on the CPU, unscaled. Collective."""
+        """Whole gradients by parameter name: fp32 (fp64 with `precision="64-true"`), on the CPU, unscaled.
+        Collective."""
         scale = 1.0 if self._elixir_optimizer is None else self._elixir_optimizer.gradient_scale
         return self._engine.full_grads(scale)
 

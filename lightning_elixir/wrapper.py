@@ -122,12 +122,17 @@ class ElixirModule(nn.Module):
         """Drop all gradients, whatever `set_to_none` says: managed parameters keep none."""
         self.engine.drop_gradients()
 
+    # Copies, also pickled ones, are of the wrapped model: plain and whole, in its own dtypes, without an engine. What
+    # they take from chunks is collective.
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A plain, whole copy of the wrapped model."""
         return copy.deepcopy(self.module, memo)
 
+    def __copy__(self) -> nn.Module:
+        return copy.copy(self.module)
+
     def __reduce__(self) -> Any:
-        raise StateError("an ElixirModule cannot be pickled: save full_state_dict(), or pickle copy.deepcopy(module)")
+        return _itself, (self.module,)
 
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -227,8 +232,8 @@ class ElixirModule(nn.Module):
             yield {name: members[name][0].parameters[members[name][1]] for name in wanted}
 
     def full_grads(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
-        """Whole gradients of all parameters that have one, fp32 on the CPU of every rank, divided by `loss_scale`.
-        Collective."""
+        """Whole gradients of all parameters that have one, fp32 (fp64 ones as they are) on the CPU of every rank,
+        divided by `loss_scale`. Collective."""
         self.engine.meet(Meeting.GRADIENTS)
         return whole_grads(self.engine, 1.0 / loss_scale)
 
@@ -254,6 +259,11 @@ class ElixirModule(nn.Module):
     def close(self) -> None:
         """Free replicas and shards and remove all hooks. The parameters have no values any more and raise when used."""
         self.engine.close()
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    """What a pickled `ElixirModule` is restored by."""
+    return module
 
 
 @contextmanager

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_elixir"
 # What each room of the package may import of the others; every room may import itself and `errors`.
 ENGINE = {"core", "plan", "kernels", "storage", "profiling", "optim", "checkpoint", "runtime"}
 BELOW_LIGHTNING = ENGINE | {"config", "planning", "wrapper", "optimizer", "building", "holding", "planner"}
-BELOW_LIGHTNING |= {"report", "retry", "run_report", "warm_up", "saving", "checkpointing", "loading"}
+BELOW_LIGHTNING |= {"report", "retry", "run_report", "warm_up", "metering", "saving", "checkpointing", "loading"}
 ABOVE = {"_lightning", "registration", "processes", "strategy", "precision", "cli", "callbacks", "fitting", "stopping"}
 EVERYTHING = BELOW_LIGHTNING | ABOVE
 ARROWS: dict[str, set[str]] = {
@@ -41,6 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "checkpointing": BELOW_LIGHTNING,
     "retry": BELOW_LIGHTNING,
     "warm_up": BELOW_LIGHTNING,
+    "metering": BELOW_LIGHTNING,
     "run_report": {"plan", "report"},
     # Lightning itself comes in through `_lightning` alone.
     "_lightning": set(),

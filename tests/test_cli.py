@@ -256,13 +256,13 @@ def test_policy_and_chunk_size_are_obeyed(capsys: pytest.CaptureFixture[str]) ->
     assert {c.optim_tier.value for c in plan.chunks} == {"cpu"}
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["64-true", "32-true", "16-mixed", "bf16-true"])
 def test_precision_decides_the_bytes(capsys: pytest.CaptureFixture[str], precision: str) -> None:
     assert main([*GPT, "--precision", precision, "--json", "--policy", "cuda"]) == 0
     content = json.loads(capsys.readouterr().out)
     numel = sum(c["numel"] for c in content["plan"]["chunks"])
     notes = content["plan"]["notes"]
-    per_param = {"32-true": (4, 8), "16-mixed": (2, 12), "bf16-true": (2, 4)}[precision]
+    per_param = {"64-true": (8, 16), "32-true": (4, 8), "16-mixed": (2, 12), "bf16-true": (2, 4)}[precision]
     assert (notes["gpu_param_bytes"], notes["gpu_state_bytes"]) == (numel * per_param[0], numel * per_param[1])
 
 

@@ -18,6 +18,7 @@ PUBLIC = {
     "ElixirModule",
     "ElixirOptimizer",
     "ElixirPrecision",
+    "ElixirStatsMonitor",
     "ElixirStrategy",
     "HardwareSpec",
     "HybridAdam",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 TRAINING_COMMANDS = ("fit", "validate", "test", "predict")
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+PRECISIONS = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 _PLAN_EXAMPLES = """\
 examples:

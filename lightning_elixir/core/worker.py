@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _LONGEST_END_S = 60.0
 """How long the end of a program waits for work under way: a device that waits for a lost peer never ends."""
+_LONGEST_REST_S = 10.0
+"""How long `Worker.rest` does: threads that take longer end by themselves."""
 
 Work = Callable[[], Event | None]
 """What a task does. If it returns an event, the task is over when that moment has come, and the thread goes on."""
@@ -461,9 +463,15 @@ class Worker:
     ) -> None:
         self._name = name
         self._num_threads = num_threads
-        self._pool = _Pool(context, most_in_flight)
+        self._new_pool = partial(_Pool, context, most_in_flight)
+        self._change = threading.RLock()  # of pool and threads, while others may submit
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._pool = self._new_pool()
         self._threads: list[threading.Thread] = []
-        weakref.finalize(self, self._pool.stop).atexit = False
+        self._finalizer = weakref.finalize(self, self._pool.stop)
+        self._finalizer.atexit = False
 
     def submit(
         self,
@@ -488,7 +496,7 @@ class Worker:
                 thread waits for that, as one does for an event: what comes first may be something that the threads
                 themselves have to bring about. The end of the program drops it.
         """
-        with deferred():
+        with deferred(), self._change:
             if not self._threads:
                 self._pool.end_at_exit(self._threads, self._num_threads)
                 for number in range(self._num_threads):
@@ -507,6 +515,16 @@ class Worker:
         """Make the host wait until all tasks are over; raises nothing."""
         self._pool.wait_for_all()
 
+    def rest(self) -> None:
+        """Do what is left and end the threads; the next task starts new ones. Raises nothing."""
+        with deferred(), self._change:
+            if not self._threads:
+                return
+            pool, threads = self._pool, self._threads
+            self._finalizer.detach()
+            self._begin_anew()
+        _end(pool, threads, drops_held=False, longest_s=_LONGEST_REST_S)
+
     def close(self, *, drops_held: bool = False) -> None:
         """Do what is left and end the threads. No task may follow.
 
@@ -516,8 +534,10 @@ class Worker:
         _end(self._pool, self._threads, drops_held=drops_held)
 
 
-def _end(pool: _Pool, threads: list[threading.Thread], *, drops_held: bool = True) -> None:
-    latest_s = time.monotonic() + _LONGEST_END_S
+def _end(
+    pool: _Pool, threads: list[threading.Thread], *, drops_held: bool = True, longest_s: float = _LONGEST_END_S
+) -> None:
+    latest_s = time.monotonic() + longest_s
     with deferred():  # `Thread.join` is written in Python
         pool.stop()
         if drops_held:

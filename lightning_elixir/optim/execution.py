@@ -309,6 +309,11 @@ class UpdateRunner:
             for _, visit in self._visits.get(task, ()):
                 visit.set_order(order)
 
+    def rest(self) -> None:
+        """Finish what is under way and end the threads until there is more to do."""
+        self._host.rest()
+        self._streamer.rest()
+
     def close(self) -> None:
         """Finish what is under way and end the threads."""
         self._host.close()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
+from lightning_elixir.optim.own_steps import check_own_steps
 from lightning_elixir.optim.state_layout import elementwise_state_dtypes, is_scalar_state
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk, UpdatePart
 from lightning_elixir.plan.types import ALIGN_NUMEL
@@ -40,17 +41,17 @@ def elementwise_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Opti
     Raises:
         PlanError: For optimizers that are not element-wise or whose `step` we do not know; names those that work.
     """
-    if isinstance(optimizer, HybridAdam):
-        return HybridAdam
-    for known in _ELEMENTWISE:
-        if isinstance(optimizer, known) and type(optimizer).step is known.step:
+    candidates: tuple[type[torch.optim.Optimizer], ...] = (HybridAdam, *_ELEMENTWISE)
+    for known in candidates:
+        if isinstance(optimizer, known):
+            check_own_steps(optimizer, known)
             if any(group.get("differentiable") for group in optimizer.param_groups):
                 raise PlanError("a differentiable optimizer step is not possible over shards: use differentiable=False")
             return known
     names = ", ".join(["HybridAdam", "CPUAdam", *(f"torch.optim.{c.__name__}" for c in _ELEMENTWISE)])
     raise PlanError(
         f"{type(optimizer).__name__} cannot run over shards: only element-wise optimizers can ({names}); an optimizer "
-        "that looks at a whole parameter at once (LBFGS, Adafactor, Muon) or overrides step() is not one of them"
+        "that looks at a whole parameter at once (LBFGS, Adafactor, Muon) is not one of them"
     )
 
 

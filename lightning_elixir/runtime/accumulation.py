@@ -120,6 +120,10 @@ class HostSums:
         """Host memory that the buffers take."""
         return sum(slot.buffer.nbytes for slot in self._slots)
 
+    def rest(self) -> None:
+        """Do what is left, and end the thread until there is more to add."""
+        self._worker.rest()
+
     def close(self) -> None:
         """Do what is left, and end the thread."""
         self._worker.close()

@@ -1109,6 +1109,13 @@ class Engine:
         self.traffic.read_bytes = self.traffic.written_bytes = 0
         self.traffic.waited_s = 0.0
 
+    def rest(self) -> None:
+        """End all threads when what they do is done; whoever asks for more starts them again. Raises nothing."""
+        if not self._is_freed:
+            self.reducer.rest()
+            self.fetcher.rest()
+            self.store.rest()
+
     def close(self) -> None:
         """Remove all hooks and free replicas and shards; the parameters raise when they are used."""
         with deferred():

@@ -129,6 +129,10 @@ class Fetcher:
         """Host memory of the buffers through which parameters come from a disk."""
         return self._reads.held_bytes()
 
+    def rest(self) -> None:
+        """End the threads that read parameters until there is more to read."""
+        self._reads.rest()
+
     def close(self) -> None:
         """End the threads that read parameters; all that was begun has been waited for."""
         self._reads.close()

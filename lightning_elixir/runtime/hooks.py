@@ -30,7 +30,8 @@ class EngineEvents(Protocol):
 
 
 class _ModuleHook:
-    """A hook that a module's deep copy shares and that does nothing there: the engine knows its own modules only.
+    """A hook that does nothing in copies of a module, and knows no engine there. Shallow copies share it: the engine
+    knows its own modules only.
 
     Args:
         watched: Ids of those modules.
@@ -39,9 +40,6 @@ class _ModuleHook:
     def __init__(self, call: Callable[..., None], watched: Collection[int]) -> None:
         self._call = call
         self._watched = watched
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleHook:
-        return self
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
         if id(module) in self._watched:

@@ -19,8 +19,10 @@ from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.segments import segments_of
 from lightning_elixir.runtime import released
+from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.unreadable import metadata_only
+from lightning_elixir.runtime.whole import whole_value
 from lightning_elixir.runtime.written import BITS, WrittenMasters
 from lightning_elixir.storage.shards import Shard
 
@@ -358,8 +360,15 @@ class Interception:
     # Copies
 
     def plain_copy(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A parameter of no engine, on the compute device; between steps in the model's own dtype, with all the bits
+        that a master has. Collective."""
+        engine, (chunk, index) = self._engine, self._at(parameter)
         with torch.no_grad():
-            data = parameter.clone(memory_format=torch.preserve_format)
+            if chunk.original_dtypes[index] == chunk.dtype or engine.is_computing:
+                data = parameter.clone(memory_format=torch.preserve_format)
+            else:
+                engine.meet(Meeting.STATE)
+                data = whole_value(engine, chunk, index).to(engine.device.torch_device)
         copied = nn.Parameter(data, requires_grad=parameter.requires_grad)
         copied.__class__ = self._plain_class(parameter)
         copied.__dict__.update(parameter.__dict__)

@@ -69,6 +69,10 @@ class ParamReads:
         """Host memory of the buffers."""
         return self._num_made * self._buffer_bytes
 
+    def rest(self) -> None:
+        """End the threads when all is read; the next read starts new ones."""
+        self._worker.rest()
+
     def close(self) -> None:
         """Do what has begun, drop what waits for an update, and end the threads. None may follow."""
         self._worker.close(drops_held=True)

@@ -338,6 +338,10 @@ class Reducer:
         self._begun_before.clear()
         self.has_lost_gradients = False
 
+    def rest(self) -> None:
+        """End the thread that adds gradients up until there is more to add."""
+        self._sums.rest()
+
     def close(self) -> None:
         """End the thread that adds gradients up. None may follow."""
         self._sums.close()

@@ -96,15 +96,31 @@ def whole_values(engine: Engine, *, on_all_ranks: bool, is_frozen_included: bool
     return {fqn: value.to(dtypes[fqn]) for fqn, value in found.items()}
 
 
+def whole_value(engine: Engine, chunk: Chunk, index: int) -> Tensor:
+    """One parameter of a chunk as `whole_values` gives it, on every rank, in memory of its own. Collective."""
+    with engine.telling():  # the shard may come from a disk
+        rows = engine.comm.gather_host(engine.own_shard(chunk).detach().to("cpu"), on_all_ranks=True) or []
+    flat = rows[0] if len(rows) == 1 else torch.cat(rows)
+    return chunk.view_of(flat, index).to(chunk.original_dtypes[index], copy=True)
+
+
 def whole_grads(engine: Engine, factor: float) -> dict[str, Tensor]:
-    """Whole gradients of the parameters that have one, in fp32, multiplied by `factor`, on every rank. Collective."""
+    """Whole gradients of the parameters that have one, in fp32 (fp64 ones as they are), multiplied by `factor`, on
+    every rank. Collective."""
     engine.reducer.wait_for_downloads()
     has_grad = torch.tensor([engine.store[c.id].grad is not None for c in engine.chunks], dtype=torch.uint8)
     engine.comm.all_reduce_max(has_grad)
     pieces = []
     for chunk, is_there in zip(engine.chunks, has_grad.tolist(), strict=True):
         grad = engine.store[chunk.id].read_grad()
-        pieces.append((chunk, grad.to(torch.float32) * factor if is_there and grad is not None else None))
+        pieces.append(
+            (
+                chunk,
+                grad.to(torch.promote_types(grad.dtype, torch.float32)) * factor
+                if is_there and grad is not None
+                else None,
+            )
+        )
     found = gather_whole(engine, pieces, on_all_ranks=True)
     used = engine.globally_used()
     names = {chunk.spec.members[index].fqn for chunk in engine.chunks for index in used.get(chunk.id, ())}

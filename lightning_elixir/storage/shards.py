@@ -340,6 +340,11 @@ class ShardStore:
             held["cpu_state_buffer"] = self.states.buffer_bytes_held()
         return held
 
+    def rest(self) -> None:
+        """End the threads of the disk, for as long as nothing more is asked for."""
+        if self.states is not None:
+            self.states.rest()
+
     def close(self) -> None:
         """Drop everything."""
         self._shards.clear()

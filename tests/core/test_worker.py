@@ -660,3 +660,26 @@ print(number)
     done = run(code)
     assert done.returncode == 0, done.stderr[-4000:]
     assert int(done.stdout) > 50
+
+
+def test_threads_that_rest_begin_again() -> None:
+    before = set(threading.enumerate())
+    worker, gate = held_worker(num_threads=2)
+    log: list[str] = []
+    first = worker.submit(noting(log, "a"))
+    threading.Timer(0.05, gate.set).start()
+    worker.rest()
+    assert log == ["a"]  # what was asked for is done
+    left = {t for t in threading.enumerate() if t not in before and not isinstance(t, threading.Timer)}
+    assert not left
+    worker.rest()  # nothing to do
+    second = worker.submit(noting(log, "b"), after=first)
+    second.wait()
+    first.wait()
+    assert log == ["a", "b"]
+    reference = weakref.ref(worker._threads[0])
+    del worker
+    gc.collect()
+    for thread in [t for t in (reference(),) if t is not None]:
+        thread.join(5.0)  # it ends with its worker, as the first ones would have
+        assert not thread.is_alive()

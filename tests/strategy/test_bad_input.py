@@ -18,7 +18,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, fit, make_data, make_trainer
 
 
-@pytest.mark.parametrize("precision", ["16-true", "64-true", "transformer-engine"])
+@pytest.mark.parametrize("precision", ["16-true", "transformer-engine"])
 def test_precision_that_does_not_work(precision: Any) -> None:
     with pytest.raises((PlanError, ModuleNotFoundError), match="needs a GPU|choose precision|transformer_engine"):
         make_trainer("elixir", precision=precision)

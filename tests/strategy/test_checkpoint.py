@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_elixir._lightning import pl
+from lightning_elixir.errors import PlanError
 from lightning_elixir.strategy import ElixirStrategy
 from tests.strategy.models import (
     CHUNK,
@@ -18,6 +19,7 @@ from tests.strategy.models import (
     LateNet,
     Net,
     ShardedNet,
+    assert_same_as_plain,
     assert_same_state,
     fit,
     make_data,
@@ -119,6 +121,37 @@ def test_weights_only_checkpoint(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "one.ckpt", weights_only=True)
     assert "optimizer_states" not in torch.load(tmp_path / "one.ckpt", weights_only=True)
     assert_same_state(Net.load_from_checkpoint(tmp_path / "one.ckpt").state_dict(), run.state)
+
+
+def _with_states(path: Path, states: Callable[[list[Any]], list[Any] | None]) -> str:
+    """A checkpoint of plain Lightning with other optimizer states."""
+    trainer, _, _ = fit("auto", max_epochs=1)
+    trainer.save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=False)
+    left = states(checkpoint.pop("optimizer_states"))
+    torch.save(checkpoint if left is None else {**checkpoint, "optimizer_states": left}, path)
+    return str(path)
+
+
+def test_without_optimizer_states_the_optimizer_begins_anew(tmp_path: Path, caplog: Any) -> None:
+    path = _with_states(tmp_path / "c.ckpt", lambda states: [])
+    with caplog.at_level("WARNING", "lightning_elixir"):
+        assert_same_as_plain(ckpt_path=path, max_epochs=2)
+    assert "the optimizer begins anew" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_states_of_several_optimizers_are_refused(tmp_path: Path, kind: Any) -> None:
+    path = _with_states(tmp_path / "c.ckpt", lambda states: states * 2)
+    with pytest.raises(PlanError, match="the states of 2 optimizers, and ElixirStrategy works with one"):
+        fit(ElixirStrategy(**TIGHT, state_dict_type=kind), ckpt_path=path, max_epochs=2)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "elixir"])
+def test_a_checkpoint_of_weights_alone_does_not_resume(tmp_path: Path, strategy: str) -> None:
+    path = _with_states(tmp_path / "c.ckpt", lambda states: None)
+    with pytest.raises(KeyError, match="contains only the model"):
+        fit(strategy, ckpt_path=path, max_epochs=2)
 
 
 @pytest.mark.parametrize("make_model", [Net, LateNet])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_elixir._lightning import pl
+from lightning_elixir.callbacks import ElixirStatsMonitor
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
@@ -236,7 +237,8 @@ def test_a_batch_that_is_too_large_is_run_again(request: pytest.FixtureRequest, 
 
 def test_metrics_and_report(tmp_path: Path) -> None:
     strategy = ElixirStrategy(gpu_memory_limit="700KiB", **CHUNK, report_dir=str(tmp_path / "r"))
-    _fit(strategy, logger=pl.loggers.CSVLogger(tmp_path), log_every_n_steps=2, max_epochs=2)
+    logger = pl.loggers.CSVLogger(tmp_path)
+    _fit(strategy, logger=logger, callbacks=[ElixirStatsMonitor()], log_every_n_steps=2, max_epochs=2)
     with next(tmp_path.rglob("metrics.csv")).open() as file:
         rows = [row for row in csv.DictReader(file) if row.get("elixir/gpu_bytes")]
     assert [int(row["step"]) for row in rows] == [1, 3, 5, 7, 9, 11, 13, 15]

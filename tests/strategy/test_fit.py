@@ -378,3 +378,15 @@ def test_a_second_trainer_takes_the_model_over(second: dict[str, Any]) -> None:
     losses, state = run(ElixirStrategy(**TIGHT), ElixirStrategy(**(TIGHT | second)))
     assert losses == expected_losses
     assert all(torch.equal(state[k], expected[k]) for k in expected)
+
+
+@pytest.mark.parametrize("given", [{}, {"SLURM_LOCALID": "3", "SLURM_PROCID": "5", "SLURM_NODEID": "1"}], ids=str)
+def test_a_single_device_in_a_job_of_slurm(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+    """It has rank 0 of one, whatever the scheduler has numbered, or has not."""
+    _, _, expected = fit("auto")
+    for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "job", "SLURM_PROCID": "0", **given}.items():
+        monkeypatch.setenv(name, value)
+    trainer, _, actual = fit(ElixirStrategy(**TIGHT))
+    assert_same_run(actual, expected)
+    ranks = (trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.world_size)
+    assert ranks == (0, 0, 0, 1)

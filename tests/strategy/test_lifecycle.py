@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
+import io
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -22,7 +26,18 @@ from lightning_elixir._lightning import StrategyRegistry, pl
 from lightning_elixir.errors import StateError
 from lightning_elixir.holding import Holding
 from lightning_elixir.strategy import ElixirStrategy
-from tests.strategy.models import CHUNK, TIGHT, Net, assert_same_run, fit, make_data, make_layers, make_trainer
+from tests.helpers.dist import run_ranks
+from tests.strategy.models import (
+    CHUNK,
+    TIGHT,
+    Net,
+    assert_same_run,
+    assert_same_state,
+    fit,
+    make_data,
+    make_layers,
+    make_trainer,
+)
 
 ROOT = Path(__file__).parents[2]
 NAMES = {"elixir", "elixir_auto", "elixir_cpu", "elixir_cuda", "elixir_nvme"}
@@ -311,3 +326,132 @@ def _python(code: str) -> str:
 def test_import_does_not_initialise_cuda() -> None:
     code = "import torch, lightning_elixir; lightning_elixir.ElixirStrategy; print(torch.cuda.is_initialized())"
     assert _python(code) == "False"
+
+
+def _saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+class CopiedMidway(pl.Callback):
+    """Copies everything that users copy, in the middle of fit."""
+
+    def __init__(self, duplicate: Any) -> None:
+        self.duplicate = duplicate
+        self.model: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.global_step != 3:
+            return
+        duplicate, self.duplicate = self.duplicate, None
+        callbacks, model, copied = duplicate(trainer.callbacks), duplicate(trainer.model), duplicate(trainer)
+        assert [type(c) for c in callbacks] == [type(c) for c in trainer.callbacks]
+        assert type(model) is type(copied.model) is Net
+        assert copied.model is copied.lightning_module is copied.strategy.model
+        assert all(type(p) is torch.nn.Parameter for p in (*model.parameters(), *copied.model.parameters()))
+        assert Holding.of(model) is None
+        (optimizer,) = copied.optimizers
+        assert type(optimizer) is torch.optim.AdamW
+        assert optimizer.param_groups[0]["params"][0] is next(copied.model.parameters())
+        self.model, self.copied = model.state_dict(), copied.model.state_dict()
+        self.states = optimizer.state_dict()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled, _saved])
+def test_what_is_copied_in_the_middle_of_a_fit_is_plain_and_whole(
+    tmp_path: Path, duplicate: Any, precision: str
+) -> None:
+    def run(strategy: Any) -> CopiedMidway:
+        copying = CopiedMidway(duplicate)
+        saving = pl.callbacks.ModelCheckpoint(tmp_path, save_on_exception=True)
+        fit(strategy, callbacks=[copying, saving], enable_checkpointing=True, precision=precision)
+        return copying
+
+    actual, expected = run(ElixirStrategy(**TIGHT)), run("auto")
+    assert_same_state(actual.model, expected.model)
+    assert_same_state(actual.copied, expected.copied)
+    assert actual.states["param_groups"] == expected.states["param_groups"]
+    assert list(actual.states["state"]) == list(expected.states["state"])
+    for number, state in expected.states["state"].items():
+        assert_same_state(actual.states["state"][number], state)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled])
+def test_a_copy_keeps_no_engine(duplicate: Any) -> None:
+    strategy = ElixirStrategy(**TIGHT)
+    trainer, model, run = fit(strategy)
+    engine = weakref.ref(strategy._engine.engine)
+    copied = duplicate(trainer.model)
+    del strategy, trainer, model
+    gc.collect()
+    assert engine() is None
+    assert_same_state(copied.state_dict(), run.state)
+
+
+class CopiedTogether(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1:
+            return
+        whole = trainer.strategy.broadcast(trainer.strategy.lightning_module_state_dict())
+        for duplicate in (copy.deepcopy, _pickled):
+            assert_same_state(duplicate(trainer.model).state_dict(), whole)
+            copied = duplicate(trainer)
+            assert_same_state(copied.model.state_dict(), whole)
+            assert len(copied.optimizers[0].state) == len(whole)
+            duplicate(trainer.callbacks)
+
+
+def _copy_on_two_ranks(folder: str) -> None:
+    callbacks = [CopiedTogether(), pl.callbacks.ModelCheckpoint(folder)]
+    fit(ElixirStrategy(**TIGHT), devices=2, callbacks=callbacks, enable_checkpointing=True, precision="bf16-mixed")
+
+
+def test_copies_on_two_ranks_are_whole_on_both(tmp_path: Path) -> None:
+    run_ranks(_copy_on_two_ranks, 2, str(tmp_path), init_group=False)
+
+
+RUNS = {
+    "cpu": TIGHT,
+    "const": {**CHUNK, "placement_policy": "const", "offload_optim_frac": 0.5},
+    "nvme": {**TIGHT, "nvme_offload_fraction": 1.0, "nvme_offload_param_fraction": 0.5, "nvme_offload_dir": "states"},
+}
+
+
+@pytest.mark.parametrize("elixir", RUNS)
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_no_thread_goes_on_when_a_run_is_over(elixir: str, has_failed: bool) -> None:
+    before = set(threading.enumerate())
+    strategy, model = ElixirStrategy(**RUNS[elixir]), RaisingNet(optimizer="hybrid")
+    model.moment = "forward" if has_failed else "never"
+    trainer = make_trainer(strategy, accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match="forward") if has_failed else contextlib.nullcontext():
+        trainer.fit(model, make_data(), make_data(8))
+    assert set(threading.enumerate()) == before
+    for run in (trainer.validate, trainer.test, trainer.predict):
+        run(model, make_data(8))
+        assert set(threading.enumerate()) == before
+    losses = len(model.losses)
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(model, make_data())  # they begin again
+    assert len(model.losses) > losses
+    assert set(threading.enumerate()) == before
+
+
+def test_the_trainers_callbacks_are_the_users() -> None:
+    seen: list[Any] = []
+
+    class Looking(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            seen.append(list(trainer.callbacks))
+
+    looking = Looking()
+    trainer, _, _ = fit(ElixirStrategy(**TIGHT, report_dir="report"), callbacks=[looking], logger=True)
+    assert seen
+    assert all(callbacks == [looking] for callbacks in (*seen, trainer.callbacks))

@@ -1,4 +1,4 @@
-"""Metrics go to the Trainer's loggers, in the steps that are logged, and in no others."""
+"""`ElixirStatsMonitor`: metrics go to the Trainer's loggers, in the steps that are logged, and in no others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_elixir._lightning import Trainer, pl
-from lightning_elixir.callbacks import StepMonitor
+from lightning_elixir.callbacks import ElixirStatsMonitor
+from lightning_elixir.errors import PlanError
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
@@ -32,6 +33,7 @@ def _rows(folder: Path) -> list[dict[str, str]]:
 def _fit_logged(tmp_path: Path, elixir: Any = TIGHT, make: Callable[[], Net] = Net, **options: Any) -> Any:
     strategy = ElixirStrategy(**elixir)
     options = {"log_every_n_steps": 2, "max_epochs": 2, **options}
+    options["callbacks"] = [*options.get("callbacks", ()), ElixirStatsMonitor()]
     trainer, model, run = fit(strategy, make, logger=CSVLogger(tmp_path), **options)
     return trainer, strategy, run, _rows(tmp_path)
 
@@ -99,14 +101,14 @@ def test_numbers_of_the_training_do_not_change(tmp_path: Path) -> None:
     assert [x.item() for x in run.losses] == [x.item() for x in expected.losses]
 
 
-@pytest.mark.parametrize("options", [{"logger": False}, {"log_every_n_steps": 0}])
+@pytest.mark.parametrize("options", [{}, {"log_every_n_steps": 0, "callbacks": [ElixirStatsMonitor()]}], ids=str)
 def test_without_logging_nothing_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     timed: list[bool] = []
     monkeypatch.setattr(Engine, "sample_times", lambda self, is_on: timed.append(is_on))
     monkeypatch.setattr(Engine, "last_seconds", property(lambda self: pytest.fail("waited for the device")))
-    fit(ElixirStrategy(**TIGHT), **({"logger": CSVLogger(tmp_path)} | options))
+    fit(ElixirStrategy(**TIGHT), **({"logger": CSVLogger(tmp_path), "log_every_n_steps": 1} | options))
     assert not any(timed)
 
 
@@ -128,20 +130,24 @@ def test_only_logged_steps_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Engine, "sample_times", sample_times)
     _fit_logged(tmp_path, log_every_n_steps=4, max_epochs=1, callbacks=[batches])
-    # Our callback comes first: the batch before has not been left when the timing begins.
-    assert [t for t in timed if t[0] >= 0] == [(2, True), (3, False), (6, True), (7, False)]
+    assert [t for t in timed if t[0] >= 0] == [(3, True), (3, False), (7, True), (7, False)]
 
 
-def test_the_trainers_callbacks_are_its_own_again(tmp_path: Path) -> None:
-    seen: list[Any] = []
+def test_loggers_get_what_they_get_without_us(tmp_path: Path) -> None:
+    def logged(strategy: Any, name: str) -> list[list[str]]:
+        fit(strategy, logger=CSVLogger(tmp_path / name), log_every_n_steps=2, max_epochs=2)
+        (path,) = (tmp_path / name).rglob("metrics.csv")
+        with path.open() as file:
+            return list(csv.reader(file))
 
-    class Looking(pl.Callback):
-        def on_train_start(self, trainer: Trainer, *args: Any) -> None:
-            seen.extend(trainer.callbacks)
+    assert logged(ElixirStrategy(**TIGHT), "elixir") == logged("auto", "auto")
 
-    trainer, *_ = _fit_logged(tmp_path, callbacks=[Looking()])
-    assert isinstance(seen[0], StepMonitor)
-    assert not any(isinstance(c, StepMonitor) for c in trainer.callbacks)
+
+def test_where_there_is_nothing_to_show_or_nobody_to_see_it(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="this Trainer has SingleDeviceStrategy: leave it out"):
+        fit("auto", callbacks=[ElixirStatsMonitor()], logger=CSVLogger(tmp_path))
+    with pytest.raises(PlanError, match="loggers, and this Trainer has none"):
+        fit(ElixirStrategy(**TIGHT), callbacks=[ElixirStatsMonitor()], logger=False)
 
 
 def test_a_second_fit_goes_on(tmp_path: Path) -> None:
@@ -156,7 +162,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = pl.loggers.TensorBoardLogger(tmp_path)
-    fit(ElixirStrategy(**TIGHT), logger=logger, log_every_n_steps=2)
+    fit(ElixirStrategy(**TIGHT), logger=logger, log_every_n_steps=2, callbacks=[ElixirStatsMonitor()])
     events = EventAccumulator(logger.log_dir)
     events.Reload()
     assert {"elixir/gpu_bytes", "elixir/fetches", *SECONDS} <= set(events.Tags()["scalars"])
@@ -171,7 +177,7 @@ def _rank(folder: str) -> list[str]:
         train=lambda: make_data(64),
         logger=CSVLogger(folder),
         log_every_n_steps=2,
-        callbacks=[Resetting()],
+        callbacks=[Resetting(), ElixirStatsMonitor()],
     )
     return sorted(str(path) for path in Path(folder).rglob("metrics.csv"))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_elixir._lightning import pl
+from lightning_elixir.callbacks import ElixirStatsMonitor
 from lightning_elixir.errors import CapacityError, PlanError, StorageError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.hardware import HardwareSpec
@@ -386,7 +387,8 @@ def test_validate_test_predict_and_a_second_fit(tmp_path: Path) -> None:
 def test_metrics_and_report(tmp_path: Path) -> None:
     logger = pl.loggers.CSVLogger(tmp_path / "logs")
     strategy = ElixirStrategy(**on_nvme(tmp_path, report_dir=str(tmp_path / "report")))
-    fit(strategy, hybrid(), logger=logger, log_every_n_steps=1, precision="bf16-mixed")
+    monitor = ElixirStatsMonitor()
+    fit(strategy, hybrid(), logger=logger, callbacks=[monitor], log_every_n_steps=1, precision="bf16-mixed")
     text = (tmp_path / "report" / "report.json").read_text()
     assert "nvme_read_bytes" in text
     header = next((tmp_path / "logs").rglob("metrics.csv")).read_text().splitlines()[0]

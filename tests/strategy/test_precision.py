@@ -13,6 +13,7 @@ from lightning_elixir._lightning import pl
 from lightning_elixir.errors import PlanError
 from lightning_elixir.strategy import ElixirStrategy
 from tests.strategy.models import (
+    CHUNK,
     TIGHT,
     LateNet,
     Net,
@@ -27,7 +28,15 @@ from tests.strategy.test_fit import BatchNormNet
 
 @pytest.mark.parametrize(
     ("given", "name"),
-    [(32, "32-true"), ("32-true", "32-true"), ("bf16", "bf16-mixed"), ("bf16-mixed", "bf16-mixed"), ("bf16-true",) * 2],
+    [
+        (64, "64-true"),
+        ("64-true", "64-true"),
+        (32, "32-true"),
+        ("32-true", "32-true"),
+        ("bf16", "bf16-mixed"),
+        ("bf16-mixed", "bf16-mixed"),
+        ("bf16-true", "bf16-true"),
+    ],
 )
 def test_plugin_takes_the_place_of_lightnings(given: Any, name: str) -> None:
     trainer = make_trainer("elixir", precision=given)
@@ -46,8 +55,9 @@ def test_names() -> None:
     assert ElixirPrecision(16).precision == "16-mixed"
     assert ElixirPrecision("bf16-true").compute_dtype is torch.bfloat16
     assert ElixirPrecision().compute_dtype is None
-    with pytest.raises(PlanError, match="precision '64-true' does not work with ElixirStrategy: choose one of 32-true"):
-        ElixirPrecision("64-true")
+    assert ElixirPrecision("64-true").compute_dtype is torch.float64
+    with pytest.raises(PlanError, match="precision '8-true' does not work with ElixirStrategy: choose one of 64-true"):
+        ElixirPrecision("8-true")
 
 
 def test_plugin_of_the_user_is_kept() -> None:
@@ -77,12 +87,13 @@ class WatchedNet(Net):
         return output
 
 
-B, F = torch.bfloat16, torch.float32
+B, F, D = torch.bfloat16, torch.float32, torch.float64
 
 
 @pytest.mark.parametrize(
     ("precision", "options", "expected", "returned"),
     [
+        ("64-true", {}, (D, D, D, D, D, D), D),
         ("32-true", {}, (F, F, F, F, F, F), F),
         ("bf16-mixed", {}, (F, B, B, F, F, B), B),
         ("bf16-mixed", {"autocast": False}, (B, B, B, B, F, B), B),
@@ -123,6 +134,77 @@ def test_true_half_precision_equals_plain_lightning(make_model: Any) -> None:
     )[2]
     assert_same_run(actual, expected)
     assert actual.state["layers.0.up.weight"].dtype is torch.bfloat16
+
+
+class DoubleNet(Net):
+    """Its loss is in its own dtype."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+class LateDoubleNet(DoubleNet):
+    is_made_in_init = False
+
+    def configure_model(self) -> None:
+        self._make()
+
+
+DOUBLE_PLACES = {
+    "cpu": TIGHT,
+    "auto": {**CHUNK, "gpu_memory_limit": "192KiB"},
+    "cuda": {**CHUNK, "placement_policy": "cuda"},
+    "nvme": {**TIGHT, "nvme_offload_fraction": 1.0, "nvme_offload_param_fraction": 1.0, "nvme_offload_dir": "states"},
+}
+
+
+@pytest.mark.parametrize("place", DOUBLE_PLACES)
+@pytest.mark.parametrize("optimizer", ["hybrid", "adamw", "sgd"])
+def test_double_precision_equals_plain_lightning(optimizer: str, place: str) -> None:
+    if place == "nvme" and optimizer != "hybrid":
+        pytest.skip("states on NVMe are HybridAdam's")
+
+    def run(strategy: Any) -> Any:
+        make = DoubleNet if optimizer == "hybrid" else LateDoubleNet
+        options: dict[str, Any] = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
+        return fit(
+            strategy,
+            lambda: make(optimizer),
+            precision="64-true",
+            max_epochs=2,
+            accumulate_grad_batches=2,
+            val=lambda: make_data(8, seed=2),
+            **options,
+        )[2]
+
+    strategy = ElixirStrategy(**DOUBLE_PLACES[place])
+    actual = run(strategy)
+    assert_same_run(actual, run("auto"))
+    assert actual.losses[0].dtype is torch.float64
+    assert all(value.dtype is torch.float64 for value in actual.state.values())
+    assert strategy.stats().evictions > 0 or place == "cuda"
+
+
+def test_norms_and_gradients_in_double_precision_are_not_rounded() -> None:
+    seen: list[tuple[Tensor, ...]] = []
+
+    class Looking(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            if trainer.strategy.strategy_name == "elixir":
+                grads = list(trainer.strategy.full_grads().values())
+                norms = (trainer.strategy.grad_norm(), optimizer.clip_grad_norm_(1e-3))
+            else:
+                grads = [p.grad.clone() for p in module.parameters()]
+                norms = (torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3),) * 2
+            seen.append((*norms, *grads))
+
+    for strategy in (ElixirStrategy(**TIGHT), "auto"):
+        fit(strategy, DoubleNet, precision="64-true", callbacks=[Looking()])
+    half = len(seen) // 2
+    assert half == 8
+    for actual, expected in zip(seen[:half], seen[half:], strict=True):
+        assert all(value.dtype is torch.float64 for value in actual)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)  # summed in another order
 
 
 def _mixed_oracle(autocast: bool, num_epochs: int = 2) -> tuple[list[float], dict[str, Tensor]]:
@@ -205,7 +287,7 @@ class ParameterlessPrecision(pl.plugins.Precision):
     """A user's own plugin, which would be lost without a word."""
 
 
-@pytest.mark.parametrize("plugin", [ParameterlessPrecision(), pl.plugins.DoublePrecision()])
+@pytest.mark.parametrize("plugin", [ParameterlessPrecision()])
 def test_other_plugins_are_refused(plugin: Any) -> None:
     with pytest.raises(PlanError, match=f"{type(plugin).__name__} .* does not work with ElixirStrategy"):
         make_trainer(ElixirStrategy(), plugins=[plugin])

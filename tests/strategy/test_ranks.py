@@ -108,6 +108,7 @@ def test_clipping_models(make_model: Any) -> None:
 @pytest.mark.parametrize(
     "options",
     [
+        {"precision": "64-true"},
         {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
         {"num_sanity_val_steps": 2, "val_check_interval": 3, "max_epochs": 2},
         {"limit_train_batches": 3},

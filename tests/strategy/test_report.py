@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from lightning_elixir._lightning import pl
-from lightning_elixir.callbacks import StepMonitor
+from lightning_elixir.callbacks import ElixirStatsMonitor
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.optim.execution import UpdateTimes
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, save_hardware
@@ -121,8 +121,7 @@ class LateUpdates(pl.Callback):
         return self.last
 
     def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        (monitor,) = [c for c in trainer.callbacks if isinstance(c, StepMonitor)]  # type: ignore[attr-defined]
-        monitor._update_times = self
+        trainer.strategy._fit_run._meter._update_times = self  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, *args: Any) -> None:
         self.over, self.running = self.running or self.over, None
@@ -137,7 +136,7 @@ def test_updates_that_are_over_later_count_once(tmp_path: Path) -> None:
     logger = MemoryLogger()
     late = LateUpdates([50, 9, 1, 2, None, 3, 4, 5])
     strategy = ElixirStrategy(**TIGHT, report_dir=str(tmp_path / "r"))
-    fit(strategy, callbacks=[late], logger=logger, log_every_n_steps=1)
+    fit(strategy, callbacks=[late, ElixirStatsMonitor()], logger=logger, log_every_n_steps=1)
     assert list(late.seconds) == []
     logged = [row.get("elixir/update_s") for _, row in logger.rows if "elixir/step_s" in row]
     assert logged == [None, 50, 9, 1, 2, 2, 3, 4]
@@ -148,7 +147,7 @@ def test_updates_that_are_over_later_count_once(tmp_path: Path) -> None:
 def test_updates_of_which_nothing_is_known(tmp_path: Path) -> None:
     logger = MemoryLogger()
     strategy = ElixirStrategy(**TIGHT, report_dir=str(tmp_path / "r"))
-    fit(strategy, callbacks=[LateUpdates([None] * 8)], logger=logger, log_every_n_steps=1)
+    fit(strategy, callbacks=[LateUpdates([None] * 8), ElixirStatsMonitor()], logger=logger, log_every_n_steps=1)
     assert not any("elixir/update_s" in row for _, row in logger.rows)
     times = _read(tmp_path / "r")["measured"]["times"]
     assert times["adam_s"] is None

@@ -77,6 +77,9 @@ class DirectBackend:
     def check(self) -> None:
         self._file.check()
 
+    def rest(self) -> None:
+        self._worker.rest()
+
     def close(self) -> None:
         for task in self._waiting:
             task.cancel()

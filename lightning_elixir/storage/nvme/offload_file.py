@@ -149,6 +149,13 @@ class OffloadFile:
         """Requests and bytes so far."""
         return self._stats
 
+    def rest(self) -> None:
+        """End the threads, for as long as nothing more is asked for."""
+        with self._lock:
+            is_usable = not self._is_closed and self._process == os.getpid()
+        if is_usable:
+            self._backend.rest()
+
     def close(self) -> None:
         """Free the disk. Requests that have not begun fail, the others are waited for."""
         with deferred():

@@ -418,6 +418,10 @@ class StateFile:
         self._file.synchronize()
         self.check()
 
+    def rest(self) -> None:
+        """End the threads, for as long as nothing more is asked for."""
+        self._file.rest()
+
     def close(self) -> None:
         """Free the disk and the buffers. Visits that wait are over, and have failed."""
         with deferred():

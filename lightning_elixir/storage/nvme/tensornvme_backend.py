@@ -128,6 +128,9 @@ class TensornvmeBackend:
     def check(self) -> None:
         self._slots.file.check()
 
+    def rest(self) -> None:
+        self._worker.rest()
+
     def close(self) -> None:
         for task in self._waiting:
             task.cancel()

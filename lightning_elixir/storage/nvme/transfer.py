@@ -78,6 +78,9 @@ class Backend(Protocol):
             StorageError: It is not.
         """
 
+    def rest(self) -> None:
+        """End the threads when all that was begun is over; what comes next starts new ones."""
+
     def close(self) -> None:
         """Drop what has not begun, wait for what has, and let the file go."""
 

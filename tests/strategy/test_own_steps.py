@@ -1,0 +1,77 @@
+"""Users' subclasses of optimizers under Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_elixir import HybridAdam
+from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.dist import run_ranks
+from tests.optim.test_own_steps import CLASSES, EverySecond, WarmsUp, noted
+from tests.strategy.models import CHUNK, TIGHT, Net, assert_same_run, fit, make_data
+
+
+class OwnNet(Net):
+    """Notes in which order things happen."""
+
+    def __init__(self, cls: Any) -> None:
+        super().__init__()
+        self.cls = cls
+
+    def configure_optimizers(self) -> Any:
+        self.own = self.cls(self.parameters(), lr=1e-2)
+        self.log_of_all: list[str] = getattr(self.own, "log", [])
+        return {"optimizer": self.own, "lr_scheduler": torch.optim.lr_scheduler.StepLR(self.own, 1, gamma=0.9)}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_of_all.append("hook")
+
+
+# Plain Lightning refuses a step that does not run its closure.
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls is not EverySecond])
+def test_under_lightning(cls: Any) -> None:
+    _, plain, expected = fit("auto", lambda: OwnNet(cls), max_epochs=2)
+    _, model, actual = fit(ElixirStrategy(**TIGHT), lambda: OwnNet(cls), max_epochs=2)
+    assert_same_run(actual, expected)
+    assert noted(model.own) == noted(plain.own)  # type: ignore[attr-defined]
+
+
+def _fit_two() -> Any:
+    _, model, run = fit(
+        ElixirStrategy(**TIGHT),
+        lambda: OwnNet(WarmsUp),
+        devices=2,
+        train=lambda: make_data(64),
+    )
+    return [x.item() for x in run.losses], model.own.num_steps  # type: ignore[attr-defined]
+
+
+def _fit_two_plain() -> Any:
+    _, model, run = fit("ddp", lambda: OwnNet(WarmsUp), devices=2, train=lambda: make_data(64))
+    return [x.item() for x in run.losses], model.own.num_steps  # type: ignore[attr-defined]
+
+
+def test_two_ranks() -> None:
+    assert run_ranks(_fit_two, 2, init_group=False) == run_ranks(_fit_two_plain, 2, init_group=False)
+
+
+def test_updates_do_not_begin_before_an_own_step() -> None:
+    """It may change the learning rate, which an update that has begun would not see."""
+
+    class Halves(HybridAdam):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["lr"] *= 0.5
+            return super().step(closure)
+
+    class HalvingNet(Net):
+        def configure_optimizers(self) -> Any:
+            return Halves(self.parameters(), lr=1e-2)
+
+    runs = [
+        fit(ElixirStrategy(**CHUNK, placement_policy="cpu", update_timing=timing), HalvingNet, precision="bf16-mixed")
+        for timing in ("after_backward", "inside_backward")
+    ]
+    assert_same_run(runs[1][2], runs[0][2])
