@@ -167,10 +167,10 @@ class ElixirStrategy(ProcessStrategy):
                 in 16 bits.
             keep_fp32: What stays in fp32 where the others are cast to 16 bits: names of parameters or modules (globs,
                 such as "*.head"), classes of modules, a function (name, module) -> bool, or a list of these. They come
-                on top of the default: norms with running statistics, modules under `spectral_norm` or `orthogonal`, under
-                autocast routers, and on the CPU under autocast all norms (16-true, bf16-true: nothing). An empty list:
-                nothing. With `autocast=False` modules that are kept as a whole take 16-bit inputs as fp32, and give
-                16-bit results.
+                on top of the default: norms with running statistics, modules under `spectral_norm` or `orthogonal`,
+                under autocast routers, and on the CPU under autocast all norms (16-true, bf16-true: nothing). An empty
+                list: nothing. With `autocast=False` modules that are kept as a whole take 16-bit inputs as fp32, and
+                give 16-bit results.
             gpu_margin_mem_ratio: auto: share of the GPU memory left beside rCache and activations that optimizer states
                 may take. Default: all of it.
             gpu_memory_limit: Plan as if each GPU had no more. On the CPU accelerator this limits the rCache.

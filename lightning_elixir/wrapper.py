@@ -45,12 +45,12 @@ class ElixirModule(nn.Module):
         dtype: Compute dtype; None: as in the plan. 16-bit dtypes keep an fp32 master.
         use_fused_kernels: Swap in fused operators where there are any; this version has none, so nothing changes.
         master_weights: False: 16-bit parameters are updated in their own dtype, without an fp32 master.
-        keep_fp32: What stays in fp32 where the others are cast to 16 bits: names of parameters or modules (globs, such as
-            "*.head"), classes of modules, a function (name, module) -> bool, or a list of these. Parameters that the
-            plan has in 16 bits get chunks of their own. None: what cannot run in 16 bits (norms with running statistics,
-            `spectral_norm`, `orthogonal`), with `autocast` routers, and what the plan has in fp32; names come on top of
-            that. An empty list: nothing. Without master weights nothing is kept unasked. Without `autocast` modules that
-            are kept as a whole take 16-bit inputs as fp32, and give 16-bit results.
+        keep_fp32: What stays in fp32 where the others are cast to 16 bits: names of parameters or modules (globs, such
+            as "*.head"), classes of modules, a function (name, module) -> bool, or a list of these. Parameters that the
+            plan has in 16 bits get chunks of their own. None: what cannot run in 16 bits (norms with running
+            statistics, `spectral_norm`, `orthogonal`), with `autocast` routers, and what the plan has in fp32; names
+            come on top of that. An empty list: nothing. Without master weights nothing is kept unasked. Without
+            `autocast` modules that are kept as a whole take 16-bit inputs as fp32, and give 16-bit results.
         autocast: Run forward under `torch.autocast` in `dtype`; otherwise floating inputs are cast to a 16-bit `dtype`.
         force_outputs_fp32: Cast floating outputs to fp32.
         reduce_dtype: What gradients are cast to for the reduction over ranks; None: as they are.

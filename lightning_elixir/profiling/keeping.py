@@ -28,8 +28,8 @@ def is_nothing(keep: KeepFp32) -> bool:
 def kept_parameters(
     model: nn.Module, keep: KeepFp32, *, has_autocast: bool, leaves_norms: bool = False, has_defaults: bool = True
 ) -> frozenset[str]:
-    """Names of the parameters that stay in fp32 while the others are cast to 16 bits. A tied parameter is kept under all
-    of its names if it is under one.
+    """Names of the parameters that stay in fp32 while the others are cast to 16 bits. A tied parameter is kept under
+    all of its names if it is under one.
 
     Args:
         model: Any model, `meta` parameters included.
@@ -60,10 +60,10 @@ def default_kept(model: nn.Module, *, has_autocast: bool, leaves_norms: bool = F
     where models switch it off.
 
     - Norms with running statistics, and on the CPU under autocast all norms: see `norm_parameters`.
-    - Modules under `spectral_norm` or `orthogonal`: linear algebra that there is no 16-bit form of, beside buffers which
-      stay in fp32.
-    - Under autocast, routers (`is_router`): many models compute these in fp32, with autocast switched off. Where they do
-      not, autocast casts the weight in each forward, to the same bits.
+    - Modules under `spectral_norm` or `orthogonal`: linear algebra that there is no 16-bit form of, beside buffers
+      which stay in fp32.
+    - Under autocast, routers (`is_router`): many models compute these in fp32, with autocast switched off. Where they
+      do not, autocast casts the weight in each forward, to the same bits.
     """
     found = set(norm_parameters(model, is_alone=leaves_norms))
     for name, module in model.named_modules():
@@ -76,8 +76,8 @@ def default_kept(model: nn.Module, *, has_autocast: bool, leaves_norms: bool = F
 
 
 def is_router(name: str, module: nn.Module, parent: nn.Module) -> bool:
-    """Whether a module tells which experts get a token: by its name, `router`, or `gate` beside `experts`, or its class,
-    `...Router`. Layers that hold the experts themselves are none.
+    """Whether a module tells which experts get a token: by its name, `router`, or `gate` beside `experts`, or its
+    class, `...Router`. Layers that hold the experts themselves are none.
 
     Args:
         name: What `parent` calls it.
@@ -136,8 +136,8 @@ def _selected(model: nn.Module, entry: Entry, names: Collection[str]) -> set[str
 def compute_in_fp32(
     model: nn.Module, kept: Collection[str], dtype: torch.dtype, device_type: str
 ) -> list[RemovableHandle]:
-    """Where no autocast is on, have the modules all of whose parameters are kept take inputs of `dtype` as fp32 and give
-    results of `dtype` again, as torch's own norms do. Where the user passes fp32, they give fp32.
+    """Where no autocast is on, have the modules all of whose parameters are kept take inputs of `dtype` as fp32 and
+    give results of `dtype` again, as torch's own norms do. Where the user passes fp32, they give fp32.
 
     Args:
         model: Whose modules get hooks.

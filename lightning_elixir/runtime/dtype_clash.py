@@ -16,7 +16,7 @@ import linecache
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -38,7 +38,7 @@ _NO_HALF_FORM = re.compile(
 )
 # Indices that are no integers, fp64 inputs: plain autocast would not run with them either.
 _OTHER_CAUSE = re.compile(r"\b(Long|Int|Byte|Bool)\b|\bindices\b|(got|found).*\b(double|complex\w*)\b", re.IGNORECASE)
-_TORCH = str(Path(torch.__file__).parent)
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _MOST_SHOWN = 4
 
 
@@ -74,14 +74,22 @@ def _words(message: str, trace: TracebackType | None, managed: _Parameters, modu
         frames.append((trace.tb_frame, trace.tb_lasti))
         trace = trace.tb_next
     found: list[str] = []
+    dtypes: set[torch.dtype] = set()
     is_operand = True
     for frame, instruction in reversed(frames):
-        found = managed.names_in(_operands(frame, instruction))
-        is_of_torch = frame.f_code.co_filename.startswith(_TORCH)
-        if not found and has_no_half_form and not is_of_torch:
-            found, is_operand = managed.names_in(_read_by(frame)), False
-        if found or not is_of_torch:  # further out the operands are those of another call
+        operands = list(_operands(frame, instruction))
+        found = found or managed.names_in(operands)
+        dtypes |= {value.dtype for value in operands if isinstance(value, Tensor)}
+        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+            if not found and has_no_half_form:
+                found, is_operand = managed.names_in(_read_by(frame)), False
+            break  # further out the operands are those of another call
+        layer = frame.f_locals.get("self")
+        if isinstance(layer, nn.Module) and any(True for _ in layer.parameters(recurse=False)):
+            found = managed.names_in(layer.parameters())  # a layer of torch's works in one dtype
             break
+    if not dtypes.isdisjoint((torch.float64, torch.complex64, torch.complex128)):
+        return None  # plain autocast would not run with these either
     half = [name for name in found if managed.is_half(name)]
     if half:
         dtype = managed.dtypes[half[0]]
@@ -93,10 +101,11 @@ def _words(message: str, trace: TracebackType | None, managed: _Parameters, modu
                 f"under mixed precision {what} here, so what is made from {'it' if len(half) == 1 else 'them'} may be"
             )
         return f"This is about precision: {says}. To keep float32: keep_fp32={_cure(half, module)}"
-    if found and not has_no_half_form and is_operand:
+    if found and not has_no_half_form and not dtypes.isdisjoint((torch.bfloat16, torch.float16)):
+        verbs = ("stays", "meets") if len(found) == 1 else ("stay", "meet")
         return (
-            f"This is about precision: {_listed(found)} {'stays' if len(found) == 1 else 'stay'} in float32 (keep_fp32),"
-            " and meets 16 bits here: pass float32 (`.float()`), or leave autocast on"
+            f"This is about precision: {_listed(found)} {verbs[0]} in float32 (keep_fp32), and {verbs[1]} 16 bits here:"
+            " pass float32 (`.float()`), or leave autocast on"
         )
     return None
 
@@ -206,12 +215,16 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
-def _cure(names: Sequence[str], module: nn.Module) -> list[str]:
-    """What to write: the module that has these parameters, where it has no others; else their own names."""
-    parents = {name.rpartition(".")[0] for name in names}
-    parent = next(iter(parents))
-    if len(parents) == 1 and parent:
-        below = {f"{parent}.{own}" for own, _ in module.get_submodule(parent).named_parameters()}
-        if below.issubset(names):
-            return [parent]
-    return list(names)
+def _cure(names: Sequence[str], module: nn.Module) -> str:
+    """What to write: the module that has these parameters, where it has no others; else their own names. Of norms there
+    are many in a model, and what goes for one goes for all of them."""
+    paths = [name.split(".")[:-1] for name in names]
+    common = [same[0] for same in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
+    parent = ".".join(common)
+    if parent:
+        owner = module.get_submodule(parent)
+        if isinstance(owner, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
+            return f"[torch.nn.{next(c.__name__ for c in type(owner).__mro__ if c.__module__.startswith('torch.nn.'))}]"
+        if {f"{parent}.{own}" for own, _ in owner.named_parameters()}.issubset(names):
+            return repr([parent])
+    return repr(list(names))
