@@ -402,7 +402,7 @@ class ElixirStrategy(ProcessStrategy):
             dtype=plugin.compute_dtype,
             use_fused_kernels=config.use_fused_kernels,
             master_weights=plugin.is_mixed,
-            keep_fp32=config.keep_fp32,
+            keep_fp32=config.keep_fp32 if plugin.compute_dtype is not None else None,
             autocast=plugin.has_autocast,
             force_outputs_fp32=config.force_outputs_fp32,
             reduce_dtype=config.reduction_dtype,

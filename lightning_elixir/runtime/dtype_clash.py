@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_elixir.errors import ElixirError
 from lightning_elixir.plan.types import DTYPE_BYTES
 from lightning_elixir.runtime.chunk import Chunk
 
@@ -50,7 +51,9 @@ def explain_dtype_clash(error: BaseException, chunks: Sequence[Chunk], module: n
         chunks: Of the engine in whose forward it came up, which has an fp32 master beside parameters of 16 bits.
         module: The engine's.
     """
-    if not isinstance(error, (RuntimeError, ValueError)) or not error.args or not isinstance(error.args[0], str):
+    if not isinstance(error, (RuntimeError, ValueError)) or isinstance(error, ElixirError):
+        return
+    if not error.args or not isinstance(error.args[0], str):
         return
     message = error.args[0]
     is_told = "keep_fp32" in message
