@@ -19,7 +19,7 @@ from lightning_elixir.core.device import current_device_memory_bytes
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.keeping import kept_in, with_kept
+from lightning_elixir.plan.keeping import with_kept
 from lightning_elixir.plan.memory import Budget, memory_use
 from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.profile import StepProfile
@@ -365,7 +365,7 @@ class Planner:
             prefetch=config.prefetch,
             gpu_margin_mem_ratio=config.gpu_margin_mem_ratio,
             compute_dtype=self._compute_dtype,
-            keep_fp32=self.kept_fp32(model) if layout is None else kept_in(layout),
+            keep_fp32=self.kept_fp32(model) if layout is None else (),
             master_weights=self._master_weights,
             world_size=self._comm.world_size,
             gpu_bytes=budget.gpu_bytes,

@@ -17,6 +17,7 @@ from lightning_elixir.core.device import current_device_memory_bytes, make_devic
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.keeping import kept_in
 from lightning_elixir.plan.memory import Budget, ModelDataBytes
 from lightning_elixir.plan.packing import PackedChunk, candidate_chunk_numels, pack, regular_block_bytes
 from lightning_elixir.plan.placement import Layout, PlacementRequest, check_request, place
@@ -105,7 +106,7 @@ def make_plan(
         prefetch_depth: How many chunks to fetch ahead; "auto" finds its own.
         gpu_margin_mem_ratio: auto: share of the GPU memory beside the rCache that optimizer states may take.
         compute_dtype: Dtype of forward and backward; None: each parameter keeps its own.
-        keep_fp32: Names of parameters that are computed with in fp32 all the same.
+        keep_fp32: Names of parameters that are computed with in fp32 all the same; with a `layout`, as that has it.
         master_weights: Whether 16-bit parameters have an fp32 master.
         num_states: Optimizer states per element (Adam 2, SGD with momentum 1, without 0).
         accumulates: Gradients of several backwards are added up, in fp32.
@@ -139,7 +140,7 @@ def make_plan(
     """
     if isinstance(profile, StepProfile) and layout is None:
         raise PlanError("a profile over chunks needs the layout that it was measured with")
-    specs = param_specs(model, compute_dtype, keep_fp32)
+    specs = param_specs(model, compute_dtype, keep_fp32 if layout is None else kept_in(layout))
     main_dtype = _main_dtype(specs, compute_dtype)
     request = PlacementRequest(
         policy=placement_policy,

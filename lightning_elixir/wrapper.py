@@ -255,8 +255,9 @@ class ElixirModule(nn.Module):
         self.engine.reset_stats()
 
     def replan(self, plan: Plan) -> None:
-        """Move to another placement of the same chunks, between steps. Collective."""
-        self.engine.replan(plan)
+        """Move to another placement of the same chunks, between steps. Collective. A plan that was made without what
+        stays in fp32 here gets chunks for it, as when this was built."""
+        self.engine.replan(with_kept(plan, kept_in(self.plan), is_exact=True))
 
     def peak_activation_bytes(self) -> int:
         """Device bytes beyond chunks at the peak since sampling began; 0 where the device does not count."""
