@@ -91,7 +91,8 @@ def _words(message: str, trace: TracebackType | None, managed: _Parameters, modu
         if isinstance(layer, nn.Module) and any(True for _ in layer.parameters(recurse=False)):
             found = managed.names_in(layer.parameters())  # a layer of torch's works in one dtype
             break
-    if not dtypes.isdisjoint((torch.float64, torch.complex64, torch.complex128)):
+    is_half_of_two_kinds = dtypes.issuperset((torch.float16, torch.bfloat16))
+    if is_half_of_two_kinds or not dtypes.isdisjoint((torch.float64, torch.complex64, torch.complex128)):
         return None  # plain autocast would not run with these either
     half = [name for name in found if managed.is_half(name)]
     if half:

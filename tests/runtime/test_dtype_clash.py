@@ -119,6 +119,7 @@ def test_what_is_made_from_a_parameter_is_told_of_with_less_certainty() -> None:
     [
         lambda m, h: m.layers[0](h.double()),
         lambda m, h: m.layers[1](h.double()),
+        lambda m, h: m.layers[0](h.half()),
         lambda m, h: F.embedding(h, m.matrix),
         lambda m, h: m.layers[0](h[:, :3]),
         lambda m, h: torch.zeros(8, 8).index_add_(0, torch.arange(8), m.layers[0](h)),  # nor in plain autocast
