@@ -178,3 +178,6 @@ def test_bytes_of_a_plan_are_those_of_fp32() -> None:
     assert one.notes["host_bytes"] == none.notes["host_bytes"]
     without = [make_plan(model, keep_fp32=k, master_weights=False, **options) for k in ((), ["2.weight"])]  # type: ignore[arg-type]
     assert int(without[1].notes["host_bytes"]) - int(without[0].notes["host_bytes"]) == 4096 * 8
+    pairs = make_plan(model, keep_fp32=["1.weight", "2.weight"], **(options | {"chunk_size": 16384}))  # type: ignore[arg-type]
+    assert [(c.dtype, c.nbytes) for c in pairs.chunks] == [("bfloat16", 16384), ("float32", 16384), ("float32", 16384)]
+    assert pairs.block_bytes == 16384  # a chunk that is kept makes no larger blocks for all the others
