@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -14,6 +15,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware
 from lightning_elixir.plan.io import load_plan
 from lightning_elixir.plan.placement import check_fraction
+from lightning_elixir.plan.selection import Entry, entries_of
 from lightning_elixir.plan.types import Plan
 
 PolicyName = Literal["auto", "cpu", "cuda", "const", "static"]
@@ -22,12 +24,14 @@ NvmeBackendName = Literal["direct", "tensornvme"]
 StateDictType = Literal["full", "sharded"]
 
 if TYPE_CHECKING:
+    KeepOption = Entry | Collection[Entry] | None
     PlanOption = Plan | str | os.PathLike[str] | None
     HardwareOption = HardwareSpec | str | os.PathLike[str] | None
 else:
     # What a configuration file can hold. If the command line knew of the classes, it would open the file that a path
     # names, and hand over what it finds there as text.
     PlanOption = HardwareOption = str | os.PathLike[str] | None
+    KeepOption = str | list[str] | None
 
 _FRACTIONS = (
     "shard_param_frac",
@@ -83,6 +87,7 @@ class ElixirConfig:
     update_timing: TimingName = "auto"
     force_outputs_fp32: bool = False
     autocast: bool = True
+    keep_fp32: KeepOption = None
     gpu_margin_mem_ratio: float | None = None
     gpu_memory_limit: int | str | None = None
     cpu_memory_limit: int | str | None = None
@@ -121,6 +126,8 @@ class ElixirConfig:
         if self.chunk_search_n_grids < 1:
             raise PlanError(f"chunk_search_n_grids must be at least 1, got {self.chunk_search_n_grids}")
         _parse_reduce_dtype(self.reduce_dtype)
+        if self.keep_fp32 is not None:
+            entries_of("keep_fp32", self.keep_fp32)
         self._check_paths()
         self._check_loss_scale()
         self._check_nvme()

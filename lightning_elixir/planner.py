@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -19,12 +19,14 @@ from lightning_elixir.core.device import current_device_memory_bytes
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.keeping import with_kept
 from lightning_elixir.plan.memory import Budget, memory_use
 from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.timeline import Timeline, scheme_of
 from lightning_elixir.plan.types import Plan, UpdateTiming
-from lightning_elixir.planning import data_bytes_of, make_plan, norm_parameters, param_specs, timeline_of
+from lightning_elixir.planning import data_bytes_of, make_plan, param_specs, timeline_of
+from lightning_elixir.profiling.keeping import is_nothing, kept_parameters
 from lightning_elixir.storage.nvme import DiskOptions
 
 log = logging.getLogger(__name__)
@@ -89,7 +91,7 @@ class Planner:
         device: The compute device.
         node_rank: Which host this is.
         compute_dtype: Dtype of forward and backward; None: each parameter keeps its own.
-        master_weights: Whether 16-bit parameters have an fp32 master; norms then are computed with in fp32.
+        master_weights: Whether 16-bit parameters have an fp32 master.
         has_autocast: Whether steps run under `torch.autocast`.
         hardware: Measured figures to predict times with; None: `HardwareSpec.nominal()`.
         accumulates: Whether gradients of several backwards are added up before a step.
@@ -126,7 +128,7 @@ class Planner:
         Raises:
             PlanError: Parameters that no plan can hold, none that trains, or other parameters than on rank 0.
         """
-        specs = run_together(self._comm, lambda: param_specs(model, self._compute_dtype, self._keep_fp32(model)))
+        specs = run_together(self._comm, lambda: param_specs(model, self._compute_dtype, self.kept_fp32(model)))
         check_same_model(self._comm, specs)
         if not is_training:
             return
@@ -267,6 +269,7 @@ class Planner:
     ) -> tuple[Plan, bool]:
         given = self._config.given_plan()
         if given is not None:
+            given = self._with_kept(given, model)
             self._check_given(given, budget)
             return given, True
         plan = self._make(model, budget, optimizer=optimizer)
@@ -362,7 +365,7 @@ class Planner:
             prefetch=config.prefetch,
             gpu_margin_mem_ratio=config.gpu_margin_mem_ratio,
             compute_dtype=self._compute_dtype,
-            keep_fp32=self._keep_fp32(model),
+            keep_fp32=self.kept_fp32(model) if layout is None else (),
             master_weights=self._master_weights,
             world_size=self._comm.world_size,
             gpu_bytes=budget.gpu_bytes,
@@ -383,11 +386,33 @@ class Planner:
             layout=layout,
         )
 
-    def _keep_fp32(self, model: nn.Module) -> Collection[str]:
-        if not self._master_weights:
-            return ()
-        # On a GPU autocast casts the operands of norms itself.
-        return norm_parameters(model, is_alone=self._has_autocast and self._device.type == "cpu")
+    def kept_fp32(self, model: nn.Module) -> frozenset[str]:
+        """Names of the parameters that stay in fp32 where the others are cast to 16 bits. Not collective.
+
+        Args:
+            model: As the user built it: further plans take these names from the first one, since what they are made for
+                has lost its classes.
+
+        Raises:
+            PlanError: The user named what the model has not got.
+        """
+        kept = kept_parameters(
+            model,
+            self._config.keep_fp32,
+            has_autocast=self._has_autocast,
+            # On a GPU autocast casts the operands of norms itself.
+            leaves_norms=self._has_autocast and self._device.type == "cpu",
+            has_defaults=self._master_weights,
+        )
+        is_half = self._compute_dtype is not None and self._compute_dtype.itemsize == 2
+        return kept if is_half else frozenset()
+
+    def _with_kept(self, given: Plan, model: nn.Module) -> Plan:
+        """A plan of the user's, with what is to stay in fp32 beside what the plan itself has in fp32."""
+        plan = with_kept(given, self.kept_fp32(model), is_exact=is_nothing(self._config.keep_fp32))
+        if plan is not given:
+            log.info("the given plan has other dtypes of parameters than keep_fp32 says: they get chunks of their own")
+        return plan
 
     def _share(self, decide: Callable[[], T]) -> T:
         """Rank 0 decides, everyone gets it; an error there is an error everywhere."""

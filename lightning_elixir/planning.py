@@ -17,6 +17,7 @@ from lightning_elixir.core.device import current_device_memory_bytes, make_devic
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.keeping import kept_in
 from lightning_elixir.plan.memory import Budget, ModelDataBytes
 from lightning_elixir.plan.packing import PackedChunk, candidate_chunk_numels, pack, regular_block_bytes
 from lightning_elixir.plan.placement import Layout, PlacementRequest, check_request, place
@@ -28,6 +29,7 @@ from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, ParamSpec, Plan, UpdateTiming
 from lightning_elixir.profiling.hardware import profile_hardware
+from lightning_elixir.profiling.keeping import KeepFp32, kept_parameters
 from lightning_elixir.profiling.memory import StepFn, profile_memory
 from lightning_elixir.profiling.parameters import dtype_name, module_accesses, norm_parameters, param_specs
 
@@ -104,7 +106,7 @@ def make_plan(
         prefetch_depth: How many chunks to fetch ahead; "auto" finds its own.
         gpu_margin_mem_ratio: auto: share of the GPU memory beside the rCache that optimizer states may take.
         compute_dtype: Dtype of forward and backward; None: each parameter keeps its own.
-        keep_fp32: Names of parameters that are computed with in fp32 all the same.
+        keep_fp32: Names of parameters that are computed with in fp32 all the same; with a `layout`, as that has it.
         master_weights: Whether 16-bit parameters have an fp32 master.
         num_states: Optimizer states per element (Adam 2, SGD with momentum 1, without 0).
         accumulates: Gradients of several backwards are added up, in fp32.
@@ -138,7 +140,7 @@ def make_plan(
     """
     if isinstance(profile, StepProfile) and layout is None:
         raise PlanError("a profile over chunks needs the layout that it was measured with")
-    specs = param_specs(model, compute_dtype, keep_fp32)
+    specs = param_specs(model, compute_dtype, keep_fp32 if layout is None else kept_in(layout))
     main_dtype = _main_dtype(specs, compute_dtype)
     request = PlacementRequest(
         policy=placement_policy,
@@ -363,8 +365,8 @@ class _ChunkSizes:
         )
 
     def layout(self, chunk_numel: int) -> Layout:
-        packed = pack(self.specs, chunk_numel, self.world_size)
-        return Layout(packed, regular_block_bytes(packed, chunk_numel, self.world_size), self.dtype)
+        packed = pack(self.specs, chunk_numel, self.world_size, self.dtype)
+        return Layout(packed, regular_block_bytes(packed, chunk_numel, self.world_size, self.dtype), self.dtype)
 
 
 def _main_dtype(specs: tuple[ParamSpec, ...], compute_dtype: torch.dtype | None) -> str:
@@ -402,6 +404,8 @@ def minimum_waste_search(
     verbose: bool = False,
     inp: Mapping[str, object] | None = None,
     step_fn: StepFn | None = None,
+    *,
+    keep_fp32: KeepFp32 = None,
 ) -> Plan:
     """The chunk size that wastes least, and the fastest placement of such chunks in the memory that there is now.
 
@@ -415,13 +419,16 @@ def minimum_waste_search(
         verbose: Print the plan, on the first rank.
         inp: Not used: this search measures no activations.
         step_fn: Not used.
+        keep_fp32: As for `ElixirModule`, which puts what the plan has otherwise into chunks of its own.
 
     Raises:
         PlanError: The model cannot be used as given.
         CapacityError: The machine's memory cannot hold it.
     """
     budget = detect_budget(world_size)
-    return _searched(model, world_size, unified_dtype, overlap, verbose, budget, is_chunk_size_searched=False)
+    return _searched(
+        model, world_size, unified_dtype, overlap, verbose, budget, keep_fp32, is_chunk_size_searched=False
+    )
 
 
 def simple_search(
@@ -443,6 +450,7 @@ def simple_search(
     hardware: HardwareSpec | None = None,
     can_stream: bool = False,
     update_timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD,
+    keep_fp32: KeepFp32 = None,
 ) -> Plan:
     """Like `minimum_waste_search`, within limits of your own, and simulating several chunk sizes.
 
@@ -464,6 +472,7 @@ def simple_search(
         hardware: Figures of the machine, such as `profile_hardware()` measures; None: `HardwareSpec.nominal()`.
         can_stream: Whether updates may be streamed to the device: the optimizer is `HybridAdam` or `CPUAdam`.
         update_timing: When updates of states beside the device may run.
+        keep_fp32: As for `ElixirModule`, which puts what the plan has otherwise into chunks of its own.
 
     Raises:
         PlanError: The model or a limit cannot be used as given.
@@ -482,6 +491,7 @@ def simple_search(
         overlap,
         verbose,
         budget,
+        keep_fp32,
         chunk_search_range=chunk_search_range,
         chunk_search_n_grids=chunk_search_n_grids,
         min_chunk_size=min_chunk_size,
@@ -510,6 +520,7 @@ def optimal_search(
     hardware: HardwareSpec | None = None,
     can_stream: bool = False,
     update_timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD,
+    keep_fp32: KeepFp32 = None,
 ) -> Plan:
     """Like `simple_search`, knowing what a step touches, computes and takes, and what the machine reaches.
 
@@ -533,6 +544,7 @@ def optimal_search(
             process group has been started, and only then with several ranks), else `HardwareSpec.nominal()`.
         can_stream: Whether updates may be streamed to the device: the optimizer is `HybridAdam` or `CPUAdam`.
         update_timing: When updates of states beside the device may run.
+        keep_fp32: As for `ElixirModule`, which puts what the plan has otherwise into chunks of its own.
 
     Raises:
         PlanError: The model, a limit or `step_fn` cannot be used as given.
@@ -544,7 +556,7 @@ def optimal_search(
     budget = detect_budget(local, gpu_bytes=gpu_bytes, cpu_bytes=cpu_bytes, non_model_bytes=non_model_bytes or 0)
     profile = None
     if inp is not None and step_fn is not None and non_model_bytes is None:
-        profile = profile_memory(model, inp, step_fn, unified_dtype)
+        profile = profile_memory(model, inp, step_fn, unified_dtype, keep_fp32=keep_fp32)
     # Ranks that measured each for itself would make different plans.
     if (
         hardware is None
@@ -559,6 +571,7 @@ def optimal_search(
         overlap,
         verbose,
         budget,
+        keep_fp32,
         chunk_search_range=chunk_search_range,
         chunk_search_n_grids=chunk_search_n_grids,
         min_chunk_size=min_chunk_size,
@@ -576,20 +589,24 @@ def _searched(
     overlap: bool,
     verbose: bool,
     budget: Budget,
+    keep_fp32: KeepFp32,
     update_timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD,
     **options: Any,
 ) -> Plan:
+    is_half = dtype.itemsize == 2
+    kept = kept_parameters(model, keep_fp32, has_autocast=False, has_defaults=is_half)
     plan = make_plan(
         model,
         placement_policy="auto",
         prefetch=overlap,
         compute_dtype=dtype,
+        keep_fp32=kept if is_half else (),
         world_size=world_size,
         gpu_bytes=budget.gpu_bytes,
         cpu_bytes=budget.cpu_bytes,
         non_model_bytes=budget.non_model_bytes,
         update_timing=update_timing,
-        can_reuse_compute_shard=dtype.itemsize == 2,  # there is a master then
+        can_reuse_compute_shard=is_half,  # there is a master then
         **options,
     )
     if verbose and not (dist.is_initialized() and dist.get_rank()):

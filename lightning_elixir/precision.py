@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,8 +58,9 @@ class ElixirPrecision(Precision):
     `bf16-true`  bf16              bf16          none
     ============ ================= ============= ====================
 
-    In mixed precision buffers stay fp32, and so do the parameters of norms with running statistics, and on the CPU
-    under autocast those of all norms.
+    In mixed precision buffers stay fp32, and so do the parameters of norms with running statistics, of modules under
+    `spectral_norm` or `orthogonal`, under autocast of routers, and on the CPU under autocast of all norms; beside them
+    what `ElixirStrategy(keep_fp32=...)` names. In `16-true` and `bf16-true` that alone stays fp32.
 
     Args:
         precision: One of the above; `16`, `bf16`, `32` and `64` are short for `16-mixed`, `bf16-mixed`, `32-true` and
@@ -129,10 +130,24 @@ class ElixirPrecision(Precision):
     # Contexts and casts
 
     @override
-    def convert_module(self, module: nn.Module) -> nn.Module:
+    def convert_module(self, module: nn.Module, kept: Collection[str] = ()) -> nn.Module:
+        """Cast it where no fp32 copy exists: all but the parameters named in `kept`, which become fp32 if they are not,
+        and the buffers of modules all of whose parameters are kept."""
+        dtype = self._true_dtype
+        if dtype is None:
+            return module
         if self.precision == "64-true":
             return module.double()  # which leaves complex parameters alone, as plain Lightning does
-        return module if self._true_dtype is None else module.to(dtype=self._true_dtype)
+        wide = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in kept}
+        for part in module.modules() if wide else ():
+            own = {id(p) for p in part.parameters()}
+            if own and wide.issuperset(own):
+                wide.update(id(b) for b in part.buffers())
+
+        def cast(tensor: Tensor) -> Tensor:
+            return _cast_floating(tensor, torch.float32 if id(tensor) in wide else dtype)
+
+        return module._apply(cast) if wide else module.to(dtype=dtype)
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[None]:

@@ -46,6 +46,7 @@ from lightning_elixir.checkpointing import SavesOnException, ShardedCheckpoints,
 from lightning_elixir.config import (
     ElixirConfig,
     HardwareOption,
+    KeepOption,
     NvmeBackendName,
     PlanOption,
     PolicyName,
@@ -103,6 +104,7 @@ class ElixirStrategy(ProcessStrategy):
         update_timing: TimingName = "auto",
         force_outputs_fp32: bool = False,
         autocast: bool = True,
+        keep_fp32: KeepOption = None,
         gpu_margin_mem_ratio: float | None = None,
         gpu_memory_limit: int | str | None = None,
         cpu_memory_limit: int | str | None = None,
@@ -164,6 +166,12 @@ class ElixirStrategy(ProcessStrategy):
             force_outputs_fp32: Cast what the steps of the model return to fp32.
             autocast: Mixed precision: run steps under `torch.autocast`. False: cast the inputs instead, and compute all
                 in 16 bits.
+            keep_fp32: What stays in fp32 where the others are cast to 16 bits: names of parameters or modules (globs,
+                such as "*.head"), classes of modules, a function (name, module) -> bool, or a list of these. They come
+                on top of the default: norms with running statistics, modules under `spectral_norm` or `orthogonal`,
+                under autocast routers, and on the CPU under autocast all norms (16-true, bf16-true: nothing). An empty
+                list: nothing. With `autocast=False` modules that are kept as a whole take 16-bit inputs as fp32, and
+                give 16-bit results.
             gpu_margin_mem_ratio: auto: share of the GPU memory left beside rCache and activations that optimizer states
                 may take. Default: all of it.
             gpu_memory_limit: Plan as if each GPU had no more. On the CPU accelerator this limits the rCache.
@@ -394,8 +402,8 @@ class ElixirStrategy(ProcessStrategy):
         plugin, config = self.precision_plugin, self._config
         is_loaded = self._sharded.is_model_awaited
         run_together(self._comm, lambda: materialise(module, is_loaded) if self.is_global_zero else None)
-        plugin.convert_module(module)
         planner = self._planner()
+        plugin.convert_module(module, run_together(self._comm, lambda: planner.kept_fp32(module)))
         planner.check_model(module, is_training=is_training)
         budget = planner.budget(module)
         plan, is_final = planner.first_plan(
@@ -409,6 +417,7 @@ class ElixirStrategy(ProcessStrategy):
             dtype=plugin.compute_dtype,
             use_fused_kernels=config.use_fused_kernels,
             master_weights=plugin.is_mixed,
+            keep_fp32=config.keep_fp32 if plugin.compute_dtype is not None else None,
             autocast=plugin.has_autocast,
             force_outputs_fp32=config.force_outputs_fp32,
             reduce_dtype=config.reduction_dtype,
@@ -573,7 +582,7 @@ class ElixirStrategy(ProcessStrategy):
             forward = super().training_step
             return forward(*args, **kwargs) if run is None else run.training_step(forward, args, kwargs)
         # Backward and step happen inside, so the step is no one forward of the engine: each module that it calls is.
-        with self.precision_plugin.train_step_context():
+        with self.precision_plugin.train_step_context(), self._engine.engine.telling():
             output = module.training_step(*args, **kwargs)
         if run is not None:
             run.end_step()

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_elixir.core.comm import make_comm
 from lightning_elixir.core.device import make_device
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optimizer import ElixirOptimizer
+from lightning_elixir.plan.keeping import kept_in, with_kept
 from lightning_elixir.plan.types import Plan
+from lightning_elixir.profiling.keeping import KeepFp32, compute_in_fp32, is_nothing, kept_parameters, map_floating
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.build import Precision
 from lightning_elixir.runtime.engine import Engine
@@ -42,6 +45,12 @@ class ElixirModule(nn.Module):
         dtype: Compute dtype; None: as in the plan. 16-bit dtypes keep an fp32 master.
         use_fused_kernels: Swap in fused operators where there are any; this version has none, so nothing changes.
         master_weights: False: 16-bit parameters are updated in their own dtype, without an fp32 master.
+        keep_fp32: What stays in fp32 where the others are cast to 16 bits: names of parameters or modules (globs, such
+            as "*.head"), classes of modules, a function (name, module) -> bool, or a list of these. Parameters that the
+            plan has in 16 bits get chunks of their own. None: what cannot run in 16 bits (norms with running
+            statistics, `spectral_norm`, `orthogonal`), with `autocast` routers, and what the plan has in fp32; names
+            come on top of that. An empty list: nothing. Without master weights nothing is kept unasked. Without
+            `autocast` modules that are kept as a whole take 16-bit inputs as fp32, and give 16-bit results.
         autocast: Run forward under `torch.autocast` in `dtype`; otherwise floating inputs are cast to a 16-bit `dtype`.
         force_outputs_fp32: Cast floating outputs to fp32.
         reduce_dtype: What gradients are cast to for the reduction over ranks; None: as they are.
@@ -54,8 +63,8 @@ class ElixirModule(nn.Module):
 
     Raises:
         StorageError: If the folder cannot be used, or its disk has too little room.
-        PlanError: If the plan is for another model, another number of ranks or another dtype, or fp16 is asked for on
-            the CPU.
+        PlanError: If the plan is for another model, another number of ranks or another dtype, fp16 is asked for on
+            the CPU, or `keep_fp32` names what the model has not got.
     """
 
     def __init__(
@@ -68,6 +77,7 @@ class ElixirModule(nn.Module):
         use_fused_kernels: bool = False,
         *,
         master_weights: bool = True,
+        keep_fp32: KeepFp32 = None,
         autocast: bool = False,
         force_outputs_fp32: bool = False,
         reduce_dtype: torch.dtype | None = None,
@@ -84,6 +94,8 @@ class ElixirModule(nn.Module):
         self.dtype = dtype if dtype is not None else getattr(torch, plan.compute_dtype)
         _check(plan, self.dtype, dtype is not None, comm.world_size, runtime_device.torch_device)
         is_half = self.dtype.itemsize == 2
+        kept = kept_parameters(model, keep_fp32, has_autocast=autocast, has_defaults=is_half and master_weights)
+        plan = with_kept(plan, kept, is_exact=is_nothing(keep_fp32))
         precision = Precision(torch.float32 if is_half and master_weights else None)
         disk = DiskOptions(nvme_offload_dir, nvme_backend, nvme_checksums)
         self.engine = Engine(model, plan, runtime_device, comm, precision, reduce_dtype, prefetch, disk)
@@ -92,6 +104,9 @@ class ElixirModule(nn.Module):
         self._device_type = runtime_device.torch_device.type
         self._has_autocast = autocast and is_half
         self._casts_inputs = is_half and not autocast
+        self._handles: list[RemovableHandle] = []
+        if self._casts_inputs:
+            self._handles = compute_in_fp32(model, kept_in(plan), self.dtype, self._device_type)
         self._force_outputs_fp32 = force_outputs_fp32
         if use_fused_kernels:
             log.info("use_fused_kernels=True: this version has no fused operators to swap in")
@@ -245,8 +260,9 @@ class ElixirModule(nn.Module):
         self.engine.reset_stats()
 
     def replan(self, plan: Plan) -> None:
-        """Move to another placement of the same chunks, between steps. Collective."""
-        self.engine.replan(plan)
+        """Move to another placement of the same chunks, between steps. Collective. A plan that was made without what
+        stays in fp32 here gets chunks for it, as when this was built."""
+        self.engine.replan(with_kept(plan, kept_in(self.plan), is_exact=True))
 
     def peak_activation_bytes(self) -> int:
         """Device bytes beyond chunks at the peak since sampling began; 0 where the device does not count."""
@@ -259,6 +275,8 @@ class ElixirModule(nn.Module):
     def close(self) -> None:
         """Free replicas and shards and remove all hooks. The parameters have no values any more and raise when used."""
         self.engine.close()
+        for handle in self._handles:
+            handle.remove()
 
 
 def _itself(module: nn.Module) -> nn.Module:
@@ -273,18 +291,7 @@ def _nothing() -> Iterator[None]:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Floating tensors anywhere inside, cast."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(v, dtype) for v in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cast(v, dtype) for v in value)
-    if isinstance(value, dict):
-        copied = value.copy()  # keeps the class of transformers' outputs
-        for key in value:
-            copied[key] = _cast(value[key], dtype)
-        return copied
-    return value
+    return map_floating(value, lambda tensor: tensor.to(dtype))
 
 
 def _check(plan: Plan, dtype: torch.dtype, is_given: bool, world_size: int, device: torch.device) -> None:

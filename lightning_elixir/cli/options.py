@@ -131,6 +131,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="with --model: tokens of a sample; default: 1024, or all the model knows",
     )
     group.add_argument("--precision", choices=PRECISIONS, default="bf16-mixed", help="default: bf16-mixed")
+    group.add_argument(
+        "--keep-fp32",
+        nargs="*",
+        metavar="GLOB",
+        help="parameters or modules that stay in fp32 beside the default, such as '*.head'; none given: nothing stays;"
+        " default: norms with running statistics, and routers",
+    )
     group.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     group.add_argument("--accumulate", type=_positive, default=1, metavar="N", help="micro-batches of a step")
     group.add_argument(

@@ -24,8 +24,9 @@ from lightning_elixir.plan.io import plan_to_dict, save_plan
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.timeline import Timeline
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
-from lightning_elixir.planning import make_plan, norm_parameters, timeline_of
+from lightning_elixir.planning import make_plan, timeline_of
 from lightning_elixir.precision import ElixirPrecision
+from lightning_elixir.profiling.keeping import kept_parameters
 from lightning_elixir.profiling.memory import profile_memory
 from lightning_elixir.profiling.parameters import dtype_name, param_specs
 from lightning_elixir.report import ReportData, render_report
@@ -125,14 +126,29 @@ def find(options: argparse.Namespace) -> Found:
     with _telling(options, "looking at the model"):
         subject = module_subject(options) if options.module else transformers_subject(options)
     with _telling(options, "running a training step without values"), speaking_of_options():
-        profile = profile_memory(subject.model, subject.inp, subject.step_fn, dtype, autocast=precision.has_autocast)
+        profile = profile_memory(
+            subject.model,
+            subject.inp,
+            subject.step_fn,
+            dtype,
+            autocast=precision.has_autocast,
+            keep_fp32=options.keep_fp32,
+            master_weights=precision.is_mixed,
+        )
     with _telling(options, "looking for the fastest placement"), speaking_of_options():
         plan = make_plan(
             subject.model,
             placement_policy=options.policy,
             chunk_size=chunk_size,
             compute_dtype=dtype,
-            keep_fp32=norm_parameters(subject.model, is_alone=False) if precision.is_mixed else (),
+            keep_fp32=kept_parameters(
+                subject.model,
+                options.keep_fp32,
+                has_autocast=precision.has_autocast,
+                has_defaults=precision.is_mixed,
+            )
+            if dtype is not None
+            else (),
             master_weights=precision.is_mixed,
             accumulates=options.accumulate > 1,
             num_backwards=options.accumulate,

@@ -16,6 +16,7 @@ _OPTIONS = {
     "cpu_bytes": "--cpu-memory",
     "nvme_bytes": "--nvme-memory",
     "chunk_size": "--chunk-size",
+    "keep_fp32": "--keep-fp32",
     "placement_policy": "--policy",
     "world_size": "--gpus",
     "num_backwards": "--accumulate",

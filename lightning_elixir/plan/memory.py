@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Tier, UpdateTiming
 
 GRAD_BLOCKS = 2
-"""Blocks for gradients on the compute device: one fills up while another is being reduced."""
+"""Blocks for gradients on the compute device: one fills up while another is being reduced. Where parameters of another
+dtype lie between the others (kept in fp32), one more fills up beside it: see `num_grad_blocks`."""
 
 STAGING_BUFFERS = 3
 """Buffers through which gradients come down to be added up in host memory: one fills up, one is added, one waits."""
@@ -21,6 +22,11 @@ NVME_BUFFER_BYTES = 96 * 2**20
 
 PARAM_BUFFERS = 3
 """Buffers through which parameters come from NVMe: some are read into, from others replicas are filled."""
+
+
+def num_grad_blocks(chunks: Iterable[ChunkSpec]) -> int:
+    """How many such blocks there are at the most, where there are as many chunks."""
+    return GRAD_BLOCKS + max(0, len({c.dtype for c in chunks if c.requires_grad}) - 1)
 
 
 def nvme_buffers(state_bytes: Iterable[int]) -> tuple[int, int]:
@@ -233,7 +239,7 @@ class Scheme:
     def grad_block_bytes(self, chunks: Sequence[ChunkSpec]) -> int:
         """The blocks that gradients are gathered in."""
         blocks = sorted((max(self.block_bytes, c.nbytes) for c in chunks if c.requires_grad), reverse=True)
-        return sum(blocks[:GRAD_BLOCKS])
+        return sum(blocks[: num_grad_blocks(chunks)])
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ def chunk_capacity(chunk_numel: int, world_size: int) -> int:
     return round_up(max(1, chunk_numel), world_size * ALIGN_NUMEL)
 
 
-def pack(specs: Sequence[ParamSpec], chunk_numel: int, world_size: int) -> tuple[PackedChunk, ...]:
+def pack(
+    specs: Sequence[ParamSpec], chunk_numel: int, world_size: int, compute_dtype: str | None = None
+) -> tuple[PackedChunk, ...]:
     """Pack parameters into chunks, in the order given.
 
     A parameter joins the last open chunk of its kind (dtype, requires_grad) if it fits, else it opens a new one. A
@@ -63,6 +65,8 @@ def pack(specs: Sequence[ParamSpec], chunk_numel: int, world_size: int) -> tuple
         specs: The parameters in registration order, each once.
         chunk_numel: Elements of a regular chunk (`chunk_capacity` rounds it up).
         world_size: Ranks that share a chunk.
+        compute_dtype: Key of `DTYPE_BYTES` in which a regular chunk has so many elements: chunks of another dtype have
+            as many bytes. None: all have as many elements.
 
     Returns:
         The chunks, each trimmed to what it uses, rounded up to `world_size * ALIGN_NUMEL` elements.
@@ -73,12 +77,12 @@ def pack(specs: Sequence[ParamSpec], chunk_numel: int, world_size: int) -> tuple
     if chunk_numel < 1 or world_size < 1:
         raise PlanError(f"chunk_numel and world_size must be at least 1, got {chunk_numel} and {world_size}")
     _check_specs(specs)
-    capacity = chunk_capacity(chunk_numel, world_size)
     filled: list[_Open] = []
     open_chunks: dict[tuple[str, bool], _Open] = {}
     for spec in specs:
         kind = (spec.dtype, spec.requires_grad)
         numel = spec.numel
+        capacity = _capacity_of(spec.dtype, chunk_numel, world_size, compute_dtype)
         chunk = open_chunks.get(kind)
         if chunk is None or chunk.end + numel > capacity:
             chunk = _Open(kind)
@@ -89,14 +93,24 @@ def pack(specs: Sequence[ParamSpec], chunk_numel: int, world_size: int) -> tuple
     return tuple(chunk.close(world_size) for chunk in filled)
 
 
-def regular_block_bytes(packed: Sequence[PackedChunk], chunk_numel: int, world_size: int) -> int:
-    """Bytes of one rCache block: the largest chunk that is no larger than `chunk_numel` allows, or, where there is
-    none (every parameter has a chunk of its own), the smallest chunk."""
+def _capacity_of(dtype: str, chunk_numel: int, world_size: int, compute_dtype: str | None) -> int:
+    """Elements that a regular chunk of `dtype` may hold."""
     capacity = chunk_capacity(chunk_numel, world_size)
-    regular = [c.nbytes for c in packed if c.numel <= capacity]
+    if compute_dtype is None or compute_dtype == dtype:
+        return capacity
+    unit = world_size * ALIGN_NUMEL
+    return max(unit, capacity * DTYPE_BYTES[compute_dtype] // DTYPE_BYTES[dtype] // unit * unit)
+
+
+def regular_block_bytes(
+    packed: Sequence[PackedChunk], chunk_numel: int, world_size: int, compute_dtype: str | None = None
+) -> int:
+    """Bytes of one rCache block: the largest chunk that is no larger than `chunk_numel` allows, or, where there is
+    none (every parameter has a chunk of its own), the smallest chunk. Arguments as for `pack`."""
+    regular = [c.nbytes for c in packed if c.numel <= _capacity_of(c.dtype, chunk_numel, world_size, compute_dtype)]
     if regular:
         return max(regular)
-    return min((c.nbytes for c in packed), default=capacity)
+    return min((c.nbytes for c in packed), default=chunk_capacity(chunk_numel, world_size))
 
 
 def padding_bytes(packed: Sequence[PackedChunk]) -> int:

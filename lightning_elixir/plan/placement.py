@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.memory import (
-    GRAD_BLOCKS,
     Budget,
     MemoryUse,
     ModelDataBytes,
     Scheme,
     memory_use,
+    num_grad_blocks,
     problem_of_params_on_nvme,
 )
 from lightning_elixir.plan.packing import PackedChunk, padding_bytes, waste_bytes
@@ -316,7 +316,7 @@ class Placer:
     def saved_by_smaller_chunks(self, chunks: Sequence[ChunkSpec], blocks: int) -> int:
         """Device bytes that the blocks of rCache and gradients could do without, were every parameter a chunk."""
         largest = max((m.numel * DTYPE_BYTES[c.dtype] for c in chunks for m in c.members), default=0)
-        num_blocks = blocks + min(GRAD_BLOCKS, sum(c.requires_grad for c in chunks))
+        num_blocks = blocks + min(num_grad_blocks(chunks), sum(c.requires_grad for c in chunks))
         return num_blocks * max(0, self.layout.block_bytes - largest)
 
     def plan(self, sites: Sequence[Site], policy: str, *, prefetch_depth: int | None = None) -> Plan:

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.cuda_paths import CudaPaths
+from lightning_elixir.profiling.keeping import KeepFp32, compute_in_fp32, kept_parameters
 from lightning_elixir.profiling.known_values import KnownValues, is_knowable
-from lightning_elixir.profiling.parameters import dtype_name, norm_parameters
+from lightning_elixir.profiling.parameters import dtype_name
 from lightning_elixir.profiling.step_recorder import StepRecorder
 
 __all__ = ["StepFn", "cuda_memory_profiling", "profile_memory"]
@@ -42,6 +43,8 @@ def profile_memory(
     dtype: torch.dtype | None = None,
     *,
     autocast: bool = False,
+    keep_fp32: KeepFp32 = None,
+    master_weights: bool = True,
 ) -> MemoryProfile:
     """What one training step needs on a GPU, and which parameters it needs when.
 
@@ -61,9 +64,12 @@ def profile_memory(
             Buffers stay as they are.
         autocast: The step runs under `torch.autocast("cuda", dtype)` over parameters of that dtype, as Lightning's
             `16-mixed` and `bf16-mixed` under this package; inputs are not cast then.
+        keep_fp32: What stays in fp32 where `dtype` is a 16-bit one, as for `ElixirModule`.
+        master_weights: Whether 16-bit parameters have an fp32 master; without, nothing stays in fp32 unasked.
 
     Raises:
-        PlanError: `step_fn` or the factory fails without real values, or `autocast` comes without a 16-bit dtype.
+        PlanError: `step_fn` or the factory fails without real values, `autocast` comes without a 16-bit dtype, or
+            `keep_fp32` names what the model has not got.
     """
     if autocast and (dtype is None or dtype.itemsize != 2):
         raise PlanError(f"autocast=True needs dtype=torch.float16 or torch.bfloat16, got {dtype}")
@@ -71,7 +77,7 @@ def profile_memory(
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # Copies of modules ask fake tensors for their address, to see whether there is one.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        model = _fake_model(model_or_factory, dtype, keeps_norms=autocast)
+        model = _fake_model(model_or_factory, dtype, keep_fp32, has_autocast=autocast, has_master=master_weights)
         input_dtype = dtype if dtype is not None and dtype.itemsize == 2 and not autocast else None
         fake_inp = tree_map_only(Tensor, lambda t: _fake_input(t, input_dtype), inp)
         recorder = StepRecorder()
@@ -126,7 +132,12 @@ def _total_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _fake_model(
-    model_or_factory: nn.Module | Callable[[], nn.Module], dtype: torch.dtype | None, *, keeps_norms: bool
+    model_or_factory: nn.Module | Callable[[], nn.Module],
+    dtype: torch.dtype | None,
+    keep_fp32: KeepFp32,
+    *,
+    has_autocast: bool,
+    has_master: bool,
 ) -> nn.Module:
     """A copy of the model whose parameters and buffers are fake CPU tensors; to be called under the fake mode."""
     model: object = model_or_factory
@@ -138,7 +149,10 @@ def _fake_model(
             raise _refusal("the factory", error) from error
     if not isinstance(model, nn.Module):
         raise PlanError(f"profile_memory needs a model or a function that returns one, got {type(model).__name__}")
-    kept = norm_parameters(model, is_alone=False) if keeps_norms else frozenset()
+    is_half = dtype is not None and dtype.itemsize == 2
+    kept = kept_parameters(model, keep_fp32, has_autocast=has_autocast, has_defaults=is_half and has_master)
+    if not is_half:
+        kept = frozenset()
     memo: dict[int, Any] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in memo:
@@ -151,9 +165,12 @@ def _fake_model(
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = _fake_input(value, None)
     try:
-        return copy.deepcopy(model, memo)
+        fake_model = copy.deepcopy(model, memo)
     except Exception as error:
         raise _refusal("copying the model", error) from error
+    if dtype is not None and is_half and not has_autocast:
+        compute_in_fp32(fake_model, kept, dtype, "cpu")
+    return fake_model
 
 
 def _fake_input(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -26,6 +26,7 @@ from lightning_elixir.runtime.agreement import Agreement, Meeting
 from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all_ranks, states_on_nvme
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.chunk_optimizers import hand_over
+from lightning_elixir.runtime.dtype_clash import explain_dtype_clash
 from lightning_elixir.runtime.fetcher import Fetcher, TransferBytes
 from lightning_elixir.runtime.gradients import Change, Gradients
 from lightning_elixir.runtime.hooks import Hooks, SavedTensors, innermost_pack
@@ -1038,7 +1039,9 @@ class Engine:
 
     def tell_of(self, error: BaseException) -> None:
         """Have the other ranks raise what ends this one, which they may wait for. What the caller may get over is not
-        told: the others wait until then."""
+        told: the others wait until then. An error that is about precision says so from here on."""
+        if self.precision.master is not None:
+            explain_dtype_clash(error, self.chunks, self.module)
         if isinstance(error, StorageError):
             self.comm.leave(error)
 

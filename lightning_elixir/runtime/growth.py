@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from lightning_elixir.core.device import Device
 from lightning_elixir.plan.growth import GrowthModel, StepMemory, needed_blocks, outgrowth
-from lightning_elixir.plan.memory import GRAD_BLOCKS
+from lightning_elixir.plan.memory import num_grad_blocks
 from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, Plan, Tier
@@ -246,7 +246,8 @@ class Growth:
         if model is None and self._sample is not None:
             grads = {i: self._grad_bytes(i, has_earlier_grads) for i, c in enumerate(self._plan.chunks)}
             largest = max((self._plan.blocks_of(c.id) for c in self._plan.chunks if c.requires_grad), default=0)
-            model = GrowthModel(self._sample, grads, GRAD_BLOCKS * largest * self._plan.block_bytes)
+            num_blocks = num_grad_blocks(self._plan.chunks)
+            model = GrowthModel(self._sample, grads, num_blocks * largest * self._plan.block_bytes)
             self._models[has_earlier_grads] = model
         if model is None:
             raise ValueError("no step has been sampled")

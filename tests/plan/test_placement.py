@@ -233,7 +233,8 @@ def account(plan: Plan, data: dict[str, ModelDataBytes], other: int) -> tuple[in
             else:
                 host += states + grad
     grad_blocks = sorted((max(plan.block_bytes, c.nbytes) for c in plan.chunks if c.requires_grad), reverse=True)
-    gpu += sum(grad_blocks[:2])
+    num_kinds = len({c.dtype for c in plan.chunks if c.requires_grad})  # each fills up a block of its own
+    gpu += sum(grad_blocks[: 1 + max(1, num_kinds)])
     return gpu + grads, gpu, host
 
 

@@ -1,0 +1,173 @@
+"""The engine with parameters in fp32 beside those of 16 bits, to the bit as plain autocast over fp32 weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.planning import make_plan
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+
+HALF = torch.bfloat16
+WIDTH = 32
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        with torch.autocast("cpu", enabled=False):
+            weights = self.router(h.float()).softmax(-1)
+        return x + sum(weights[:, i : i + 1] * expert(h) for i, expert in enumerate(self.experts))
+
+
+class Net(nn.Module):
+    """A spectral norm, routers and a head in fp32; every weight is met by an operation that autocast casts for.
+
+    Args:
+        recompute: Whether blocks are checkpointed, and how: None, "reentrant" or "non-reentrant".
+    """
+
+    def __init__(self, recompute: str | None = None, *, is_frozen: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.recompute = recompute
+        self.enter = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(Mixture() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 8)
+        if is_frozen:
+            self.blocks[1].requires_grad_(False)
+            self.head.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            if self.recompute is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
+        with torch.autocast("cpu", enabled=False):
+            return self.head(x.float())
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(6, WIDTH, generator=generator), torch.randint(0, 8, (6,), generator=generator)
+
+
+def optimizer_over(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+
+
+def train_plain(**options: Any) -> tuple[list[float], dict[str, Tensor]]:
+    model = Net(**options)
+    optimizer, losses = optimizer_over(model), []
+    for step in range(4):
+        x, y = batch(step)
+        with torch.autocast("cpu", HALF, cache_enabled=False):
+            loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+KEEP = ["head", nn.LayerNorm]  # the rest is the default
+
+
+@pytest.mark.parametrize(
+    ("recompute", "is_frozen"), [(None, False), (None, True), ("reentrant", False), ("non-reentrant", False)]
+)
+def test_the_bits_of_plain_autocast_through_moves(recompute: str | None, is_frozen: bool) -> None:
+    expected, state = train_plain(is_frozen=is_frozen)
+    model = Net(recompute, is_frozen=is_frozen)
+    options: dict[str, Any] = {"chunk_size": 4096, "compute_dtype": HALF}
+    plan = make_plan(model, placement_policy="cpu", gpu_bytes=40_000, **options)
+    module = ElixirModule(model, plan, dtype=HALF, autocast=True, keep_fp32=KEEP)
+    optimizer = ElixirOptimizer(module, optimizer_over(module))
+    losses = []
+    for step in range(4):
+        x, y = batch(step)
+        loss = F.cross_entropy(module(x), y)
+        optimizer.zero_grad()
+        optimizer.backward(loss)
+        assert all(g.dtype is torch.float32 for g in module.full_grads().values())
+        optimizer.step()
+        losses.append(loss.item())
+        if step == 1:
+            assert module.stats().evictions > 0
+            module.replan(make_plan(model, placement_policy="cpu", gpu_bytes=60_000, layout=module.plan, **options))
+        if step == 2:  # a plan that knows nothing of what is kept
+            module.replan(make_plan(model, placement_policy="cuda", **options))
+    assert losses == expected
+    actual = module.full_state_dict()
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}  # these have no fp32 master
+    for name, value in state.items():
+        is_rounded = name in frozen and not name.startswith("head") and "norm" not in name and "router" not in name
+        assert torch.equal(actual[name], value.to(HALF).float() if is_rounded else value), name
+    with module.full_parameters(["head.weight", "blocks.0.experts.0.weight"]) as whole:
+        assert [p.dtype for p in whole.values()] == [torch.float32, HALF]
+
+
+def test_a_kept_parameter_is_its_own_master() -> None:
+    def held(keep: Any) -> dict[str, int]:
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        plan = make_plan(model, placement_policy="cpu", chunk_size=8192, compute_dtype=HALF)
+        module = ElixirModule(model, plan, dtype=HALF, keep_fp32=keep)
+        optimizer = ElixirOptimizer(module, optimizer_over(module))
+        optimizer.backward(module(torch.randn(2, 64)).float().sum())
+        optimizer.step()
+        module.engine.synchronize()
+        kinds = module.engine.held_bytes()
+        module.close()
+        return {kind: nbytes for kind, nbytes in kinds.items() if not kind.startswith(("replica", "grad_block"))}
+
+    all_half, one_kept = held(()), held(["2"])
+    changes = {kind: one_kept[kind] - nbytes for kind, nbytes in all_half.items()}
+    assert changes == {"cpu_param": 4096 * 2, "cpu_grad": 4096 * 2, "cpu_master": -4096 * 4, "cpu_states": 0}
+
+
+def test_checkpoints_go_from_one_keep_fp32_to_another() -> None:
+    states: list[Any] = []
+    for keep in (["head"], ()):
+        module = ElixirModule(
+            model := Net(), make_plan(model, placement_policy="cpu", compute_dtype=HALF), dtype=HALF, keep_fp32=keep
+        )
+        if states:
+            module.load_state_dict(states[0])
+        states.append(module.state_dict())
+    assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
+
+
+def test_the_plan_decides_where_nothing_is_said() -> None:
+    model = Net()
+    options: dict[str, Any] = {"placement_policy": "cpu", "compute_dtype": HALF}
+    plan = make_plan(model, keep_fp32=["blocks.0.norm.weight"], **options)
+    module = ElixirModule(model, plan, dtype=HALF, keep_fp32=["head.bias"])
+    names = {m.fqn for c in module.plan.chunks if c.dtype == "float32" for m in c.members}
+    unasked = {"enter.bias", "enter.parametrizations.weight.original"}
+    assert names == {"blocks.0.norm.weight", "head.bias"} | unasked
+    module.close()
+    module = ElixirModule(model := Net(), make_plan(model, **options), dtype=HALF, master_weights=False)
+    assert {c.dtype for c in module.plan.chunks} == {"bfloat16"}
+
+
+def test_names_that_mean_nothing_are_refused() -> None:
+    model = Net()
+    plan = make_plan(model, placement_policy="cpu", compute_dtype=HALF)
+    with pytest.raises(PlanError, match=r"'blocks.\?.gate' is the name of no parameter"):
+        ElixirModule(model, plan, dtype=HALF, keep_fp32=["blocks.?.gate"])
+    assert type(model.head.weight) is nn.Parameter  # nothing was taken yet
+    assert model.head.weight.dtype is torch.float32
