@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -36,6 +37,13 @@ LEAST_GAIN = 0.05
 
 _SHARES_LEFT = (0.75, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03)
 """Of the device's memory, for activations that nobody knows yet: the first that leaves room for the chunks."""
+
+_ON_A_CPU = (
+    ("GPU memory: ", "CPU memory (gpu_memory_limit): "),
+    ("more GPU memory", "more (gpu_memory_limit)"),
+    ("GPUs on as many hosts", "ranks on as many hosts"),
+    ("on the GPU", "on the device"),
+)
 
 T = TypeVar("T")
 
@@ -287,15 +295,29 @@ class Planner:
         data_bytes = data_bytes_of(master_weights=self._master_weights, accumulates=self._accumulates)
         scheme = scheme_of(plan, data_bytes, accumulates=self._accumulates)
         use = memory_use(plan.chunks, plan.rcache_blocks, scheme)
-        for name, nbytes, limit in (
-            ("GPU memory", use.gpu_bytes, budget.gpu_bytes),
-            ("host memory", use.host_bytes, budget.cpu_bytes),
-        ):
-            if limit is not None and nbytes > limit:
-                raise CapacityError(
-                    f"{name}: the given plan needs {format_bytes(nbytes)} on each rank, without activations, but there"
-                    f" are {format_bytes(limit)}. Make a plan for this machine, or leave out `plan`"
-                )
+        with self._true_words():
+            for name, nbytes, limit in (
+                ("GPU memory", use.gpu_bytes, budget.gpu_bytes),
+                ("host memory", use.host_bytes, budget.cpu_bytes),
+            ):
+                if limit is not None and nbytes > limit:
+                    raise CapacityError(
+                        f"{name}: the given plan needs {format_bytes(nbytes)} on each rank, without activations, but"
+                        f" there are {format_bytes(limit)}. Make a plan for this machine, or leave out `plan`"
+                    )
+
+    @contextmanager
+    def _true_words(self) -> Iterator[None]:
+        """Plans speak of GPUs; a refusal of one for a CPU does not."""
+        try:
+            yield
+        except CapacityError as error:
+            if self._device.type != "cpu":
+                raise
+            text = str(error)
+            for word, true_word in _ON_A_CPU:
+                text = text.replace(word, true_word)
+            raise CapacityError(text, resource=error.resource, lacking_bytes=error.lacking_bytes) from error.__cause__
 
     def _final_plan(
         self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, optimizer: OptimizerFacts
@@ -351,40 +373,41 @@ class Planner:
     ) -> Plan:
         config = self._config
         facts = optimizer or OptimizerFacts()
-        return make_plan(
-            model,
-            placement_policy=policy or config.placement_policy,
-            shard_param_frac=config.shard_param_frac,
-            offload_optim_frac=config.offload_optim_frac,
-            offload_param_frac=config.offload_param_frac,
-            chunk_size=config.chunk_bytes,
-            chunk_search_range=config.chunk_search_range_bytes,
-            chunk_search_n_grids=config.chunk_search_n_grids,
-            min_chunk_size=config.min_chunk_bytes,
-            enable_distributed_storage=config.enable_distributed_storage,
-            prefetch=config.prefetch,
-            gpu_margin_mem_ratio=config.gpu_margin_mem_ratio,
-            compute_dtype=self._compute_dtype,
-            keep_fp32=self.kept_fp32(model) if layout is None else (),
-            master_weights=self._master_weights,
-            world_size=self._comm.world_size,
-            gpu_bytes=budget.gpu_bytes,
-            cpu_bytes=budget.cpu_bytes,
-            nvme_bytes=budget.nvme_bytes,
-            nvme_offload_fraction=config.nvme_offload_fraction,
-            nvme_offload_param_fraction=config.nvme_offload_param_fraction,
-            non_model_bytes=budget.non_model_bytes,
-            num_states=facts.num_states,
-            accumulates=self._accumulates,
-            num_backwards=self._num_backwards,
-            can_stream=facts.can_stream,
-            update_timing=facts.update_timing,
-            can_reuse_compute_shard=self._master_weights,
-            needs_global_norm=facts.needs_global_norm,
-            profile=profile,
-            hardware=self._hardware,
-            layout=layout,
-        )
+        with self._true_words():
+            return make_plan(
+                model,
+                placement_policy=policy or config.placement_policy,
+                shard_param_frac=config.shard_param_frac,
+                offload_optim_frac=config.offload_optim_frac,
+                offload_param_frac=config.offload_param_frac,
+                chunk_size=config.chunk_bytes,
+                chunk_search_range=config.chunk_search_range_bytes,
+                chunk_search_n_grids=config.chunk_search_n_grids,
+                min_chunk_size=config.min_chunk_bytes,
+                enable_distributed_storage=config.enable_distributed_storage,
+                prefetch=config.prefetch,
+                gpu_margin_mem_ratio=config.gpu_margin_mem_ratio,
+                compute_dtype=self._compute_dtype,
+                keep_fp32=self.kept_fp32(model) if layout is None else (),
+                master_weights=self._master_weights,
+                world_size=self._comm.world_size,
+                gpu_bytes=budget.gpu_bytes,
+                cpu_bytes=budget.cpu_bytes,
+                nvme_bytes=budget.nvme_bytes,
+                nvme_offload_fraction=config.nvme_offload_fraction,
+                nvme_offload_param_fraction=config.nvme_offload_param_fraction,
+                non_model_bytes=budget.non_model_bytes,
+                num_states=facts.num_states,
+                accumulates=self._accumulates,
+                num_backwards=self._num_backwards,
+                can_stream=facts.can_stream,
+                update_timing=facts.update_timing,
+                can_reuse_compute_shard=self._master_weights,
+                needs_global_norm=facts.needs_global_norm,
+                profile=profile,
+                hardware=self._hardware,
+                layout=layout,
+            )
 
     def kept_fp32(self, model: nn.Module) -> frozenset[str]:
         """Names of the parameters that stay in fp32 where the others are cast to 16 bits. Not collective.

@@ -34,6 +34,8 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Rprop,
 )
 
+_WHOLE = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name))
+
 
 def elementwise_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """The class to run over segments in `optimizer`'s place.
@@ -49,9 +51,13 @@ def elementwise_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Opti
                 raise PlanError("a differentiable optimizer step is not possible over shards: use differentiable=False")
             return known
     names = ", ".join(["HybridAdam", "CPUAdam", *(f"torch.optim.{c.__name__}" for c in _ELEMENTWISE)])
+    name = type(optimizer).__name__
+    why = f"{name} is not known to be element-wise"
+    if isinstance(optimizer, _WHOLE):
+        why = f"{name} looks at whole parameters"
     raise PlanError(
-        f"{type(optimizer).__name__} cannot run over shards: only element-wise optimizers can ({names}); an optimizer "
-        "that looks at a whole parameter at once (LBFGS, Adafactor, Muon) is not one of them"
+        f"{why}: updates run over shards, which hold slices of parameters, so only those of optimizers can that are "
+        f"known to look at one element at a time. Use one of {names}"
     )
 
 

@@ -26,8 +26,8 @@ def param_specs(
         One spec a parameter; further names of a tied one are its `aliases`.
 
     Raises:
-        PlanError: A parameter has no shape yet, is not a dense floating-point tensor of a supported dtype, or shares
-            memory with another one. The message names them.
+        PlanError: A parameter has no shape yet, is not a dense floating-point tensor of a supported dtype, is a tensor
+            subclass without plain elements, or shares memory with another one. The message names them.
     """
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -47,6 +47,12 @@ def param_specs(
             for fqns, p in named
             if dtype_name(p.dtype) not in DTYPE_BYTES or p.layout is not torch.strided
         ],
+    )
+    _refuse(
+        "cannot be held in chunks: a tensor subclass with a __torch_dispatch__ of its own keeps its elements in its own"
+        " way, and a chunk has plain ones. Replace it with a plain nn.Parameter of its values, or register it as a"
+        " buffer if it is not trained: buffers stay as they are",
+        [f"{fqns[0]} ({type(p).__name__})" for fqns, p in named if not _has_plain_elements(p)],
     )
     _check_overlap([(fqns[0], p) for fqns, p in named])
     if compute_dtype is not None and dtype_name(compute_dtype) not in DTYPE_BYTES:
@@ -105,6 +111,11 @@ def norm_parameters(model: nn.Module, *, is_alone: bool) -> frozenset[str]:
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def _has_plain_elements(tensor: Tensor) -> bool:
+    """Whether its elements lie in its storage; fake tensors stand for those that do."""
+    return isinstance(tensor, FakeTensor) or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _refuse(reason: str, names: list[str]) -> None:

@@ -39,6 +39,7 @@ from lightning_elixir.runtime.replan import AttachedOptimizer, check_layout, mov
 from lightning_elixir.runtime.residency import Residency
 from lightning_elixir.runtime.sampling import StepSeconds
 from lightning_elixir.runtime.stats import Stats, take_stats
+from lightning_elixir.runtime.transforms import check_untransformed, explained
 from lightning_elixir.runtime.whole import own_values, whole_values
 from lightning_elixir.storage.nvme import DiskOptions, StateFile, StateTraffic, open_state_file
 from lightning_elixir.storage.shards import ShardStore
@@ -114,6 +115,9 @@ class _Span:
             if error is not None:
                 self._abort()
                 self._tell(error)
+                better = explained(error)
+                if better is not None:
+                    raise better from error
                 return
             try:
                 self._end()
@@ -459,6 +463,8 @@ class Engine:
 
     def _begin_region(self) -> None:
         self.check_open()
+        if self._cost:
+            check_untransformed()
         self.interception.forget_state_dict()
         self.absorb_touched()
         if self._has_own_statistics:
@@ -704,6 +710,8 @@ class Engine:
 
     def acquire(self, ids: Sequence[int], *, pin: bool) -> None:
         """Make chunks resident and their parameters plain; with `pin`, until `drop`."""
+        if self._cost:
+            check_untransformed()
         try:
             with beside_dispatch_modes():
                 self._acquire(ids, pin)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -130,6 +132,46 @@ def test_sharing_is_seen_without_memory_too() -> None:
         param_specs(pair(base[:5], base[4:]))
     assert len(param_specs(pair(base[:4], base[4:]))) == 2
     assert len(param_specs(nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2, device="meta")))) == 4
+
+
+class Wrapped(torch.Tensor):
+    """Its elements are another tensor's: it has no storage of its own."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*(a.inner if isinstance(a, Wrapped) else a for a in args), **(kwargs or {}))
+        return Wrapped(found) if func is torch.ops.aten.detach.default else found
+
+
+class Named(torch.Tensor):
+    """A subclass with plain elements."""
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_subclasses_without_plain_elements_are_refused(number: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for layer in list(model)[:number]:
+        layer.weight = nn.Parameter(Wrapped(torch.ones(2, 2)))  # type: ignore[union-attr]
+    with pytest.raises(
+        PlanError, match=r"^0\.weight \(Wrapped\).*cannot be held in chunks.*register it as a"
+    ) as caught:
+        param_specs(model)
+    assert "clone" not in str(caught.value)
+    assert "share memory" not in str(caught.value)
+
+
+def test_subclasses_with_plain_elements_are_fine() -> None:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.ones(2, 2).as_subclass(Named))
+    assert [spec.fqn for spec in param_specs(model)] == ["weight", "bias"]
 
 
 def test_three_in_one_storage() -> None:

@@ -397,8 +397,27 @@ def test_foreign_and_unsuitable_optimizers_are_refused() -> None:
     model, module, _ = wrapped(**TIGHT)
     with pytest.raises(PlanError, match=r"not the wrapped model's.*shape \(3,\)"):
         ElixirOptimizer(module, torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1))
-    with pytest.raises(PlanError, match=r"LBFGS.*HybridAdam"):
+    with pytest.raises(PlanError, match=r"^LBFGS looks at whole parameters.*Use one of HybridAdam"):
         ElixirOptimizer(module, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(PlanError, match=r"^Lion is not known to be element-wise.*Use one of HybridAdam"):
+        ElixirOptimizer(module, Lion(model.parameters()))
+    with pytest.raises(PlanError, match=r"^Noisy has a step\(\) of its own.*Use one of HybridAdam"):
+        ElixirOptimizer(module, Noisy(model.parameters()))
+
+
+class Lion(torch.optim.Optimizer):
+    """Of a user: element-wise, which nobody here knows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+
+class Noisy(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = p.grad + torch.randn_like(p)
+        return super().step(closure)
 
 
 def test_plan_of_another_model_or_world_is_refused() -> None:

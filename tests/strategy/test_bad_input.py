@@ -87,6 +87,20 @@ def test_optimizer_that_is_not_element_wise() -> None:
         fit(ElixirStrategy(**CHUNK), WholeTensorNet)
 
 
+@pytest.mark.parametrize("policy", ["auto", "cuda", "cpu"])
+def test_refusals_on_the_cpu_speak_of_no_gpu(policy: str) -> None:
+    with pytest.raises(CapacityError, match=r"^CPU memory \(gpu_memory_limit\): .* there are 4\.0 KiB") as caught:
+        fit(ElixirStrategy(placement_policy=policy, gpu_memory_limit="4KiB"))
+    assert "GPU" not in str(caught.value)
+    assert caught.value.lacking_bytes is not None
+
+
+def test_nor_do_those_for_want_of_host_memory() -> None:
+    with pytest.raises(CapacityError, match="^host memory: ") as caught:
+        fit(ElixirStrategy(gpu_memory_limit="60KiB", cpu_memory_limit="10KiB"))
+    assert "GPU" not in str(caught.value)
+
+
 class AllFrozenNet(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -246,6 +260,8 @@ def test_strategy_name_without_the_import() -> None:
 def test_a_given_plan_is_held_against_the_limits() -> None:
     trainer = fit(ElixirStrategy(placement_policy="cuda", **CHUNK))[0]
     plan = trainer.strategy.plan
-    with pytest.raises(CapacityError, match=r"GPU memory: the given plan needs .* but there are 20.0 KiB"):
+    with pytest.raises(
+        CapacityError, match=r"^CPU memory \(gpu_memory_limit\): the given plan needs .* but there are 20.0 KiB"
+    ):
         fit(ElixirStrategy(plan=plan, gpu_memory_limit="20KiB"))
     fit(ElixirStrategy(plan=plan, gpu_memory_limit="20MiB"))

@@ -199,7 +199,7 @@ def test_a_run_that_does_not_fit_leaves_no_folder(tmp_path: Path, is_there: bool
     if is_there:
         folder.mkdir(parents=True)
     options: dict[str, Any] = {"placement_policy": "cuda", "gpu_memory_limit": "1KiB"}
-    with pytest.raises(CapacityError, match="GPU memory"):
+    with pytest.raises(CapacityError, match=r"CPU memory \(gpu_memory_limit\)"):
         fit(ElixirStrategy(**options, report_dir=str(folder)))
     assert folder.exists() is is_there
     assert folder.parent.exists() is is_there

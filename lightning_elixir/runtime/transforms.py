@@ -1,0 +1,61 @@
+"""Refuses what keeps parameters in ways of its own, of which nothing tells, where their storage comes and goes.
+
+Backward reads what autograd has saved through our hooks, which bring the chunk again. `torch.func`'s derivatives know
+no such hooks, and a tracer (`make_fx`, `torch.export`, `torch.jit.trace`) keeps the parameter itself in its graph, and
+would read storage that has been released. Batching (`torch.func.vmap`) keeps nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_elixir.errors import StateError
+
+_CURES = (
+    'keep everything on the compute device (placement_policy="cuda"), or take copy.deepcopy(model), whose parameters '
+    "are plain ones"
+)
+
+_functorch = torch._C._functorch
+_modes = torch._C._TorchDispatchModeKey
+_DERIVATIVES = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
+
+
+def check_untransformed() -> None:
+    """Call before parameters that may go again are used.
+
+    Raises:
+        StateError: A derivative of `torch.func` is being taken, or a tracer is at work.
+    """
+    for level in _functorch.get_interpreter_stack() or ():
+        if level.key() in _DERIVATIVES:
+            raise _no_derivative()
+    if torch._C._get_tracing_state() is not None:
+        raise _no_tracing("torch.jit.trace")
+    for key in (_modes.PROXY, _modes.FAKE):
+        if torch._C._get_dispatch_mode(key) is not None:
+            raise _no_tracing("torch.export, torch.func.linearize or make_fx")
+
+
+def explained(error: BaseException) -> StateError | None:
+    """What to raise for an error of torch's that says that `torch.func` has met our hooks; None for any other."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and "torch.func" in text and "saved tensor hooks" in text:
+        return _no_derivative()
+    return None
+
+
+def _no_derivative() -> StateError:
+    return StateError(
+        "torch.func's grad, vjp, jacrev, hessian, jvp and jacfwd are not possible through parameters that move between "
+        "memories: what they keep for later would be gone then. Use torch.autograd.grad or "
+        "torch.autograd.functional.jacobian and hessian (create_graph=True to go on differentiating), for forward mode "
+        f"torch.autograd.forward_ad; or {_CURES}"
+    )
+
+
+def _no_tracing(who: str) -> StateError:
+    return StateError(
+        f"a model whose parameters move between memories cannot be traced ({who}): the graph would keep parameters "
+        f"whose values are gone later. To trace, {_CURES}"
+    )
