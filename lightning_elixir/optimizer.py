@@ -326,7 +326,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        with label("step"), self._engine.telling(), deferred():  # a step is done, or is not: half of it cannot be saved
+        engine = self._engine
+        # A step is done, or is not: half of it cannot be saved.
+        with label("step"), engine.telling(), engine.turn.lasting("a step"), deferred():
             self._step()
         return result
 

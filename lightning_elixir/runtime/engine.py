@@ -40,6 +40,7 @@ from lightning_elixir.runtime.residency import Residency
 from lightning_elixir.runtime.sampling import StepSeconds
 from lightning_elixir.runtime.stats import Stats, take_stats
 from lightning_elixir.runtime.transforms import check_untransformed, explained
+from lightning_elixir.runtime.turns import Turn
 from lightning_elixir.runtime.whole import own_values, whole_values
 from lightning_elixir.storage.nvme import DiskOptions, StateFile, StateTraffic, open_state_file
 from lightning_elixir.storage.shards import ShardStore
@@ -200,6 +201,8 @@ class Engine:
         self.redone_steps = 0
         """Since the last reset: see `Stats`."""
         self.phase = Phase.IDLE
+        self.turn = Turn(is_shared=comm.world_size > 1)
+        self._has_turn = False  # for a forward or a backward
         self._is_freed = False
         self._why_closed = "this ElixirModule was closed: its parameters have no values any more"
         self._reduce_dtype = reduce_dtype if comm.world_size > 1 else None  # one rank has nothing to reduce
@@ -374,6 +377,7 @@ class Engine:
         return _Span(self._enter_region, self._end_region, self._abort_region, self.tell_of)
 
     def _enter_region(self) -> bool:
+        self.turn.check("a forward")
         self._leave_stale()
         if self.phase is not Phase.IDLE:
             self.check_open()
@@ -389,6 +393,7 @@ class Engine:
                     tensor.register_hook(self._on_outermost_backward)
 
     def enter_module(self, module: nn.Module, inputs: Any = None) -> None:
+        self.turn.check("a forward")
         if num_interruptions() != self._num_interruptions:
             self.leave_interrupted()
         if self._frames:
@@ -535,6 +540,9 @@ class Engine:
                 self.abort_backward()
 
     def _enter_phase(self, phase: Phase) -> None:
+        if not self._has_turn:
+            self.turn.begin(f"a {phase.value}")
+            self._has_turn = True
         self._num_interruptions = num_interruptions()
         self._is_armed = self._is_armed or arm()
         self.phase = phase
@@ -552,6 +560,9 @@ class Engine:
             self._is_armed = False
         if self.phase is not Phase.CLOSED:  # nothing opens an engine again that has failed
             self.phase = Phase.IDLE
+        if self._has_turn:
+            self._has_turn = False
+            self.turn.end()
 
     def _clear_frames(self) -> None:
         """After an exception that may have passed by the modules' exits."""
@@ -584,6 +595,7 @@ class Engine:
         return _Span(self._enter_backward, self.end_backward, self.abort_backward, self.tell_of)
 
     def _enter_backward(self) -> bool:
+        self.turn.check("a backward")
         self._leave_stale()
         if self.phase is Phase.BACKWARD:  # nested: the outer one ends it
             return False
@@ -592,6 +604,7 @@ class Engine:
 
     def begin_backward(self) -> None:
         """Call before the backward of a loss."""
+        self.turn.check("a backward")
         self._leave_stale()
         self.check_open()
         if self.phase is not Phase.IDLE:
@@ -868,6 +881,7 @@ class Engine:
 
     def _prepare_meeting(self, meeting: Meeting) -> None:
         self.check_open()
+        self.turn.check(f"{meeting.name.lower()}")
         self._leave_stale()
         if self.phase is not Phase.IDLE:
             raise StateError(

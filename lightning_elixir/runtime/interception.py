@@ -8,8 +8,9 @@ recomputation its parameters are plain, and nothing is intercepted.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,10 @@ from lightning_elixir.storage.shards import Shard
 
 if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
+
+# How long a call over a parameter in another thread may last.
+_CALL_S = 5e-3
+_CALL_BYTES_PER_S = 1e9
 
 _WRITE_CURE = (
     "parameters may be written between steps, not between the forward and the backward that uses them: move the write "
@@ -67,6 +72,10 @@ class Interception:
     # Classes
 
     def make_plain(self, chunk: Chunk) -> None:
+        """The chunk is in use. Not where other threads than the one that trains touch parameters, and it may go: they
+        would not be intercepted either."""
+        if self._engine.turn.was_contended and not chunk.spec.is_persistent:
+            return
         if chunk.id not in self._plain_chunks:
             self._plain_chunks.add(chunk.id)
             for parameter, plain, _ in self._classes[chunk.id]:
@@ -78,6 +87,9 @@ class Interception:
             self._plain_chunks.discard(chunk.id)
             for parameter, _, intercepting in self._classes[chunk.id]:
                 parameter.__class__ = intercepting
+            if self._engine.turn.was_contended and not chunk.spec.is_persistent:
+                # Another thread may have begun a call over one of them when they were plain.
+                time.sleep(_CALL_S + chunk.spec.nbytes / _CALL_BYTES_PER_S)
 
     def guard_all(self) -> None:
         for chunk_id in list(self._plain_chunks):
@@ -125,6 +137,7 @@ class Interception:
             return self._set_grad(func, args)
         engine = self._engine
         engine.check_open()
+        engine.turn.check("a parameter was used")
         engine.leave_interrupted()
         managed = [t for t in released.tensors_in((args, dict(kwargs))) if engine.home_of(t) is not None]
         ids = tuple(dict.fromkeys(self._chunk_of(p).id for p in managed))
@@ -137,7 +150,7 @@ class Interception:
                 return func(*args, **kwargs)
         if engine.is_computing:
             return self._call_in_compute(func, args, kwargs, ids)
-        with deferred():  # it has no end that a later one could make up for
+        with engine.turn.brief("a parameter was used"), deferred():  # it has no end that a later one could make up for
             result = self._call_between_steps(func, args, kwargs, managed, ids)
         if func == released.COPY and engine.home_of(args[0]) is not None:
             self._write_master(args[0], args[1] if len(args) > 1 else kwargs["src"])
@@ -149,14 +162,21 @@ class Interception:
         engine = self._engine
         if func in released.RAW_POINTER_FUNCTIONS:
             engine.pin_for_pointer(ids)
-            return func(*args, **kwargs)
+            with self._as_plain(ids):
+                return func(*args, **kwargs)
         # Pinned while the function runs: it may be a composite that touches its parameters one after the other.
         engine.acquire(ids, pin=True)
         try:
-            with engine.packing():
+            with self._as_plain(ids), engine.packing():
                 return func(*args, **kwargs)
         finally:
             engine.drop(ids)
+
+    def _as_plain(self, ids: Sequence[int]) -> AbstractContextManager[None]:
+        """Inside, this thread is not intercepted at the parameters of these chunks, which are in use."""
+        if self._plain_chunks.issuperset(ids):
+            return nullcontext()
+        return torch._C.DisableTorchFunctionSubclass()
 
     def _call_between_steps(
         self,
@@ -180,6 +200,10 @@ class Interception:
     @contextmanager
     def _made_plain(self, managed: Sequence[Tensor]) -> Iterator[None]:
         """Inside, these parameters are not intercepted."""
+        if self._engine.turn.was_contended:
+            with torch._C.DisableTorchFunctionSubclass():
+                yield
+            return
         classes = [(t, type(t)) for t in managed]
         try:
             for tensor in managed:
@@ -193,15 +217,19 @@ class Interception:
     def _bring(self, chunk: Chunk) -> Iterator[None]:
         """Inside, a chunk is there whose parameters are read where nothing is intercepted."""
         engine, ids = self._engine, (chunk.id,)
+        what = "a parameter was read"
         engine.check_open()
+        engine.turn.check(what)
         engine.leave_interrupted()
-        engine.acquire(ids, pin=True)
-        if not engine.is_computing:
-            engine.touch(ids)
-        try:
-            yield
-        finally:
-            engine.drop(ids)
+        is_between_steps = not engine.is_computing
+        with engine.turn.brief(what) if is_between_steps else nullcontext():
+            engine.acquire(ids, pin=True)
+            if is_between_steps:
+                engine.touch(ids)
+            try:
+                yield
+            finally:
+                engine.drop(ids)
 
     def _grad_of(self, parameter: Tensor, getter: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         """`parameter.grad` (Note: visible gradients, `runtime/gradients.py`)."""
