@@ -6,6 +6,7 @@ import ctypes
 import io
 import os
 import pickle
+import re
 import struct
 import zipfile
 import zlib
@@ -111,25 +112,29 @@ class CheckpointIndex:
         """The rest of the checkpoint.
 
         Args:
-            weights_only: As for `torch.load`.
+            weights_only: As for `torch.load`: unless it is False, nothing in the file can run code.
 
         Raises:
-            StorageError: It cannot be read.
+            StorageError: It cannot be read, or holds what is not loaded with `weights_only`.
         """
         path = self.folder / META_FILE
         try:
             with path.open("rb") as file:
                 bad = _damaged_entry(file, file.fileno(), 0)  # torch.load does not compare checksums
+                if bad is not None:
+                    raise StorageError(
+                        f"{path} is damaged (the checksum of {bad} does not fit): take another checkpoint", path=path
+                    )
+                file.seek(0)
+                found = torch.load(file, map_location="cpu", weights_only=weights_only)
+        except StorageError:
+            raise
+        except pickle.UnpicklingError as error:
+            raise _not_trusted(path, error) from error
         except Exception as error:  # whatever damaged files do
-            raise StorageError(f"cannot read {path}: {error}. Take another checkpoint", path=path) from error
-        if bad is not None:
-            raise StorageError(
-                f"{path} is damaged (the checksum of {bad} does not fit): take another checkpoint", path=path
-            )
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=weights_only)
-        except (OSError, RuntimeError, EOFError) as error:
-            raise StorageError(f"cannot read {path}: {error}. Take another checkpoint", path=path) from error
+            first = re.split(r"\.?\s*\n|\.\s", str(error))[0]  # and not torch's advice
+            text = f"{type(error).__name__}: {first}"
+            raise StorageError(f"cannot read {path}: {text}. Take another checkpoint", path=path) from error
         if not isinstance(found, dict):
             raise StorageError(f"{path} is not part of a checkpoint: it holds a {type(found).__name__}", path=path)
         return found
@@ -291,6 +296,19 @@ class CheckpointIndex:
             offset=place.offset,
             nbytes=place.length,
         )
+
+
+def _not_trusted(path: Path, error: pickle.UnpicklingError) -> StorageError:
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if found is None:
+        return StorageError(f"cannot read {path}: it is not what torch.save writes. Take another checkpoint", path=path)
+    return StorageError(
+        f"{path} holds objects of other kinds than checkpoints need ({found[1]}), and making them could run code: they"
+        " were not loaded. If you trust the file, pass weights_only=False (to fit, validate, test or predict; --trust"
+        " to lightning-elixir consolidate), or name the class in torch.serialization.add_safe_globals; else take"
+        " another checkpoint",
+        path=path,
+    )
 
 
 def _damaged_entry(part: IO[bytes], descriptor: int, offset: int) -> str | None:

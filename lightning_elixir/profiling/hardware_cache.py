@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lightning_elixir.core.cache import default_cache_dir
+from lightning_elixir.core.cache import PrivateFolder, default_cache_dir
 from lightning_elixir.plan.hardware import HardwareSpec
 
 __all__ = ["HardwareCache", "default_cache_dir"]
@@ -32,6 +29,7 @@ class HardwareCache:
     def __init__(self, folder: Path | None, identity: Mapping[str, Any]) -> None:
         self._identity = json.loads(json.dumps(identity))
         digest = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()[:16]
+        self._stored_at_s: float | None = None
         self.path = None if folder is None else folder / f"hardware-{digest}.json"
 
     def load(self) -> HardwareSpec | None:
@@ -39,7 +37,9 @@ class HardwareCache:
         if self.path is None:
             return None
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
+            with PrivateFolder(self.path.parent) as folder:
+                text, self._stored_at_s = folder.read(self.path.name)
+            content = json.loads(text.decode("utf-8"))
             if content["identity"] != self._identity:
                 raise ValueError("it is about another machine")
             return HardwareSpec.from_dict(content["hardware"])
@@ -50,13 +50,8 @@ class HardwareCache:
             return None
 
     def stored_at(self) -> datetime | None:
-        """Local time at which the figures were stored; None if there are none."""
-        if self.path is None:
-            return None
-        try:
-            return datetime.fromtimestamp(self.path.stat().st_mtime)
-        except OSError:
-            return None
+        """Local time at which the figures that were loaded had been stored; None if there are none."""
+        return None if self._stored_at_s is None else datetime.fromtimestamp(self._stored_at_s)
 
     def store(self, spec: HardwareSpec) -> bool:
         """Keep the figures. Readers see the old file or the new one, never a part.
@@ -68,16 +63,8 @@ class HardwareCache:
             return False
         text = json.dumps({"identity": self._identity, "hardware": spec.to_dict()}, indent=1) + "\n"
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=".hardware-")
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    file.write(text)
-                os.replace(name, self.path)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(name)
-                raise
+            with PrivateFolder(self.path.parent, make=True) as folder:
+                folder.write(self.path.name, text.encode("utf-8"))
         except OSError as error:
             log.warning("the measured figures cannot be kept in %s: %s", self.path.parent, error)
             return False

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pickle
 import signal
 import threading
 import time
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_elixir.checkpoint import CheckpointIndex
+from lightning_elixir.checkpoint import META_FILE, CheckpointIndex
 from lightning_elixir.checkpoint import index as index_module
 from lightning_elixir.checkpoint.boxes import Extent
 from lightning_elixir.checkpoint.index import StoredTensor
@@ -145,3 +148,47 @@ def test_an_interrupted_read_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
         signal.signal(signal.SIGINT, handler)
     assert calls[0] < 30  # not all were waited for
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("elixir-checkpoint")]
+
+
+class _Runs:
+    """Runs code where its pickle is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+class _Own:
+    """Of a user, and harmless."""
+
+
+@pytest.mark.parametrize("weights_only", [None, True])
+def test_a_foreign_meta_file_runs_nothing(tmp_path: Path, weights_only: bool | None) -> None:
+    index = _saved(tmp_path / "one", a=torch.randn(4, 5))
+    path, mark = tmp_path / "one" / META_FILE, tmp_path / "mark"
+    kept = path.read_bytes()
+    foreign = {"run": _Runs(mark)}
+    torch.save(foreign, path)
+    with pytest.raises(StorageError, match=r"meta\.pt holds objects .*mkdir.*could run code.*weights_only=False"):
+        index.meta(weights_only)
+    torch.save({"own": _Own()}, path)
+    with pytest.raises(StorageError, match=r"meta\.pt holds objects .*_Own.*weights_only=False"):
+        index.meta(weights_only)
+    assert isinstance(index.meta(weights_only=False)["own"], _Own)
+    torch.save(foreign, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(StorageError, match=r"cannot read .*meta\.pt: .*Take another checkpoint"):
+        index.meta(weights_only)
+    path.write_bytes(pickle.dumps(foreign))
+    with pytest.raises(StorageError, match=r"cannot read .*meta\.pt: .*Take another checkpoint"):
+        index.meta(weights_only)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("meta/version", b"3")
+        archive.writestr("meta/data.pkl", b"garbage")
+        archive.writestr("meta/byteorder", b"little")
+    with pytest.raises(StorageError, match=r"cannot read .*meta\.pt: .*Take another checkpoint"):
+        index.meta(weights_only)
+    assert not mark.exists()
+    path.write_bytes(kept)
+    assert index.meta(weights_only) == {}

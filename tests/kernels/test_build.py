@@ -6,10 +6,12 @@ import ctypes
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from lightning_elixir.core import cache
 from lightning_elixir.kernels import build
 from lightning_elixir.kernels.build import BuildError, find_compiler, load_library
 
@@ -37,11 +39,11 @@ def check(library: ctypes.CDLL) -> None:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
+    return sorted(folder.iterdir()) if folder.exists() else []
 
 
 def refuse_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> Path:
+    def refuse(*args: object) -> bytes:
         raise AssertionError("compiled although there is a library")
 
     monkeypatch.setattr(build, "_compiled", refuse)
@@ -92,6 +94,136 @@ def test_file_of_another_user_is_not_loaded(source: Path, folder: Path, monkeypa
         load_library(source, folder, check)
 
 
+def plant(source: Path, folder: Path) -> Path:
+    """In the place of the library that is kept, one that says 666, under a name that is right for it."""
+    compiler = find_compiler()
+    assert compiler is not None
+    (good,) = files(folder)
+    other = source.with_name("other.cpp")
+    other.write_text(WORKS.replace("42", "666"))
+    code = build._compiled(compiler, other)
+    bad = folder / f"{good.name.rpartition('-')[0]}-{build._digest(code)}.so"
+    good.unlink()
+    bad.write_bytes(code)
+    bad.chmod(0o600)
+    return bad
+
+
+def test_what_is_planted_is_loaded_where_it_is_ours(source: Path, folder: Path) -> None:
+    """So that the tests below see something."""
+    load_library(source, folder, check)
+    plant(source, folder)
+    assert load_library(source, folder, lambda library: None).answer() == 666
+
+
+@pytest.mark.parametrize(
+    ("what", "mode"),
+    [("file", 0o602), ("folder", 0o702), ("folder", 0o777), ("folder", 0o1777), ("parent", 0o777), ("link", 0)],
+)
+def test_what_others_can_write_to_is_not_loaded(
+    source: Path, folder: Path, what: str, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_library(source, folder, check)
+    bad = plant(source, folder)
+    target = {"file": bad, "folder": folder, "parent": folder.parent, "link": bad}[what]
+    if what == "link":
+        elsewhere = source.with_name("elsewhere.so")
+        bad.rename(elsewhere)
+        bad.symlink_to(elsewhere)
+    else:
+        target.chmod(mode)
+    assert load_library(source, folder, check).answer() == 42
+    assert what == "link" or f"everybody can write to {target} (chmod o-w" in caplog.text
+    if what in ("folder", "parent"):
+        assert "Make the folder yours alone, or set XDG_CACHE_HOME" in caplog.text
+        assert files(folder) == [bad]  # and nothing is kept there
+    else:
+        assert len(files(folder)) == 2
+        assert load_library(source, folder, check).answer() == 42
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders away")
+@pytest.mark.parametrize("what", ["folder", "parent", "group"])
+def test_what_belongs_to_others_is_not_loaded(
+    source: Path, folder: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_library(source, folder, check)
+    plant(source, folder)
+    target = folder.parent if what == "parent" else folder
+    os.chown(target, 0 if what == "group" else 12345, 12345)
+    if what == "group":
+        target.chmod(0o770)
+    assert load_library(source, folder, check).answer() == 42
+    said = f"its group can write to {target}" if what == "group" else f"{target} belongs to the user 12345"
+    assert said in caplog.text
+
+
+def test_a_parent_with_a_sticky_bit_will_do(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of /tmp: others can make things there, and exchange none of ours."""
+    load_library(source, folder, check)
+    folder.parent.chmod(0o1777)
+    refuse_to_compile(monkeypatch)
+    assert load_library(source, folder, check).answer() == 42
+
+
+def test_what_is_checked_is_what_is_loaded(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who exchanges files and folders at any moment between check and load."""
+    load_library(source, folder, check)
+    (good,) = files(folder)
+    kept = folder.rename(folder.with_name("kept"))
+    folder.mkdir()
+    (folder / good.name).write_bytes((kept / good.name).read_bytes())
+    bad = plant(source, folder).read_bytes()
+    for path in files(folder):
+        path.unlink()
+    folder.rmdir()
+    kept.rename(folder)
+    read, load = build.PrivateFolder.read, build._loaded
+
+    def exchange() -> None:
+        if (folder / good.name).read_bytes() != bad:
+            (folder / good.name).unlink()
+            (folder / good.name).write_bytes(bad)
+
+    def reading(self: build.PrivateFolder, name: str) -> tuple[bytes, float]:
+        if folder.exists() and not kept.exists():
+            folder.rename(kept)  # the folder, after it was opened
+            folder.mkdir()
+            (folder / good.name).write_bytes(bad)
+        return read(self, name)
+
+    def loading(code: bytes, check: build.Check) -> ctypes.CDLL:
+        exchange()  # the file, after it was read
+        return load(code, check)
+
+    monkeypatch.setattr(build.PrivateFolder, "read", reading)
+    monkeypatch.setattr(build, "_loaded", loading)
+    refuse_to_compile(monkeypatch)
+    assert load_library(source, folder, lambda library: None).answer() == 42
+
+
+def test_two_libraries_are_two(tmp_path: Path) -> None:
+    """The loader knows libraries by their names."""
+    sources = [tmp_path / f"{number}.cpp" for number in range(3)]
+    for number, path in enumerate(sources):
+        path.write_text(WORKS.replace("42", str(number)))
+    assert [load_library(path, None, lambda library: None).answer() for path in sources] == [0, 1, 2]
+
+
+def test_a_temporary_folder_that_others_can_write_to_is_passed_by(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "shared"))
+    assert load_library(source, None, check).answer() == 42
+    assert files(tmp_path / "shared") == []
+    monkeypatch.setattr(cache, "_OTHER_TEMPORARY_FOLDERS", ())
+    with pytest.raises(BuildError, match=r"everybody can write to .*shared.*; set TMPDIR"):
+        load_library(source, None, check)
+    assert files(tmp_path / "shared") == []
+
+
 def test_folder_that_cannot_be_written_is_gone_without(source: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert load_library(source, tmp_path / "cache" / "kernels", check).answer() == 42
@@ -104,20 +236,21 @@ def test_folder_that_nothing_is_loaded_from_is_gone_without(
     load = ctypes.CDLL
 
     def refuse(name: str) -> ctypes.CDLL:
-        if name.startswith(str(folder)):
+        if name.startswith(("/proc", str(folder))):
             raise OSError(f"{name}: failed to map segment from shared object")
         return load(name)
 
     monkeypatch.setattr(build.ctypes, "CDLL", refuse)
-    assert load_library(source, folder, check).answer() == 42
+    for _ in range(2):
+        assert load_library(source, folder, check).answer() == 42
 
 
 def test_nothing_can_be_written(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **settings: object) -> None:
         raise OSError("Read-only file system")
 
-    monkeypatch.setattr(build.tempfile, "mkstemp", refuse)
-    with pytest.raises(BuildError, match="Read-only file system.*XDG_CACHE_HOME"):
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(BuildError, match="Read-only file system.*set TMPDIR"):
         load_library(source, None, check)
 
 
@@ -174,14 +307,18 @@ def test_library_that_gives_wrong_results(source: Path, folder: Path) -> None:
 
 def test_several_processes_at_once(source: Path, folder: Path) -> None:
     code = """
-import importlib.util, sys
+import importlib.util, sys, types
 from pathlib import Path
-spec = importlib.util.spec_from_file_location("build", sys.argv[1])
-build = sys.modules["build"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(build)
+for name in ("lightning_elixir", "lightning_elixir.core"):  # without torch, which takes long
+    sys.modules[name] = types.ModuleType(name)
+for name, path in (("lightning_elixir.core.cache", sys.argv[4]), ("build", sys.argv[1])):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+build = sys.modules["build"]
 print(build.load_library(Path(sys.argv[2]), Path(sys.argv[3]), lambda library: None).answer())
 """
-    command = [sys.executable, "-c", code, build.__file__, str(source), str(folder)]
+    command = [sys.executable, "-c", code, build.__file__, str(source), str(folder), cache.__file__]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     assert [process.communicate(timeout=60)[0] for process in running] == ["42\n"] * 4
     assert all(path.suffix == ".so" and not path.name.startswith(".") for path in files(folder))

@@ -212,6 +212,25 @@ def test_folder_that_cannot_be_written_costs_a_line_only(tmp_path: Path, caplog:
     assert "cannot be kept" in caplog.text
 
 
+def test_figures_that_others_can_write_are_measured_again(tmp_path: Path, caplog: Any) -> None:
+    spec = HardwareSpec.nominal()
+    kept = HardwareCache(tmp_path / "own", {"host": "a"})
+    assert kept.store(spec)
+    assert kept.load() == spec
+    assert kept.stored_at() is not None
+    only_file(tmp_path / "own").chmod(0o666)
+    with caplog.at_level(logging.WARNING):
+        assert kept.load() is None
+    assert "cannot be used and are measured again: everybody can write to" in caplog.text
+    assert kept.store(spec)  # a new file, which is ours
+    assert kept.load() == spec
+    (tmp_path / "own").chmod(0o777)
+    assert kept.load() is None
+    assert not kept.store(spec)
+    assert "cannot be kept in" in caplog.text
+    (tmp_path / "own").chmod(0o700)
+
+
 def test_no_home_means_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("no home")
