@@ -455,6 +455,10 @@ class Engine:
 
     def _begin_region(self) -> None:
         self.check_open()
+        if self._cost and torch._C._get_tracing_state() is not None:
+            raise StateError(
+                "torch.jit.trace() would keep parameters whose memory others use later: trace copy.deepcopy(model)"
+            )
         self.interception.forget_state_dict()
         self.absorb_touched()
         if self._has_own_statistics:
