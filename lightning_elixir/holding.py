@@ -12,6 +12,7 @@ from lightning_elixir.building import replace_parameters
 from lightning_elixir.config import ElixirConfig
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.runtime.agreement import Meeting
+from lightning_elixir.runtime.hooks import without_hooks
 
 if TYPE_CHECKING:
     from lightning_elixir.wrapper import ElixirModule
@@ -60,7 +61,8 @@ class Holding:
         self._requires_grad = tuple(p.requires_grad for p in self._parameters)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # the copy of a module holds plain parameters, and no engine
+        # The copy of a module holds plain parameters, and no engine. This attribute was set last, so it is copied last.
+        without_hooks(self.engine.module.modules(), memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())

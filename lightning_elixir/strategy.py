@@ -516,8 +516,8 @@ class ElixirStrategy(ProcessStrategy):
                 " one with several parameter groups"
             )
         optimizer = optimizers[0]
-        if not optimizer.param_groups:
-            raise PlanError("configure_optimizers() returned none: return one optimizer over self.parameters()")
+        if not optimizer.param_groups:  # `configure_optimizers` returned None, and Lightning has warned about it
+            optimizer = torch.optim.SGD([{"params": []}])
         known = {id(p) for p in self._module.parameters()}
         given = [p for group in optimizer.param_groups for p in group["params"]]
         foreign = [p for p in given if id(p) not in known]
@@ -770,7 +770,8 @@ class ElixirStrategy(ProcessStrategy):
         if not states:  # as plain Lightning does, which says nothing
             log.warning("the checkpoint holds no optimizer state: the optimizer begins anew")
         for state in states:
-            self._wrapped_optimizer.load_state_dict(state)
+            if state:  # it is empty where there was no optimizer
+                self._wrapped_optimizer.load_state_dict(state)
 
     @override
     def on_train_start(self) -> None:

@@ -23,6 +23,7 @@ from lightning_elixir.profiling.keeping import KeepFp32, compute_in_fp32, is_not
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.build import Precision
 from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.runtime.hooks import without_hooks
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.runtime.whole import whole_grads, write_whole
 from lightning_elixir.storage.nvme import DiskOptions
@@ -141,7 +142,9 @@ class ElixirModule(nn.Module):
     # they take from chunks is collective.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return copy.deepcopy(self.module, memo)
+        copied = copy.deepcopy(self.module, memo)
+        without_hooks(self.module.modules(), memo)
+        return copied
 
     def __copy__(self) -> nn.Module:
         return copy.copy(self.module)

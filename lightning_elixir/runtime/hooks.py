@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -51,6 +51,20 @@ class _ModuleHook:
 
 def _nothing(*args: Any) -> None:
     return
+
+
+def without_hooks(modules: Iterable[nn.Module], memo: Mapping[int, Any]) -> None:
+    """Take our hooks, which do nothing there, out of deep copies: TorchScript cannot compile them.
+
+    Args:
+        modules: The originals.
+        memo: Of `copy.deepcopy`, which has come past the copies.
+    """
+    for module in modules:
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks"):
+            hooks: dict[int, Any] = memo.get(id(getattr(module, name))) or {}
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _ModuleHook)]:
+                del hooks[key]
 
 
 class Hooks:

@@ -54,17 +54,6 @@ def test_several_optimizers() -> None:
         fit(ElixirStrategy(**CHUNK), ManyOptimizersNet)
 
 
-class NoOptimizerNet(Net):
-    def configure_optimizers(self) -> None:
-        return None
-
-
-@pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
-def test_no_optimizer() -> None:
-    with pytest.raises(PlanError, match=r"configure_optimizers\(\) returned none"):
-        fit(ElixirStrategy(**CHUNK), NoOptimizerNet)
-
-
 class ForeignNet(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([*self.parameters(), nn.Parameter(torch.zeros(3, 5))])

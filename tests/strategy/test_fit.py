@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -390,3 +391,21 @@ def test_a_single_device_in_a_job_of_slurm(monkeypatch: pytest.MonkeyPatch, give
     assert_same_run(actual, expected)
     ranks = (trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.world_size)
     assert ranks == (0, 0, 0, 1)
+
+
+class IdleNet(Net):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None.")
+def test_without_an_optimizer_nothing_is_trained(tmp_path: Path) -> None:
+    strategy = ElixirStrategy(**TIGHT)
+    trainer, _, actual = fit(strategy, IdleNet)
+    plain, _, expected = fit("auto", IdleNet)
+    assert_same_run(actual, expected)
+    assert strategy.stats().evictions > 0
+    trainer.save_checkpoint(tmp_path / "elixir.ckpt")
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    fit("auto", IdleNet, ckpt_path=str(tmp_path / "elixir.ckpt"), max_epochs=2)
+    fit(ElixirStrategy(**TIGHT), IdleNet, ckpt_path=str(tmp_path / "plain.ckpt"), max_epochs=2)

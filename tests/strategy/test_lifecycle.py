@@ -455,3 +455,17 @@ def test_the_trainers_callbacks_are_the_users() -> None:
     trainer, _, _ = fit(ElixirStrategy(**TIGHT, report_dir="report"), callbacks=[looking], logger=True)
     assert seen
     assert all(callbacks == [looking] for callbacks in (*seen, trainer.callbacks))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*TorchScript")
+def test_torchscript_takes_a_copy() -> None:
+    _, model, _ = fit(ElixirStrategy(**TIGHT))
+    x = torch.ones(2, 32)
+    expected = model.eval()(x)
+    with pytest.raises(StateError, match=r"cannot be traced .* copy\.deepcopy\(model\)"):
+        torch.jit.trace(model, x)
+    copied = copy.deepcopy(model)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in copied.modules())
+    assert torch.equal(torch.jit.trace(copied.layers, x)(x), expected)
+    assert torch.equal(torch.jit.script(copied.layers)(x), expected)
+    assert torch.equal(model(x), expected)
