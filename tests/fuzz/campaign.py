@@ -116,12 +116,14 @@ def shrink(
     program: Program,
     outcome: Outcome,
     seconds: float = 300.0,
+    run: Callable[[Program], Outcome] | None = None,
     tell: Callable[[Program, Outcome], None] = lambda program, outcome: None,
 ) -> tuple[Program, Outcome]:
     """A simpler program that fails in the same way.
 
     Args:
         seconds: How long to try.
+        run: By default `run_apart`.
         tell: Hears of every simpler one.
     """
     end_s = time.monotonic() + seconds
@@ -131,7 +133,7 @@ def shrink(
         for candidate in _candidates(program):
             if time.monotonic() > end_s:
                 return program, outcome
-            found = run_apart(candidate, 20.0)
+            found = run_apart(candidate, 20.0) if run is None else run(candidate)
             if found.verdict == outcome.verdict and _manner(found) == _manner(outcome):
                 program, outcome, is_simpler = candidate, found, True
                 tell(program, outcome)
