@@ -39,6 +39,13 @@ def test_programs_on_two_ranks() -> None:
     assert summary.counters["evictions"] > 100
 
 
+@pytest.mark.slow
+def test_programs_with_ctrl_c_at_random_moments() -> None:
+    summary = campaign(range(500, 512), Draw(), are_interrupted=True)
+    assert not summary.findings, summary.text()
+    assert summary.counters["interrupts"] > 12
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(400, 400 + 4 * NUM_PROGRAMS, NUM_PROGRAMS))
