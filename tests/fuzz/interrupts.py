@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import tempfile
@@ -54,7 +55,8 @@ def run_interrupted(program: Program) -> Outcome:
         whole.backend.close()
         usual_s = (time.monotonic() - begin_s) / program.steps
         del whole
-        outcome.verdict, outcome.detail, outcome.counters = _bombard(program, folder, states, rng, usual_s)
+        with _handlers():
+            outcome.verdict, outcome.detail, outcome.counters = _bombard(program, folder, states, rng, usual_s)
     left = left_behind()
     if left and not outcome.is_finding:
         outcome.verdict, outcome.detail = "different", f"left behind: {left}"
@@ -102,15 +104,23 @@ def _bombard(
 
 
 @contextmanager
+def _handlers() -> Iterator[None]:
+    """An alarm is Ctrl-C, which Python's own handler turns into `KeyboardInterrupt`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGALRM)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGALRM, before[1])
+
+
+@contextmanager
 def _ctrl_c(after_s: float | None) -> Iterator[None]:
     """SIGINT after so many seconds, if the block still runs then."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGALRM)
-    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         if after_s is not None:
             signal.setitimer(signal.ITIMER_REAL, max(after_s, 1e-5))
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in zip((signal.SIGINT, signal.SIGALRM), before, strict=True):
-            signal.signal(number, handler)
