@@ -221,8 +221,8 @@ class Reducer:
         self._begin()
 
     def _drop_uncollected(self) -> None:
-        """What autograd had put down when a signal, or a hook of the user's, kept `collect` from taking it over: the next
-        backward would add to it."""
+        """What autograd had put down when a signal, or a hook of the user's, kept `collect` from taking it over: the
+        next backward would add to it."""
         with torch._C.DisableTorchFunctionSubclass():  # this is not the user touching `.grad`
             for chunk in self._chunks:
                 for parameter in chunk.parameters:
