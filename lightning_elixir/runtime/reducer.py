@@ -211,6 +211,7 @@ class Reducer:
         self.withdraw()
         self._retire(0)
         self._collected.clear()
+        self._drop_uncollected()
         self.used -= {key for key in self._used_now if key[0] not in self._begun}
         if self._reduced_now - self._begun:
             is_lost = any(i not in self._begun for i, _ in self.used) or self.has_lost_gradients
@@ -218,6 +219,14 @@ class Reducer:
             self.has_lost_gradients = is_lost
         self._begun_before = set(self._begun)
         self._begin()
+
+    def _drop_uncollected(self) -> None:
+        """What autograd had put down when a signal, or a hook of the user's, kept `collect` from taking it over: the
+        next backward would add to it."""
+        with torch._C.DisableTorchFunctionSubclass():  # this is not the user touching `.grad`
+            for chunk in self._chunks:
+                for parameter in chunk.parameters:
+                    parameter.grad = None
 
     def withdraw(self, chunk_ids: Collection[int] | None = None) -> None:
         """Have updates dropped that have begun and can be taken back: of these chunks, None: of all."""

@@ -47,6 +47,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--flags", nargs="*", default=[], help=f"trainer, module, {', '.join(KNOWN)}")
     parser.add_argument("--known", action="store_true", help="all flags of what is known to be wrong")
+    parser.add_argument("--signals", action="store_true", help="with Ctrl-C at random moments, through ElixirModule")
     parser.add_argument("--json", help="file for the summary")
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--program", help="run the program in this file alone, as --show prints it")
@@ -69,7 +70,7 @@ def _campaign(options: argparse.Namespace, draw: Draw) -> Summary:
     seeds: Any = itertools.count(options.first_seed, options.stride)
     if options.count is not None:
         seeds = itertools.islice(seeds, options.count)
-    return campaign(seeds, draw, options.seconds, _tell)
+    return campaign(seeds, draw, options.seconds, _tell, are_interrupted=options.signals)
 
 
 def _tell(program: Program, outcome: Outcome) -> None:

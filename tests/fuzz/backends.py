@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.types import Plan, UpdateTiming
-from lightning_elixir.planning import make_plan
+from lightning_elixir.planning import make_plan, norm_parameters
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.fuzz.build import Net, make_model, make_optimizer, make_schedule
 from tests.fuzz.programs import Program
@@ -45,7 +45,12 @@ class Plain:
         self.named = dict(self.model.named_parameters())
         self.sums: dict[str, Tensor] = {}
         self.masters: dict[str, Tensor] = {}
+        kept = frozenset[str]()
+        if self.program.through == "trainer" and self.program.option("autocast"):
+            kept = norm_parameters(self.model, is_alone=self.program.device == "cpu")
         for name, p in self.named.items():
+            if name in kept:
+                continue
             if self.is_mixed and p.requires_grad:
                 self.masters[name] = p.detach().clone().requires_grad_()
             if self.is_half:

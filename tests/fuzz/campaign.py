@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.fuzz.interrupts import interrupted, run_interrupted
 from tests.fuzz.play import Note
 from tests.fuzz.programs import Draw, Program, generate, simpler
 from tests.fuzz.run import Outcome, run_engine, run_plain, run_program
@@ -18,9 +19,14 @@ TIMEOUT_S = 60.0
 """Of one program, which usually takes a third of a second."""
 
 
-def run_apart(program: Program, timeout_s: float = TIMEOUT_S) -> Outcome:
-    """Run a program on its ranks, in worker processes: a crash, and a hang, are outcomes as well."""
+def run_apart(program: Program, timeout_s: float = TIMEOUT_S, *, is_interrupted: bool = False) -> Outcome:
+    """Run a program on its ranks, in worker processes: a crash, and a hang, are outcomes as well.
+
+    Args:
+        is_interrupted: With Ctrl-C at random moments; the program comes from `interrupted`.
+    """
     has_group = program.ranks > 1
+    run = run_interrupted if is_interrupted else run_program
     options: dict[str, Any] = {"device": program.device, "timeout_s": timeout_s}
     try:
         if program.through == "trainer" and has_group:  # which begins a group itself
@@ -29,7 +35,7 @@ def run_apart(program: Program, timeout_s: float = TIMEOUT_S) -> Outcome:
                 return plain[0]
             outcomes = run_ranks(_through_trainer, program.ranks, program, plain, init_group=False, **options)
         else:
-            outcomes = run_ranks(run_program, program.ranks, program, init_group=has_group, **options)
+            outcomes = run_ranks(run, program.ranks, program, init_group=has_group, **options)
     except RankError as error:
         return Outcome(program.seed, "failed", str(error))
     except TimeoutError as error:
@@ -98,14 +104,18 @@ def campaign(
     draw: Draw,
     seconds: float | None = None,
     tell: Callable[[Program, Outcome], None] = lambda program, outcome: None,
+    *,
+    are_interrupted: bool = False,
 ) -> Summary:
-    """Run the programs of these seeds, one after the other, for so many seconds."""
+    """Run the programs of these seeds, one after the other, for so many seconds; with Ctrl-C, if `are_interrupted`."""
     summary, begin_s = Summary(), time.monotonic()
     for seed in seeds:
         if seconds is not None and time.monotonic() - begin_s > seconds:
             break
         program = generate(seed, draw)
-        outcome = run_apart(program)
+        if are_interrupted:
+            program = interrupted(program)
+        outcome = run_apart(program, is_interrupted=are_interrupted)
         summary.add(program, outcome)
         tell(program, outcome)
     summary.seconds = time.monotonic() - begin_s
@@ -116,12 +126,14 @@ def shrink(
     program: Program,
     outcome: Outcome,
     seconds: float = 300.0,
+    run: Callable[[Program], Outcome] | None = None,
     tell: Callable[[Program, Outcome], None] = lambda program, outcome: None,
 ) -> tuple[Program, Outcome]:
     """A simpler program that fails in the same way.
 
     Args:
         seconds: How long to try.
+        run: By default `run_apart`.
         tell: Hears of every simpler one.
     """
     end_s = time.monotonic() + seconds
@@ -131,7 +143,7 @@ def shrink(
         for candidate in _candidates(program):
             if time.monotonic() > end_s:
                 return program, outcome
-            found = run_apart(candidate, 20.0)
+            found = run_apart(candidate, 20.0) if run is None else run(candidate)
             if found.verdict == outcome.verdict and _manner(found) == _manner(outcome):
                 program, outcome, is_simpler = candidate, found, True
                 tell(program, outcome)

@@ -58,7 +58,7 @@ def run_program(program: Program) -> Outcome:
 def run_plain(program: Program) -> list[Note] | Outcome:
     """What a user of plain PyTorch sees; an outcome, where that does not work."""
     rank = dist.get_rank() if program.ranks > 1 else 0
-    with _surroundings():
+    with surroundings():
         try:
             expected = Player(program, Plain(program, rank)).run()
         except Exception:
@@ -75,7 +75,7 @@ def run_engine(program: Program, expected: Sequence[Note]) -> Outcome:
     """The same by the engine, compared. Through the Trainer: outside of a process group, which that begins."""
     outcome = Outcome(program.seed)
     found: list[Note] = []
-    with _surroundings(), tempfile.TemporaryDirectory(prefix="fuzz_") as folder, poisoned_storage():
+    with surroundings(), tempfile.TemporaryDirectory(prefix="fuzz_") as folder, poisoned_storage():
         try:
             outcome.counters = _by_engine(program, folder, found)
         except ElixirError as error:
@@ -83,7 +83,7 @@ def run_engine(program: Program, expected: Sequence[Note]) -> Outcome:
         except Exception as error:
             outcome.verdict, outcome.detail = "failed", f"{type(error).__name__}: {error}\n{_where(error)}"
     _judge(program, outcome, expected, found)
-    left = _left_behind()
+    left = left_behind()
     if left and not outcome.is_finding:
         outcome.verdict, outcome.detail = "different", f"left behind: {left}; {outcome.detail}"
     return outcome
@@ -103,7 +103,7 @@ def _by_engine(program: Program, folder: str, found: list[Note]) -> dict[str, in
     return dict(backend.counters)
 
 
-def _left_behind() -> list[str]:
+def left_behind() -> list[str]:
     """What a run must not leave in its process; it is taken away for the next one."""
     found = []
     while (pack := innermost_pack()) is not None:
@@ -128,7 +128,7 @@ def _where(error: BaseException) -> str:
 
 
 @contextmanager
-def _surroundings() -> Iterator[None]:
+def surroundings() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)
     try:
@@ -171,6 +171,11 @@ def _judge(program: Program, outcome: Outcome, expected: Sequence[Note], found: 
         labels = [n.label for n in expected]
         if len(found) < len(expected) - (1 if "optimizer" in labels[-1] else 0):
             outcome.verdict, outcome.detail = "different", f"the engine's run ended early, before {labels[len(found)]}"
+
+
+def compare_states(ours: Any, plain: Any, dtype: str) -> tuple[str, str]:
+    """ "equal", "close" or "different", and where."""
+    return _compare_values(ours, plain, "state", CLOSE[dtype])
 
 
 def _compare(ours: Note, plain: Note, tolerance: tuple[float, float]) -> tuple[str, str]:

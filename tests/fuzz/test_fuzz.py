@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz.campaign import Summary, campaign, run_apart, shrink
-from tests.fuzz.programs import Action, Draw, Layer, Program, generate, kinds_in, parse, simpler
+from tests.fuzz.backends import Engine
+from tests.fuzz.campaign import Summary, campaign, shrink
+from tests.fuzz.programs import Action, Draw, Layer, Program, generate, parse, simpler
+from tests.fuzz.run import run_program
 
 NUM_PROGRAMS = 12
+PLAN = (("chunk_size", 8192), ("placement_policy", "cpu"))
 
 
 def _run(first_seed: int, draw: Draw, count: int = NUM_PROGRAMS) -> Summary:
@@ -36,6 +39,13 @@ def test_programs_on_two_ranks() -> None:
     assert summary.counters["evictions"] > 100
 
 
+@pytest.mark.slow
+def test_programs_with_ctrl_c_at_random_moments() -> None:
+    summary = campaign(range(500, 512), Draw(), are_interrupted=True)
+    assert not summary.findings, summary.text()
+    assert summary.counters["interrupts"] > 12
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(400, 400 + 4 * NUM_PROGRAMS, NUM_PROGRAMS))
@@ -53,16 +63,21 @@ def test_programs_are_the_same_for_a_seed_and_can_be_read_back() -> None:
         assert all(other != program for other in simpler(program))
 
 
-def test_what_goes_wrong_is_found_and_made_simpler() -> None:
-    """The engine has no reader of `p.grad` that is told more than plain PyTorch has: a program with two faults of
-    which one is refused ends as the one with nothing else."""
-    layers = (Layer("mlp"), Layer("residual", (Layer("linear"), Layer("attention"))))
-    actions = (Action(0, "read"), Action(0, "write_between", 3), Action(1, "evaluate"))
-    plan = (("chunk_size", 8192), ("placement_policy", "cpu"))
-    program = Program(1, layers, steps=2, optimizer="adamw", actions=actions, plan=plan)
-    outcome = run_apart(program)
-    assert outcome.verdict == "refused"
-    found, again = shrink(program, outcome, 30.0)
-    assert again.verdict == "refused"
-    assert [a.name for a in found.actions] == ["write_between"]
-    assert kinds_in(found.layers) <= {"linear"}
+def test_what_goes_wrong_is_found_and_made_simpler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an engine that moves nothing but loses the gradient of one parameter in every step."""
+    monkeypatch.setattr(Engine, "step", _step_that_forgets)
+    layers = (Layer("mlp"), Layer("residual", (Layer("linear"), Layer("product"), Layer("attention"))))
+    actions = (Action(0, "read"), Action(1, "evaluate"))
+    program = Program(1, layers, optimizer="momentum", schedule="step", actions=actions, plan=PLAN)
+    outcome = run_program(program)
+    assert outcome.verdict == "different", outcome.detail
+    found, again = shrink(program, outcome, 60.0, run=run_program)
+    assert again.verdict == "different"
+    assert found == Program(1, (Layer("product"),), steps=1, plan=PLAN)
+
+
+def _step_that_forgets(self: Engine) -> None:
+    for name in self.named:
+        if name.endswith("scale"):
+            self.drop_gradient(name)
+    self.optimizer.step()

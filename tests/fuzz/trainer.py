@@ -166,6 +166,7 @@ def _fit(program: Program, folder: str, limit: int | None, found: list[Note]) ->
 def _strategy_options(program: Program, folder: str) -> dict[str, Any]:
     known = {f.name for f in dataclasses.fields(ElixirConfig)}
     options = {k: v for k, v in (*program.plan, *program.options) if k in known}
+    options["autocast"] = program.option("autocast", False)  # as ElixirModule
     if options.get("nvme_offload_fraction"):
         options["nvme_offload_dir"] = str(Path(folder) / "nvme")
     return options

@@ -54,6 +54,31 @@ def test_zero_grad_drops_gradients(options: dict[str, Any], how: str) -> None:
     assert [k for k, v in plain.state_dict().items() if not torch.equal(state[k], v)] == []
 
 
+@PLACEMENTS
+def test_a_gradient_that_was_never_taken_over_is_dropped(options: dict[str, Any]) -> None:
+    """Where a hook of the user's, or Ctrl-C, comes between autograd and the engine, `.grad` stays where it was put; the
+    next backward would add to it."""
+    plain = make("gpt2")
+    model = copy.deepcopy(plain)
+    is_failing = True
+
+    def fail(parameter: Tensor) -> None:
+        if is_failing:
+            raise KeyError("of the user")
+
+    model.transformer.h[1].mlp.c_fc.bias.register_post_accumulate_grad_hook(fail)
+    module = ElixirModule(model, make_plan(model, **options), device=CPU)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(KeyError, match="of the user"):
+        optimizer.backward(ZOO["gpt2"].loss(module, 0))
+    optimizer.zero_grad()
+    is_failing = False
+    optimizer.backward(ZOO["gpt2"].loss(module, 1))
+    ZOO["gpt2"].loss(plain, 1).backward()
+    grads = module.full_grads()
+    assert [name for name, p in plain.named_parameters() if not torch.equal(grads[name], p.grad)] == []
+
+
 def test_stepping_a_plain_optimizer_is_an_error() -> None:
     model, module, optimizer = wrapped(**TIGHT)
     optimizer.backward(ZOO["gpt2"].loss(module, 0))
