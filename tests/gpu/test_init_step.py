@@ -30,7 +30,7 @@ def _loss(model: Any, seed: int, width: int) -> torch.Tensor:
 def test_device_memory_is_taken_before_the_first_step() -> None:
     width = 1024
     model = _net(width)
-    module = ElixirModule(model, make_plan(model, placement_policy="cuda", chunk_size="8MiB"), device=CUDA)
+    module = ElixirModule(model, make_plan(model, placement_policy="cuda", chunk_size=8 * 1024**2), device=CUDA)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
     before = torch.cuda.memory_allocated()
     optimizer = ElixirOptimizer(module, inner, init_step=True)
