@@ -203,6 +203,7 @@ class Engine:
             lambda ids, mine: self.residency.join(ids, mine),
             lambda: self.reducer.num_ready,
             lambda count: self.reducer.issue_until(count),
+            lambda: self.is_computing,
         )
         builder = Builder(module, plan, device, comm)
         states = self._open_states(plan)
@@ -842,8 +843,7 @@ class Engine:
         """
         with self.telling():
             self._prepare_meeting(meeting)
-            # What updates read may be written, and what they write moved
-            if meeting in (Meeting.STATE, Meeting.REPLAN):
+            if meeting.is_of_states:
                 self.reducer.withdraw()
             self.synchronize()
         if self.comm.world_size > 1:
@@ -854,7 +854,7 @@ class Engine:
         self._leave_stale()
         if self.phase is not Phase.IDLE:
             raise StateError(
-                f"{meeting.name.lower()} is not possible inside {self.phase.value}: call it when that has returned"
+                f"{meeting.call.words} is not possible inside {self.phase.value}: call it when that has returned"
             )
         with deferred():
             self.absorb_touched()
@@ -1107,11 +1107,17 @@ class Engine:
         self.store.close()
         self.comm.close()
 
-    def whole_values(self, on_all_ranks: bool = True) -> dict[str, Tensor]:
-        """Whole parameters on the CPU, in the model's own dtypes, by FQN. Collective."""
+    def whole_values(self, on_all_ranks: bool = True, *, has_met: bool = False) -> dict[str, Tensor]:
+        """Whole parameters on the CPU, in the model's own dtypes, by FQN. Collective.
+
+        Args:
+            has_met: Whether the ranks have come together for it.
+        """
         self.check_whole()
         if self.phase is Phase.IDLE:
             self.absorb_touched()
+        if self.comm.world_size > 1 and not has_met:
+            self._agreement.meet(Meeting.STATE_DICT)
         return whole_values(self, on_all_ranks=on_all_ranks)
 
     @property
