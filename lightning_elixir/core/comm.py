@@ -39,6 +39,7 @@ from lightning_elixir.core.peers import Process, Roster, Watch
 from lightning_elixir.core.waits import (
     SETUP,
     Call,
+    CollectiveFailed,
     Place,
     Position,
     Wait,
@@ -263,6 +264,7 @@ class GroupComm:
         self._place = Place("", self._ranks)
         self._call = SETUP
         self._given_up: list[tuple[dist.ProcessGroup, dist.Work]] = []  # nobody waits for these any more
+        self._has_own_error = False  # on its way, and left for
 
     def _open(self) -> None:
         name = f"{self._given.group_name} {self._is_apart}"
@@ -445,7 +447,7 @@ class GroupComm:
 
         Raises:
             DivergenceError: The ranks wait for each other.
-            RuntimeError: It has failed, or a peer has left.
+            CollectiveFailed: A peer has left, or its process has ended.
         """
         place = self._place
         if self._is_apart or not place.name or (group is self._reduce and self._backend != "gloo"):
@@ -466,17 +468,17 @@ class GroupComm:
             self._line.end(wait)
 
     def _explain(self, wait: Wait, error: BaseException) -> None:
-        """Waiting has ended by an error: if it is known why, raise that. Where it is not a peer's, leave."""
-        is_peers = isinstance(error, RuntimeError) and not isinstance(error, ElixirError)
-        if not self._line.is_decided(wait):
-            if not is_peers:
-                self.leave(error)
-            return
-        for group in self._line.barriers_to_end(wait):
-            dist.barrier(group, async_op=True)
-        verdict = DivergenceError(wait.verdict)
-        self._line.leave(verdict)
-        raise verdict
+        """Waiting has ended by an error: if the ranks wait for each other, raise that. What comes from this rank itself
+        (a signal's handler has raised) has it leave."""
+        if self._line.is_decided(wait):
+            for group in self._line.barriers_to_end(wait):
+                dist.barrier(group, async_op=True)
+            verdict = DivergenceError(wait.verdict)
+            self._line.leave(verdict)
+            raise verdict
+        if not isinstance(error, CollectiveFailed):
+            self._has_own_error = True
+            self.leave(error)
 
     def apart(self) -> Comm:
         with self.collective():
@@ -509,17 +511,21 @@ class GroupComm:
             self._open_again()
         if call is not None:
             self._call = call
+        self._has_own_error = False
         try:
             yield
         except ElixirError:
             raise
-        except RuntimeError as error:
+        except Exception as error:
+            if self._has_own_error:
+                raise
+            if not isinstance(error, RuntimeError):
+                if self._loss is None:
+                    raise
+                # While this was on its way to them
+                raise self._lost(RuntimeError("the groups are gone")) from error
             traceback.clear_frames(error.__traceback__)  # they keep the message, and that its connections
             raise self._lost(error) from error
-        except Exception as error:
-            if self._loss is None:
-                raise
-            raise self._lost(RuntimeError("the groups are gone")) from error  # while this was on its way to them
 
     def _lost(self, error: RuntimeError) -> PeerLostError:
         with self._lock:
@@ -533,7 +539,7 @@ class GroupComm:
                 here = position_of(self._call)
                 cure = f". Every rank must {here.cure}" if here.cure and causes else ""
                 told = "" if causes else f" ({error})"
-                text = f"rank {self.rank} cannot go on in {here}: {why}{told}{cure}"
+                text = f"rank {self.rank} cannot go on: {why}{told}. It was in {here}{cure}"
                 self._loss = PeerLostError(text, ranks=sorted(causes))
                 if causes:
                     self._roster.tell(heard=why)
@@ -548,7 +554,7 @@ class GroupComm:
                 self._loss = error.with_traceback(None)
                 self._roster.tell(heard=str(error))
             else:
-                text = f"{type(error).__name__}: {error}"
+                text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 self._loss = PeerLostError(f"rank {self.rank} has failed itself ({text})", ranks=[self.rank])
                 self._roster.tell(failed=text)
             self._disconnect()
@@ -621,18 +627,25 @@ def _lose(comm: weakref.ref[GroupComm]) -> None:
         found._lost(RuntimeError("a peer has gone while this rank waited in its device"))
 
 
-def _is_over_within(work: dist.Work, longest: timedelta) -> bool:
-    """Wait for a collective of gloo's.
+def _is_over_within(work: dist.Work, longest: timedelta | None) -> bool:
+    """Wait for a collective of gloo's; None: which is over.
 
     Raises:
-        RuntimeError: It has failed.
+        CollectiveFailed: It has failed.
     """
     try:
-        work.wait(longest)
-    except RuntimeError:
+        if longest is None:
+            work.wait()
+        else:
+            work.wait(longest)
+    except RuntimeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # a signal's handler has raised it
         if not work.is_completed():
             return False
-        work.wait()  # raises the error, if there is one
+        if longest is not None:
+            return _is_over_within(work, None)  # it may have come to its end after that
+        raise CollectiveFailed(str(error)) from error
     return True
 
 

@@ -121,24 +121,31 @@ def _named(ranks: Sequence[int]) -> str:
 
 def position_of(call: Call, thread: int | None = None) -> Position:
     """Where in the user's program a thread is that is in `call`; None: this thread."""
-    where = _where(threading.get_ident() if thread is None else thread)
+    callee, place = _users_call(threading.get_ident() if thread is None else thread)
     main = threading.main_thread().ident
-    if not where and main is not None:
-        where = _where(main)  # autograd has threads of its own
-    return Position(call.words, where, "" if call.is_routine else call.cure or f"call {call.words}")
+    if not place and main is not None:
+        callee, place = _users_call(main)  # autograd has threads of its own
+    where = f"{callee} at {place}" if callee and place else place and f"at {place}"
+    named = call.words if callee in _RUNS or not callee else callee
+    return Position(call.words, where, "" if call.is_routine else call.cure or f"call {named}")
 
 
-def _where(thread: int) -> str:
+# What a user calls once, and in which Lightning or a callback comes to all else.
+_RUNS = {f"Trainer.{name}()" for name in ("fit", "validate", "test", "predict")}
+
+
+def _users_call(thread: int) -> tuple[str, str]:
+    """What the user's program has called in which a thread is, if that has a public name, and the line where."""
     frame = sys._current_frames().get(thread)
-    callee = ""
+    callee, libraries = "", _libraries()
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(_libraries()):
-            by = f"{callee}() " if callee and not any(part.startswith("_") for part in callee.split(".")) else ""
-            return f"{by}at {os.path.basename(code.co_filename)}:{frame.f_lineno}"
+        if not code.co_filename.startswith(libraries):
+            is_public = callee and not any(part.startswith(("_", "<")) for part in callee.split("."))
+            return (f"{callee}()" if is_public else "", f"{os.path.basename(code.co_filename)}:{frame.f_lineno}")
         callee = code.co_qualname
         frame = frame.f_back
-    return ""
+    return "", ""
 
 
 def _libraries() -> tuple[str, ...]:
@@ -154,6 +161,10 @@ def _libraries() -> tuple[str, ...]:
 
 
 # Waits
+
+
+class CollectiveFailed(RuntimeError):
+    """Of other ranks' doing: connections are closed, or a rank has told that it leaves."""
 
 
 class Place:
@@ -199,12 +210,12 @@ class Wait:
 
         Raises:
             DivergenceError: The ranks wait for each other.
-            RuntimeError: Another rank has told that it cannot go on.
+            CollectiveFailed: Another rank has told that it cannot go on.
         """
         if self.verdict:
             raise DivergenceError(self.verdict)
         if self.is_peer_gone:
-            raise RuntimeError("another rank has left")
+            raise CollectiveFailed("another rank has left")
         handle_overdue(LONGEST_DEFERRED_S)
 
 
