@@ -38,6 +38,7 @@ from torch import Tensor
 from lightning_elixir.core.peers import Process, Roster, Watch
 from lightning_elixir.core.waits import (
     SETUP,
+    SETUP_OBJECTS,
     Call,
     CollectiveFailed,
     Place,
@@ -91,7 +92,7 @@ class Comm(Protocol):
             DivergenceError: Another rank is in a call of another family; on every rank.
         """
 
-    def exchange_objects(self, value: Any, call: Call = SETUP) -> list[Any]:
+    def exchange_objects(self, value: Any, call: Call = SETUP_OBJECTS) -> list[Any]:
         """Every rank's picklable value, in rank order. Not for the hot path. Raises as `exchange` does."""
 
     def all_reduce(self, tensor: Tensor, op: Any, call: Call) -> Tensor:
@@ -157,7 +158,7 @@ class SoloComm:
     def exchange(self, message: Sequence[int], call: Call = SETUP) -> list[list[int]]:
         return [list(message)]
 
-    def exchange_objects(self, value: Any, call: Call = SETUP) -> list[Any]:
+    def exchange_objects(self, value: Any, call: Call = SETUP_OBJECTS) -> list[Any]:
         return [value]
 
     def all_reduce(self, tensor: Tensor, op: Any, call: Call) -> Tensor:
@@ -197,8 +198,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 # How long a rank that leaves waits for reductions that it has issued.
 _LONGEST_END_S = 2.0
 
-# Groups with messages under way that nobody may wait for, and these: closing one would.
-_LEFT_OPEN: list[tuple[dist.ProcessGroup, list[dist.Work]]] = []
+# Groups with a message under way that nobody may wait for, and that message: see `_leave_open`.
+_LEFT_OPEN: list[tuple[dist.ProcessGroup, dist.Work]] = []
 
 
 class _MeanOfSlices:
@@ -263,7 +264,6 @@ class GroupComm:
         self._reductions: weakref.WeakSet[_MeanOfSlices] = weakref.WeakSet()
         self._place = Place("", self._ranks)
         self._call = SETUP
-        self._given_up: list[tuple[dist.ProcessGroup, dist.Work]] = []  # nobody waits for these any more
         self._has_own_error = False  # on its way, and left for
 
     def _open(self) -> None:
@@ -378,7 +378,7 @@ class GroupComm:
         gathered: list[list[int]] = rows.view(self.world_size, numel).tolist()
         return gathered
 
-    def exchange_objects(self, value: Any, call: Call = SETUP) -> list[Any]:
+    def exchange_objects(self, value: Any, call: Call = SETUP_OBJECTS) -> list[Any]:
         with self.collective(call):
             return self._exchange_values(value)
 
@@ -460,8 +460,8 @@ class GroupComm:
             while not _is_over_within(work, _SLICE):
                 wait.check()
         except BaseException as error:
-            if not work.is_completed():  # it never will be
-                self._given_up.append((group, work))
+            if not work.is_completed():  # it may never be
+                _leave_open(group, work)
             self._explain(wait, error)
             raise
         finally:
@@ -575,20 +575,20 @@ class GroupComm:
             for group in () if self._is_apart else (self._data, self._reduce):
                 with suppress(Exception):
                     group._get_backend(self._device).abort()
-        given_up, self._given_up = self._given_up, []
-        _destroy(self._control, given_up)
+        _destroy(self._control)
         del self._control
         if self._is_apart:
             return
         deadline = time.monotonic() + _LONGEST_END_S
         while [r for r in list(self._reductions) if not r.is_over()] and time.monotonic() < deadline:
             time.sleep(0.01)
-        given_up += [(self._reduce, r.work) for r in list(self._reductions) if r.work is not None and not r.is_over()]
         for reduction in list(self._reductions):
-            reduction.work = None
+            work, reduction.work = reduction.work, None
+            if work is not None and not work.is_completed():
+                _leave_open(self._reduce, work)
         if self._data is not self._given:
-            _destroy(self._data, given_up)
-        _destroy(self._reduce, given_up)
+            _destroy(self._data)
+        _destroy(self._reduce)
         del self._data, self._reduce
 
     def _open_again(self) -> None:
@@ -649,21 +649,19 @@ def _is_over_within(work: dist.Work, longest: timedelta | None) -> bool:
     return True
 
 
-def _destroy(group: dist.ProcessGroup, given_up: Sequence[tuple[dist.ProcessGroup, dist.Work]]) -> None:
-    """Have torch forget a group, which is closed when nobody else keeps it, nor a message of it.
-
-    Args:
-        given_up: Messages that nobody waits for. To close a group that has one under way, or to end the process, would
-            wait for it: such a group stays, and whoever waits for this rank there hears by the store.
-    """
-    for known, works in list(_LEFT_OPEN):
-        if all(work.is_completed() for work in works):
-            _LEFT_OPEN.remove((known, works))
+def _leave_open(group: dist.ProcessGroup, work: dist.Work) -> None:
+    """Keep a group, to the end of the process, as long as its message is under way: closing it would wait for that, and
+    so would the end of the interpreter. Whoever waits for this rank there hears by the store."""
+    for known, late in list(_LEFT_OPEN):
+        if late.is_completed():
+            _LEFT_OPEN.remove((known, late))
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(known))
-    under_way = [work for known, work in given_up if known is group and not work.is_completed()]
-    if under_way:
-        _LEFT_OPEN.append((group, under_way))
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _LEFT_OPEN.append((group, work))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    """Have torch forget a group, which is closed when nobody else keeps it, nor a message of it."""
     try:
         dist.destroy_process_group(group)
     except (RuntimeError, ValueError, AssertionError):

@@ -78,6 +78,7 @@ def _code(name: str) -> int:
 
 
 SETUP = Call("the preparation or the end of a run", is_routine=True)
+SETUP_OBJECTS = SETUP._replace(family="objects")
 
 
 class Position(NamedTuple):
@@ -348,9 +349,14 @@ class Line:
             sure = {rank for rank in others if others[rank]["beat"] > self._beats[rank]} | {self.rank}
             stuck = {rank: records[rank] for rank in sure if rank in ring or {*records[rank]["needs"]} & {*ring}}
             verdict = differing({rank: Position(*r["position"]) for rank, r in stuck.items()})
-            barriers = [(rank, r["place"], r["number"]) for rank, r in stuck.items() if r["position"][0] == _BARRIER]
-            for rank, found in stuck.items():
-                told = {"of": [found["place"], found["number"]], "text": verdict, "barriers": barriers}
+            waits = {rank: (r["place"], r["number"]) for rank, r in stuck.items()}
+            for record in (r for r in stuck.values() if r["position"][0] == _BARRIER):
+                # Who has not told yet where it is may be there too, or come to it.
+                waits |= {r: (record["place"], record["number"]) for r in record["needs"] if r not in records}
+            ended = {(r["place"], r["number"]) for r in stuck.values() if r["position"][0] == _BARRIER}
+            barriers = [(rank, *place) for rank, place in waits.items() if place in ended]
+            for rank, place in waits.items():
+                told = {"of": place, "text": verdict, "barriers": barriers}
                 self._set(f"verdict/{rank}", json.dumps(told))
             self._conclude(wait, verdict, barriers)
 
