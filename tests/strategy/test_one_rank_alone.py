@@ -61,8 +61,11 @@ class AloneNet(Net):
             self.trainer.strategy.barrier()
 
 
-def _heard(action: Callable[[], Any]) -> tuple[str, str, float]:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def _ranks() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _heard(rank: int, world_size: int, action: Callable[[], Any]) -> tuple[str, str, float]:
     heard, begin = ("", ""), time.monotonic()
     try:
         action()
@@ -77,7 +80,7 @@ def _heard(action: Callable[[], Any]) -> tuple[str, str, float]:
 
 def _in_fit(call: str, has_barrier: bool, state_dict_type: str) -> tuple[str, str, float]:
     trainer = make_trainer(ElixirStrategy(**TIGHT, state_dict_type=state_dict_type), devices=2)
-    return _heard(lambda: trainer.fit(AloneNet(call, has_barrier), make_data(64)))
+    return _heard(*_ranks(), lambda: trainer.fit(AloneNet(call, has_barrier), make_data(64)))
 
 
 @pytest.mark.parametrize(
@@ -105,22 +108,19 @@ def test_in_fit(call: str, has_barrier: bool, state_dict_type: str) -> None:
 
 
 def _after_fit(call: str, others: str) -> tuple[str, str, float]:
-    trainer = make_trainer(ElixirStrategy(**TIGHT), devices=_world_size())
+    rank, world_size = _ranks()  # the Trainer forgets them
+    trainer = make_trainer(ElixirStrategy(**TIGHT), devices=world_size)
     trainer.fit(AloneNet("", False), make_data(32))
 
     def act() -> None:
-        if trainer.global_rank == 0:
+        if rank == 0:
             CALLS[call](trainer)
         elif others == "strategy.barrier":
             trainer.strategy.barrier()
         else:
             dist.barrier()
 
-    return _heard(act)
-
-
-def _world_size() -> int:
-    return int(os.environ["WORLD_SIZE"])
+    return _heard(rank, world_size, act)
 
 
 @pytest.mark.parametrize(
