@@ -25,6 +25,7 @@ import time
 import traceback
 import uuid
 import weakref
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -371,8 +372,7 @@ class GroupComm:
         return [row[_HEADER_NUMEL : _HEADER_NUMEL + row[1]] for row in rows]
 
     def _gather_rows(self, values: list[int], numel: int) -> list[list[int]]:
-        mine = torch.zeros(numel, dtype=torch.int64)
-        mine[: len(values)] = torch.tensor(values, dtype=torch.int64)
+        mine = torch.frombuffer(array("q", values + [0] * (numel - len(values))), dtype=torch.int64)
         rows = torch.empty(self.world_size * numel, dtype=torch.int64)
         self._on_control(lambda: _all_gather(rows, mine, group=self._control, async_op=True))
         gathered: list[list[int]] = rows.view(self.world_size, numel).tolist()
