@@ -866,7 +866,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             PlanError: For other norms than 2 and inf.
         """
         engine = self._engine
-        engine.meet(Meeting.GRADIENTS)
+        engine.meet(Meeting.CLIP_GRAD_NORM)
         engine.reducer.is_tracking_square_sums = True
         return self._as_norm(self._clip(max_norm, self._used(), norm_type))
 
@@ -881,7 +881,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         A step that does not clip computes a norm only once somebody has asked for one: nan after one that did not.
         """
         engine = self._engine
-        engine.meet(Meeting.GRADIENTS)
+        engine.meet(Meeting.GRAD_NORM)
         engine.reducer.is_tracking_square_sums = True
         used = self._used()
         self._wanted_norm_type = norm_type
@@ -972,7 +972,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """
         engine = self._engine
         self._states.check_kept()
-        engine.meet(Meeting.STATE)
+        engine.meet(Meeting.OPTIMIZER_STATE_DICT)
         numbers, groups = self._numbered()
         described = self.described_states()
         whole: dict[str, dict[str, Tensor]] = {}
@@ -1010,7 +1010,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Raises:
             PlanError: If its groups or shapes are not those of this optimizer.
         """
-        self._engine.meet(Meeting.STATE)
+        self._engine.meet(Meeting.LOAD_OPTIMIZER_STATE_DICT)
         saved_groups = state_dict["param_groups"]
         if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in self.param_groups]:
             raise PlanError(

@@ -24,8 +24,15 @@ from lightning_elixir._lightning import (
     set_global_rank,
 )
 from lightning_elixir.core.comm import Comm, SoloComm, make_comm
+from lightning_elixir.core.waits import Call
 
 T = TypeVar("T")
+
+# Lightning comes to these by itself, on every rank.
+_BARRIER = Call("strategy.barrier()", is_routine=True)
+_BROADCAST = Call("strategy.broadcast()", is_routine=True)
+_REDUCE = Call("strategy.reduce()", is_routine=True)
+_ALL_GATHER = Call("strategy.all_gather()", is_routine=True)
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -143,24 +150,27 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self._comm.exchange(())
+        self._comm.exchange((), _BARRIER)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        answers: list[T] = self._comm.exchange_objects(obj if self._comm.rank == src else None)
+        answers: list[T] = self._comm.exchange_objects(obj if self._comm.rank == src else None, _BROADCAST)
         return answers[src if self._comm.world_size > 1 else 0]
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        with self._comm.lent() as ours:
-            return reduce_tensor(tensor, group or ours, reduce_op=reduce_op)
+        if group is not None:
+            return reduce_tensor(tensor, group, reduce_op=reduce_op)
+        return self._comm.all_reduce(tensor, reduce_op, _REDUCE)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        with self._comm.lent() as ours:
-            return super().all_gather(tensor, group or ours, sync_grads)
+        if group is not None:
+            return super().all_gather(tensor, group, sync_grads)
+        with self._comm.lent(_ALL_GATHER) as ours:
+            return super().all_gather(tensor, ours, sync_grads)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

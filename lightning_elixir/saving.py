@@ -74,7 +74,7 @@ class StandIns:
 def model_state(module: ElixirModule, stand_ins: StandIns) -> dict[str, Any]:
     """The module's state dict with stand-ins for parameters, and buffers as copies in host memory. Collective."""
     engine = module.engine
-    engine.meet(Meeting.STATE)
+    engine.meet(Meeting.SHARDED_STATE_DICT)
     return _named_model(engine, stand_ins)
 
 
@@ -106,7 +106,7 @@ def _saved_dtype(engine: Engine, chunk: Chunk, index: int) -> torch.dtype:
 
 def optimizer_state(optimizer: ElixirOptimizer, engine: Engine, stand_ins: StandIns) -> dict[str, Any]:
     """The state dict of `torch.optim.AdamW`, by parameter names, with stand-ins. Collective."""
-    engine.meet(Meeting.STATE)
+    engine.meet(Meeting.SHARDED_OPTIMIZER_STATE)
     names = _names(engine)
     state: dict[str, dict[str, Any]] = {}
     for (chunk_id, index), entries in optimizer.described_states().items():
@@ -250,7 +250,7 @@ def load_model(module: ElixirModule, index: CheckpointIndex, strict: bool = True
         StorageError: It is damaged, or cannot be read, as far as this or another rank needs it.
     """
     engine = module.engine
-    engine.meet(Meeting.STATE)
+    engine.meet(Meeting.LOAD_CHECKPOINT)
     keys = run_together(engine.comm, lambda: _load_buffers(engine, index, strict))
     memory = _Reused()
     for chunk in engine.chunks:
@@ -360,7 +360,7 @@ def load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoint
         PlanError: They are another model's or optimizer's; names the first differences.
         StorageError: The checkpoint is damaged, or cannot be read, as far as this or another rank needs it.
     """
-    engine.meet(Meeting.STATE)
+    engine.meet(Meeting.LOAD_OPTIMIZER_CHECKPOINT)
     run_together(engine.comm, lambda: _load_optimizer(optimizer, engine, index))
 
 

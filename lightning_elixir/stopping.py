@@ -17,10 +17,12 @@ from typing import Any
 
 from lightning_elixir._lightning import SIGTERMException, Trainer
 from lightning_elixir.core.comm import Comm, SoloComm
+from lightning_elixir.core.waits import Call
 
 log = logging.getLogger(__name__)
 
 _HANDLER = "_sigterm_notifier_fn"
+_NEXT_BATCH = Call("the beginning of the next batch of trainer.fit()", is_routine=True)
 _QUESTION = "_broadcast_sigterm_tensor"
 
 
@@ -77,6 +79,6 @@ class GracefulStop:
         Raises:
             SIGTERMException: Some rank was asked to stop; raised on all.
         """
-        if any(row[0] for row in self._comm.exchange([int(self._is_asked_for)])):
+        if any(row[0] for row in self._comm.exchange([int(self._is_asked_for)], _NEXT_BATCH)):
             self._trainer._signal_connector.received_sigterm = True
             raise SIGTERMException

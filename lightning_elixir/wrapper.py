@@ -175,8 +175,8 @@ class ElixirModule(nn.Module):
             `rank0_only`.
         """
         engine = self.engine
-        engine.meet(Meeting.STATE)
-        values = engine.whole_values(on_all_ranks=not rank0_only)
+        engine.meet(Meeting.FULL_STATE_DICT if rank0_only else Meeting.STATE_DICT)
+        values = engine.whole_values(on_all_ranks=not rank0_only, has_met=True)
         if rank0_only and engine.comm.rank != 0:
             return {}
         with engine.interception.whole_state(values):
@@ -201,7 +201,7 @@ class ElixirModule(nn.Module):
             PlanError: For names that do not fit (if strict), or shapes that do not.
         """
         engine = self.engine
-        engine.meet(Meeting.STATE)
+        engine.meet(Meeting.LOAD_STATE_DICT)
         fqns = {id(p): m.fqn for c in engine.chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
         targets = dict(self.module.named_parameters(remove_duplicate=False))
         values: dict[str, Tensor] = {}
@@ -239,7 +239,7 @@ class ElixirModule(nn.Module):
             StateError: For unknown names.
         """
         engine = self.engine
-        engine.meet(Meeting.STATE)
+        engine.meet(Meeting.WRITE_PARAMETERS if modify else Meeting.FULL_PARAMETERS)
         members = {m.fqn: (c, i) for c in engine.chunks for i, m in enumerate(c.spec.members)}
         wanted = list(members) if names is None else list(names)
         unknown = [name for name in wanted if name not in members]
@@ -252,7 +252,7 @@ class ElixirModule(nn.Module):
     def full_grads(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
         """Whole gradients of all parameters that have one, fp32 (fp64 ones as they are) on the CPU of every rank,
         divided by `loss_scale`. Collective."""
-        self.engine.meet(Meeting.GRADIENTS)
+        self.engine.meet(Meeting.FULL_GRADS)
         return whole_grads(self.engine, 1.0 / loss_scale)
 
     def stats(self) -> Stats:

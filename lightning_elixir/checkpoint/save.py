@@ -21,11 +21,14 @@ from lightning_elixir.checkpoint.folder import (
 from lightning_elixir.checkpoint.writer import Contents, ShardWriter, Written, write_metadata
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device
+from lightning_elixir.core.waits import Call
 from lightning_elixir.errors import StorageError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+SAVE = Call("save_checkpoint()")
 
 
 class PendingFolder:
@@ -93,7 +96,7 @@ class PendingFolder:
         comm = comm or self._comm
         try:
             self._together(comm, lambda: _flush_all(self._files))
-            written = comm.exchange_objects(self._written)
+            written = comm.exchange_objects(self._written, SAVE)
             self._together(comm, lambda: self._finish(contents, written) if comm.rank == 0 else None)
         except BaseException:
             self._give_up()
@@ -133,7 +136,7 @@ def save_together(comm: Comm, path: Path, action: Callable[[], T]) -> T:
         result = action()
     except Exception as exception:  # whatever it is, the others must hear of it
         error = exception
-    messages = comm.exchange_objects(None if error is None else f"{type(error).__name__}: {error}")
+    messages = comm.exchange_objects(None if error is None else f"{type(error).__name__}: {error}", SAVE)
     failed = {rank: message for rank, message in enumerate(messages) if message is not None}
     if failed:
         told = "; ".join(f"rank {rank}: {message}" for rank, message in failed.items())

@@ -5,6 +5,10 @@ all ranks have agreed on them. *reduce*: reduce-scatters of gradients, issued in
 the host before the end of backward. *control*: small messages between hosts (gloo). A host may block on control and, on
 gloo, on data, and everyone is then at the same point; nobody ever blocks on a reduction while a peer may want data.
 
+[Note: in step] Whatever ranks tell each other over the control group begins with the call that it belongs to, so that
+ranks which are in different calls learn it at once, each which. Where hosts wait, they do so in slices, between which
+signals are handled and what `core.waits` has found out is raised. A rank that gives up waiting (Ctrl-C) leaves.
+
 [Note: a rank that fails alone] Whoever cannot go on while others may wait for it calls `leave`, which tells them and
 closes this rank's groups. Every collective that fails raises a `PeerLostError`, which names the ranks with whom that
 lies, and leaves likewise: see [Note: who is gone]. When every rank has left, groups are made anew at the next
@@ -14,12 +18,15 @@ collective, so processes that live on (a notebook) may train again.
 from __future__ import annotations
 
 import copy
+import ctypes
+import pickle
 import threading
 import time
 import traceback
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -30,7 +37,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_elixir.core.peers import Process, Roster, Watch
-from lightning_elixir.errors import ElixirError, PeerLostError
+from lightning_elixir.core.waits import (
+    SETUP,
+    SETUP_OBJECTS,
+    Call,
+    CollectiveFailed,
+    Place,
+    Position,
+    Wait,
+    differing,
+    line_of_process,
+    position_of,
+)
+from lightning_elixir.errors import DivergenceError, ElixirError, PeerLostError
 
 
 class Work(Protocol):
@@ -67,17 +86,32 @@ class Comm(Protocol):
     def gather_host(self, shard: Tensor, on_all_ranks: bool) -> list[Tensor] | None:
         """Host tensors of one size and dtype from all ranks, in rank order; None except on rank 0 unless asked for."""
 
-    def exchange(self, message: Sequence[int]) -> list[list[int]]:
-        """Every rank's small integers, in rank order."""
+    def exchange(self, message: Sequence[int], call: Call = SETUP) -> list[list[int]]:
+        """Every rank's small integers, in rank order.
 
-    def exchange_objects(self, value: Any) -> list[Any]:
-        """Every rank's picklable value, in rank order. Not for the hot path."""
+        Raises:
+            DivergenceError: Another rank is in a call of another family; on every rank.
+        """
+
+    def exchange_objects(self, value: Any, call: Call = SETUP_OBJECTS) -> list[Any]:
+        """Every rank's picklable value, in rank order. Not for the hot path. Raises as `exchange` does."""
+
+    def all_reduce(self, tensor: Tensor, op: Any, call: Call) -> Tensor:
+        """In place, over the data group. Raises as `exchange` does.
+
+        Args:
+            op: Of torch, or its name; "mean" or "avg": the mean, of whatever dtype.
+        """
+
+    def diverged(self, call: Call) -> DivergenceError:
+        """The error of ranks that have come here each from another call, as they have found out. Collective."""
 
     def apart(self) -> Comm:
         """The same ranks, for messages (`exchange_objects`) of another thread. Collective."""
 
-    def lent(self) -> AbstractContextManager[dist.ProcessGroup | None]:
-        """A group of these ranks for collectives of others, inside; None: the default one, if there is any."""
+    def lent(self, call: Call) -> AbstractContextManager[dist.ProcessGroup | None]:
+        """A group of these ranks for collectives of others, inside, where all ranks have come to it; None: the default
+        one, if there is any. Raises as `exchange` does."""
 
     def leave(self, error: BaseException) -> None:
         """This rank cannot go on, and others may wait for it: have them raise a `PeerLostError` with this error, or, if
@@ -122,16 +156,22 @@ class SoloComm:
     def gather_host(self, shard: Tensor, on_all_ranks: bool) -> list[Tensor] | None:
         return [shard]
 
-    def exchange(self, message: Sequence[int]) -> list[list[int]]:
+    def exchange(self, message: Sequence[int], call: Call = SETUP) -> list[list[int]]:
         return [list(message)]
 
-    def exchange_objects(self, value: Any) -> list[Any]:
+    def exchange_objects(self, value: Any, call: Call = SETUP_OBJECTS) -> list[Any]:
         return [value]
+
+    def all_reduce(self, tensor: Tensor, op: Any, call: Call) -> Tensor:
+        return tensor
+
+    def diverged(self, call: Call) -> DivergenceError:
+        return DivergenceError(f"one rank cannot be in different calls ({call.words})")
 
     def apart(self) -> Comm:
         return self
 
-    def lent(self) -> AbstractContextManager[dist.ProcessGroup | None]:
+    def lent(self, call: Call) -> AbstractContextManager[dist.ProcessGroup | None]:
         return nullcontext()
 
     def leave(self, error: BaseException) -> None:
@@ -144,8 +184,13 @@ class SoloComm:
         return
 
 
-# Integers that one control message carries in its first round; a longer one takes a second round.
+# Integers that one control message carries in its first round, with the call and its length; a longer one takes a
+# second round.
 _MESSAGE_NUMEL = 64
+_HEADER_NUMEL = 2
+
+# How long a host waits for others before it looks around.
+_SLICE = timedelta(seconds=0.25)
 
 # torch 2.13 renamed it and deprecates the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -154,8 +199,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 # How long a rank that leaves waits for reductions that it has issued.
 _LONGEST_END_S = 2.0
 
-# Groups with messages under way that nobody may wait for: closing one would.
-_LEFT_OPEN: list[dist.ProcessGroup] = []
+# Groups with a message under way that nobody may wait for, and that message: see `_leave_open`.
+_LEFT_OPEN: list[tuple[dist.ProcessGroup, dist.Work]] = []
 
 
 class _MeanOfSlices:
@@ -163,8 +208,9 @@ class _MeanOfSlices:
     in rank order wherever it lies in the chunk (a ring starts at another rank for every slice), and 16-bit gradients
     are summed in fp32. So the numbers do not depend on the chunk layout."""
 
-    def __init__(self, comm: GroupComm, work: dist.Work, received: Tensor, shard: Tensor) -> None:
+    def __init__(self, comm: GroupComm, work: dist.Work, received: Tensor, shard: Tensor, number: int) -> None:
         self._comm = comm
+        self._number = number  # among the collectives
         self.work: dist.Work | None = work  # as long as there is one, its connections are
         self._received = received  # [world_size, shard numel]
         self._shard = shard
@@ -178,7 +224,7 @@ class _MeanOfSlices:
             work = self.work
             if work is None:
                 raise RuntimeError("this reduction was given up")
-            work.wait()
+            self._comm.finish(work, self._comm._reduce, number=self._number)
         self.work = None
         rows = self._received.unbind(0)
         total = rows[0].to(torch.promote_types(torch.float32, self._shard.dtype), copy=True)
@@ -208,6 +254,7 @@ class GroupComm:
         self.world_size = dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._first = self._ranks[0]
+        self._line = line_of_process()
         self._reset()
         self._open()
 
@@ -216,17 +263,29 @@ class GroupComm:
         self._watch: Watch | None = None
         self._loss: PeerLostError | None = None
         self._reductions: weakref.WeakSet[_MeanOfSlices] = weakref.WeakSet()
+        self._place = Place("", self._ranks)
+        self._call = SETUP
+        self._has_own_error = False  # on its way, and left for
 
     def _open(self) -> None:
+        name = f"{self._given.group_name} {self._is_apart}"
+        with self._line.opening(name, self._ranks, Call("ElixirModule(), or the first call of a Trainer")):
+            self._open_groups()
+        if not self._is_apart:
+            self._line.add(self._place, self)
+
+    def _open_groups(self) -> None:
         if not self._is_apart:
             is_own = self._backend == "gloo"
             self._data = _new_group(self._ranks, self._timeout, self._backend) if is_own else self._given
             self._reduce = _new_group(self._ranks, self._timeout, self._backend)
         self._control = _new_group(self._ranks, self._timeout, "gloo")
         # Names come again where a process group is made anew over the same store, with what was written there.
-        told = self._exchange_objects((Process.this(), uuid.uuid4().hex))
+        told = self._exchange_values((Process.this(), uuid.uuid4().hex))
         self._roster = Roster(f"{self._control.group_name}/{told[0][1]}", self.rank)
         self._roster.processes = [process for process, _ in told]
+        # What other threads wait for is of no concern to the line of the program.
+        self._place = Place(self._roster.name, self._ranks, self._roster)
         if self._backend != "gloo" and not self._is_apart:
             lose = partial(_lose, weakref.ref(self))
             self._watch = Watch(self._roster.is_anyone_gone, lose, self._roster.tell_orderly_end)
@@ -240,6 +299,7 @@ class GroupComm:
         with self.collective():
             sent = torch.zeros(-(-nbytes // self.world_size) * self.world_size, dtype=torch.uint8, device=self._device)
             received = torch.empty_like(sent)
+            self._place.count += 2
             dist.all_to_all_single(received, sent, group=self._reduce)
             _all_gather(received, sent[: sent.numel() // self.world_size], group=self._data)
             received[0].item()  # wait for both
@@ -248,70 +308,177 @@ class GroupComm:
         numel = flat.numel() // self.world_size
         mine = flat[self.rank * numel : (self.rank + 1) * numel]
         with self.collective():
-            _all_gather(flat, mine, group=self._data)
+            self._on_data(lambda is_async: _all_gather(flat, mine, group=self._data, async_op=is_async))
 
     def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
         received = torch.empty_like(flat)
         with self.collective():
+            self._place.count += 1
             work = cast(dist.Work, dist.all_to_all_single(received, flat, group=self._reduce, async_op=True))
-        reduction = _MeanOfSlices(self, work, received.view(self.world_size, -1), shard)
+        reduction = _MeanOfSlices(self, work, received.view(self.world_size, -1), shard, self._place.count)
         self._reductions.add(reduction)
         return reduction
 
     def scatter_from_first(self, shard: Tensor, flat: Tensor | None) -> None:
         pieces = None if flat is None else list(flat.view(self.world_size, -1).unbind(0))
         with self.collective():
-            dist.scatter(shard, pieces, src=self._first, group=self._data)
+            self._on_data(
+                lambda is_async: dist.scatter(shard, pieces, src=self._first, group=self._data, async_op=is_async),
+                self._first,
+            )
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """`tensor` may live on the host or on the device."""
         staged = tensor.to(self._device)
         with self.collective():
-            dist.broadcast(staged, src=self._first, group=self._data)
+            self._on_data(
+                lambda is_async: dist.broadcast(staged, src=self._first, group=self._data, async_op=is_async),
+                self._first,
+            )
         if staged.data_ptr() != tensor.data_ptr():
             tensor.copy_(staged)
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         with self.collective():
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
+            self._on_control(lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, self._control, async_op=True))
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
         with self.collective():
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._control)
+            self._on_control(lambda: dist.all_reduce(tensor, dist.ReduceOp.SUM, self._control, async_op=True))
 
     def gather_host(self, shard: Tensor, on_all_ranks: bool) -> list[Tensor] | None:
         pieces = [torch.empty_like(shard) for _ in range(self.world_size)] if self.rank == 0 or on_all_ranks else None
+        mine, group = shard.contiguous(), self._control
         with self.collective():
             if on_all_ranks and pieces is not None:
-                dist.all_gather(pieces, shard.contiguous(), group=self._control)
+                self._on_control(lambda: dist.all_gather(pieces, mine, group=group, async_op=True))
             else:
-                dist.gather(shard.contiguous(), pieces, dst=self._first, group=self._control)
+                issue = partial(dist.gather, mine, pieces, dst=self._first, group=group, async_op=True)
+                self._on_control(issue, self._first)
         return pieces
 
-    def exchange(self, message: Sequence[int]) -> list[list[int]]:
-        with self.collective():
-            rows = self._gather_rows([len(message), *message[: _MESSAGE_NUMEL - 1]], _MESSAGE_NUMEL)
-            longest = max(row[0] for row in rows)
-            if longest >= _MESSAGE_NUMEL:
-                rows = self._gather_rows([len(message), *message], longest + 1)
-        return [row[1 : 1 + row[0]] for row in rows]
+    def exchange(self, message: Sequence[int], call: Call = SETUP) -> list[list[int]]:
+        with self.collective(call):
+            return self._exchange(message)
+
+    def _exchange(self, message: Sequence[int]) -> list[list[int]]:
+        code, room = self._call.code, _MESSAGE_NUMEL - _HEADER_NUMEL
+        rows = self._gather_rows([code, len(message), *message[:room]], _MESSAGE_NUMEL)
+        if any(row[0] != code for row in rows):
+            raise self._diverged()
+        longest = max(row[1] for row in rows)
+        if longest > room:
+            rows = self._gather_rows([code, len(message), *message], longest + _HEADER_NUMEL)
+        return [row[_HEADER_NUMEL : _HEADER_NUMEL + row[1]] for row in rows]
 
     def _gather_rows(self, values: list[int], numel: int) -> list[list[int]]:
-        mine = torch.zeros(numel, dtype=torch.int64)
-        mine[: len(values)] = torch.tensor(values, dtype=torch.int64)
+        mine = torch.frombuffer(array("q", values + [0] * (numel - len(values))), dtype=torch.int64)
         rows = torch.empty(self.world_size * numel, dtype=torch.int64)
-        _all_gather(rows, mine, group=self._control)
+        self._on_control(lambda: _all_gather(rows, mine, group=self._control, async_op=True))
         gathered: list[list[int]] = rows.view(self.world_size, numel).tolist()
         return gathered
 
-    def exchange_objects(self, value: Any) -> list[Any]:
-        with self.collective():
-            return self._exchange_objects(value)
+    def exchange_objects(self, value: Any, call: Call = SETUP_OBJECTS) -> list[Any]:
+        with self.collective(call):
+            return self._exchange_values(value)
 
-    def _exchange_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._control)
-        return values
+    def _exchange_values(self, value: Any) -> list[Any]:
+        data = pickle.dumps(value)
+        return self._exchange_bytes(data, [row[0] for row in self._exchange([len(data)])])
+
+    def _exchange_bytes(self, data: bytes, sizes: Sequence[int]) -> list[Any]:
+        longest = max(sizes)
+        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        rows = torch.empty(self.world_size * longest, dtype=torch.uint8)
+        self._on_control(lambda: _all_gather(rows, mine, group=self._control, async_op=True))
+        pieces = zip(rows.view(self.world_size, longest), sizes, strict=True)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in pieces]  # noqa: S301 - of our own ranks
+
+    def diverged(self, call: Call) -> DivergenceError:
+        with self.collective(call):
+            return self._diverged()
+
+    def _diverged(self) -> DivergenceError:
+        data = pickle.dumps(position_of(self._call))
+        sizes = [row[0] for row in self._gather_rows([len(data)], 1)]
+        told: list[Position] = self._exchange_bytes(data, sizes)
+        return DivergenceError(differing(dict(enumerate(told))))
+
+    def all_reduce(self, tensor: Tensor, op: Any, call: Call) -> Tensor:
+        is_mean = isinstance(op, str) and op.lower() in ("mean", "avg")
+        known = getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) and not is_mean else op
+        if is_mean:
+            known = dist.ReduceOp.SUM if self._backend == "gloo" else dist.ReduceOp.AVG
+        with self.collective(call):
+            self._exchange(())
+            self._on_data(lambda is_async: dist.all_reduce(tensor, known, self._data, async_op=is_async))
+        if is_mean and self._backend == "gloo":
+            mean = tensor / self.world_size
+            tensor.copy_(mean)
+        return tensor
+
+    # How a host waits
+
+    def _on_data(self, issue: Callable[[bool], Any], first: int | None = None) -> None:
+        """Issue a collective, and have its result waited for: by the host with gloo, else by the current stream.
+
+        Args:
+            issue: Gets whether it shall return at once.
+            first: The rank that all others send to or receive from, if they wait for no other.
+        """
+        self._place.count += 1
+        if self._backend == "gloo":
+            self.finish(issue(True), self._data, first)
+        else:
+            issue(False)
+
+    def _on_control(self, issue: Callable[[], Any], first: int | None = None) -> None:
+        self._place.count += 1
+        self.finish(issue(), self._control, first)
+
+    def finish(
+        self, work: dist.Work, group: dist.ProcessGroup, first: int | None = None, number: int | None = None
+    ) -> None:
+        """Wait for a collective: in slices, where it is the host that waits.
+
+        Args:
+            first: See `_on_data`.
+            number: Of the collective, if it is not the last one.
+
+        Raises:
+            DivergenceError: The ranks wait for each other.
+            CollectiveFailed: A peer has left, or its process has ended.
+        """
+        place = self._place
+        if self._is_apart or not place.name or (group is self._reduce and self._backend != "gloo"):
+            work.wait()
+            return
+        needs = place.ranks if first is None or place.ranks[self.rank] == first else (first,)
+        wait = Wait(place.name, number or place.count, needs, self._call, threading.get_ident(), place.roster)
+        self._line.begin(wait)
+        try:
+            while not _is_over_within(work, _SLICE):
+                wait.check()
+        except BaseException as error:
+            if not work.is_completed():  # it may never be
+                _leave_open(group, work)
+            self._explain(wait, error)
+            raise
+        finally:
+            self._line.end(wait)
+
+    def _explain(self, wait: Wait, error: BaseException) -> None:
+        """Waiting has ended by an error: if the ranks wait for each other, raise that. What comes from this rank itself
+        (a signal's handler has raised) has it leave."""
+        if self._line.is_decided(wait):
+            for group in self._line.barriers_to_end(wait):
+                dist.barrier(group, async_op=True)
+            verdict = DivergenceError(wait.verdict)
+            self._line.leave(verdict)
+            raise verdict
+        if not isinstance(error, CollectiveFailed):
+            self._has_own_error = True
+            self.leave(error)
 
     def apart(self) -> Comm:
         with self.collective():
@@ -323,32 +490,42 @@ class GroupComm:
         return other
 
     @contextmanager
-    def lent(self) -> Iterator[dist.ProcessGroup | None]:
-        with self.collective():
+    def lent(self, call: Call) -> Iterator[dist.ProcessGroup | None]:
+        with self.collective(call):
+            self._exchange(())
             yield self._data
 
     # Ranks that are gone
 
     @contextmanager
-    def collective(self) -> Iterator[None]:
+    def collective(self, call: Call | None = None) -> Iterator[None]:
         """Every collective is issued, or waited for, inside.
+
+        Args:
+            call: What it belongs to; None: to what came before.
 
         Raises:
             PeerLostError: It has failed, or an earlier one has.
         """
         if self._loss is not None:
             self._open_again()
+        if call is not None:
+            self._call = call
+        self._has_own_error = False
         try:
             yield
         except ElixirError:
             raise
-        except RuntimeError as error:
+        except Exception as error:
+            if self._has_own_error:
+                raise
+            if not isinstance(error, RuntimeError):
+                if self._loss is None:
+                    raise
+                # While this was on its way to them
+                raise self._lost(RuntimeError("the groups are gone")) from error
             traceback.clear_frames(error.__traceback__)  # they keep the message, and that its connections
             raise self._lost(error) from error
-        except Exception as error:
-            if self._loss is None:
-                raise
-            raise self._lost(RuntimeError("the groups are gone")) from error  # while this was on its way to them
 
     def _lost(self, error: RuntimeError) -> PeerLostError:
         with self._lock:
@@ -359,7 +536,11 @@ class GroupComm:
                     self._disconnect()
                 causes = self._roster.causes()
                 why = "; ".join(causes.values()) or "no other rank is known to have failed"
-                self._loss = PeerLostError(f"rank {self.rank} cannot go on: {why} ({error})", ranks=sorted(causes))
+                here = position_of(self._call)
+                cure = f". Every rank must {here.cure}" if here.cure and causes else ""
+                told = "" if causes else f" ({error})"
+                text = f"rank {self.rank} cannot go on: {why}{told}. It was in {here}{cure}"
+                self._loss = PeerLostError(text, ranks=sorted(causes))
                 if causes:
                     self._roster.tell(heard=why)
                 self._roster.linger()
@@ -373,7 +554,7 @@ class GroupComm:
                 self._loss = error.with_traceback(None)
                 self._roster.tell(heard=str(error))
             else:
-                text = f"{type(error).__name__}: {error}"
+                text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 self._loss = PeerLostError(f"rank {self.rank} has failed itself ({text})", ranks=[self.rank])
                 self._roster.tell(failed=text)
             self._disconnect()
@@ -399,12 +580,12 @@ class GroupComm:
         if self._is_apart:
             return
         deadline = time.monotonic() + _LONGEST_END_S
-        while (left := [r for r in list(self._reductions) if not r.is_over()]) and time.monotonic() < deadline:
+        while [r for r in list(self._reductions) if not r.is_over()] and time.monotonic() < deadline:
             time.sleep(0.01)
         for reduction in list(self._reductions):
-            reduction.work = None
-        if left:
-            _LEFT_OPEN.append(self._reduce)
+            work, reduction.work = reduction.work, None
+            if work is not None and not work.is_completed():
+                _leave_open(self._reduce, work)
         if self._data is not self._given:
             _destroy(self._data)
         _destroy(self._reduce)
@@ -430,9 +611,11 @@ class GroupComm:
     def close(self) -> None:
         if self._watch is not None:
             self._watch.stop()
+        self._line.remove(self._place)
         # Groups of some of the ranks stay until the end of the process: see `_new_group`.
         if self._loss is not None or self._is_apart or not dist.is_initialized():
             return
+        self._roster.tell_closed(self._place.count)
         if dist.get_world_size() == self.world_size:
             for group in (self._reduce, self._control, *([self._data] if self._data is not self._given else [])):
                 dist.destroy_process_group(group)
@@ -442,6 +625,39 @@ def _lose(comm: weakref.ref[GroupComm]) -> None:
     found = comm()
     if found is not None:
         found._lost(RuntimeError("a peer has gone while this rank waited in its device"))
+
+
+def _is_over_within(work: dist.Work, longest: timedelta | None) -> bool:
+    """Wait for a collective of gloo's; None: which is over.
+
+    Raises:
+        CollectiveFailed: It has failed.
+    """
+    try:
+        if longest is None:
+            work.wait()
+        else:
+            work.wait(longest)
+    except RuntimeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # a signal's handler has raised it
+        if not work.is_completed():
+            return False
+        if longest is not None:
+            return _is_over_within(work, None)  # it may have come to its end after that
+        raise CollectiveFailed(str(error)) from error
+    return True
+
+
+def _leave_open(group: dist.ProcessGroup, work: dist.Work) -> None:
+    """Keep a group, to the end of the process, as long as its message is under way: closing it would wait for that, and
+    so would the end of the interpreter. Whoever waits for this rank there hears by the store."""
+    for known, late in list(_LEFT_OPEN):
+        if late.is_completed():
+            _LEFT_OPEN.remove((known, late))
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(known))
+    _LEFT_OPEN.append((group, work))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _destroy(group: dist.ProcessGroup) -> None:

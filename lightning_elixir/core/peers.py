@@ -41,6 +41,7 @@ _GRACE_S = 3.0
 _MOST_FAILED_LOOKS = 3
 
 _ANYONE = "anyone"
+_CLOSED = "closed"
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Roster:
     """
 
     def __init__(self, name: str, rank: int) -> None:
+        self.name = name
         self.processes: list[Process] = []
         """By rank; to be filled in."""
         self._rank = rank
@@ -125,6 +127,28 @@ class Roster:
     def tell_orderly_end(self) -> None:
         """This rank's process ends, with nothing wrong."""
         self._set(f"ended/{self._rank}", "")
+
+    def tell_closed(self, count: int) -> None:
+        """This rank has closed the group, with nothing wrong, after so many collectives."""
+        self._set(f"{_CLOSED}/{self._rank}", str(count))
+        self._set(_CLOSED, "")
+
+    def is_waited_for_in_vain(self, number: int) -> bool:
+        """Whether some rank has told that it cannot go on, or has closed the group before it came to its collective of
+        this number. One question or two, while none has."""
+        if self._has(_ANYONE):
+            return True
+        if not self._has(_CLOSED):
+            return False
+        return any(0 <= self._closed_after(rank) < number for rank in range(len(self.processes)))
+
+    def _closed_after(self, rank: int) -> int:
+        """After how many collectives a rank has closed the group; -1: it has not."""
+        key = f"{_CLOSED}/{rank}"
+        with suppress(Exception):
+            if self._store.check([key]):
+                return int(self._store.get(key))
+        return -1
 
     def is_anyone_gone(self) -> bool:
         """Whether some rank has told that it cannot go on, or has ended on this host, other than orderly; or whether
@@ -149,8 +173,12 @@ class Roster:
             found = {rank: f"rank {rank} failed: {text}" for rank, (kind, text) in ends.items() if kind == "failed"}
             silent = [rank for rank, (kind, _) in ends.items() if not kind]
             for rank in silent:
-                if self.processes[rank].has_ended():
+                if self._has(f"ended/{rank}"):
+                    found[rank] = f"rank {rank} has come to the end of its program ({self.processes[rank]})"
+                elif self.processes[rank].has_ended():
                     found[rank] = f"rank {rank} has ended ({self.processes[rank]})"
+                elif self._closed_after(rank) >= 0:
+                    found[rank] = f"rank {rank} has closed what this goes through (close())"
             heard = {rank: text for rank, (kind, text) in ends.items() if kind == "heard" and text}
             if found or not silent:
                 return found or dict(list(heard.items())[:1])
@@ -171,7 +199,8 @@ class Roster:
             silent = [rank for rank in range(len(self.processes)) if not self._end_of(rank)[0]]
             if not silent:
                 return True
-            if all(self.processes[rank].has_ended() for rank in silent) or time.monotonic() > deadline:
+            gone = [r for r in silent if self.processes[r].has_ended() or self._closed_after(r) >= 0]
+            if gone == silent or time.monotonic() > deadline:
                 return False
             time.sleep(_PAUSE_S)
 

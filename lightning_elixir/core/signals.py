@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 from typing import Any
@@ -69,6 +70,18 @@ def num_interruptions() -> int:
     return _Note.num_raised
 
 
+def handle_overdue(longest_s: float) -> None:
+    """For whoever waits for others, who may never come, inside of `deferred`: handle now what has come longer ago than
+    this. Where that raises, nothing of what goes on is kept whole, as after a second signal."""
+    note = _Note.active
+    if note is None or threading.get_ident() != note.thread or not note.depth or not note.came:
+        return
+    if time.monotonic() - note.first_came_s >= longest_s:
+        depth, note.depth = note.depth, 0
+        note.handle_late()
+        note.depth = depth
+
+
 def _is_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
@@ -116,6 +129,8 @@ class _Note:
         found = {number: _raw.getsignal(number) for number in INTERRUPTIONS}
         self._handlers: dict[int, Any] = {number: handler for number, handler in found.items() if callable(handler)}
         self.came: dict[int, FrameType | None] = {}
+        self.first_came_s = 0.0
+        """When the first of these came."""
         self.depth = 0
         """Of `deferred`; 0: handlers are called at once."""
         self.num_armed = 0
@@ -152,6 +167,8 @@ class _Note:
             self._handle(number, frame)
             self.depth = depth
         else:
+            if not self.came:
+                self.first_came_s = time.monotonic()
             self.came[number] = frame
             log.warning("%s: what is half done is ended first; once more stops at once", signal.strsignal(number))
 

@@ -9,7 +9,8 @@ for any). So ranks may take different branches, route to different experts, or e
 divergence; nothing can hang and no two ranks can mix different chunks in one collective. On GPUs it also matters that
 nobody launches a collective whose peer may be waiting for this rank's host: a kernel that waits for a peer can block
 the host in its next memory allocation (seen with two GPUs and a model that branches). What may not differ is the
-sequence of meeting points: that is found out at once, on every rank, and is a `DivergenceError`.
+sequence of meeting points: that is found out at once, on every rank, and is a `DivergenceError`. So every call that
+takes all ranks begins with a meeting of its own, and what it sends besides comes after that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import enum
 from collections.abc import Callable, Collection, Sequence
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.errors import DivergenceError
+from lightning_elixir.core.waits import Call
 
 
 class Meeting(enum.IntEnum):
@@ -34,6 +35,68 @@ class Meeting(enum.IntEnum):
     REPLAN = 5
     GRADIENTS = 6
     BUFFERS = 7
+    STATE_DICT = 8
+    FULL_STATE_DICT = 9
+    LOAD_STATE_DICT = 10
+    FULL_PARAMETERS = 11
+    WRITE_PARAMETERS = 12
+    FULL_GRADS = 13
+    GRAD_NORM = 14
+    CLIP_GRAD_NORM = 15
+    OPTIMIZER_STATE_DICT = 16
+    LOAD_OPTIMIZER_STATE_DICT = 17
+    SHARDED_STATE_DICT = 18
+    SHARDED_OPTIMIZER_STATE = 19
+    LOAD_CHECKPOINT = 20
+    LOAD_OPTIMIZER_CHECKPOINT = 21
+    DISSOLVE = 22
+
+    @property
+    def call(self) -> Call:
+        """In words."""
+        return _CALLS[self]
+
+    @property
+    def is_of_states(self) -> bool:
+        """Whether what updates read may be written there, or what they write moved."""
+        return self not in _NOT_OF_STATES
+
+
+_FAMILY = "the engine"
+
+
+def _call(words: str, *, is_routine: bool = False, cure: str = "") -> Call:
+    return Call(words, _FAMILY, is_routine, cure)
+
+
+_READ = _call("a read of a parameter", cure="read parameters")  # which any forward or meeting of the others serves
+_CALLS = {
+    Meeting.READY: _call("a backward", is_routine=True),
+    Meeting.WANT: _call("a forward or a backward", is_routine=True),
+    Meeting.FORWARD_END: _call("the end of a forward", is_routine=True),
+    Meeting.BACKWARD_END: _call("the end of a backward", is_routine=True),
+    Meeting.STEP: _call("the optimizer's step()", is_routine=True),
+    Meeting.BUFFERS: _call("the beginning of a forward, which shares running statistics", is_routine=True),
+    Meeting.STATE: _call("a call that needs whole states", cure="make it"),
+    Meeting.REPLAN: _call("replan()"),
+    Meeting.GRADIENTS: _call("a read or write of `.grad`", cure="read and write `.grad`"),
+    Meeting.STATE_DICT: _call("state_dict()"),
+    Meeting.FULL_STATE_DICT: _call("full_state_dict() or lightning_module_state_dict()"),
+    Meeting.LOAD_STATE_DICT: _call("load_state_dict()"),
+    Meeting.FULL_PARAMETERS: _call("full_parameters()"),
+    Meeting.WRITE_PARAMETERS: _call("full_parameters(modify=True)"),
+    Meeting.FULL_GRADS: _call("full_grads()"),
+    Meeting.GRAD_NORM: _call("grad_norm()"),
+    Meeting.CLIP_GRAD_NORM: _call("clip_grad_norm_()"),
+    Meeting.OPTIMIZER_STATE_DICT: _call("the optimizer's state_dict()"),
+    Meeting.LOAD_OPTIMIZER_STATE_DICT: _call("the optimizer's load_state_dict()"),
+    Meeting.SHARDED_STATE_DICT: _call("lightning_module_state_dict() or save_checkpoint()"),
+    Meeting.SHARDED_OPTIMIZER_STATE: _call("optimizer_state() or save_checkpoint()"),
+    Meeting.LOAD_CHECKPOINT: _call("load_checkpoint()"),
+    Meeting.LOAD_OPTIMIZER_CHECKPOINT: _call("load_checkpoint(), of the optimizer"),
+    Meeting.DISSOLVE: _call("the end of an engine, whose parameters become plain ones", is_routine=True),
+}
+_NOT_OF_STATES = {Meeting.STEP, Meeting.GRADIENTS, Meeting.FULL_GRADS, Meeting.GRAD_NORM, Meeting.CLIP_GRAD_NORM}
 
 
 class Agreement:
@@ -44,6 +107,7 @@ class Agreement:
         join: Called with (ids, mine): take part in the gathering of `ids`, in this order, keeping those in `mine`.
         num_ready: How many chunks, in the common order, this rank could reduce.
         reduce_until: Called with a count: reduce, in the common order, up to that many chunks.
+        is_computing: Whether a forward or a backward runs.
     """
 
     def __init__(
@@ -52,11 +116,13 @@ class Agreement:
         join: Callable[[Sequence[int], Collection[int]], None],
         num_ready: Callable[[], int],
         reduce_until: Callable[[int], None],
+        is_computing: Callable[[], bool],
     ) -> None:
         self._comm = comm
         self._join = join
         self._num_ready = num_ready
         self._reduce_until = reduce_until
+        self._is_computing = is_computing
 
     def want(self, ids: Sequence[int], candidates: Sequence[int]) -> tuple[int, ...]:
         """Gather `ids`, with all ranks' help.
@@ -71,7 +137,8 @@ class Agreement:
         Raises:
             PeerLostError: If a peer is gone.
         """
-        rows = self._comm.exchange([Meeting.WANT, self._num_ready(), len(ids), *ids, *candidates])
+        call = Meeting.WANT.call if self._is_computing() else _READ
+        rows = self._comm.exchange([Meeting.WANT, self._num_ready(), len(ids), *ids, *candidates], call)
         self._serve(rows, ids)
         if any(row[0] != Meeting.WANT for row in rows):
             return ()
@@ -81,7 +148,7 @@ class Agreement:
 
     def announce_ready(self) -> None:
         """Further gradients are complete: reduce those that all ranks have."""
-        self._serve(self._comm.exchange([Meeting.READY, self._num_ready()]), ())
+        self._serve(self._comm.exchange([Meeting.READY, self._num_ready()], Meeting.READY.call), ())
 
     def meet(self, meeting: Meeting, payload: Sequence[int] = ()) -> list[list[int]]:
         """Wait here, serving the others, until all ranks have come to `meeting`.
@@ -94,16 +161,12 @@ class Agreement:
             PeerLostError: If one is gone.
         """
         while True:
-            rows = self._comm.exchange([meeting, *payload])
+            rows = self._comm.exchange([meeting, *payload], meeting.call)
             kinds = [Meeting(row[0]) for row in rows]
             if all(kind is meeting for kind in kinds):
                 return [row[1:] for row in rows]
             if Meeting.WANT not in kinds and Meeting.READY not in kinds:
-                where = ", ".join(f"rank {rank}: {kind.name}" for rank, kind in enumerate(kinds))
-                raise DivergenceError(
-                    f"the ranks are at different points of the program ({where}): every rank must call forward, "
-                    "backward, step and the state dict functions equally often and in the same order"
-                )
+                raise self._comm.diverged(meeting.call)
             self._serve(rows, ())
 
     def _serve(self, rows: Sequence[Sequence[int]], mine: Collection[int]) -> None:

@@ -212,6 +212,7 @@ class Engine:
             lambda ids, mine: self.residency.join(ids, mine),
             lambda: self.reducer.num_ready,
             lambda count: self.reducer.issue_until(count),
+            lambda: self.is_computing,
         )
         builder = Builder(module, plan, device, comm)
         states = self._open_states(plan)
@@ -873,19 +874,18 @@ class Engine:
         """
         with self.telling():
             self._prepare_meeting(meeting)
-            # What updates read may be written, and what they write moved
-            if meeting in (Meeting.STATE, Meeting.REPLAN):
+            if meeting.is_of_states:
                 self.reducer.withdraw()
             self.synchronize()
         return self._agreement.meet(meeting, payload) if self.comm.world_size > 1 else [list(payload)]
 
     def _prepare_meeting(self, meeting: Meeting) -> None:
         self.check_open()
-        self.turn.check(f"{meeting.name.lower()}")
+        self.turn.check(meeting.call.words)
         self._leave_stale()
         if self.phase is not Phase.IDLE:
             raise StateError(
-                f"{meeting.name.lower()} is not possible inside {self.phase.value}: call it when that has returned"
+                f"{meeting.call.words} is not possible inside {self.phase.value}: call it when that has returned"
             )
         with deferred():
             self.absorb_touched()
@@ -1171,11 +1171,17 @@ class Engine:
         self.store.close()
         self.comm.close()
 
-    def whole_values(self, on_all_ranks: bool = True) -> dict[str, Tensor]:
-        """Whole parameters on the CPU, in the model's own dtypes, by FQN. Collective."""
+    def whole_values(self, on_all_ranks: bool = True, *, has_met: bool = False) -> dict[str, Tensor]:
+        """Whole parameters on the CPU, in the model's own dtypes, by FQN. Collective.
+
+        Args:
+            has_met: Whether the ranks have come together for it.
+        """
         self.check_whole()
         if self.phase is Phase.IDLE:
             self.absorb_touched()
+        if self.comm.world_size > 1 and not has_met:
+            self._agreement.meet(Meeting.STATE_DICT)
         return whole_values(self, on_all_ranks=on_all_ranks)
 
     @property

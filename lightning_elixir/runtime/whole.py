@@ -52,8 +52,11 @@ def gather_whole(
     Returns:
         FQN -> CPU tensor in the parameter's shape, of memory of its own; empty where not asked for.
     """
-    with engine.telling():  # shards may come from a disk
+    try:
         return _gather_whole(engine, pieces, on_all_ranks, memory)
+    except BaseException as error:  # shards may come from a disk, say; the others wait here
+        engine.comm.leave(error)
+        raise
 
 
 def _gather_whole(

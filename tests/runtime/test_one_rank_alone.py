@@ -1,0 +1,316 @@
+"""What all ranks must call and one calls alone is an error on all within seconds, which names the calls; a rank that is
+slow is waited for, and who waits hears signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_elixir.core import waits
+from lightning_elixir.errors import DivergenceError, PeerLostError
+from lightning_elixir.planning import make_plan
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.dist import run_processes, run_ranks, start_processes
+
+# From the call to the error on a busy machine; a deadlock would last as long as the group's timeout.
+SOON_S = 60.0
+_SLOW_S = 240.0
+PLACEMENTS = {
+    "tight": {"placement_policy": "cpu", "chunk_size": 4096},
+    "resident": {"placement_policy": "cuda", "chunk_size": 4096},
+}
+
+
+def new_training(placement: str) -> tuple[nn.Module, ElixirModule, ElixirOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
+    plan = make_plan(model, world_size=dist.get_world_size(), **PLACEMENTS[placement])
+    module = ElixirModule(model, plan, device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(module, torch.optim.Adam(model.parameters(), lr=1e-3))
+    for _ in range(2):
+        train(module, optimizer)
+    return model, module, optimizer
+
+
+def train(module: ElixirModule, optimizer: ElixirOptimizer) -> None:
+    optimizer.zero_grad()
+    optimizer.backward(module(torch.ones(2, 32)).square().mean())
+    optimizer.step()
+
+
+def end_all_together(rank: int) -> None:
+    """What a rank that ends would tell the others."""
+    Path(f"over_{rank}").touch()
+    deadline = time.monotonic() + SOON_S
+    while time.monotonic() < deadline and not all(Path(f"over_{r}").exists() for r in range(dist.get_world_size())):
+        time.sleep(0.05)
+
+
+def call_alone(call: str, others: str, placement: str) -> tuple[str, str, float]:
+    rank = dist.get_rank()
+    model, module, optimizer = new_training(placement)
+    alone: dict[str, Callable[[], Any]] = {
+        "state_dict": module.state_dict,
+        "state_dict of the model": model.state_dict,
+        "full_state_dict": module.full_state_dict,
+        "full_parameters": lambda: module.full_parameters().__enter__(),
+        "a read": lambda: [float(p.detach().sum()) for p in model.parameters()],
+        "full_grads": module.full_grads,
+        "grad_norm": optimizer.grad_norm,
+        "optimizer.state_dict": optimizer.state_dict,
+        "replan": lambda: module.replan(module.plan),
+    }
+    begin, heard = time.monotonic(), ("", "")
+    try:
+        if rank == 0:
+            alone[call]()
+        elif others == "train":
+            for _ in range(2):
+                train(module, optimizer)
+        elif others == "barrier":
+            dist.barrier()
+        elif others == "broadcast":
+            dist.broadcast(torch.zeros(1), src=1)
+        elif others == "close":
+            module.close()
+    except Exception as error:
+        heard = type(error).__name__, str(error)
+    end_all_together(rank)
+    return *heard, time.monotonic() - begin
+
+
+ALONE = {
+    "state_dict": ("state_dict() (ElixirModule.state_dict() at ", "Call ElixirModule.state_dict() on every rank"),
+    "state_dict of the model": ("state_dict() (Module.state_dict() at ", "Call Module.state_dict() on every rank"),
+    "full_state_dict": ("full_state_dict() or lightning_module_state_dict() (", "Call ElixirModule.full_state_dict()"),
+    "full_parameters": ("full_parameters() (", "Call full_parameters() on every rank"),
+    "a read": ("a read of a parameter (", "Read parameters on every rank"),
+    "full_grads": ("full_grads() (", "Call ElixirModule.full_grads() on every rank"),
+    "grad_norm": ("grad_norm() (", "Call ElixirOptimizer.grad_norm() on every rank"),
+    "optimizer.state_dict": ("the optimizer's state_dict() (", "Call ElixirOptimizer.state_dict() on every rank"),
+    "replan": ("replan() (", "Call ElixirModule.replan() on every rank"),
+}
+
+
+@pytest.mark.parametrize("call", [name for name in ALONE if name != "a read"])
+def test_while_others_train(call: str) -> None:
+    words, cure = ALONE[call]
+    for kind, text, seconds in run_ranks(call_alone, 2, call, "train", "tight"):
+        assert kind == "DivergenceError"
+        assert f"rank 0 is in {words}" in text
+        assert "rank 1 is in the end of a forward (at test_one_rank_alone.py:" in text
+        assert f"{cure}" in text
+        assert seconds < SOON_S
+
+
+@pytest.mark.parametrize("call", ["state_dict", "state_dict of the model", "optimizer.state_dict"])
+def test_while_others_train_with_all_resident(call: str) -> None:
+    """Their forward meets nobody; their backward does."""
+    words, cure = ALONE[call]
+    for kind, text, _ in run_ranks(call_alone, 2, call, "train", "resident"):
+        assert kind == "DivergenceError"
+        assert f"rank 0 is in {words}" in text
+        assert "rank 1 is in the end of a backward (" in text
+        assert cure in text
+
+
+@pytest.mark.parametrize(
+    ("call", "world_size"),
+    [("state_dict", 2), ("state_dict", 3), ("a read", 2), ("full_parameters", 3), ("optimizer.state_dict", 2)],
+)
+def test_while_others_wait_in_a_barrier_of_torch(call: str, world_size: int) -> None:
+    words, cure = ALONE[call]
+    for kind, text, seconds in run_ranks(call_alone, world_size, call, "barrier", "tight", fresh=True):
+        assert kind == "DivergenceError"
+        assert f"rank 0 is in {words}" in text
+        assert "in torch.distributed.barrier() (at test_one_rank_alone.py:" in text
+        assert cure in text
+        assert seconds < SOON_S
+
+
+def test_a_read_is_served_by_others_that_train() -> None:
+    """It changes nothing, and needs them only until it is over."""
+    assert [heard[:2] for heard in run_ranks(_read_and_train, 2)] == [("", "")] * 2
+
+
+def _read_and_train() -> tuple[str, str]:
+    model, module, optimizer = new_training("tight")
+    before = float(next(iter(model.parameters())).detach().sum()) if dist.get_rank() == 0 else 0.0
+    for _ in range(2):
+        train(module, optimizer)
+    assert before != 0.0 or dist.get_rank() != 0
+    module.close()
+    return "", ""
+
+
+@pytest.mark.parametrize("call", ["state_dict", "a read"])
+def test_where_others_have_closed_the_module(call: str) -> None:
+    everyone = run_ranks(call_alone, 3, call, "close", "tight", fresh=True)
+    kind, text, seconds = everyone[0]
+    assert kind == "PeerLostError"
+    assert "rank 1 has closed what this goes through (close())" in text
+    assert f"It was in {ALONE[call][0]}" in text
+    assert "Every rank must " in text
+    assert seconds < SOON_S
+    assert [heard[0] for heard in everyone[1:]] == ["", ""]
+
+
+# Processes that end, are slow, or get signals
+
+
+def in_process(call: str, others: str) -> None:
+    """Run by a process of its own."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    _, module, optimizer = new_training("tight")
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    loss = module(torch.ones(2, 32)).square().mean()
+    if call == "step":
+        optimizer.backward(loss)
+    calls: dict[str, Callable[[], Any]] = {
+        "state_dict": module.state_dict,
+        "forward": lambda: module(torch.ones(2, 32)),
+        "backward": lambda: optimizer.backward(loss),
+        "step": optimizer.step,
+    }
+    heard = ""
+    if rank == 1 and others == "ended":
+        return
+    if rank == 1 and others == "slow":
+        _sleep_until("go_on")
+    begin = time.monotonic()
+    Path(f"called_{rank}").touch()
+    try:
+        calls[call]()
+    except BaseException as error:
+        heard = f"{type(error).__name__}: {error}"
+    Path(f"heard_{rank}").write_text(json.dumps([heard, time.monotonic() - begin]))
+
+
+class Stopped(Exception):
+    pass
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise Stopped("SIGTERM has come")
+
+
+def _sleep_until(name: str, longest_s: float = _SLOW_S) -> None:
+    deadline = time.monotonic() + longest_s
+    while not Path(name).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _heard(rank: int) -> tuple[str, float]:
+    text, seconds = json.loads(Path(f"heard_{rank}").read_text())
+    return text, seconds
+
+
+def _code(call: str, others: str) -> str:
+    return f"from tests.runtime.test_one_rank_alone import in_process; in_process({call!r}, {others!r})"
+
+
+def test_where_the_other_has_ended() -> None:
+    codes = run_processes(_code("state_dict", "ended"), 2)
+    assert codes == [0, 0]
+    text, seconds = _heard(0)
+    assert text.startswith("PeerLostError: rank 0 cannot go on: rank 1 has come to the end of its program (process ")
+    assert "It was in state_dict() (ElixirModule.state_dict() at test_one_rank_alone.py:" in text
+    assert text.endswith("Every rank must call ElixirModule.state_dict()")
+    assert seconds < SOON_S
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("call", ["state_dict", "forward", "backward", "step"])
+def test_who_waits_heeds_signals(call: str, number: signal.Signals) -> None:
+    processes = start_processes(_code(call, "slow"), 2)
+    try:
+        _sleep_until("called_0")
+        assert Path("called_0").exists()
+        time.sleep(0.5)
+        processes[0].send_signal(number)
+        assert processes[0].wait(SOON_S) == 0  # ends, whatever the other does
+        assert processes[1].poll() is None
+        text, _ = _heard(0)
+        assert text == {signal.SIGINT: "KeyboardInterrupt: ", signal.SIGTERM: "Stopped: SIGTERM has come"}[number]
+        Path("go_on").touch()
+        assert processes[1].wait(SOON_S) == 0
+        assert _heard(1)[0].startswith("PeerLostError: rank 1 cannot go on: rank 0 failed: ")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("call", ["state_dict", "backward"])
+def test_a_slow_rank_is_waited_for(call: str) -> None:
+    """Many times longer than it takes to find out about ranks that wait for each other."""
+    processes = start_processes(_code(call, "slow"), 2)
+    try:
+        _sleep_until("called_0")
+        time.sleep(10 * waits.LOOK_EVERY_S)
+        assert [process.poll() for process in processes] == [None, None]
+        assert not Path("heard_0").exists()
+        Path("go_on").touch()
+        assert [process.wait(SOON_S) for process in processes] == [0, 0]
+        assert [_heard(rank)[0] for rank in range(2)] == ["", ""]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+# Processes that live on
+
+
+def fail_and_train_again() -> tuple[str, dict[str, torch.Tensor]]:
+    rank = dist.get_rank()
+    _, module, optimizer = new_training("tight")
+    with pytest.raises(DivergenceError) as caught:
+        module.state_dict() if rank == 0 else dist.barrier()
+    end_all_together(rank)
+    again: list[str] = []
+    try:
+        train(module, optimizer)
+    except PeerLostError as error:
+        again.append(str(error))
+    assert not again
+    return str(caught.value), module.state_dict()
+
+
+def test_ranks_that_have_heard_train_again() -> None:
+    (_, first), (_, second) = run_ranks(fail_and_train_again, 2, fresh=True)
+    expected = run_ranks(train_three_times, 2)[0]
+    assert all(torch.equal(first[name], expected[name]) and torch.equal(second[name], expected[name]) for name in first)
+
+
+def train_three_times() -> dict[str, torch.Tensor]:
+    _, module, optimizer = new_training("tight")
+    train(module, optimizer)
+    return module.state_dict()
+
+
+def different_writes() -> str:
+    _, module, _ = new_training("tight")
+    try:
+        with module.full_parameters(modify=dist.get_rank() == 0):
+            return ""
+    except DivergenceError as error:
+        return str(error)
+
+
+def test_only_one_rank_writes() -> None:
+    for text in run_ranks(different_writes, 2):
+        assert "rank 0 is in full_parameters(modify=True) (" in text
+        assert "rank 1 is in full_parameters() (" in text
