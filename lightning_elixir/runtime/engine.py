@@ -547,7 +547,8 @@ class Engine:
         """After an exception that may have passed by the modules' exits."""
         while self._frames:
             hooks = self._frames.pop().hooks
-            if hooks is not None:
+            # Those of a recomputation are gone already: an exception that leaves a backward takes them along.
+            if hooks is not None and innermost_pack() == hooks.pack_hook:
                 hooks.__exit__()
 
     def _enter_saved_hooks(self) -> SavedHooks | None:
