@@ -70,6 +70,8 @@ class _Frame:
     """How often the module's forward runs inside itself."""
     is_pinned: bool = False
     hooks: SavedHooks | None = None
+    graph_task: int = -1
+    """The backward of autograd's in which it is recomputed; -1: none."""
     innermost: object = False
     """What packs the tensors that autograd saves inside; False where it saved none when the forward began."""
 
@@ -414,7 +416,7 @@ class Engine:
             self._begin_region()
             self._is_implicit = True
         self._entered_ids.add(id(module))
-        frame = _Frame(module)
+        frame = _Frame(module, graph_task=torch._C._current_graph_task_id())
         self._frames.append(frame)
         access = self._accesses.get(id(module))
         if access is not None:
@@ -568,9 +570,10 @@ class Engine:
     def _clear_frames(self) -> None:
         """After an exception that may have passed by the modules' exits."""
         while self._frames:
-            hooks = self._frames.pop().hooks
-            if hooks is not None:
-                hooks.__exit__()
+            frame = self._frames.pop()
+            # Those of a recomputation are gone already: an exception that leaves autograd's backward takes them along.
+            if frame.hooks is not None and frame.graph_task == torch._C._current_graph_task_id():
+                frame.hooks.__exit__()
 
     def _enter_saved_hooks(self) -> SavedHooks | None:
         """Have autograd save managed tensors through us from now on; None if it does already, or need not."""

@@ -6,11 +6,13 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.planning import make_plan
@@ -346,6 +348,55 @@ def test_exceptions_leave_a_working_engine() -> None:
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
     for seed in range(3):
         assert step(module, optimizer, seed) == step(plain, plain_optimizer, seed)
+
+
+class Interrupting(nn.Module):
+    """Ctrl-C in the recomputation, when there is one. torch tells no hook of a module of that."""
+
+    is_on = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_on and torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
+            raise KeyboardInterrupt
+        result: Tensor = self.layer(x)
+        return result
+
+
+class CheckpointedTwice(nn.Module):
+    def __init__(self, outer: bool, inner: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), Interrupting()) for _ in range(4))
+        self.outer, self.inner = outer, inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(lambda y, b=block: checkpoint(b, y, use_reentrant=self.inner), x, use_reentrant=self.outer)
+        return x
+
+
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_ctrl_c_in_a_nested_recomputation_leaves_a_working_engine(outer: bool, inner: bool) -> None:
+    torch.manual_seed(0)
+    plain = CheckpointedTwice(outer, inner)
+    model = copy.deepcopy(plain)
+    module = ElixirModule(model, replace(make_plan(model, **TIGHT), rcache_blocks=6), device=CPU)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(4, 64, requires_grad=True)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.backward(module(x).square().mean())
+    optimizer.zero_grad()
+    for part in (*plain.modules(), *model.modules()):
+        part.is_on = False  # type: ignore[assignment]
+    optimizer.backward(module(x).square().mean())
+    plain(x).square().mean().backward()
+    grads = module.full_grads()
+    assert [name for name, p in plain.named_parameters() if not torch.equal(grads[name], p.grad)] == []
+    assert module.stats().evictions > 0
 
 
 def test_two_engines_in_one_process() -> None:
