@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def main() -> int:
     summary = _side_by_side(options) if options.jobs > 1 else _campaign(options, draw)
     print(summary.text())
     if options.json:
-        Path(options.json).write_text(json.dumps(asdict(summary), indent=1))
+        Path(options.json).write_text(json.dumps(summary.as_json(), indent=1))
     return 1 if summary.findings else 0
 
 

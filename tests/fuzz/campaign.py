@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tests.fuzz.interrupts import interrupted, run_interrupted
@@ -78,6 +78,11 @@ class Summary:
             self.close[outcome.seed] = outcome.detail
         if outcome.is_finding:
             self.findings[outcome.seed] = outcome
+
+    def as_json(self) -> dict[str, Any]:
+        """What `json` can write."""
+        findings = {seed: asdict(outcome) for seed, outcome in self.findings.items()}
+        return {**vars(self), "findings": findings}
 
     def text(self) -> str:
         lines = [f"{sum(self.verdicts.values())} programs in {self.seconds:.0f} s: {_counted(self.verdicts)}"]
