@@ -166,7 +166,7 @@ class Addmm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -440,6 +440,7 @@ def make_leaf(layer: Layer, width: int, weights: list[tuple[nn.Module, str]]) ->
     Args:
         weights: `[width, width]` parameters of earlier layers, by owner and name, from which some borrow.
     """
+    # No biases in attention: the true gradient of a key's is 0, and optimizers that divide by it blow roundings up.
     w, arg = width, layer.arg
     square = (w, w)
     makers: dict[str, Callable[[], nn.Module]] = {
@@ -453,8 +454,8 @@ def make_leaf(layer: Layer, width: int, weights: list[tuple[nn.Module, str]]) ->
         "group_norm": lambda: Adapter(nn.GroupNorm(2, w), _over_time),
         "batch_norm": lambda: Adapter(nn.BatchNorm1d(w), _over_time),
         "attention": lambda: Attention(w),
-        "mha": lambda: Adapter(nn.MultiheadAttention(w, 2, batch_first=True, bias=arg % 2 == 0), _self_attention),
-        "encoder": lambda: nn.TransformerEncoderLayer(w, 2, 2 * w, dropout=0.1 * (arg % 2), batch_first=True),
+        "mha": lambda: Adapter(nn.MultiheadAttention(w, 2, batch_first=True, bias=False), _self_attention),
+        "encoder": lambda: nn.TransformerEncoderLayer(w, 2, 2 * w, 0.1 * (arg % 2), batch_first=True, bias=False),
         "lstm": lambda: Adapter(nn.LSTM(w, w, batch_first=True), _first),
         "gru": lambda: Adapter(nn.GRU(w, w, batch_first=True), _first),
         "product": lambda: Own(_product, scale=(w,), bias=(w,)),
