@@ -184,7 +184,13 @@ class Chunk:
         self.to_state(ChunkState.FETCHING)
 
     def wait_ready(self) -> None:
-        """Make the compute stream wait until the values are there."""
+        """Make the compute stream wait until the values are there; the parameters can be read then, not before."""
+        self._wait()
+        if self.state is ChunkState.RESIDENT and not self._is_bound:
+            set_data(self.parameters, self._views)
+            self._is_bound = True
+
+    def _wait(self) -> None:
         if self.ready is not None:
             self.ready.wait()
             self.ready = None
@@ -197,7 +203,7 @@ class Chunk:
 
     def release(self) -> None:
         """Take the bytes away, unless something still aliases them."""
-        self.wait_ready()
+        self._wait()
         self.to_state(ChunkState.RELEASED)  # before the look at aliases: nobody can make another one after it
         if not self.is_aliased():
             self._device.free(self._storage)
@@ -216,10 +222,7 @@ class Chunk:
         """
         if (self.state, state) not in _LEGAL:
             raise StateError(f"{self.spec}: illegal change {self.state.value} -> {state.value}")
-        if state is ChunkState.RESIDENT and not self._is_bound:
-            set_data(self.parameters, self._views)
-            self._is_bound = True
-        elif state is ChunkState.RELEASED:
+        if state is ChunkState.RELEASED:
             self._unbind()
         self.state = state
 
