@@ -1048,7 +1048,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                     key: ("value", value) if is_scalar_state(key, value) else ("tensor", value.dtype)
                     for key, value in inner.state_of(position).items()
                 }
-                if entries:
+                if entries and not inner.has_only_reserved(position):
                     mine[(chunk_id, place.member_index)] = entries
         merged: dict[tuple[int, int], dict[str, tuple[str, Any]]] = {}
         for described in self._engine.comm.exchange_objects(mine):

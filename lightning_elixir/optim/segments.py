@@ -390,6 +390,10 @@ class SegmentOptimizer:
             return {"step": step, **state, **self._moments_at(position)}
         return state
 
+    def has_only_reserved(self, position: int) -> bool:
+        """Whether the state of a segment is there and has not seen an update: what a plain optimizer has not got."""
+        return self.is_adam and self._counts.get(position) == 0
+
     def flat_state(self, key: str, dtype: torch.dtype) -> Tensor:
         """One element-wise state of all segments, each where the segment lies in the shard, else zeros; in host memory.
 

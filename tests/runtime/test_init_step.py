@@ -204,3 +204,14 @@ def test_a_first_step_over_some_members_frees_theirs_alone() -> None:
     assert inner.state_bytes() == 32 * 4
     inner.set_state(0, {})
     assert inner.state_bytes() == 24 * 4
+
+
+def test_memory_that_was_only_taken_is_no_state() -> None:
+    """A parameter without a gradient has no state in a checkpoint, as in plain PyTorch."""
+    model = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    module = ElixirModule(model, make_plan(model, placement_policy="cpu", chunk_size=512), device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(module, HybridAdam(model.parameters()), init_step=True)
+    assert optimizer.state_dict()["state"] == {}
+    optimizer.backward(model[1](torch.ones(2, 8)).sum())
+    optimizer.step()
+    assert sorted(optimizer.state_dict()["state"]) == [2, 3]
