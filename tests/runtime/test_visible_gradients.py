@@ -312,3 +312,26 @@ def test_several_ranks(action: Any, placement: str) -> None:
     expected = plain.state_dict()
     for state in run_ranks(_train_rank, 2, action, placement):
         assert all(torch.allclose(state[name], expected[name], rtol=1e-5, atol=1e-6) for name in expected)
+
+
+class Noisy(torch.optim.SGD):
+    """A user's, which changes gradients in its own step."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.manual_seed(3)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = p.grad + 0.01 * torch.randn_like(p.grad)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_changes_gradients_in_its_step() -> None:
+    plain = make("gpt2")
+    expected = train(plain, plain, Noisy(plain.parameters(), lr=0.05), nothing, "gpt2")
+    model = make("gpt2")
+    module = ElixirModule(model, make_plan(model, **PLACEMENTS["cpu"]), device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(module, Noisy(model.parameters(), lr=0.05))
+    assert train(module, model, optimizer, nothing, "gpt2") == expected
+    state = module.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
