@@ -656,7 +656,7 @@ def test_fit_trains_with_elixir(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_of_the_strategy_need_its_class(capsys: pytest.CaptureFixture[str]) -> None:
     strategy = ["--trainer.strategy=lightning_elixir.ElixirStrategy", "--trainer.strategy.placement_policy=cuda"]
     assert main(["fit", "--seed_everything=1", *FIT, *strategy, "--trainer.strategy.gpu_memory_limit=1KiB"]) == 1
-    assert "GPU memory: the plan needs" in capsys.readouterr().err
+    assert "memory (gpu_memory_limit): the plan needs" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_lightning_cli")

@@ -45,7 +45,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ranks", default="1", help="numbers of ranks to choose from, as 1,2")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--flags", nargs="*", default=[], help=f"trainer, module, {', '.join(KNOWN)}")
-    parser.add_argument("--known", action="store_true", help="all flags of what is known to be wrong")
+    parser.add_argument("--known", action="store_true", help="all flags of what was once wrong")
     parser.add_argument("--signals", action="store_true", help="with Ctrl-C at random moments, through ElixirModule")
     parser.add_argument("--json", help="file for the summary")
     parser.add_argument("--seed", type=int, help="run this one alone")

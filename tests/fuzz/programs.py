@@ -44,7 +44,7 @@ BEFORE_STEP = ("drop_gradients", "drop_one_gradient", "no_step", "read_parameter
 AFTER_FORWARD = ("evaluate_between", "two_losses", "retained", "autograd_grad", "twice_forward", "double_backward")
 FAULTS = ("raise_forward", "raise_backward", "raise_recomputation", "overwrite_saved", "write_between")
 KNOWN_BROKEN = ("p_grad_read", "p_grad_write", "nan_guard", "torch_clip", "torch_clip_value")
-"""What the engine does not do yet, and issue 15 asks for: drawn where the flag `grads` is given."""
+"""Drawn where the flag `grads` is given."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -173,8 +173,8 @@ class Draw:
     Args:
         ranks: Numbers of ranks to choose from.
         device: Where to compute.
-        flags: "trainer": through the Trainer only; "module": never. Those of `KNOWN` let happen what the engine is
-            known to do wrong; without them it does not drown the rest.
+        flags: "trainer": through the Trainer only; "module": never. Those of `KNOWN` let more happen, each what the
+            engine once did wrong (`--known`: all of them).
     """
 
     ranks: tuple[int, ...] = (1,)

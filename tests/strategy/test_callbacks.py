@@ -108,15 +108,6 @@ def test_timer_progress_bar_and_device_stats(capsys: pytest.CaptureFixture[str])
     assert "train_loss" not in capsys.readouterr().out
 
 
-def test_gradient_norm_of_lightning_says_what_to_use() -> None:
-    class NormNet(Net):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            pl.utilities.grad_norm(self, norm_type=2)
-
-    with pytest.raises(RuntimeError, match=r"strategy\.grad_norm\(\)"):
-        fit(ElixirStrategy(**TIGHT), NormNet)
-
-
 def test_learning_rate_finder() -> None:
     def run(strategy: Any) -> Any:
         pl.seed_everything(1, verbose=False)
