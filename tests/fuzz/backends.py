@@ -262,7 +262,7 @@ class Engine(Plain):
         program = self.program
         self.model = make_model(program)
         inner = make_optimizer(program, self.model.named_parameters())
-        self.plan = plan_of(program, self.model, variant)
+        self.plan = tight_plan(self.model, plan_options(program, variant), program.is_tight)
         options = dict(program.options)
         init_step = options.pop("init_step", False)
         if "reduce_dtype" in options:
@@ -368,17 +368,6 @@ def rank_device(rank: int) -> int:
     return rank % max(1, torch.cuda.device_count())
 
 
-def plan_of(program: Program, model: nn.Module, variant: int = 0) -> Plan:
-    """The plan of a program. A variant has other chunks."""
-    options = dict(program.plan)
-    if variant:
-        options["chunk_size"] = 1024 * (2, 4, 8, 16)[variant % 4]
-    timing = options.pop("update_timing", None)
-    if timing is not None:
-        options["update_timing"] = UpdateTiming(timing)
-    return tight_plan(model, options | _common(program), program.is_tight)
-
-
 def _common(program: Program) -> dict[str, Any]:
     return {
         "world_size": program.ranks,
@@ -394,13 +383,29 @@ def _common(program: Program) -> dict[str, Any]:
 
 def tight_plan(model: nn.Module, options: dict[str, Any], is_tight: bool) -> Plan:
     """With a limit of the device's memory that leaves the rCache as few blocks as there can be."""
-    if is_tight and options["placement_policy"] != "cuda":
-        limit = 1
-        for _ in range(8):
-            try:
-                return make_plan(model, **options, gpu_bytes=limit)
-            except CapacityError as error:
-                if error.resource != "GPU" or not error.lacking_bytes:
-                    break
-                limit += error.lacking_bytes
-    return make_plan(model, **options)
+    return make_plan(model, **options, gpu_bytes=least_limit(model, options) if is_tight else None)
+
+
+def least_limit(model: nn.Module, options: dict[str, Any]) -> int | None:
+    """Bytes of the device's memory that a plan can just do with; None: it takes no heed of a limit."""
+    limit = 1
+    for _ in range(8 if options["placement_policy"] != "cuda" else 0):
+        try:
+            make_plan(model, **options, gpu_bytes=limit)
+            return limit
+        except CapacityError as error:
+            if error.resource != "GPU" or not error.lacking_bytes:
+                break
+            limit += error.lacking_bytes
+    return None
+
+
+def plan_options(program: Program, variant: int = 0) -> dict[str, Any]:
+    """Arguments of `make_plan`. A variant has other chunks."""
+    options = dict(program.plan)
+    if variant:
+        options["chunk_size"] = 1024 * (2, 4, 8, 16)[variant % 4]
+    timing = options.pop("update_timing", None)
+    if timing is not None:
+        options["update_timing"] = UpdateTiming(timing)
+    return options | _common(program)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from lightning_elixir._lightning import LightningModule, Trainer
 from lightning_elixir.config import ElixirConfig
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.strategy import ElixirStrategy
-from tests.fuzz.backends import COUNTED, Plain
+from tests.fuzz.backends import COUNTED, Plain, least_limit, plan_options
 from tests.fuzz.build import Net, make_model, make_optimizer, make_schedule
 from tests.fuzz.layers import Boom
 from tests.fuzz.play import Note, Player, raised
@@ -64,7 +65,7 @@ class InTrainer(Plain):
 
     def __init__(self, program: Program, module: Module) -> None:
         self.program, self.module = program, module
-        self.rank = module.global_rank
+        self.rank = int(os.environ["RANK"]) if program.ranks > 1 else 0
         self.is_half = program.dtype == "bfloat16"
         self.is_mixed = self.is_half
         self.model = module.net
@@ -111,20 +112,21 @@ class InTrainer(Plain):
 
 
 def fit(program: Program, folder: str, found: list[Note]) -> dict[str, int]:
-    """Run a program, as long as the limit of memory is too small with more, so that the rCache is small.
+    """Run a program, with as little memory as its plan can do with, so that the rCache is small.
 
     Returns:
         Counters; what is seen goes to `found`.
     """
-    limit = 1 if program.is_tight and dict(program.plan)["placement_policy"] != "cuda" else None
-    for _ in range(_PATIENCE):
+    limit = least_limit(make_model(program), plan_options(program)) if program.is_tight else None
+    for _ in range(_PATIENCE if program.ranks == 1 else 0):
         try:
             return _fit(program, folder, limit, found)
-        except CapacityError as error:
+        except CapacityError as error:  # the strategy counts more than a plan does
             if limit is None or error.resource != "GPU" or not error.lacking_bytes:
                 raise
             limit += error.lacking_bytes
-    return _fit(program, folder, None, found)
+    # Ranks whose fit has failed have no process group any more, and get this one chance.
+    return _fit(program, folder, None if limit is None else 2 * limit, found)
 
 
 def _fit(program: Program, folder: str, limit: int | None, found: list[Note]) -> dict[str, int]:
