@@ -788,11 +788,16 @@ class ElixirOptimizer(torch.optim.Optimizer):
     # Gradients
 
     @property
+    def _is_scaled(self) -> bool:
+        """Whether the gradients in the shards are multiplied by the loss scale."""
+        return self.scaler.enabled and not self._is_unscaled
+
+    @property
     def _inverse_scale(self) -> float:
-        return self.scaler.inverse_scale if self.scaler.enabled and not self._is_unscaled else 1.0
+        return self.scaler.inverse_scale if self._is_scaled else 1.0
 
     def _has_transforms(self) -> bool:
-        return (self.scaler.enabled and not self._is_unscaled) or bool(self._transforms)
+        return self._is_scaled or bool(self._transforms)
 
     def _transformed(self, grad: Tensor) -> Tensor:
         """Unscaled and clipped, of the same dtype; the input is not changed."""
@@ -805,7 +810,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _change_of_grads(self) -> Callable[[Tensor], None]:
         """Unscales and clips in place, as it is now: an update may run later."""
         transforms = list(self._transforms)
-        if self.scaler.enabled and not self._is_unscaled:
+        if self._is_scaled:
             transforms.insert(0, ("factor", self.scaler.inverse_scale))
         return partial(_change_grad, transforms)
 
@@ -813,7 +818,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Have the step do this to the gradients, after what it is to do already; who holds a `.grad` sees it."""
         engine = self._engine
         engine.gradients.absorb()
-        if self.scaler.enabled and not self._shows_unscaled and not self._transforms:
+        if self._is_scaled and not self._shows_unscaled and not self._transforms:
             self._shows_unscaled = True
             engine.gradients.follow(partial(_change_grad, [("factor", self._inverse_scale)]), self._is_own)
         self._transforms.extend(transforms)
@@ -827,8 +832,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         return index in self._states.members.get(chunk_id, ())
 
     def _change_of_gradient(self, chunk_id: int, index: int) -> Callable[[Tensor], None] | None:
-        is_scaled = self._shows_unscaled and not self._is_unscaled
-        if not (is_scaled or self._transforms) or not self._is_own(chunk_id, index):
+        is_unscaled_to_see = self._is_scaled and self._shows_unscaled
+        if not (is_unscaled_to_see or self._transforms) or not self._is_own(chunk_id, index):
             return None
         return self._change_of_grads()
 

@@ -1,4 +1,4 @@
-"""A chunk's replica: one flat tensor, bound once to its parameters.
+"""A chunk's replica: one flat tensor, of which its parameters are views.
 
 [Note: storage identity] `flat` and its storage object live as long as the chunk, and each parameter is a view of it,
 always the same one: releasing resizes the storage to zero bytes, fetching resizes it back and refills it. Views that
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import enum
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
@@ -129,19 +128,11 @@ class Chunk:
         Args:
             bring: Bound method, called with the chunk: inside the context that it returns the values are there.
         """
-        self._bring = weakref.WeakMethod(bring)
         self._stand_ins = [
-            stand_in(view, member.fqn, self._brought)
-            for view, member in zip(self._views, self.spec.members, strict=True)
+            stand_in(view, member.fqn, self, bring) for view, member in zip(self._views, self.spec.members, strict=True)
         ]
         if self.state is ChunkState.RELEASED:
             self._unbind()
-
-    def _brought(self) -> AbstractContextManager[None]:
-        bring = self._bring()
-        if bring is None:
-            raise StateError(f"{self.spec} was read after its engine had gone: keep the ElixirModule, or a copy")
-        return bring(self)
 
     def is_aliased(self) -> bool:
         """Whether anything but the bound parameters and the engine shares the storage: views, saved tensors, users.

@@ -142,8 +142,7 @@ class _Parameters:
         chunk = self._by_storage.get(tensor.untyped_storage()._cdata)
         if chunk is None:
             return None
-        at = tensor.storage_offset()
-        return next((m.fqn for m in chunk.spec.members if m.offset <= at < m.offset + max(1, m.numel)), None)
+        return chunk.spec.members[chunk.member_at(int(tensor.storage_offset()))].fqn
 
 
 def _operands(frame: FrameType, instruction: int) -> Iterator[object]:

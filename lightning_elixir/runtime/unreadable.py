@@ -1,10 +1,10 @@
-"""Released storage is never read, whoever reads: not a fault, and not somebody else's values.
+"""Released storage is never read: a read is neither a fault nor finds the values of other parameters.
 
 [Note: released parameters] A released chunk has no bytes. Python code that touches its parameters is intercepted, but
 autograd, activation checkpointing, hooks and custom Functions may keep a parameter itself and read it from C++, where
 nothing is intercepted. So while a chunk is released its parameters lie on no storage of its own: `.data` is a stand-in
 of the same shape, strides, dtype and device whose dispatch keys hold one that no backend uses. Every operator over it,
-whoever calls it, then comes to `_read`, which has the chunk brought and calls the operator again. Shapes and the like
+from Python or C++, then comes to `_read`, which has the chunk brought and calls the operator again. Shapes and the like
 can be asked for without that, and gradients be accumulated. It works in every build of torch: the errors that storages
 themselves can raise are there in CUDA builds only.
 """
@@ -14,13 +14,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_elixir.errors import StateError
 from lightning_elixir.runtime.released import tensors_in
+
+_C = TypeVar("_C")  # a chunk
 
 _KEY = "TESTING_ONLY_GenericWrapper"  # torch has it for wrappers like this one, and uses it nowhere itself
 _KEYS = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_KEY))  # type: ignore[arg-type]
@@ -37,27 +39,31 @@ class _StandIn(Tensor):
 
 
 class _Home:
-    """Where the elements of a stand-in are to be had."""
+    """Where the elements of a stand-in are to be had. Keeps neither the chunk nor its engine: torch holds it where the
+    garbage collector cannot look."""
 
-    def __init__(self, name: str, view: Tensor, bring: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, name: str, view: Tensor, chunk: _C, bring: Callable[[_C], AbstractContextManager[None]]) -> None:
         self.name = name
         self.view = view
+        self._chunk = weakref.ref(chunk)
         self._bring = weakref.WeakMethod(bring)
 
     def brought(self) -> AbstractContextManager[None]:
-        bring = self._bring()
-        if bring is None:
+        chunk, bring = self._chunk(), self._bring()
+        if chunk is None or bring is None:
             raise StateError(f"{self.name} was read after its engine had gone: keep the ElixirModule, or a copy")
-        return bring()
+        found: AbstractContextManager[None] = bring(chunk)
+        return found
 
 
-def stand_in(view: Tensor, name: str, bring: Callable[[], AbstractContextManager[None]]) -> Tensor:
+def stand_in(view: Tensor, name: str, chunk: _C, bring: Callable[[_C], AbstractContextManager[None]]) -> Tensor:
     """A tensor of `view`'s shape, strides, dtype and device without elements; only for `set_data`.
 
     Args:
         view: Where the elements are when they are there.
         name: Of the parameter, for errors.
-        bring: Bound method: a context inside which they are. Kept from nothing.
+        chunk: What they belong to.
+        bring: Bound method, called with `chunk`: a context inside which they are there.
     """
     made: Tensor = torch.Tensor._make_wrapper_subclass(
         _StandIn,
@@ -69,7 +75,7 @@ def stand_in(view: Tensor, name: str, bring: Callable[[], AbstractContextManager
     )
     # At the storage: autograd reads through tensors of its own over it, which are no parameters.
     made.storage_at_elixir = made.untyped_storage()  # type: ignore[attr-defined]
-    made.storage_at_elixir.home_at_elixir = _Home(name, view, bring)  # type: ignore[attr-defined]
+    made.storage_at_elixir.home_at_elixir = _Home(name, view, chunk, bring)  # type: ignore[attr-defined]
     return made
 
 
