@@ -106,7 +106,7 @@ class OwnStep:
         optimizer, cls = self._optimizer, type(self._optimizer)
         step: Any = cls.step
         if getattr(step, "hooked", False):
-            step = step.__wrapped__  # hooks are run by whoever calls this, once
+            step = step.__wrapped__  # `ElixirOptimizer.step` runs the hooks, once
         self._update = update
         optimizer.__class__ = self._class
         try:

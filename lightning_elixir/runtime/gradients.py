@@ -1,8 +1,8 @@
 """Gradients as users see them: `p.grad` between backward and step.
 
-[Note: visible gradients] Gradients lie in shards. Whoever reads `p.grad` gets the whole gradient of that parameter, in
-its dtype on the compute device, made for the reader; with several ranks all of them read, and each gives its slice.
-What is handed out stays the same tensor for as long as somebody holds it. What was written to it counts: before the
+[Note: visible gradients] Gradients lie in shards. A read of `p.grad` gives the whole gradient of that parameter, in
+its dtype on the compute device, made for the read; with several ranks all of them read, and each gives its slice.
+What is handed out stays the same tensor for as long as it is referred to. What was written to it counts: before the
 gradients are used, this rank's slice is compared with its shard, bit by bit in the parameter's dtype, and the elements
 that differ are taken over. The others keep the bits that this dtype does not have.
 """
@@ -213,7 +213,7 @@ class Gradients:
         engine.reducer.used.add((chunk_id, index))
 
     def _let_go(self) -> None:
-        """Drop what nobody holds any more; it has been absorbed."""
+        """Drop what is referred to from nowhere else any more; it has been absorbed."""
         for key in list(self._seen):
             if _holders(self._seen, key) == self._unheld:
                 del self._seen[key]

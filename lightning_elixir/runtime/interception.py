@@ -74,7 +74,7 @@ class Interception:
     def make_plain(self, chunk: Chunk) -> None:
         """The chunk is in use. Not where other threads than the one that trains touch parameters, and it may go: they
         would not be intercepted either."""
-        if self._engine.turn.was_contended and not chunk.spec.is_persistent:
+        if self._is_read_elsewhere(chunk):
             return
         if chunk.id not in self._plain_chunks:
             self._plain_chunks.add(chunk.id)
@@ -87,9 +87,13 @@ class Interception:
             self._plain_chunks.discard(chunk.id)
             for parameter, _, intercepting in self._classes[chunk.id]:
                 parameter.__class__ = intercepting
-            if self._engine.turn.was_contended and not chunk.spec.is_persistent:
+            if self._is_read_elsewhere(chunk):
                 # Another thread may have begun a call over one of them when they were plain.
                 time.sleep(_CALL_S + chunk.spec.nbytes / _CALL_BYTES_PER_S)
+
+    def _is_read_elsewhere(self, chunk: Chunk) -> bool:
+        """Whether another thread than the one that trains may read its parameters when it goes."""
+        return self._engine.turn.was_contended and not chunk.spec.is_persistent
 
     def guard_all(self) -> None:
         for chunk_id in list(self._plain_chunks):
@@ -98,7 +102,7 @@ class Interception:
     # Writes that must not happen
 
     def versions(self) -> list[int]:
-        """Autograd's version counter of every parameter: the engine's own writes do not show in it.
+        """Autograd's version counter of every parameter: users' writes and updates show in it, chunks that move do not.
 
         Raises:
             StateError: If a parameter that was frozen when the plan was made now requires a gradient.

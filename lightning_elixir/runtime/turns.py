@@ -2,8 +2,8 @@
 
 Forward, backward and step belong to one thread from begin to end, with those that autograd runs backward on. Chunks
 come and go meanwhile, so other threads that touch parameters are refused then, at once: if they waited, training could
-wait for them. Between these, a thread that touches parameters has the engine for as long as the call takes, and who
-wants to begin meanwhile waits for that.
+wait for them. Between these, a thread that touches parameters has the engine for as long as the call takes, and a
+forward, backward or step that would begin meanwhile waits for that.
 """
 
 from __future__ import annotations

@@ -174,3 +174,17 @@ def different_names(actual: Run, expected: Run) -> list[str]:
     """Names whose values are not bitwise equal."""
     assert list(actual.state) == list(expected.state)
     return [name for name, value in expected.state.items() if not torch.equal(actual.state[name], value)]
+
+
+def step_side_by_side(
+    plain: nn.Module, oracle: Any, module: ElixirModule, optimizer: ElixirOptimizer, x: Tensor
+) -> None:
+    """One step of both over the same input; the loss, the mean square of the output, must be equal."""
+    oracle.zero_grad()
+    expected = plain(x).square().mean()
+    expected.backward()
+    oracle.step()
+    loss = module(x).square().mean()
+    optimizer.backward(loss)
+    optimizer.step()
+    assert torch.equal(loss, expected)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_elixir.errors import StateError
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.training import step_side_by_side
 
 WIDTH = 32
 
@@ -107,14 +108,7 @@ def test_frozen_weights_under_activation_checkpointing(kind: str, how: str, devi
     oracle = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.05)
     for _ in range(3):
         x = torch.randn(5, WIDTH, device=device, requires_grad=True)
-        oracle.zero_grad()
-        expected = plain(x).square().mean()
-        expected.backward()
-        oracle.step()
-        loss = module(x).square().mean()
-        optimizer.backward(loss)
-        optimizer.step()
-        assert torch.equal(loss, expected)
+        step_side_by_side(plain, oracle, module, optimizer, x)
     state = module.state_dict()
     assert all(torch.equal(state[name], value.cpu()) for name, value in plain.state_dict().items())
     assert module.stats().evictions > 60

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_elixir.errors import StateError
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.training import step_side_by_side
 
 WIDTH = 64
 
@@ -70,14 +71,7 @@ def test_a_monitor_reads_parameters_all_the_time() -> None:
     thread.start()
     for _ in range(25):
         x = torch.randn(8, WIDTH)
-        oracle.zero_grad()
-        expected = plain(x).square().mean()
-        expected.backward()
-        oracle.step()
-        loss = module(x).square().mean()
-        optimizer.backward(loss)
-        optimizer.step()
-        assert torch.equal(loss, expected)
+        step_side_by_side(plain, oracle, module, optimizer, x)
     is_over.set()
     thread.join(60)
     assert not thread.is_alive()
