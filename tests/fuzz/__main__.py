@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.campaign import Summary, campaign, run_apart, shrink
-from tests.fuzz.programs import KNOWN, Draw, Program, generate, parse
+from tests.fuzz.programs import Draw, Program, generate, parse
 from tests.fuzz.run import Outcome
 
 
 def main() -> int:
     options = _options()
-    flags = frozenset(options.flags) | (frozenset(KNOWN) if options.known else frozenset())
-    draw = Draw(tuple(int(n) for n in options.ranks.split(",")), options.device, flags)
+    draw = Draw(tuple(int(n) for n in options.ranks.split(",")), options.device, options.through)
     if options.show is not None:
         print(generate(options.show, draw))
         return 0
@@ -44,8 +43,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="campaigns side by side, each with seeds of its own")
     parser.add_argument("--ranks", default="1", help="numbers of ranks to choose from, as 1,2")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--flags", nargs="*", default=[], help=f"trainer, module, {', '.join(KNOWN)}")
-    parser.add_argument("--known", action="store_true", help="all flags of what was once wrong")
+    parser.add_argument("--through", choices=("module", "trainer"), help="only this")
     parser.add_argument("--signals", action="store_true", help="with Ctrl-C at random moments, through ElixirModule")
     parser.add_argument("--json", help="file for the summary")
     parser.add_argument("--seed", type=int, help="run this one alone")

@@ -63,8 +63,7 @@ class Plain:
         return {name: self.masters.get(name, p) for name, p in self.named.items()}
 
     def __call__(self, **batch: Tensor) -> Any:
-        self._absorb()
-        self._share_statistics()
+        self.before_forward()
         if not self.is_half:
             return self.model(**batch)
         if self.program.option("autocast"):
@@ -72,8 +71,9 @@ class Plain:
                 return self.model(**batch)
         return self.model(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()})
 
-    def _share_statistics(self) -> None:
-        """As DDP: running statistics are those of rank 0, from forward to forward."""
+    def before_forward(self) -> None:
+        """What is written to 16-bit parameters counts, and, as with DDP, running statistics are those of rank 0."""
+        self._absorb()
         tracking = [m for m in self.model.modules() if getattr(m, "track_running_stats", False)]
         if self._has_own_statistics:
             for module in tracking:
@@ -110,9 +110,9 @@ class Plain:
             return None
         grad = torch.zeros_like(p) if p.grad is None else p.grad.clone()
         if self.program.option("reduce_dtype") == "float32":
-            grad = grad.float()
+            grad = grad.float()  # and so it stays
         dist.all_reduce(grad)
-        return (grad / self.program.ranks).to(p.dtype)
+        return grad / self.program.ranks
 
     def grads(self) -> dict[str, Tensor]:
         if self.is_half:
@@ -196,6 +196,18 @@ class Plain:
             if name in self.masters:
                 state[key] = self.masters[name].detach().clone()
         return {key: value.float().cpu() if value.is_floating_point() else value.cpu() for key, value in state.items()}
+
+    def copied(self) -> Net:
+        """A copy in fp32: with mixed precision, of the master."""
+        self._absorb()
+        model = copy.deepcopy(self.model)
+        if self.is_half:
+            model = model.float()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if name in self.masters:
+                    p.copy_(self.masters[name])
+        return model
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state)
@@ -282,8 +294,12 @@ class Engine(Plain):
     def targets(self) -> dict[str, Any]:
         return dict(self.named)
 
-    def _absorb(self) -> None:
+    def before_forward(self) -> None:
         """The engine does that by itself."""
+
+    def copied(self) -> Net:
+        model = copy.deepcopy(self.model)
+        return model.float() if self.is_half else model
 
     def __call__(self, **batch: Tensor) -> Any:
         return (self.model if self.program.is_unwrapped else self.module)(**batch)
@@ -323,8 +339,6 @@ class Engine(Plain):
 
     def optimizer_state(self) -> dict[str, Any]:
         state = copy.deepcopy(self.optimizer.state_dict())
-        if self.program.option("init_step") and state:  # allocated, also for parameters without gradients
-            state["state"] = {n: s for n, s in state["state"].items() if float(s.get("step", 1)) > 0}
         if self.program.ranks == 1:
             return state
         box = [state]

@@ -126,14 +126,16 @@ def make_optimizer(program: Program, named: Iterable[tuple[str, Any]]) -> torch.
     groups, name = make_groups(program, named), program.optimizer
     o = torch.optim
     plain: dict[str, Any] = {"foreach": False}
+    # Large: Adam gives a gradient that is nothing but rounding, as of a bias before a norm, the step of any other.
+    eps = 1e-3
     made: dict[str, Any] = {
         "sgd": lambda: o.SGD(groups, **plain),
         "momentum": lambda: o.SGD(groups, momentum=0.9, **plain),
         "nesterov": lambda: o.SGD(groups, momentum=0.9, nesterov=True, **plain),
         "dampened": lambda: o.SGD(groups, momentum=0.9, dampening=0.5, **plain),
-        "adam": lambda: o.Adam(groups, **plain),
-        "adamw": lambda: o.AdamW(groups, **plain),
-        "amsgrad": lambda: o.AdamW(groups, amsgrad=True, **plain),
+        "adam": lambda: o.Adam(groups, eps=eps, **plain),
+        "adamw": lambda: o.AdamW(groups, eps=eps, **plain),
+        "amsgrad": lambda: o.AdamW(groups, amsgrad=True, eps=eps, **plain),
         "rmsprop": lambda: o.RMSprop(groups, momentum=0.5, centered=True, **plain),
         "adagrad": lambda: o.Adagrad(groups, **plain),
         "adadelta": lambda: o.Adadelta(groups, **plain),
@@ -142,8 +144,8 @@ def make_optimizer(program: Program, named: Iterable[tuple[str, Any]]) -> torch.
         "radam": lambda: o.RAdam(groups, **plain),
         "asgd": lambda: o.ASGD(groups, **plain),
         "rprop": lambda: o.Rprop(groups, **plain),
-        "hybrid": lambda: HybridAdam(groups, weight_decay=0.01),
-        "hybrid_adam": lambda: HybridAdam(groups, adamw_mode=False),
+        "hybrid": lambda: HybridAdam(groups, weight_decay=0.01, eps=eps),
+        "hybrid_adam": lambda: HybridAdam(groups, adamw_mode=False, eps=eps),
     }
     return made[name]()
 

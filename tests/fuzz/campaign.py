@@ -167,7 +167,8 @@ def _candidates(program: Program) -> Iterator[Program]:
 def _manner(outcome: Outcome) -> str:
     """Crash, hang, kind of error, or other numbers."""
     if outcome.verdict != "failed":
-        return _beginning(outcome.detail)[:25] if outcome.verdict == "refused" else outcome.verdict
+        is_left = outcome.detail.startswith("left behind")
+        return _beginning(outcome.detail)[:25] if outcome.verdict == "refused" else f"{outcome.verdict}, {is_left=}"
     for sign in ("it hangs", "Segmentation fault", "died without"):
         if sign in outcome.detail:
             return sign

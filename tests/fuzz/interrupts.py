@@ -36,9 +36,9 @@ def interrupted(program: Program) -> Program:
 
 
 def _stateless(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    return tuple(
-        replace(x, kind="linear" if x.kind in HAVE_STATE else x.kind, inner=_stateless(x.inner)) for x in layers
-    )
+    # functional_call: a signal while torch puts other tensors in the parameters' place leaves them there.
+    kinds = HAVE_STATE | {"functional_call"}
+    return tuple(replace(x, kind="linear" if x.kind in kinds else x.kind, inner=_stateless(x.inner)) for x in layers)
 
 
 def run_interrupted(program: Program) -> Outcome:
@@ -57,7 +57,7 @@ def run_interrupted(program: Program) -> Outcome:
         del whole
         with _handlers():
             outcome.verdict, outcome.detail, outcome.counters = _bombard(program, folder, states, rng, usual_s)
-    left = left_behind()
+    left = left_behind(is_interrupted=True)
     if left and not outcome.is_finding:
         outcome.verdict, outcome.detail = "different", f"left behind: {left}"
     return outcome

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
 Through = Literal["module", "trainer"]
@@ -20,8 +20,9 @@ LEAVES = (
     "save_param", "keep_param", "save_then_change", "in_place", "in_place_product", "no_grad", "detached", "bilinear",
     "parameter_list", "foreign_hooks",
 )  # fmt: skip
-NEED_FP32 = {"spectral_norm", "weight_norm", "batch_norm", "buffers"}
-"""Left out of 16-bit programs: they write parameters or buffers in a dtype of their own."""
+NEED_FP32 = {"spectral_norm", "weight_norm", "batch_norm", "buffers", "experts", "lookup"}
+"""Left out of 16-bit programs: they write parameters or buffers in a dtype of their own, or choose by a number, where a
+rounding may choose something else."""
 HAVE_STATE = {"batch_norm", "buffers", "spectral_norm"}
 """Every forward changes a buffer, so a forward that is run again gives other numbers."""
 GROUPS = (
@@ -43,8 +44,8 @@ BETWEEN_STEPS = (
 BEFORE_STEP = ("drop_gradients", "drop_one_gradient", "no_step", "read_parameters", "grads", "forward_again")
 AFTER_FORWARD = ("evaluate_between", "two_losses", "retained", "autograd_grad", "twice_forward", "double_backward")
 FAULTS = ("raise_forward", "raise_backward", "raise_recomputation", "overwrite_saved", "write_between")
-KNOWN_BROKEN = ("p_grad_read", "p_grad_write", "nan_guard", "torch_clip", "torch_clip_value")
-"""Drawn where the flag `grads` is given."""
+P_GRAD = ("p_grad_read", "p_grad_write", "nan_guard", "torch_clip", "torch_clip_value")
+"""What users do with `p.grad` between backward and step."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -155,17 +156,6 @@ def parse(text: str) -> Program:
 # ---------------------------------------------------------------------------------------------------- drawing
 
 
-KNOWN = {
-    "grads": "`p.grad` is read and written between backward and step",
-    "versions": "activations are overwritten after autograd has saved them",
-    "frozen_checkpoint": "frozen parameters under non-reentrant activation checkpointing",
-    "average": "averages of 16-bit parameters are put in their place, and taken out again",
-    "init_step": "`init_step=True` with optimizers of torch",
-    "foreign_hooks": "the user's hooks for saved tensors keep a parameter itself",
-    "autograd_grad": "`torch.autograd.grad(loss, [parameter])`",
-}
-
-
 @dataclass(frozen=True)
 class Draw:
     """What may be drawn.
@@ -173,13 +163,12 @@ class Draw:
     Args:
         ranks: Numbers of ranks to choose from.
         device: Where to compute.
-        flags: "trainer": through the Trainer only; "module": never. Those of `KNOWN` let more happen, each what the
-            engine once did wrong (`--known`: all of them).
+        through: Only this; None: mostly the module.
     """
 
     ranks: tuple[int, ...] = (1,)
     device: str = "cpu"
-    flags: frozenset[str] = field(default_factory=frozenset)
+    through: Through | None = None
 
 
 def generate(seed: int, draw: Draw | None = None) -> Program:
@@ -187,7 +176,7 @@ def generate(seed: int, draw: Draw | None = None) -> Program:
     draw = draw or Draw()
     rng = random.Random(seed)
     dtype = "bfloat16" if rng.random() < 0.2 else "float32"
-    is_trainer = "trainer" in draw.flags or ("module" not in draw.flags and rng.random() < 0.2)
+    through: Through = draw.through or ("trainer" if rng.random() < 0.2 else "module")
     optimizer = rng.choice(OPTIMIZERS)
     if draw.device == "cuda":  # others have other roundings where their states are on the host
         optimizer = rng.choice(("hybrid", "hybrid", "hybrid_adam", "sgd"))
@@ -212,54 +201,26 @@ def generate(seed: int, draw: Draw | None = None) -> Program:
         clip=clip,
         clip_at=rng.choice((0.02, 0.5, 5.0)),
         ranks=rng.choice(draw.ranks),
-        through="trainer" if is_trainer else "module",
+        through=through,
         dtype=dtype,
         device=draw.device,
         is_tight=rng.random() < 0.8,
     )
-    if not is_trainer:
+    actions = _actions(rng, steps, dtype)
+    if kinds_in(layers) & HAVE_STATE:  # plain PyTorch finds out in the middle of backward, where buffers may have moved
+        actions = tuple(a for a in actions if a.name != "write_between")
+    if through == "module":
         program = replace(
             program,
             is_bare=rng.random() < 0.2,
             is_unwrapped=rng.random() < 0.1 and dtype == "float32",
             records_grads=rng.random() < 0.4,
-            actions=_actions(rng, steps, dtype, draw.flags),
+            actions=actions,
         )
     else:
-        actions = tuple(a for a in _actions(rng, steps, dtype, draw.flags) if a.name in TRAINER_ACTIONS)
-        program = replace(program, actions=actions)
+        program = replace(program, actions=tuple(a for a in actions if a.name in TRAINER_ACTIONS))
     plan, options = _engine(rng, program)
-    return _without_known(replace(program, plan=plan, options=options), draw.flags)
-
-
-def _without_known(program: Program, flags: frozenset[str]) -> Program:
-    if "frozen_checkpoint" not in flags:
-        program = replace(program, layers=_trained(program.layers, is_checkpointed=False))
-    left_out = set(() if "versions" in flags else ("overwrite_saved",))
-    left_out |= set(() if "autograd_grad" in flags else ("autograd_grad",))
-    left_out |= set(() if "average" in flags or program.dtype == "float32" else ("swap_average",))
-    program = replace(program, actions=tuple(a for a in program.actions if a.name not in left_out))
-    if "foreign_hooks" not in flags:
-        program = replace(program, layers=_renamed(program.layers, {"foreign_hooks": "einsum"}))
-    if "init_step" not in flags and not program.optimizer.startswith("hybrid"):
-        program = replace(program, options=tuple(o for o in program.options if o[0] != "init_step"))
-    return program
-
-
-def _renamed(layers: tuple[Layer, ...], names: dict[str, str]) -> tuple[Layer, ...]:
-    return tuple(replace(x, kind=names.get(x.kind, x.kind), inner=_renamed(x.inner, names)) for x in layers)
-
-
-def _trained(layers: tuple[Layer, ...], *, is_checkpointed: bool) -> tuple[Layer, ...]:
-    """The same layers, with nothing frozen under non-reentrant checkpointing."""
-    found = []
-    for layer in layers:
-        is_inside = is_checkpointed or layer.kind in ("non_reentrant", "selective")
-        if is_inside:
-            kind = {"lora": "linear", "lora_addmm": "addmm"}.get(layer.kind, layer.kind)
-            layer = replace(layer, kind=kind, frozen="")
-        found.append(replace(layer, inner=_trained(layer.inner, is_checkpointed=is_inside)))
-    return tuple(found)
+    return replace(program, plan=plan, options=options)
 
 
 def _layer(rng: random.Random, depth: int, dtype: str) -> Layer:
@@ -272,13 +233,13 @@ def _layer(rng: random.Random, depth: int, dtype: str) -> Layer:
     return Layer(rng.choice(kinds), frozen=frozen, hook=hook, arg=rng.randrange(8))
 
 
-def _actions(rng: random.Random, steps: int, dtype: str, flags: frozenset[str]) -> tuple[Action, ...]:
+def _actions(rng: random.Random, steps: int, dtype: str) -> tuple[Action, ...]:
     names: list[str] = []
     for pool, chance in ((BETWEEN_STEPS, 0.6), (BEFORE_STEP, 0.3), (AFTER_FORWARD, 0.3), (FAULTS, 0.3)):
         while rng.random() < chance:
             names.append(rng.choice(pool))
-    if "grads" in flags and rng.random() < 0.6:
-        names.append(rng.choice(KNOWN_BROKEN))
+    if rng.random() < 0.4:
+        names.append(rng.choice(P_GRAD))
     if dtype != "float32":  # what the oracle of mixed precision knows
         names = [n for n in names if n in MIXED_ACTIONS]
     return tuple(sorted((Action(rng.randrange(steps), n, rng.randrange(64)) for n in names), key=lambda a: a.step))

@@ -103,12 +103,18 @@ def _by_engine(program: Program, folder: str, found: list[Note]) -> dict[str, in
     return dict(backend.counters)
 
 
-def left_behind() -> list[str]:
-    """What a run must not leave in its process; it is taken away for the next one."""
+def left_behind(*, is_interrupted: bool = False) -> list[str]:
+    """What a run must not leave in its process; it is taken away for the next one. A signal may leave on hooks of the
+    user's, and modes of checkpointing's: torch's contexts do not defer it where they end."""
     found = []
     while (pack := innermost_pack()) is not None:
-        found.append(f"hooks for saved tensors: {pack}")
+        if not is_interrupted or type(getattr(pack, "__self__", None)).__module__.startswith("lightning_elixir"):
+            found.append(f"hooks for saved tensors: {pack}")
         torch._C._autograd._pop_saved_tensors_default_hooks()
+    while torch._C._len_torch_dispatch_stack():
+        mode = torch._C._pop_torch_dispatch_stack(None)
+        if not is_interrupted:
+            found.append(f"a dispatch mode: {mode}")
     if not torch.is_grad_enabled():
         found.append("no gradients")
         torch.set_grad_enabled(True)
@@ -157,7 +163,8 @@ def _judge(program: Program, outcome: Outcome, expected: Sequence[Note], found: 
     for ours, plain in zip(found, expected, strict=False):
         if ours.value == {} and program.ranks > 1:  # rank 0 alone has it
             continue
-        if isinstance(ours.value, Raised) and not isinstance(plain.value, Raised) and "ElixirError" in ours.value.bases:
+        is_alone = not isinstance(plain.value, Raised) or plain.label != ours.label
+        if is_alone and isinstance(ours.value, Raised) and "ElixirError" in ours.value.bases:
             outcome.verdict, outcome.detail = "refused", f"{ours.label}: {ours.value.kind}: {ours.value.text}"
             return
         verdict, detail = _compare(ours, plain, tolerance)
@@ -227,5 +234,7 @@ def _compare_tensors(ours: Tensor, plain: Tensor, label: str, tolerance: tuple[f
     text = f"{label}: off by {float(distance.max()):.3g} at most, of {float(b.abs().max()):.3g}"
     if torch.isnan(distance).any():
         return "different", f"{label}: NaN"
-    is_close = bool((distance <= tolerance[1] + tolerance[0] * b.abs()).all())
+    # In 16 bits an element near zero may be what is left of large ones.
+    scale = b.abs().max() if tolerance is CLOSE["bfloat16"] else b.abs()
+    is_close = bool((distance <= tolerance[1] + tolerance[0] * scale).all())
     return ("close" if is_close else "different"), text

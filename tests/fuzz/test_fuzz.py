@@ -20,26 +20,26 @@ def _run(first_seed: int, draw: Draw, count: int = NUM_PROGRAMS) -> Summary:
     return summary
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("first_seed", range(0, 72, NUM_PROGRAMS))
 def test_programs(first_seed: int) -> None:
-    summary = _run(first_seed, Draw(flags=frozenset({"module"})))
+    summary = _run(first_seed, Draw(through="module"))
     assert summary.counters["evictions"] > 100
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_programs_through_the_trainer() -> None:
-    summary = _run(200, Draw(flags=frozenset({"trainer"})))
+    summary = _run(200, Draw(through="trainer"))
     assert summary.counters["evictions"] > 100
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_programs_on_two_ranks() -> None:
     summary = _run(300, Draw(ranks=(2,)), 8)
     assert summary.counters["evictions"] > 100
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_programs_with_ctrl_c_at_random_moments() -> None:
     summary = campaign(range(500, 512), Draw(), are_interrupted=True)
     assert not summary.findings, summary.text()
@@ -47,7 +47,7 @@ def test_programs_with_ctrl_c_at_random_moments() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("first_seed", range(400, 400 + 4 * NUM_PROGRAMS, NUM_PROGRAMS))
 def test_programs_on_a_gpu(first_seed: int) -> None:
     summary = campaign(range(first_seed, first_seed + NUM_PROGRAMS), Draw(device="cuda"))

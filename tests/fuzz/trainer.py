@@ -18,13 +18,12 @@ from torch.utils.data import DataLoader
 
 from lightning_elixir._lightning import LightningModule, Trainer
 from lightning_elixir.config import ElixirConfig
-from lightning_elixir.errors import CapacityError
+from lightning_elixir.errors import CapacityError, ElixirError
 from lightning_elixir.strategy import ElixirStrategy
 from tests.fuzz.backends import COUNTED, Plain, least_limit, plan_options
 from tests.fuzz.build import Net, make_model, make_optimizer, make_schedule
-from tests.fuzz.layers import Boom
 from tests.fuzz.play import Note, Player, raised
-from tests.fuzz.programs import Program
+from tests.fuzz.programs import FAULTS, Program
 
 _PATIENCE = 8
 
@@ -81,8 +80,12 @@ class InTrainer(Plain):
     def optimizer(self) -> Any:  # type: ignore[override]
         return self.module.optimizers(use_pl_optimizer=False)
 
-    def _absorb(self) -> None:
+    def before_forward(self) -> None:
         """The engine does that by itself."""
+
+    def copied(self) -> Net:
+        model = copy.deepcopy(self.model)
+        return model.float() if self.is_half else model
 
     def __call__(self, **batch: Tensor) -> Any:
         if self.is_half and not self.program.option("autocast"):
@@ -156,7 +159,11 @@ def _fit(program: Program, folder: str, limit: int | None, found: list[Note]) ->
     data = DataLoader(torch.arange(program.steps * program.micro_batches * program.ranks))
     try:
         trainer.fit(module, data)
-    except Boom as error:
+    except ElixirError:
+        raise
+    except Exception as error:
+        if not any(a.name in FAULTS for a in program.actions):
+            raise
         player.note("raised", raised(error))
     player.finish()
     stats = strategy.stats()
