@@ -2,8 +2,10 @@
 """The project's commands, for a machine that has nothing but Python >= 3.11.
 
     python3 dev.py example [arguments of examples/train_gpt.py]
-    python3 dev.py test [arguments of pytest]
-    python3 dev.py tensornvme      (compiles and installs the package tensornvme, for its tests)
+    python3 dev.py test                    (linters, and the tests that find nearly everything)
+    python3 dev.py test --full             (linters, and all tests; with the package tensornvme, see below)
+    python3 dev.py test [--full] [arguments of pytest]
+    python3 dev.py tensornvme              (compiles and installs the package tensornvme, for its tests)
 
 All make the environment `.venv` when it is missing, bring it up to date when `pyproject.toml` has changed, and
 use it otherwise. Where the running Python has everything already (a GPU machine without a network, an environment
@@ -22,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -42,9 +45,6 @@ RUN_NEEDS = (("torch", (2, 11)), ("lightning|pytorch-lightning", (2, 6)), ("psut
 TEST_NEEDS = (*RUN_NEEDS, ("pytest", (8, 2)))
 LINTERS = ("ruff", "mypy", "codespell_lib")
 
-# A few seconds in all: what breaks most often is told first.
-QUICK_TESTS = ("tests/plan", "tests/core", "tests/test_architecture.py", "tests/test_lean_import.py")
-
 
 def main(arguments: list[str]) -> int:
     if sys.version_info < (3, 11):  # noqa: UP036 - also started by hand, with whatever `python3` is
@@ -61,15 +61,24 @@ def main(arguments: list[str]) -> int:
 
 
 def test(python: str, arguments: list[str]) -> int:
-    """Lint, then the quick tests, then all of them; with arguments: lint, then the tests they choose."""
+    """Lint, then run tests: those of the default tier, or with `--full` all; tests/README.md says which are which."""
     os.chdir(ROOT)
+    is_full, chosen = "--full" in arguments, [a for a in arguments if a != "--full"]
+    begin_s = time.monotonic()
     unclean = lint(python)
-    if not arguments:
-        quick = [path for path in QUICK_TESTS if (ROOT / path).exists()]
-        code = run([python, "-m", "pytest", "-q", "-x", "-m", "not slow and not gpu", *quick])
-        if code:
+    lint_s = time.monotonic() - begin_s
+    variables = {}
+    if is_full and sys.platform.startswith("linux"):
+        if code := install_tensornvme(python):
             return code
-    code = run([python, "-m", "pytest", *(arguments or ["--durations=15"])])
+        variables["LIGHTNING_ELIXIR_TEST_TENSORNVME"] = "1"  # its tests are not to be skipped
+    command = [python, "-m", "pytest", *([] if is_full else ["-m", "not full"])]
+    if has_module(python, "xdist") and not has_gpu():
+        # A file's tests share what they compute, and the processes of their ranks.
+        command += ["-n", str(num_cores()), "--dist", "loadfile"]
+    begin_s = time.monotonic()
+    code = run([*command, *(chosen or ["-q", "--durations=15"])], variables)
+    print(f"dev.py: {lint_s:.0f} s of linters, {time.monotonic() - begin_s:.0f} s of tests", flush=True)
     return code or (fail(f"lint: {', '.join(unclean)}") if unclean else 0)
 
 
@@ -182,6 +191,11 @@ def read_stamp() -> dict[str, Any]:
 
 def write_stamp(**content: object) -> None:
     STAMP.write_text(json.dumps(content))
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count() or 1
 
 
 def has_gpu() -> bool:

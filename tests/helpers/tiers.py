@@ -1,0 +1,49 @@
+"""Cases of several axes: some combinations in the default tier, all of them in the full one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+
+def crossed(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test over all combinations. Those that the default tier can do without carry the mark `full`: of
+    two axes the others have each value once, of three each pair of values, and so on.
+
+    Args:
+        axes: Argument name -> its values; of a mapping, its keys. Values whose text is long come in `pytest.param`,
+            with an id.
+    """
+    named = [[value if isinstance(value, ParameterSet) else _param(value) for value in axis] for axis in axes.values()]
+    cases = list(itertools.product(*named))
+    kept = _covering([tuple(str(value.id) for value in case) for case in cases], len(named) - 1)
+    parameters = [
+        pytest.param(
+            *(value.values[0] for value in case),
+            id="-".join(str(value.id) for value in case),
+            marks=() if index in kept else pytest.mark.full,
+        )
+        for index, case in enumerate(cases)
+    ]
+    return pytest.mark.parametrize(tuple(axes), parameters)
+
+
+def _param(value: Any) -> ParameterSet:
+    name = getattr(value, "__name__", None)
+    return pytest.param(value, id=name if isinstance(name, str) else str(value))
+
+
+def _covering(cases: Sequence[tuple[str, ...]], together: int) -> set[int]:
+    """Indices of cases that hold every group of so many values which any case holds: each time the case with the most
+    new ones, the first of equals."""
+    groups = [set(itertools.combinations(enumerate(case), together)) for case in cases]
+    missing, kept = set[Any]().union(*groups), set[int]()
+    while missing:
+        index = max(range(len(cases)), key=lambda i: len(groups[i] & missing))
+        missing -= groups[index]
+        kept.add(index)
+    return kept
