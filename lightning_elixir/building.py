@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.errors import PlanError, StorageError
+from lightning_elixir.errors import CapacityError, ElixirError, PlanError, StorageError
 from lightning_elixir.plan.types import ParamSpec
 from lightning_elixir.runtime.sources import source_of
 
@@ -47,6 +47,7 @@ def run_together(comm: Comm, action: Callable[[], T]) -> T:
 
     Raises:
         StorageError: Another rank failed with one; the message names the rank, and holds its error.
+        CapacityError: Likewise.
         PlanError: Another rank failed otherwise. This rank's own error is raised as it is.
     """
     try:
@@ -60,15 +61,20 @@ def run_together(comm: Comm, action: Callable[[], T]) -> T:
 def _raise_together(comm: Comm, error: BaseException | None) -> None:
     if not any(row[0] for row in comm.exchange([int(error is not None)])):
         return
-    text = None if error is None else f"{type(error).__name__}: {error}"
-    everyone = comm.exchange_objects((text, isinstance(error, StorageError), getattr(error, "path", None)))
+    everyone = comm.exchange_objects(None if error is None else _as_told(comm.rank, error))
     if error is not None:
         raise error
-    for rank, (message, is_of_storage, path) in enumerate(everyone):
-        if message is not None and is_of_storage:
-            raise StorageError(f"rank {rank} failed: {message}", path=path)
-        if message is not None:
-            raise PlanError(f"rank {rank} failed: {message}")
+    raise next(told for told in everyone if told is not None)
+
+
+def _as_told(rank: int, error: BaseException) -> ElixirError:
+    """What the others raise: of the same kind, where programs may react to that, as all ranks then must."""
+    text = f"rank {rank} failed: {type(error).__name__}: {error}"
+    if isinstance(error, StorageError):
+        return StorageError(text, path=error.path)
+    if isinstance(error, CapacityError):
+        return CapacityError(text, resource=error.resource, lacking_bytes=error.lacking_bytes)
+    return PlanError(text)
 
 
 def check_same_model(comm: Comm, specs: Sequence[ParamSpec]) -> None:

@@ -143,6 +143,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 after=self._finish_move,
                 change_of_gradient=self._change_of_gradient,
                 apply_gradient_changes=self._apply_gradient_changes,
+                forget_gradient_changes=self._forget_changes,
             )
         )
         self._engine.on_held_bytes(self.state_bytes)
@@ -360,7 +361,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
             self.optimizer.zero_grad(set_to_none)  # the user's class may do more
         self._engine.drop_gradients()
-        self._forget_changes()
 
     @torch.no_grad()
     def _update(self, used: Mapping[int, set[int]]) -> None:

@@ -172,6 +172,11 @@ class ProcessStrategy(ParallelStrategy):
         with self._comm.lent(_ALL_GATHER) as ours:
             return super().all_gather(tensor, ours, sync_grads)
 
+    def disconnect(self) -> None:
+        """Leave the groups that were made for these messages. Collective; the next run makes others."""
+        self._comm.close()
+        self._comm = SoloComm()
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         # Whoever waits for this rank, or comes to wait, hears of it: it may be the only one.

@@ -22,7 +22,7 @@ from lightning_elixir.core.waits import Call
 log = logging.getLogger(__name__)
 
 _HANDLER = "_sigterm_notifier_fn"
-_NEXT_BATCH = Call("the beginning of the next batch of trainer.fit()", is_routine=True)
+_NEXT_BATCH = Call("the beginning of the next batch of trainer.fit()", is_routine=True, is_of_batch=True)
 _QUESTION = "_broadcast_sigterm_tensor"
 
 

@@ -825,12 +825,14 @@ class ElixirStrategy(ProcessStrategy):
         return self._engine.full_parameters(names, modify=modify)
 
     def close(self) -> None:
-        """Free everything that the engine holds. The model's parameters have no values afterwards."""
+        """Free everything that the engine holds, and end its threads. The model's parameters have no values afterwards.
+        Collective."""
         holding = Holding.of(self.lightning_module)
         self.optimizers, self._elixir_optimizer, self._evaluation = [], None, None
         self.precision_plugin.attach_optimizer(None)
         if holding is not None:
             holding.engine.close()
+        self.disconnect()
 
     # Access
 

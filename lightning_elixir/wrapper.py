@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -124,15 +124,16 @@ class ElixirModule(nn.Module):
         """The wrapped model's forward."""
         if self._casts_inputs:
             args, kwargs = _cast((args, kwargs), self.dtype)
-        with (
-            self.engine.region(),
-            torch.autocast(self._device_type, self.dtype, enabled=True) if self._has_autocast else _nothing(),
-        ):
+        with self.engine.region(), self._autocast():
             output = self.module(*args, **kwargs)
             if self._force_outputs_fp32:
                 output = _cast(output, torch.float32)
         self.engine.watch_outputs(output)
         return output
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        # The cache would hold 16-bit copies of what is kept in fp32, and a recomputation would miss their casts.
+        return torch.autocast(self._device_type, self.dtype, cache_enabled=False) if self._has_autocast else _nothing()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, whatever `set_to_none` says: managed parameters keep none."""

@@ -338,7 +338,7 @@ def test_shapes_have_the_size_of_their_name(name: str, billions: float) -> None:
     assert name in SHAPES
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_large_model_is_planned_in_little_memory() -> None:
     code = """
         import resource

@@ -467,7 +467,7 @@ def test_command_writes_its_file_and_a_table(tmp_path: Path) -> None:
     assert content["job"]["shape"]["layers"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_ranks_of_every_system_that_knows_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, str(FOLDER / "compare.py"), "--preset", "toy", "--device", "cpu", "--batch", "2"]

@@ -74,7 +74,7 @@ def test_links_lead_somewhere() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_minimal_example_runs() -> None:
     pytest.importorskip("lightning")
     done = _python(str(ROOT / "examples" / "01_minimal.py"))
@@ -92,7 +92,7 @@ def _train_gpt(*arguments: str) -> tuple[dict[str, list[float]], str]:
     return json.loads(Path("report.json").read_text()), done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_gpt_example_has_the_losses_of_plain_lightning(precision: str) -> None:
     plain, _ = _train_gpt("--precision", precision, "--plain")

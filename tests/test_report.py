@@ -384,7 +384,7 @@ def test_element_escapes_attributes_and_text() -> None:
     assert made == '<text class="&quot;&gt;&lt;" stroke-width="1.5">a&lt;b &amp; "c"<b>x</b></text>'
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_example_inspects_plans(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "examples" / "03_inspect_a_plan.py")]

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from lightning_elixir.core.peers import Process, Roster, Watch
 from lightning_elixir.core.waits import (
+    MORE_BATCHES,
     SETUP,
     SETUP_OBJECTS,
     Call,
@@ -538,6 +539,8 @@ class GroupComm:
                 why = "; ".join(causes.values()) or "no other rank is known to have failed"
                 here = position_of(self._call)
                 cure = f". Every rank must {here.cure}" if here.cure and causes else ""
+                if here.is_of_batch and self._roster.have_ended_well(causes):
+                    cure = f". {MORE_BATCHES}"
                 told = "" if causes else f" ({error})"
                 text = f"rank {self.rank} cannot go on: {why}{told}. It was in {here}{cure}"
                 self._loss = PeerLostError(text, ranks=sorted(causes))

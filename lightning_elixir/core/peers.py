@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,6 +187,13 @@ class Roster:
             if time.monotonic() > deadline:
                 return {rank: f"rank {rank} does not answer ({self.processes[rank]})" for rank in silent}
             time.sleep(_PAUSE_S)
+
+    def have_ended_well(self, ranks: Collection[int]) -> bool:
+        """Whether there are any, and nothing has gone wrong with them: they were through with what they had to do."""
+        return bool(ranks) and all(
+            self._end_of(rank)[0] != "failed" and (self._has(f"ended/{rank}") or self._closed_after(rank) >= 0)
+            for rank in ranks
+        )
 
     def have_all_told(self, longest_s: float = _LONGEST_LOOK_S) -> bool:
         """Wait until every rank has told that it cannot go on, or has ended.

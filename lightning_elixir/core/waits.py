@@ -65,6 +65,8 @@ class Call(NamedTuple):
     """Whether every program comes to it time and again: it is then another call that is amiss."""
     cure: str = ""
     """What all ranks must do; empty: call it."""
+    is_of_batch: bool = False
+    """Whether a rank comes to it once or more for each of its batches, and never without one."""
 
     @property
     def code(self) -> int:
@@ -88,9 +90,17 @@ class Position(NamedTuple):
     where: str
     cure: str
     """What all ranks must do; empty: what they all do, time and again."""
+    is_of_batch: bool = False
+    """Whether it has a batch there."""
 
     def __str__(self) -> str:
         return f"{self.words} ({self.where})" if self.where else self.words
+
+
+# Where one rank has a batch and another has come to something else, it may be that the other has no batch left.
+MORE_BATCHES = (
+    "Where one rank has more batches than another, give all as many, with a DistributedSampler or `limit_train_batches`"
+)
 
 
 def differing(positions: Mapping[int, Position]) -> str:
@@ -107,6 +117,8 @@ def differing(positions: Mapping[int, Position]) -> str:
             f"{first[0].upper()}{first[1:]} on every rank, at the same point of the program, and not on one"
             " alone (as under `if rank == 0`): all ranks have a part of what it gives"
         )
+    if any(p.is_of_batch for p in positions.values()):
+        cure += f". {MORE_BATCHES}"
     return f"the ranks are in different calls, in which they wait for each other: {told}. {cure}"
 
 
@@ -128,7 +140,8 @@ def position_of(call: Call, thread: int | None = None) -> Position:
         callee, place = _users_call(main)  # autograd has threads of its own
     where = f"{callee} at {place}" if callee and place else place and f"at {place}"
     named = call.words if callee in _RUNS or not callee else callee
-    return Position(call.words, where, "" if call.is_routine else call.cure or f"call {named}")
+    cure = "" if call.is_routine else call.cure or f"call {named}"
+    return Position(call.words, where, cure, call.is_of_batch)
 
 
 # What a user calls once, and in which Lightning or a callback comes to all else.
@@ -259,6 +272,7 @@ class Line:
         other, since nobody can go on then."""
         self._places.add(place)
         self._leavers.add(leaver)
+        weakref.finalize(place, _rest, weakref.ref(self)).atexit = False
         self._watch_out()
 
     def _watch_out(self) -> None:
@@ -268,9 +282,14 @@ class Line:
             weakref.finalize(self, self._watch.stop)
 
     def remove(self, place: Place) -> None:
-        """It is closed; where it was the last one, nobody looks any more."""
+        """It is closed."""
         self._places.discard(place)
-        if not self._places and self._watch is not None:
+        self.rest()
+
+    def rest(self) -> None:
+        """Where there is no place left and nothing to wait for, nobody looks any more."""
+        is_needed = bool(self._current) or next(iter(self._places), None) is not None
+        if not is_needed and self._watch is not None:
             self._watch.stop()
             self._watch = None
 
@@ -291,10 +310,10 @@ class Line:
         """Wait until all ranks have come to make groups of this name: torch waits for them deaf to signals."""
         place = self._openings.setdefault(name, Place(f"open/{name}", ranks))
         place.count += 1
-        self._watch_out()
         wait = Wait(place.name, place.count, place.ranks, call, threading.get_ident())
         self._set(f"{place.name}/{self.rank}", str(place.count))
         self.begin(wait)
+        self._watch_out()
         try:
             pause_s = 0.002
             for rank in place.ranks:
@@ -582,6 +601,12 @@ def _look(line: weakref.ref[Line]) -> bool:
         except Exception:  # the run goes on without
             log.debug("could not look what the other ranks are in", exc_info=True)
     return False
+
+
+def _rest(line: weakref.ref[Line]) -> None:
+    found = line()
+    if found is not None:
+        found.rest()
 
 
 def _tell_end(line: weakref.ref[Line]) -> None:

@@ -160,7 +160,7 @@ def compute_in_fp32(
         # Norms with running statistics take inputs of 16 bits as they are.
         if isinstance(module, nn.modules.batchnorm._NormBase):
             continue
-        island = _Island(dtype, device_type, is_outermost=id(module) not in entered)
+        island = _Island(dtype, device_type, id(module) not in entered, id(module))
         entered.update(id(m) for m in module.modules())
         handles.append(module.register_forward_pre_hook(island.before, with_kwargs=True))
         handles.append(module.register_forward_hook(island.after, always_call=True))
@@ -172,21 +172,28 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 class _Island:
-    """The hooks of one module.
+    """The hooks of one module. They do nothing in copies, whose parameters are all in fp32.
 
     Args:
         dtype: The 16-bit dtype around it.
         device_type: Whose autocast is looked at.
         is_outermost: It is not part of a module that has such hooks.
+        module_id: `id` of the module; 0: in a copy.
     """
 
-    def __init__(self, dtype: torch.dtype, device_type: str, *, is_outermost: bool) -> None:
+    def __init__(self, dtype: torch.dtype, device_type: str, is_outermost: bool, module_id: int) -> None:
         self._dtype = dtype
         self._device_type = device_type
         self._is_outermost = is_outermost
+        self._module_id = module_id
         self._is_cast: list[bool] = []  # of the calls under way, whether the result goes back to 16 bits
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Island, (self._dtype, self._device_type, False, 0))
+
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if id(module) != self._module_id:
+            return None
         seen: list[torch.dtype] = []
         inputs = map_floating((args, kwargs), lambda tensor: self._widened(tensor, seen))
         # Without floating inputs (an embedding), what comes out is for whoever works in 16 bits around it.

@@ -65,18 +65,22 @@ class Meeting(enum.IntEnum):
 _FAMILY = "the engine"
 
 
-def _call(words: str, *, is_routine: bool = False, cure: str = "") -> Call:
-    return Call(words, _FAMILY, is_routine, cure)
+def _call(words: str, *, is_routine: bool = False, cure: str = "", is_of_batch: bool = False) -> Call:
+    return Call(words, _FAMILY, is_routine, cure, is_of_batch)
+
+
+def _of_batch(words: str) -> Call:
+    return _call(words, is_routine=True, is_of_batch=True)
 
 
 _READ = _call("a read of a parameter", cure="read parameters")  # which any forward or meeting of the others serves
 _CALLS = {
-    Meeting.READY: _call("a backward", is_routine=True),
-    Meeting.WANT: _call("a forward or a backward", is_routine=True),
-    Meeting.FORWARD_END: _call("the end of a forward", is_routine=True),
-    Meeting.BACKWARD_END: _call("the end of a backward", is_routine=True),
-    Meeting.STEP: _call("the optimizer's step()", is_routine=True),
-    Meeting.BUFFERS: _call("the beginning of a forward, which shares running statistics", is_routine=True),
+    Meeting.READY: _of_batch("a backward"),
+    Meeting.WANT: _of_batch("a forward or a backward"),
+    Meeting.FORWARD_END: _of_batch("the end of a forward"),
+    Meeting.BACKWARD_END: _of_batch("the end of a backward"),
+    Meeting.STEP: _of_batch("the optimizer's step()"),
+    Meeting.BUFFERS: _of_batch("the beginning of a forward, which shares running statistics"),
     Meeting.STATE: _call("a call that needs whole states", cure="make it"),
     Meeting.REPLAN: _call("replan()"),
     Meeting.GRADIENTS: _call("a read or write of `.grad`", cure="read and write `.grad`"),

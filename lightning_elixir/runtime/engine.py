@@ -471,6 +471,7 @@ class Engine:
 
     def _begin_region(self) -> None:
         self.check_open()
+        self._leave_hooks()
         if self._cost:
             check_untransformed()
         self.interception.forget_state_dict()
@@ -533,6 +534,10 @@ class Engine:
             self._abort_region()
         elif self.phase is Phase.BACKWARD and self._is_bare_backward and torch._C._current_graph_task_id() == -1:
             self.abort_backward()
+
+    def _leave_hooks(self) -> None:
+        if self.phase is not Phase.FORWARD and torch._C._current_graph_task_id() == -1:
+            self._saved.leave()
 
     def leave_interrupted(self) -> None:
         """End a forward or a backward that a signal has ended already, where nothing was told of it."""
@@ -613,6 +618,7 @@ class Engine:
         self.check_open()
         if self.phase is not Phase.IDLE:
             raise StateError(f"backward cannot start in phase {self.phase.value}")
+        self._leave_hooks()
         self.gradients.absorb()
         self.gradients.forget_all()
         self.reducer.withdraw()  # with gradients that more are added to
@@ -892,7 +898,8 @@ class Engine:
             )
         with deferred():
             self.absorb_touched()
-            self.gradients.absorb()
+            if meeting is not Meeting.GRADIENTS:  # which looks at one of them
+                self.gradients.absorb()
 
     def synchronize(self) -> None:
         """Make the host wait until all updates and transfers are over: every shard holds what it shall.
@@ -923,10 +930,23 @@ class Engine:
             StateError: Updates have begun with these gradients.
         """
         self._leave_stale()
+        self._leave_hooks()
         self.check_whole()
         with deferred():
             self.gradients.forget_all()
             self.reducer.clear()
+            self._forget_gradient_changes()
+
+    def drop_gradient(self, chunk: Chunk, index: int) -> None:
+        """What `p.grad = None` does. The same call on every rank."""
+        self.gradients.forget(chunk, index)
+        self.reducer.drop_member(chunk, index)
+        if not self.reducer.used:
+            self._forget_gradient_changes()
+
+    def _forget_gradient_changes(self) -> None:
+        for known in self._optimizers:
+            known.forget_gradient_changes()
 
     def change_of_gradient(self, chunk_id: int, index: int) -> Change | None:
         """What an optimizer has been told to do to the gradient of a member in its step, as far as users are to see it;
@@ -1161,6 +1181,7 @@ class Engine:
                     chunk.ready.synchronize()
                 chunk.ready = None
         self._abort_region()
+        self._saved.leave()
         self.device.synchronize()
         self._hooks.remove()
         self.phase = Phase.CLOSED

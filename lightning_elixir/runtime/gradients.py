@@ -49,6 +49,8 @@ class Gradients:
         self._engine = engine
         self._seen: dict[tuple[int, int], Tensor] = {}
         """By (chunk id, member index): in the parameter's shape, dtype and memory order."""
+        self._most_seen = 1
+        """So many of them, and those that nobody refers to any more are dropped."""
         self._unheld = _holders({(0, 0): torch.empty(1)}, (0, 0))
 
     def read(self, chunk: Chunk, index: int) -> Tensor | None:
@@ -62,7 +64,8 @@ class Gradients:
         if not chunk.spec.requires_grad or (engine.store[chunk.id].grad is None and key not in self._seen):
             return None
         self._check_not_begun(chunk, index)
-        rows = engine.meet(Meeting.GRADIENTS, [*key, key in engine.reducer.used, key in self._seen])
+        is_seen = key in self._seen
+        rows = engine.meet(Meeting.GRADIENTS, [*key, is_seen or key in engine.reducer.used, is_seen])
         if any(tuple(row[:2]) != key for row in rows):
             names = [engine.chunks[row[0]].spec.members[row[1]].fqn for row in rows]
             where = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
@@ -73,7 +76,13 @@ class Gradients:
         if not any(row[2] for row in rows):
             return None
         if not all(row[3] for row in rows):
-            self._let_go()
+            if len(self._seen) >= self._most_seen:
+                for unheld in self._unheld_keys():
+                    self._absorb(*unheld)
+                    del self._seen[unheld]
+                self._most_seen = 2 * len(self._seen) + 1  # or each of many reads would look at all of them
+            if key in self._seen:
+                self._absorb(*key)
             whole = self._gather(chunk, index)
             self._seen.setdefault(key, whole)
         return self._seen[key]
@@ -214,9 +223,11 @@ class Gradients:
 
     def _let_go(self) -> None:
         """Drop what is referred to from nowhere else any more; it has been absorbed."""
-        for key in list(self._seen):
-            if _holders(self._seen, key) == self._unheld:
-                del self._seen[key]
+        for key in self._unheld_keys():
+            del self._seen[key]
+
+    def _unheld_keys(self) -> list[tuple[int, int]]:
+        return [key for key in self._seen if _holders(self._seen, key) == self._unheld]
 
 
 def _holders(seen: dict[tuple[int, int], Tensor], key: tuple[int, int]) -> tuple[int, int]:

@@ -182,11 +182,18 @@ class SavedTensors:
         pack = innermost_pack()
         return pack is not None and self._is_covered_by(pack)
 
-    def _is_covered_by(self, pack: Callable[[Tensor], Any]) -> bool:
+    def leave(self) -> None:
+        """Take away what a signal has left on, which came where a context had just ended or not yet begun. To be called
+        where no forward and no backward is open."""
+        while (pack := innermost_pack()) is not None and self._is_own(pack):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _is_own(self, pack: Callable[[Tensor], Any]) -> bool:
         owner = getattr(pack, "__self__", None)
-        if owner is self or (isinstance(owner, _OverUsers) and owner.outer is self):
-            return True
-        return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+        return owner is self or (isinstance(owner, _OverUsers) and owner.outer is self)
+
+    def _is_covered_by(self, pack: Callable[[Tensor], Any]) -> bool:
+        return self._is_own(pack) or getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
     def packed(self, tensor: Tensor) -> PackedTensor | None:
         """The handle of a tensor in managed storage; None for any other."""

@@ -21,6 +21,7 @@ from lightning_elixir.errors import StateError
 from lightning_elixir.plan.segments import segments_of
 from lightning_elixir.runtime import released
 from lightning_elixir.runtime.agreement import Meeting
+from lightning_elixir.runtime.aliases import Aliases
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.unreadable import metadata_only
 from lightning_elixir.runtime.whole import whole_value
@@ -55,6 +56,7 @@ class Interception:
         self._state_dict_depth = 0
         self._whole: dict[str, Tensor] | None = None
         self.written = WrittenMasters()
+        self._aliases = Aliases()
         made: dict[type, type[nn.Parameter]] = {}
         self._classes: list[list[tuple[nn.Parameter, type, type]]] = []  # per chunk: parameter, plain, intercepting
         for chunk in chunks:
@@ -156,6 +158,8 @@ class Interception:
             return self._call_in_compute(func, args, kwargs, ids)
         with engine.turn.brief("a parameter was used"), deferred():  # it has no end that a later one could make up for
             result = self._call_between_steps(func, args, kwargs, managed, ids)
+            for chunk_id in ids:
+                self._aliases.note(self._chunks[chunk_id], result)
         if func == released.COPY and engine.home_of(args[0]) is not None:
             self._write_master(args[0], args[1] if len(args) > 1 else kwargs["src"])
         return result
@@ -276,11 +280,10 @@ class Interception:
             self._engine.gradients.write(chunk, index, value)
 
     def _drop_grad(self, chunk: Chunk, index: int) -> None:
-        self._engine.gradients.forget(chunk, index)
-        self._engine.reducer.drop_member(chunk, index)
+        self._engine.drop_gradient(chunk, index)
 
     def _assign_data(self, parameter: Tensor, value: Tensor) -> None:
-        """`p.data = value`: the values are taken over, the binding stays."""
+        """`p.data = value`: the values are taken over, the binding stays (Note: assignment, `runtime/aliases.py`)."""
         if value is parameter:
             return
         if value.shape != parameter.shape or value.dtype != parameter.dtype or value.device != parameter.device:
@@ -292,7 +295,12 @@ class Interception:
             )
         if self._engine.is_computing:
             raise StateError(f"{self.name_of(parameter)} was written inside {self._engine.phase.value}: {_WRITE_CURE}")
+        chunk, index = self._at(parameter)
+        if self._aliases.is_whole(chunk, index, value):
+            return
         with torch.no_grad():
+            with self._bring(chunk):
+                self._aliases.part(chunk, index)
             parameter.copy_(value)
 
     # Writes between steps

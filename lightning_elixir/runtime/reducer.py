@@ -343,6 +343,7 @@ class Reducer:
     def clear(self) -> None:
         """Drop all gradients; where updates had begun, the step has taken them over."""
         self._drop(self.order)
+        self._drop_uncollected()  # a backward that nobody told of may have failed before it was noticed
         self._begun.clear()
         self._begun_before.clear()
         self.has_lost_gradients = False

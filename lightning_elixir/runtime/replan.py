@@ -46,6 +46,7 @@ class AttachedOptimizer:
         change_of_gradient: Bound method: what the optimizer will do in its step to the gradient of a member (chunk id,
             index), as far as users are to see it; None: nothing, or not its own.
         apply_gradient_changes: Bound method: do it now, to all its gradients.
+        forget_gradient_changes: Bound method: do it no more, since the gradients that it was for are dropped.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class AttachedOptimizer:
         after: Callable[[], None],
         change_of_gradient: Callable[[int, int], Change | None],
         apply_gradient_changes: Callable[[], None],
+        forget_gradient_changes: Callable[[], None],
     ) -> None:
         self._states = weakref.ref(states)
         self._check = weakref.WeakMethod(check)
@@ -64,6 +66,7 @@ class AttachedOptimizer:
         self._after = weakref.WeakMethod(after)
         self._change_of_gradient = weakref.WeakMethod(change_of_gradient)
         self._apply_gradient_changes = weakref.WeakMethod(apply_gradient_changes)
+        self._forget_gradient_changes = weakref.WeakMethod(forget_gradient_changes)
 
     @property
     def states(self) -> ChunkOptimizers | None:
@@ -93,6 +96,11 @@ class AttachedOptimizer:
     def apply_gradient_changes(self) -> None:
         """See above."""
         if (method := self._apply_gradient_changes()) is not None:
+            method()
+
+    def forget_gradient_changes(self) -> None:
+        """See above."""
+        if (method := self._forget_gradient_changes()) is not None:
             method()
 
 

@@ -31,3 +31,29 @@ def test_one_process_group_serves_one_comm_after_the_other(world_size: int, rank
     expected = [[[rank, time] for rank in ranks] for time in range(3)]
     for rank, heard in enumerate(run_ranks(open_and_close, world_size, ranks)):
         assert heard == (expected if rank in ranks else [])
+
+
+def exchange_of_unequal_lengths() -> list[list[int]]:
+    comm = make_comm(None, torch.device("cpu"))
+    heard = comm.exchange(list(range(200)) if dist.get_rank() == 0 else [7])
+    comm.close()
+    return heard
+
+
+def test_a_long_message_of_one_rank_is_heard_whole_by_all() -> None:
+    assert run_ranks(exchange_of_unequal_lengths, 2, timeout_s=30.0) == [[list(range(200)), [7]]] * 2
+
+
+def mean_of_three() -> float:
+    comm = make_comm(None, torch.device("cpu"))
+    shard = torch.zeros(1, dtype=torch.bfloat16)
+    pending = comm.reduce_scatter_mean(shard, torch.full((3,), 1.0 if dist.get_rank() else 256.0, dtype=torch.bfloat16))
+    assert pending is not None
+    pending.wait()
+    comm.close()
+    return float(shard)
+
+
+def test_gradients_of_16_bits_are_summed_in_fp32() -> None:
+    """In bf16, 256 + 1 is 256."""
+    assert run_ranks(mean_of_three, 3) == [86.0] * 3

@@ -29,6 +29,7 @@ def _loss(model: Any, seed: int, width: int) -> torch.Tensor:
 
 def test_device_memory_is_taken_before_the_first_step() -> None:
     width = 1024
+    _loss(_net(width).cuda(), 0, width).backward()  # cuBLAS takes its own memory
     model = _net(width)
     module = ElixirModule(model, make_plan(model, placement_policy="cuda", chunk_size=8 * 1024**2), device=CUDA)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)

@@ -260,7 +260,7 @@ def test_one_launch_for_each_set_of_numbers_and_for_each_level(monkeypatch: pyte
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.full
 def test_kernels_under_the_interpreter() -> None:
     """In a process of its own: Triton reads the variable once, when it is imported."""
     plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist"]

@@ -312,6 +312,16 @@ def test_states_come_one_by_one(folder: Path) -> None:
         assert all(torch.equal(found[ours[i]][name], value) for name, value in state.items())
 
 
+def test_moments_that_are_put_beside_the_disk_are_the_newer_ones(folder: Path) -> None:
+    ours = make_parameters()
+    optimizer = on_disk(ours, folder)
+    train(optimizer, ours, range(2))
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[ours[0]][name] = torch.full_like(ours[0], 0.5).detach()
+    saved = optimizer.state_dict()["state"][0]
+    assert all(bool((saved[name] == 0.5).all()) for name in ("exp_avg", "exp_avg_sq"))
+
+
 def test_states_that_are_taken_away_begin_anew(folder: Path) -> None:
     plain, ours = make_parameters(), make_parameters()
     reference, optimizer = HybridAdam(plain), on_disk(ours, folder)

@@ -21,6 +21,7 @@ from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRu
 from lightning_elixir.optim.streaming import _MAX_QUEUED, StateStream
 from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
 from lightning_elixir.plan.streaming import NUM_SLOTS, SCRATCH_BYTES, SLOT_BYTES, STREAM_BYTES
+from tests.helpers.tiers import crossed
 
 NUMEL = 6 * 512 + 100
 SMALL: dict[str, int] = {"slot_bytes": 20 * 1024, "scratch_bytes": 5 * 4 * 512}
@@ -84,9 +85,7 @@ def used_results(update: FlatUpdate) -> list[Tensor]:
     return [x[p.start : p.start + p.numel].cpu() for x in kept for p in update.parts]
 
 
-@pytest.mark.parametrize("how", ["host", "by_torch", "streamed"])
-@pytest.mark.parametrize("change_grad", [None, clamp])
-@pytest.mark.parametrize("dtypes", DTYPES)
+@crossed(dtypes=DTYPES, change_grad=[None, clamp], how=["host", "by_torch", "streamed"])
 def test_results_in_other_memory(
     device: torch.device, dtypes: str, change_grad: Any, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,15 @@ import pytest
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
-from lightning_elixir.plan.memory import NVME_BUFFER_BYTES, NVME_BUFFERS, Budget, ModelDataBytes, nvme_buffers
+from lightning_elixir.plan.memory import (
+    NVME_BUFFER_BYTES,
+    NVME_BUFFERS,
+    Budget,
+    ModelDataBytes,
+    Scheme,
+    memory_use,
+    nvme_buffers,
+)
 from lightning_elixir.plan.packing import PackedChunk, pack
 from lightning_elixir.plan.placement import Needs, PlacementRequest, format_bytes, place, with_states_on_nvme
 from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, ParamSpec, Plan, Tier
@@ -384,3 +392,11 @@ def test_buffers_are_as_large_as_the_largest_and_no_more_than_chunks() -> None:
     assert nvme_buffers(iter([1, 2, 3, 4])) == (NVME_BUFFERS, 4)
     assert nvme_buffers([NVME_BUFFER_BYTES + 1]) == (2, NVME_BUFFER_BYTES)  # in two pieces
     assert nvme_buffers([100 * NVME_BUFFER_BYTES]) == (NVME_BUFFERS, NVME_BUFFER_BYTES)
+
+
+def test_spare_states_take_fourteen_bytes_a_parameter() -> None:
+    """A master, two moments, and the new values in 16 bits; nothing where the states are on the device."""
+    scheme = Scheme(1, True, 4 * KIB, MIXED, has_spare_states=True)
+    specs = [spec("a", 1024, dtype="bfloat16")]
+    assert memory_use(place_specs(specs, "cpu").chunks, 0, scheme).host_spare_bytes == 14 * 1024
+    assert memory_use(place_specs(specs, "cuda").chunks, 0, scheme).host_spare_bytes == 0

@@ -179,6 +179,15 @@ def test_prefetch_evicts_only_what_is_needed_later() -> None:
     assert cache.prefetch((2,), (0,)) == Decision(evict=(1,), fetch=(2,))
 
 
+def test_what_has_gone_since_is_prefetched_again() -> None:
+    cache = unit_cache(3, 3, depth=3)
+    cache.begin(CachePolicy(unpinned(0, 1, 2, 0, 1, 2)))
+    follow(cache, unpinned(0, 1, 2))
+    assert cache.prefetch_candidates() == ()  # all of it is there
+    cache.release((1,))
+    assert cache.prefetch_candidates() == (1,)
+
+
 def test_prefetch_needs_a_trace_and_a_depth() -> None:
     cache = unit_cache(3, 3, depth=2)
     cache.begin(None)

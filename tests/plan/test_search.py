@@ -236,7 +236,7 @@ def test_a_model_without_parameters_has_an_empty_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "most_chunks", "least"), [(30, 5, 10), pytest.param(80, 10, 30, marks=pytest.mark.slow)]
+    ("count", "most_chunks", "least"), [(30, 5, 10), pytest.param(80, 10, 30, marks=pytest.mark.full)]
 )
 def test_every_limit_is_kept(count: int, most_chunks: int, least: int) -> None:
     found = 0
@@ -646,7 +646,7 @@ def opt_175b() -> list[ParamSpec]:
     return specs + norm("final_layer_norm")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "timing"), [(1, UpdateTiming.INSIDE_BACKWARD), (8, UpdateTiming.AFTER_BACKWARD)]
 )

@@ -76,7 +76,7 @@ def test_the_search_finds_the_best_placement_where_updates_overlap(name: str, ti
     assert sum(check(overlapped(case, timing)) for case in cases) >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("timing", OVERLAPPED)
 def test_the_search_finds_the_best_of_more_overlapped_placements(timing: UpdateTiming) -> None:
@@ -86,7 +86,7 @@ def test_the_search_finds_the_best_of_more_overlapped_placements(timing: UpdateT
     assert found >= 20
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_search_finds_the_best_of_more_placements() -> None:
     random = Random(5)

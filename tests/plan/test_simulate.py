@@ -41,6 +41,14 @@ def test_ranks_prefetch_only_where_they_meet_for_a_fetch() -> None:
     assert [(c.fetches, c.prefetches) for c in counters] == [(1, 5), (2, 4)]
 
 
+def test_ranks_with_whole_shards_prefetch_only_what_a_step_has_outdated() -> None:
+    """They meet for nothing else, and so agree on nothing."""
+    plan = replace(make_plan_of([make_chunk(i, world_size=2) for i in range(6)], 3, 2, 2), is_storage_distributed=False)
+    first, both = (simulate(plan, there_and_back(6), iterations=n).counters for n in (1, 2))
+    assert (first.prefetches, first.fetches) == (0, 9)
+    assert 0 < both.prefetches <= 6
+
+
 def test_pins_that_last_until_the_end_of_backward_end_there() -> None:
     plan = make_plan_of([make_chunk(0), make_chunk(1)], rcache_blocks=1)
     trace = AccessTrace((Acquire((0,), is_pinned=True), Acquire((1,), is_pinned=False)))

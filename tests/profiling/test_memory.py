@@ -338,7 +338,7 @@ def test_routing_with_fixed_shapes_works() -> None:
     assert experts.flops >= 2 * 2 * 32 * 64 * 3 * 128  # two experts a token, three products
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_opt_175b_takes_seconds(is_checkpointed: bool) -> None:
     resource = pytest.importorskip("resource")
@@ -380,7 +380,7 @@ def _measured(name: str) -> dict[str, Any]:
     return next(c for c in json.loads(path.read_text())["cases"] if c["name"] == name)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["gpt2-small", "gpt2-xl", "llama-1.1b autocast", "bert-large", "torch encoder", "torch encoder autocast"]
 )

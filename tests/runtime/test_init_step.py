@@ -19,6 +19,7 @@ from lightning_elixir.plan.types import Tier
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed
 
 STEPS = 4
 
@@ -115,9 +116,7 @@ def _is_equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
-@pytest.mark.parametrize("init_step", [False, True])
-@pytest.mark.parametrize("has_stepped", [False, True])
-@pytest.mark.parametrize("name", MAKE)
+@crossed(name=MAKE, has_stepped=[False, True], init_step=[False, True])
 def test_equals_plain_torch(name: str, has_stepped: bool, init_step: bool) -> None:
     expected = _plain(name, has_stepped)
     for placement in PLACEMENTS:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
@@ -27,7 +31,7 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             weights = self.router(h.float()).softmax(-1)
         return x + sum(weights[:, i : i + 1] * expert(h) for i, expert in enumerate(self.experts))
 
@@ -57,31 +61,32 @@ class Net(nn.Module):
                 x = block(x)
             else:
                 x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             return self.head(x.float())
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(6, WIDTH, generator=generator), torch.randint(0, 8, (6,), generator=generator)
+    x, y = torch.randn(6, WIDTH, generator=generator), torch.randint(0, 8, (6,), generator=generator)
+    return x.to(device), y.to(device)
 
 
 def optimizer_over(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+    return HybridAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-def train_plain(**options: Any) -> tuple[list[float], dict[str, Tensor]]:
-    model = Net(**options)
+def train_plain(device: str = "cpu", **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+    model = Net(**options).to(device)
     optimizer, losses = optimizer_over(model), []
     for step in range(4):
-        x, y = batch(step)
-        with torch.autocast("cpu", HALF, cache_enabled=False):
+        x, y = batch(step, device)
+        with torch.autocast(device, HALF, cache_enabled=False):
             loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, model.state_dict()
+    return losses, {name: value.cpu() for name, value in model.state_dict().items()}
 
 
 KEEP = ["head", nn.LayerNorm]  # the rest is the default
@@ -91,15 +96,20 @@ KEEP = ["head", nn.LayerNorm]  # the rest is the default
     ("recompute", "is_frozen"), [(None, False), (None, True), ("reentrant", False), ("non-reentrant", False)]
 )
 def test_the_bits_of_plain_autocast_through_moves(recompute: str | None, is_frozen: bool) -> None:
-    expected, state = train_plain(is_frozen=is_frozen)
+    train_through_moves(recompute, is_frozen, "cpu")
+
+
+def train_through_moves(recompute: str | None, is_frozen: bool, device: str) -> None:
+    expected, state = train_plain(device, is_frozen=is_frozen)
     model = Net(recompute, is_frozen=is_frozen)
     options: dict[str, Any] = {"chunk_size": 4096, "compute_dtype": HALF}
     plan = make_plan(model, placement_policy="cpu", gpu_bytes=40_000, **options)
-    module = ElixirModule(model, plan, dtype=HALF, autocast=True, keep_fp32=KEEP)
+    where = torch.device(device)
+    module = ElixirModule(model, plan, dtype=HALF, autocast=True, keep_fp32=KEEP, device=where)
     optimizer = ElixirOptimizer(module, optimizer_over(module))
     losses = []
     for step in range(4):
-        x, y = batch(step)
+        x, y = batch(step, device)
         loss = F.cross_entropy(module(x), y)
         optimizer.zero_grad()
         optimizer.backward(loss)
@@ -119,6 +129,40 @@ def test_the_bits_of_plain_autocast_through_moves(recompute: str | None, is_froz
         assert torch.equal(actual[name], value.to(HALF).float() if is_rounded else value), name
     with module.full_parameters(["head.weight", "blocks.0.experts.0.weight"]) as whole:
         assert [p.dtype for p in whole.values()] == [torch.float32, HALF]
+
+
+def test_casts_of_kept_parameters_are_seen_by_selective_checkpointing() -> None:
+    """Each recomputation casts them anew, so each forward has to, also after one without gradients."""
+    net = Mixture()
+    policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                teacher = checkpoint(self.net.experts[0], x, use_reentrant=False, context_fn=policy)
+            return teacher + checkpoint(self.net.experts[0], x, use_reentrant=False, context_fn=policy)
+
+    model = Twice()
+    plan = make_plan(model, placement_policy="cpu", chunk_size=4096, compute_dtype=HALF)
+    module = ElixirModule(model, plan, dtype=HALF, autocast=True, keep_fp32=["net.experts.0"])
+    optimizer = ElixirOptimizer(module, optimizer_over(module))
+    optimizer.backward(module(torch.randn(4, WIDTH)).float().sum())
+    assert float(module.full_grads()["net.experts.0.weight"].abs().sum()) > 0
+
+
+def test_copies_compute_in_fp32_throughout() -> None:
+    model = nn.Sequential(nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 4))
+    plan = make_plan(model, placement_policy="cpu", chunk_size=4096, compute_dtype=HALF, keep_fp32=["0"])
+    module = ElixirModule(model, plan, dtype=HALF, keep_fp32=["0"])
+    tokens = torch.tensor([1, 5])
+    assert module(tokens).dtype is HALF
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(copy.deepcopy(model)))):
+        assert copied(tokens).dtype is torch.float32
+    assert module(tokens).dtype is HALF
 
 
 def test_a_kept_parameter_is_its_own_master() -> None:

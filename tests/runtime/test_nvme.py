@@ -38,6 +38,7 @@ from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, StateFile, direc
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.metered import MeteredHostDevice
+from tests.helpers.tiers import crossed
 from tests.helpers.zoo import ZOO, make
 from tests.runtime import test_streamed_updates as bodies
 from tests.runtime import test_update_timing as timing_bodies
@@ -94,9 +95,7 @@ def check_every_way(
     assert str(actual.norms) == str(expected.norms)
 
 
-@pytest.mark.parametrize("timing", UpdateTiming)
-@pytest.mark.parametrize("site", NVME_SITES)
-@pytest.mark.parametrize("name", ["bf16", "fp32", "bf16_true", "unused"])
+@crossed(name=["bf16", "fp32", "bf16_true", "unused"], site=NVME_SITES, timing=UpdateTiming)
 def test_the_disk_changes_no_bit(name: str, site: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_slots(monkeypatch)
     check_every_way(HOWS[name], site, timing, CPU, monkeypatch)
@@ -641,9 +640,7 @@ def failing(call: str, number: int, after: int = 0) -> Callable[..., int]:
     return fail
 
 
-@pytest.mark.parametrize("timing", UpdateTiming)
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("after", [0, 4])
+@crossed(after=[0, 4], call=["preadv", "pwritev"], timing=UpdateTiming)
 def test_a_disk_that_fails_ends_the_run_and_hangs_nowhere(
     call: str, after: int, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, pu
 from lightning_elixir.storage.nvme import direct
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed
 from tests.helpers.zoo import ZOO, make
 from tests.runtime import test_nvme as nvme_bodies
 from tests.runtime import test_streamed_updates as bodies
@@ -231,9 +232,7 @@ def test_a_dropped_gradient_and_whole_gradients() -> None:
     assert all(torch.equal(results[1][1][k], v) for k, v in results[0][1].items())
 
 
-@pytest.mark.parametrize("timing", UpdateTiming)
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("after", [0, 7])
+@crossed(after=[0, 7], call=["preadv", "pwritev"], timing=UpdateTiming)
 def test_a_disk_that_fails_ends_the_run_and_hangs_nowhere(
     call: str, after: int, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch
 ) -> None:

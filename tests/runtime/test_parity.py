@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.tiers import crossed
 from tests.helpers.training import Run, Scheme, different_names, train_elixir, train_plain
 from tests.helpers.zoo import ZOO
 
@@ -34,8 +35,7 @@ def assert_same(actual: Run, expected: Run, rtol: float = 0.0) -> None:
         assert different_names(actual, expected) == []
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("name", ZOO)
+@crossed(name=ZOO, micro_batches=[1, 2])
 def test_all_resident(name: str, micro_batches: int) -> None:
     scheme = replace(FP32, micro_batches=micro_batches)
     run = train_elixir(name, scheme, placement_policy="cuda")
@@ -46,8 +46,7 @@ def test_all_resident(name: str, micro_batches: int) -> None:
     assert run.engine.stats().fetches == 0
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
-@pytest.mark.parametrize("name", ZOO)
+@crossed(name=ZOO, prefetch=[True, False])
 def test_smallest_rcache(name: str, prefetch: bool) -> None:
     chunk_size = 4 * 1024 if name in ("mlp", "conv") else 8 * 1024
     run = train_elixir(name, FP32, placement_policy="cpu", chunk_size=chunk_size, prefetch=prefetch)
@@ -74,9 +73,7 @@ def test_policies_and_chunk_sizes(name: str, options: dict[str, Any]) -> None:
     assert_same(train_elixir(name, scheme, **{"chunk_size": 16 * 1024, **options}), train_plain(name, scheme))
 
 
-@pytest.mark.parametrize("policy", ["cuda", "cpu", "const"])
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["gpt2_checkpoint", "odd", "tied", "frozen"])
+@crossed(name=["gpt2_checkpoint", "odd", "tied", "frozen"], scheme=SCHEMES, policy=["cuda", "cpu", "const"])
 def test_precision_accumulation_and_clipping(name: str, scheme: str, policy: str) -> None:
     how = SCHEMES[scheme]
     fractions = {"offload_optim_frac": 0.5, "offload_param_frac": 0.5} if policy == "const" else {}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_elixir.runtime.written import WrittenMasters
 from lightning_elixir.wrapper import ElixirModule
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed
 from tests.helpers.zoo import ZOO
 from tests.runtime import test_streamed_updates as bodies
 from tests.runtime.test_streamed_updates import How
@@ -44,6 +45,27 @@ def assign_data(model: nn.Module, shadow: list[Tensor]) -> Callable[[], None]:
 
     write(shadow)
     return lambda: write(saved)
+
+
+def keep_data(model: nn.Module, shadow: list[Tensor]) -> Callable[[], None]:
+    """What is kept is no copy: in plain PyTorch the parameter leaves the storage, and here the alias does."""
+    kept = [p.data for p in model.parameters()]
+
+    def write(values: list[Tensor]) -> None:
+        for p, value in zip(model.parameters(), values, strict=True):
+            p.data = value
+
+    write(shadow)
+    return lambda: write(kept)
+
+
+def exchange_data(model: nn.Module, shadow: list[Tensor]) -> Callable[[], None]:
+    def swap() -> None:
+        for p, average in zip(model.parameters(), shadow, strict=True):
+            p.data, average.data = average.data, p.data
+
+    swap()
+    return swap
 
 
 def copy_wide(model: nn.Module, shadow: list[Tensor]) -> Callable[[], None]:
@@ -93,7 +115,7 @@ def load(model: nn.Module, shadow: list[Tensor]) -> Callable[[], None]:
     return lambda: [None, model.load_state_dict(saved)][0]
 
 
-SWAPS = [swap_data, assign_data, copy_wide, copy_wide_and_data_back, foreach, load]
+SWAPS = [swap_data, assign_data, keep_data, exchange_data, copy_wide, copy_wide_and_data_back, foreach, load]
 
 
 def read_all(module: ElixirModule) -> None:
@@ -152,8 +174,7 @@ def untouched() -> dict[str, Tensor]:
     return values
 
 
-@pytest.mark.parametrize("between", BETWEEN)
-@pytest.mark.parametrize("swap", SWAPS, ids=lambda f: f.__name__)
+@crossed(swap=SWAPS, between=BETWEEN)
 def test_the_master_is_as_it_was(
     swap: Callable[..., Callable[[], None]], between: str, untouched: dict[str, Tensor]
 ) -> None:
@@ -215,6 +236,18 @@ def test_element_by_element() -> None:
     after = module.full_state_dict()[name]
     assert torch.equal(after.view(-1)[::2], before.view(-1)[::2])
     assert bool((after.view(-1)[1::2] == 0.25).all())
+
+
+def test_a_second_copy_in_16_bits_ends_what_the_first_gave() -> None:
+    """Also where both round to the same values."""
+    module, _ = bodies.new_training(BF16, "host", CPU)
+    name, p = next((n, p) for n, p in module.module.named_parameters() if p.dim() == 2)
+    given = torch.full(p.shape, 0.1)
+    with torch.no_grad():
+        p.copy_(given)
+        assert torch.equal(module.full_state_dict()[name], given)
+        p.copy_(given.bfloat16())
+    assert torch.equal(module.full_state_dict()[name], given.bfloat16().float())
 
 
 def test_it_is_remembered_until_the_next_step_only() -> None:

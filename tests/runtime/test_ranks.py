@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lightning_elixir.errors import DivergenceError, PlanError
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed
 from tests.helpers.zoo import ZOO, make
 
 STEPS = 3
@@ -74,9 +76,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", ["gpt2", "odd", "checkpoint_reentrant", "branching"])
+@crossed(name=["gpt2", "odd", "checkpoint_reentrant", "branching"], options=OPTIONS, world_size=[2, 3])
 def test_equals_averaged_gradients(name: str, options: str, world_size: int) -> None:
     expected = averaged_plain(name, world_size, 2)
     results = run_ranks(train_rank, world_size, name, 2, OPTIONS[options])
@@ -147,8 +147,7 @@ def train_routed(options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict
     return state, stats
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("options", ["cuda", "cpu", "whole", "half_persistent"])
+@crossed(options=["cuda", "cpu", "whole", "half_persistent"], world_size=[2, 3])
 def test_experts_routed_differently_per_rank(options: str, world_size: int) -> None:
     torch.manual_seed(0)
     model = Routed()
@@ -162,6 +161,41 @@ def test_experts_routed_differently_per_rank(options: str, world_size: int) -> N
     state, stats = run_ranks(train_routed, world_size, {**OPTIONS[options], "chunk_size": 4 * 1024})[0]
     torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
     assert (stats["fetches"] > 0) == (options != "cuda")
+
+
+def train_in_own_order(rcache_blocks: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Routed()
+    plan = make_plan(model, world_size=world_size, placement_policy="cpu", chunk_size=8 * 1024)
+    module = ElixirModule(model, replace(plan, rcache_blocks=rcache_blocks), device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(4):
+        optimizer.backward(module(routed_batch(step, rank), own_order(rank), True).square().mean())
+        optimizer.step()
+    state, stats = module.full_state_dict(), module.stats().as_dict()
+    module.close()
+    return state, stats
+
+
+def own_order(rank: int) -> list[int]:
+    return list(range(6)) if rank == 0 else [3, 2, 1, 0, 5, 4]
+
+
+@pytest.mark.parametrize("rcache_blocks", [4, 6])
+def test_experts_in_an_order_of_each_ranks_own(rcache_blocks: int) -> None:
+    """The same in every step, so all ranks know what comes next: each something else, of what all need soon."""
+    torch.manual_seed(0)
+    model = Routed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        for rank in range(2):
+            (model(routed_batch(step, rank), own_order(rank), True).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state, stats = run_ranks(train_in_own_order, 2, rcache_blocks)[0]
+    torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+    assert stats["prefetches"] > 0
 
 
 def different_models() -> str:
@@ -284,3 +318,81 @@ def test_ranks_without_values_get_those_of_rank_0() -> None:
     assert torch.equal(state["down.weight"], state["up.weight"])
     assert not state["shift"].any()
     assert all(bool(torch.isfinite(v).all()) for v in state.values())
+
+
+def new_table(factors: torch.Tensor, *, is_scaled: bool) -> tuple[ElixirModule, ElixirOptimizer, Any]:
+    """16 rows, of which each of two ranks keeps 8; row i of the gradient is `factors[i]`."""
+    torch.manual_seed(0)
+    model = nn.Embedding(16, 128)
+    plan = make_plan(model, world_size=2, placement_policy="cpu")
+    module = ElixirModule(model, plan, device=torch.device("cpu"))
+    module.needs_loss_scale = is_scaled  # there is no fp16 on the CPU; scaling works with any dtype
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=1.0), initial_scale=4.0)
+    return module, optimizer, lambda rows: (rows(torch.arange(16)) * factors).sum()
+
+
+def clipped_to_the_largest() -> tuple[float, torch.Tensor]:
+    module, optimizer, loss_of = new_table(torch.arange(16.0).unsqueeze(1), is_scaled=False)
+    optimizer.backward(loss_of(module))
+    norm = float(optimizer.clip_grad_norm_(0.5, norm_type=float("inf")))
+    optimizer.step()
+    state = module.full_state_dict(rank0_only=False)
+    module.close()
+    return norm, state["weight"]
+
+
+def test_clipping_to_the_largest_gradient_of_any_rank() -> None:
+    factors = torch.arange(16.0).unsqueeze(1)
+    torch.manual_seed(0)
+    plain = nn.Embedding(16, 128)
+    (plain(torch.arange(16)) * factors).sum().backward()
+    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type=float("inf")))
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    for norm, weight in run_ranks(clipped_to_the_largest, 2):
+        assert norm == expected == 15.0
+        torch.testing.assert_close(weight, plain.weight.detach(), rtol=1e-6, atol=1e-7)
+
+
+def overflow_in_one_shard(row: int) -> tuple[bool, float, bool]:
+    factors = torch.ones(16, 1)
+    factors[row] = 1e38  # times the loss scale, more than fp32 holds
+    module, optimizer, loss_of = new_table(factors, is_scaled=True)
+    before = module.full_state_dict(rank0_only=False)["weight"].clone()
+    optimizer.backward(loss_of(module))
+    optimizer.step()
+    after = module.full_state_dict(rank0_only=False)["weight"]
+    found = optimizer.is_step_skipped, optimizer.loss_scale, torch.equal(before, after)
+    module.close()
+    return found
+
+
+@pytest.mark.parametrize("row", [0, 15])
+def test_an_overflow_in_the_shard_of_one_rank_skips_the_step_of_all(row: int) -> None:
+    assert run_ranks(overflow_in_one_shard, 2, row) == [(True, 2.0, True)] * 2
+
+
+def train_with_an_alias_of_one_rank() -> tuple[dict[str, torch.Tensor], bool]:
+    rank = dist.get_rank()
+    model = make("gpt2")
+    plan = make_plan(model, world_size=2, **OPTIONS["cpu"])
+    module = ElixirModule(model, plan, device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(module, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False))
+    parameter, kept = next(iter(model.parameters())), None
+    for step in range(STEPS):
+        optimizer.backward(ZOO["gpt2"].loss(module, step * 2 + rank))
+        optimizer.step()
+        if rank == 1 and kept is None:
+            kept = parameter.data
+    state = module.full_state_dict(rank0_only=False)
+    sees_new_values = kept is None or torch.equal(kept, next(iter(state.values())))
+    module.close()
+    return state, sees_new_values
+
+
+def test_an_alias_that_one_rank_keeps() -> None:
+    """It sees new values, and the other rank has a part of them."""
+    expected = averaged_plain("gpt2", 2, 1)
+    for state, sees_new_values in run_ranks(train_with_an_alias_of_one_rank, 2, timeout_s=60.0):
+        assert sees_new_values
+        name = next(iter(state))
+        torch.testing.assert_close(state[name], expected[name], rtol=2e-4, atol=2e-5)

@@ -16,6 +16,7 @@ from lightning_elixir.planning import make_plan
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.metered import MeteredCpuDevice, use_metered_device
+from tests.helpers.tiers import crossed
 from tests.helpers.training import Scheme, different_names, train_elixir, train_plain
 from tests.helpers.zoo import ZOO
 
@@ -231,8 +232,7 @@ def test_evaluation_in_between_is_not_part_of_the_step(monkeypatch: pytest.Monke
     module.close()
 
 
-@pytest.mark.parametrize("steps", [1, 3])  # in the first step nobody knows how many gradients a chunk will get
-@pytest.mark.parametrize("name", ZOO)
+@crossed(name=ZOO, steps=[1, 3])
 def test_sampling_changes_no_number(name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real, real_end_step = ElixirModule.__init__, Engine.end_step
     updated: list[int] = []

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_elixir.errors import StateError
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.tiers import crossed
 from tests.helpers.training import step_side_by_side
 
 WIDTH = 32
@@ -99,8 +100,7 @@ def _wrap(model: nn.Module, device: torch.device, rcache_blocks: int = 3) -> tup
     return module, ElixirOptimizer(module, torch.optim.SGD(trained, lr=0.05))
 
 
-@pytest.mark.parametrize("how", _HOW)
-@pytest.mark.parametrize("kind", _OPERATORS)
+@crossed(kind=_OPERATORS, how=_HOW)
 def test_frozen_weights_under_activation_checkpointing(kind: str, how: str, device: torch.device) -> None:
     torch.manual_seed(0)
     plain = _Model(kind, how).to(device)

@@ -33,6 +33,7 @@ from lightning_elixir.planning import make_plan
 from lightning_elixir.storage.shards import ShardStore
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed
 from tests.helpers.zoo import ZOO
 from tests.runtime import test_streamed_updates as streamed_bodies
 from tests.runtime import test_update_timing as timing_bodies
@@ -99,8 +100,7 @@ def check_every_way(how: How, site: str, device: torch.device, monkeypatch: pyte
     assert str(actual.norms) == str(expected.norms)
 
 
-@pytest.mark.parametrize("site", SITES)
-@pytest.mark.parametrize("name", ["bf16", "max_norm", "scaled", "unused"])
+@crossed(name=["bf16", "max_norm", "scaled", "unused"], site=SITES)
 def test_speculation_changes_no_bit(name: str, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_slots(monkeypatch)
     check_every_way(HOWS[name], site, CPU, monkeypatch)
@@ -112,8 +112,13 @@ def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_every_way(HOWS[name], "mixed", CPU, monkeypatch)
 
 
-@pytest.mark.parametrize("site", ["host", "streamed", "every_site", "mixed_persistent", "streamed_param_on_gpu"])
-@pytest.mark.parametrize("how", [NEVER_CLIPPED, SCALED, HOWS["groups"]], ids=["clipping", "scaled", "groups"])
+EARLY = {"clipping": NEVER_CLIPPED, "scaled": SCALED, "groups": HOWS["groups"]}
+
+
+@crossed(
+    how=[pytest.param(how, id=name) for name, how in EARLY.items()],
+    site=["host", "streamed", "every_site", "mixed_persistent", "streamed_param_on_gpu"],
+)
 def test_updates_begin_inside_backward_and_take_effect(site: str, how: How, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second step on, and without a promise that nobody looks; no update runs twice."""
     use_small_slots(monkeypatch)
@@ -171,6 +176,24 @@ def test_the_step_waits_for_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
         updates = [module.engine.store[c.id].update for c in module.engine.chunks]
         assert all(task is not None and not task.is_over() for task in updates)
         gate.set()
+    module.close()
+
+
+def test_the_next_forward_has_its_chunks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, optimizer = new_training(NEVER_CLIPPED, "host")
+    warm_up((module, optimizer), NEVER_CLIPPED)
+    optimizer.synchronize()
+    at = {module.engine.store[c.id].master.data_ptr(): c.id for c in module.engine.chunks}
+    begun: list[FlatUpdate] = []
+    with held_up(monkeypatch, begun) as gate:
+        backward((module, optimizer), NEVER_CLIPPED, 0)
+        optimizer.step()
+        needs = module.engine.first_needs()
+        gate.set()
+        optimizer.synchronize()
+    rest = [at[update.param.data_ptr()] for update in begun][2:]  # two threads had taken one each when the step came
+    assert rest == sorted(rest, key=lambda i: needs[i])
+    assert len(rest) == len(needs) - 2 > 2
     module.close()
 
 
@@ -399,8 +422,10 @@ def test_what_happens_between_backward_and_step(name: str, monkeypatch: pytest.M
     check_action(name, How(), "mixed", CPU, monkeypatch)
 
 
-@pytest.mark.parametrize("site", ["every_site", "mixed_persistent", "streamed_param_on_gpu"])
-@pytest.mark.parametrize("name", ["clip_low", "write_a_parameter", "accumulate", "save"])
+@crossed(
+    name=["clip_low", "write_a_parameter", "accumulate", "save"],
+    site=["every_site", "mixed_persistent", "streamed_param_on_gpu"],
+)
 def test_what_happens_in_between_at_every_site(name: str, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_action(name, SCALED, site, CPU, monkeypatch)
 

@@ -23,6 +23,7 @@ from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed
 from tests.helpers.zoo import ZOO, make
 
 CPU = torch.device("cpu")
@@ -309,8 +310,10 @@ def check_replan(how: How, device: torch.device, order: list[str]) -> None:
     reference.close()
 
 
-@pytest.mark.parametrize("how", ["bf16", "fp32", "bf16_true", "unused"])
-@pytest.mark.parametrize("order", [ORDER, NVME_ORDER], ids=["memory", "nvme"])
+@crossed(
+    order=[pytest.param(ORDER, id="memory"), pytest.param(NVME_ORDER, id="nvme")],
+    how=["bf16", "fp32", "bf16_true", "unused"],
+)
 def test_replan_keeps_everything(how: str, order: list[str]) -> None:
     check_replan(HOWS[how], CPU, order)
 

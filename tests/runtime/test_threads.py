@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_elixir.errors import StateError
+from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.training import step_side_by_side
@@ -25,10 +26,10 @@ def _net() -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(10)])
 
 
-def _wrap(model: nn.Module) -> tuple[ElixirModule, ElixirOptimizer]:
+def _wrap(model: nn.Module, device: str = "cpu") -> tuple[ElixirModule, ElixirOptimizer]:
     plan = make_plan(model, placement_policy="const", offload_param_frac=1.0, chunk_size=17408)
-    module = ElixirModule(model, dataclasses.replace(plan, rcache_blocks=3), device=torch.device("cpu"))
-    return module, ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=1e-2))
+    module = ElixirModule(model, dataclasses.replace(plan, rcache_blocks=3), device=torch.device(device))
+    return module, ElixirOptimizer(module, HybridAdam(model.parameters(), lr=1e-2))
 
 
 def _in_thread(work: Callable[[], Any]) -> Any:
@@ -49,10 +50,14 @@ def _in_thread(work: Callable[[], Any]) -> Any:
 
 
 def test_a_monitor_reads_parameters_all_the_time() -> None:
+    train_beside_a_monitor("cpu")
+
+
+def train_beside_a_monitor(device: str) -> None:
     plain = _net()
     model = copy.deepcopy(plain)
-    module, optimizer = _wrap(model)
-    oracle = torch.optim.SGD(plain.parameters(), lr=1e-2)
+    module, optimizer = _wrap(model, device)
+    oracle = HybridAdam(plain.to(device).parameters(), lr=1e-2)
     is_over = threading.Event()
     num_reads, errors = 0, []
 
@@ -70,7 +75,7 @@ def test_a_monitor_reads_parameters_all_the_time() -> None:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     for _ in range(25):
-        x = torch.randn(8, WIDTH)
+        x = torch.randn(8, WIDTH, device=device)
         step_side_by_side(plain, oracle, module, optimizer, x)
     is_over.set()
     thread.join(60)
@@ -78,7 +83,7 @@ def test_a_monitor_reads_parameters_all_the_time() -> None:
     assert num_reads + len(errors) > 25
     assert {type(error) for error in errors} <= {StateError}
     state = module.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert all(torch.equal(state[name], value.cpu()) for name, value in plain.state_dict().items())
     assert module.stats().evictions > 300
 
 
@@ -123,7 +128,7 @@ def test_inside_forward_another_thread_is_refused_and_told_what_to_do() -> None:
 def test_one_thread_after_the_other_may_train() -> None:
     plain = _net()
     module, optimizer = _wrap(copy.deepcopy(plain))
-    oracle = torch.optim.SGD(plain.parameters(), lr=1e-2)
+    oracle = HybridAdam(plain.parameters(), lr=1e-2)
 
     def train(net: Any, step: Any) -> float:
         loss = net(torch.full((8, WIDTH), 0.1)).square().mean()

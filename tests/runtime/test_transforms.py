@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_elixir.errors import StateError
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.tiers import crossed
 
 TIGHT: dict[str, Any] = {"placement_policy": "cpu", "chunk_size": 1024}
 RESIDENT: dict[str, Any] = {"placement_policy": "cuda", "chunk_size": 1024}
@@ -72,8 +73,7 @@ def train(model: nn.Module, module: Any, optimizer: Any, steps: int = 2) -> dict
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("is_wrapped", [True, False], ids=["module", "model"])
-@pytest.mark.parametrize("what", [*DERIVATIVES, *TRACERS])
+@crossed(what=[*DERIVATIVES, *TRACERS], is_wrapped=[True, False])
 def test_an_error_of_ours_and_training_goes_on(what: str, is_wrapped: bool) -> None:
     model, module, optimizer = wrapped(**TIGHT)
     words = r"torch\.func's grad.*torch\.autograd\.grad.*deepcopy" if what in DERIVATIVES else r"traced.*deepcopy"

@@ -30,6 +30,7 @@ from lightning_elixir.planning import make_plan
 from lightning_elixir.storage.shards import ShardStore
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed
 from tests.helpers.zoo import ZOO, make
 from tests.runtime import test_streamed_updates as bodies
 from tests.runtime.test_streamed_updates import CPU, HOWS, How, Result, assert_same, use_small_slots
@@ -130,9 +131,7 @@ def held_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             gate.set()  # a failing test leaves no thread behind
 
 
-@pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize("site", SITES)
-@pytest.mark.parametrize("name", ["bf16", "fp32", "clipped", "unused"])
+@crossed(name=["bf16", "fp32", "clipped", "unused"], site=SITES, timing=TIMINGS)
 def test_timing_changes_no_bit(name: str, site: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS[name]
     use_small_slots(monkeypatch)
@@ -143,8 +142,7 @@ def test_timing_changes_no_bit(name: str, site: str, timing: UpdateTiming, monke
     assert actual.norms == expected.norms
 
 
-@pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize("name", sorted(set(HOWS) - {"bf16", "fp32", "clipped", "unused"}))
+@crossed(name=sorted(set(HOWS) - {"bf16", "fp32", "clipped", "unused"}), timing=TIMINGS)
 def test_every_way_to_train(name: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_slots(monkeypatch)
     how = HOWS[name]
@@ -153,8 +151,10 @@ def test_every_way_to_train(name: str, timing: UpdateTiming, monkeypatch: pytest
         assert_same(train(how, "mixed", timing), expected)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp32", "accumulated", "scaled", "clipped", "unused", "tied"])
-@pytest.mark.parametrize("timing", [UpdateTiming.AFTER_BACKWARD, UpdateTiming.BEHIND_FORWARD])
+@crossed(
+    timing=[UpdateTiming.AFTER_BACKWARD, UpdateTiming.BEHIND_FORWARD],
+    name=["bf16", "fp32", "accumulated", "scaled", "clipped", "unused", "tied"],
+)
 def test_gradients_in_the_place_of_parameters(name: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS[name]
     expected = bodies.train(how, "host")

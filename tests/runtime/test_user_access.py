@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.planning import make_plan
+from lightning_elixir.runtime import engine as engine_module
+from lightning_elixir.runtime.hooks import innermost_pack
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.zoo import ZOO, make
 
@@ -397,6 +399,28 @@ def test_ctrl_c_in_a_nested_recomputation_leaves_a_working_engine(outer: bool, i
     grads = module.full_grads()
     assert [name for name, p in plain.named_parameters() if not torch.equal(grads[name], p.grad)] == []
     assert module.stats().evictions > 0
+
+
+@pytest.mark.parametrize("then", ["zero_grad", "forward", "close"])
+def test_a_signal_at_the_end_of_a_read_leaves_no_hooks(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come where `__exit__` has been called and has not begun to defer signals."""
+    model, module, optimizer = wrapped(**TIGHT)
+
+    def interrupted(self: Any, *error: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module._Packing, "__exit__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(model.parameters()).square()
+    assert innermost_pack() is not None
+    if then == "zero_grad":
+        optimizer.zero_grad()
+    elif then == "forward":
+        step(module, optimizer, 0)
+    else:
+        module.close()
+    assert innermost_pack() is None
 
 
 def test_two_engines_in_one_process() -> None:

@@ -79,6 +79,36 @@ def test_a_gradient_that_was_never_taken_over_is_dropped(options: dict[str, Any]
     assert [name for name, p in plain.named_parameters() if not torch.equal(grads[name], p.grad)] == []
 
 
+class Hidden:
+    """An output in which nobody finds tensors: its backward shows at the first gradient only."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class Hiding(nn.Sequential):
+    def forward(self, x: Tensor) -> Hidden:
+        return Hidden(super().forward(x))
+
+
+def test_a_bare_backward_that_fails_before_it_is_noticed_leaves_nothing() -> None:
+    torch.manual_seed(0)
+    plain = Hiding(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    model, x = copy.deepcopy(plain), torch.randn(3, 8)
+    module = ElixirModule(model, make_plan(model, placement_policy="cpu", chunk_size=1024), device=CPU)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = module(x).logits.square().mean()
+    with torch.no_grad():
+        model[2].bias.mul_(1.0)
+    with pytest.raises(StateError, match=r"written inside forward and backward: 2\.bias"):
+        loss.backward()
+    optimizer.zero_grad()
+    module(x).logits.square().mean().backward()
+    plain(x).logits.square().mean().backward()
+    grads = module.full_grads()
+    assert [name for name, p in plain.named_parameters() if not torch.equal(grads[name], p.grad)] == []
+
+
 def test_stepping_a_plain_optimizer_is_an_error() -> None:
     model, module, optimizer = wrapped(**TIGHT)
     optimizer.backward(ZOO["gpt2"].loss(module, 0))
@@ -177,6 +207,29 @@ def test_aliases_kept_over_steps(options: dict[str, Any]) -> None:
                 alias.mul_(0.9)
     state = module.full_state_dict()
     assert [k for k, v in plain.state_dict().items() if not torch.equal(state[k], v)] == []
+
+
+@PLACEMENTS
+def test_aliases_keep_what_an_assignment_replaces(options: dict[str, Any]) -> None:
+    """As plain PyTorch, where the parameter gets other storage; before that, and for others, an alias follows it."""
+    plain = make("gpt2")
+    model, module, optimizer = wrapped(**options)
+    seen = []
+    for net in (plain, model):
+        weight, bias = net.transformer.h[0].mlp.c_fc.weight, net.transformer.h[0].mlp.c_fc.bias
+        kept, detached, other = weight.data, weight.detach(), bias.data
+        with torch.no_grad():
+            weight.add_(1.0)
+            weight.data = weight.data  # nothing happens
+            bias.mul_(3.0)
+        before = kept.clone()
+        weight.data = torch.full_like(weight, 0.25)
+        with torch.no_grad():
+            weight.mul_(2.0)
+            kept.add_(1.0)  # of no parameter any more
+        seen.append([before, kept.clone(), detached.clone(), other.clone(), weight.detach().clone()])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    assert float(seen[1][4].max()) == 0.5
 
 
 @PLACEMENTS
@@ -304,3 +357,23 @@ def test_dispatch_modes_see_the_users_operators_alone() -> None:
     assert module.stats().evictions > 0
     state = module.full_state_dict()
     assert [k for k, v in plain.state_dict().items() if not torch.equal(state[k], v)] == []
+
+
+def test_clipping_by_value_is_of_gradients_without_the_loss_scale() -> None:
+    torch.manual_seed(0)
+    plain, model = nn.Linear(8, 4), nn.Linear(8, 4)
+    model.load_state_dict(plain.state_dict())
+    oracle = torch.optim.SGD(plain.parameters(), lr=0.5)
+    module = ElixirModule(model, make_plan(model, **TIGHT), device=CPU)
+    module.needs_loss_scale = True  # there is no fp16 on the CPU; scaling works with any dtype
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.5), initial_scale=64.0)
+    x = torch.randn(6, 8)
+    plain(x).square().mean().backward()
+    largest = max(float(p.grad.abs().max()) for p in plain.parameters())
+    nn.utils.clip_grad_value_(plain.parameters(), largest / 2)
+    oracle.step()
+    optimizer.backward(module(x).square().mean())
+    optimizer.clip_grad_value_(largest / 2)
+    optimizer.step()
+    state = module.full_state_dict()
+    assert all(torch.equal(state[name], p) for name, p in plain.named_parameters())

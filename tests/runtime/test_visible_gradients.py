@@ -15,8 +15,10 @@ from lightning_elixir.errors import StateError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.planning import make_plan
+from lightning_elixir.runtime.gradients import Gradients
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed
 from tests.helpers.zoo import ZOO, make
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -121,8 +123,7 @@ def train(net: Any, model: nn.Module, optimizer: Any, action: Any, name: str, mi
     return losses
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("action", ACTIONS, ids=lambda f: f.__name__)
+@crossed(action=ACTIONS, placement=PLACEMENTS)
 def test_what_users_do_to_gradients_counts(action: Any, placement: str) -> None:
     plain = make("gpt2")
     expected = train(plain, plain, sgd(plain.parameters()), action, "gpt2")
@@ -335,3 +336,55 @@ def test_an_optimizer_that_changes_gradients_in_its_step() -> None:
     assert train(module, model, optimizer, nothing, "gpt2") == expected
     state = module.state_dict()
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
+def test_a_clip_of_dropped_gradients_is_forgotten() -> None:
+    """Whoever drops them: the module, the optimizer, or `p.grad = None` for each."""
+    for drop in ("module", "optimizer", "each"):
+        plain = make("gpt2")
+        oracle = sgd(plain.parameters())
+        model, module, optimizer = wrapped("gpt2", torch.device("cpu"), **PLACEMENTS["cpu"])
+        optimizer.backward(ZOO["gpt2"].loss(module, 0) * float("nan"))
+        optimizer.clip_grad_norm_(1.0)
+        if drop == "each":
+            for p in model.parameters():
+                p.grad = None
+        else:
+            (module if drop == "module" else optimizer).zero_grad()
+        optimizer.backward(ZOO["gpt2"].loss(module, 1))
+        optimizer.step()
+        ZOO["gpt2"].loss(plain, 1).backward()
+        oracle.step()
+        state = module.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items()), drop
+
+
+@pytest.mark.parametrize("has_backward", [False, True])
+def test_an_assigned_gradient_is_there_at_the_first_read(has_backward: bool) -> None:
+    model, module, optimizer = wrapped("gpt2", torch.device("cpu"), **PLACEMENTS["cpu"])
+    if has_backward:
+        optimizer.backward(ZOO["gpt2"].loss(module, 0))
+    parameter = next(iter(model.parameters()))
+    parameter.grad = None
+    parameter.grad = torch.ones_like(parameter)
+    del module
+    assert parameter.grad is not None
+    assert bool((parameter.grad == 1).all())
+
+
+def test_looking_at_many_gradients_compares_each_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, module, optimizer = wrapped("gpt2", torch.device("cpu"), **PLACEMENTS["cpu"])
+    optimizer.backward(ZOO["gpt2"].loss(module, 0))
+    count, absorb = [0], Gradients._absorb
+
+    def counted(self: Gradients, *key: int) -> None:
+        count[0] += 1
+        absorb(self, *key)
+
+    monkeypatch.setattr(Gradients, "_absorb", counted)
+    parameters = list(module.module.parameters())
+    held = [p.grad for p in parameters]
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    assert len(held) > 20
+    assert count[0] <= 2 * len(held)

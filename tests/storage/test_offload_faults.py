@@ -293,7 +293,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
     process = start(KEEPER, str(tmp_path))
     assert process.stdout is not None
@@ -342,7 +342,7 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert remove_stale(tmp_path) == [dead]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_named_file_goes_with_an_exception(tmp_path: Path) -> None:
     code = KEEPER.replace("time.sleep(60)", "raise RuntimeError")
     start(code, str(tmp_path)).communicate(timeout=60)

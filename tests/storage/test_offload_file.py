@@ -157,7 +157,7 @@ def test_who_will_write_may_do_so_in_parts(open_file: Open) -> None:
     assert torch.equal(target, torch.tensor([2.0] * 3 + [3.0] * 5).repeat_interleave(1024))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_signals_while_somebody_waits(open_file: Open) -> None:
     """Any handler, of Ctrl-C or of a DataLoader's children, may run in the middle of a wait."""
     code = """
@@ -361,7 +361,7 @@ def test_descriptors_and_threads_go_with_the_file(open_file: Open, tmp_path: Pat
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_fork_may_not_use_it_and_does_no_harm(open_file: Open) -> None:
     code = """
 import os, sys, torch
@@ -393,7 +393,7 @@ print(bool((target == 1).all()))
     assert run(code, str(folder), backend).split() == ["0", "True"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("ending", ["sys.exit(0)", "pass", "raise KeyboardInterrupt", "gc.disable(); del file"])
 def test_an_end_with_requests_under_way(open_file: Open, ending: str) -> None:
     code = f"""
@@ -410,7 +410,7 @@ for region in range(10):
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_process_leaves_nothing(open_file: Open, number: signal.Signals) -> None:
     code = """

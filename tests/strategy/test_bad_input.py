@@ -15,6 +15,7 @@ from lightning_elixir._lightning import pl
 from lightning_elixir.errors import CapacityError, ElixirError, PlanError
 from lightning_elixir.plan.io import save_plan
 from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.dist import run_ranks
 from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, fit, make_data, make_trainer
 
 
@@ -33,6 +34,22 @@ def test_fp16_mixed_plugin_on_the_cpu() -> None:
 def test_limit_below_the_smallest_rcache_says_how_much_is_needed_and_for_which_module() -> None:
     with pytest.raises(CapacityError, match=r"(?s)smallest rCache.* for layers\.\d.*KiB"):
         fit(ElixirStrategy(**(TIGHT | {"gpu_memory_limit": "20KiB"})))
+
+
+def _tries_again() -> Any:
+    """With more memory, as a program does that looks for the least."""
+    with pytest.raises(CapacityError) as caught:
+        fit(ElixirStrategy(**(TIGHT | {"gpu_memory_limit": "20KiB"})), devices=2)
+    error = caught.value
+    return (str(error), error.resource, error.lacking_bytes), fit(ElixirStrategy(**TIGHT), devices=2)[2].state
+
+
+def test_all_ranks_hear_that_it_does_not_fit_and_may_try_again() -> None:
+    """One that got another error than rank 0, whose plan it is, would leave that waiting in its second try."""
+    (first, state), (second, _) = run_ranks(_tries_again, 2, init_group=False)
+    assert "smallest rCache" in first[0]
+    assert second == (f"rank 0 failed: CapacityError: {first[0]}", *first[1:])
+    assert all(value.isfinite().all() for value in state.values())
 
 
 def test_too_little_host_memory_says_what_would_fit() -> None:

@@ -297,7 +297,7 @@ def _build_large() -> tuple[int, int]:
     return model.build_bytes, _take_peak_bytes() - start
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory is read from /proc")
 def test_memory_of_building(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 holds the model and turns it into shards chunk by chunk; rank 1 holds its shards and some chunks at

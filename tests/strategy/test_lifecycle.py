@@ -242,7 +242,7 @@ CTRL_C = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [1, 2])
 def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, devices: int) -> None:
     script = tmp_path / "train.py"
@@ -442,6 +442,24 @@ def test_no_thread_goes_on_when_a_run_is_over(elixir: str, has_failed: bool) -> 
     trainer.fit(model, make_data())  # they begin again
     assert len(model.losses) > losses
     assert set(threading.enumerate()) == before
+
+
+def _close_and_fit_again(has_failed: bool) -> None:
+    before = set(threading.enumerate())
+    strategy, model = ElixirStrategy(**TIGHT), RaisingNet(optimizer="hybrid")
+    model.moment = "in backward" if has_failed else "never"
+    trainer = make_trainer(strategy, devices=2)
+    with pytest.raises(ValueError, match="backward") if has_failed else contextlib.nullcontext():
+        trainer.fit(model, make_data(64))
+    strategy.close()
+    while set(threading.enumerate()) != before:  # the one that watches the other rank ends when it has looked once more
+        time.sleep(0.01)
+    assert fit(ElixirStrategy(**TIGHT), devices=2)[2].losses == fit(ElixirStrategy(**TIGHT), devices=2)[2].losses
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_close_on_two_ranks_ends_the_threads(has_failed: bool) -> None:
+    run_ranks(_close_and_fit_again, 2, has_failed, init_group=False, timeout_s=60)
 
 
 def test_the_trainers_callbacks_are_the_users() -> None:

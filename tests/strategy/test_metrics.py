@@ -101,7 +101,9 @@ def test_numbers_of_the_training_do_not_change(tmp_path: Path) -> None:
     assert [x.item() for x in run.losses] == [x.item() for x in expected.losses]
 
 
-@pytest.mark.parametrize("options", [{}, {"log_every_n_steps": 0, "callbacks": [ElixirStatsMonitor()]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"log_every_n_steps": 0, "callbacks": [ElixirStatsMonitor()]}], ids=["no_monitor", "never"]
+)
 def test_without_logging_nothing_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

@@ -20,6 +20,7 @@ from lightning_elixir.plan.types import Tier
 from lightning_elixir.storage.nvme import direct, folders
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed
 from tests.runtime.test_nvme import failing
 from tests.strategy.models import (
     CHUNK,
@@ -74,8 +75,7 @@ def tiers(strategy: ElixirStrategy) -> set[Tier]:
     return {c.optim_tier for c in strategy.plan.chunks if c.requires_grad}
 
 
-@pytest.mark.parametrize("timing", ["auto", "after_backward", "behind_forward"])
-@pytest.mark.parametrize("make_model", [Net, LateNet, GroupsNet, FrozenNet, TiedNet])
+@crossed(make_model=[Net, LateNet, GroupsNet, FrozenNet, TiedNet], timing=["auto", "after_backward", "behind_forward"])
 def test_equals_states_in_host_memory(make_model: Any, timing: str, tmp_path: Path) -> None:
     for precision in ("32-true", "bf16-mixed"):
         options = {"precision": precision, "val": lambda: make_data(8, seed=2)}

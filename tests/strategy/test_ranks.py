@@ -214,7 +214,7 @@ def _run(tmp_path: Path, command: list[str], **options: Any) -> list[str]:
     return sorted(line for line in done.stdout.splitlines() if line.startswith("done"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_an_error_on_one_rank_leaves_no_process_behind(tmp_path: Path, failing_rank: int) -> None:
     done = _launch(tmp_path, [sys.executable], model="FailingNet", failing_rank=failing_rank)
@@ -235,18 +235,18 @@ def _is_running(process: int) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_script_is_started_once_a_device(tmp_path: Path) -> None:
     assert _run(tmp_path, [sys.executable]) == ["done 0 2 26 True", "done 1 2 0 False"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     assert _run(tmp_path, command) == ["done 0 2 26 True", "done 1 2 0 False"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_spawned_processes_bring_the_weights_back(tmp_path: Path) -> None:
     strategy = 'lightning_elixir.ElixirStrategy(start_method="spawn")'
     assert _run(tmp_path, [sys.executable], strategy=strategy, collective=False) == ["done 0 2 26 True"]

@@ -21,11 +21,15 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from lightning_elixir._lightning import pl
 from lightning_elixir.checkpoint import CheckpointIndex
 from lightning_elixir.checkpoint.consolidate import save_one_file
+from lightning_elixir.checkpointing import ShardedCheckpoints
 from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.holding import Holding
+from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.segments import segments_of
+from lightning_elixir.planning import make_plan
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.cut_up import NUM_THREADS, cut_up
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, assert_same_state, fit, make_data, make_trainer
@@ -228,6 +232,13 @@ class Batches:
         self._seen = state["seen"]
 
 
+class OwnSeed(pl.Callback):
+    """Each rank drops out units of its own."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        torch.manual_seed(11 + trainer.global_rank)
+
+
 def _train_on(path: Path | None, options: dict[str, Any], devices: int, more: dict[str, Any]) -> Any:
     """The losses of three epochs; with a path of those from its checkpoint on."""
     pl.seed_everything(11, verbose=False)
@@ -237,7 +248,7 @@ def _train_on(path: Path | None, options: dict[str, Any], devices: int, more: di
         ElixirStrategy(**options),
         max_epochs=2,
         devices=devices,
-        callbacks=[callback],
+        callbacks=[callback, OwnSeed()],
         enable_checkpointing=True,
         **more,
     )
@@ -605,3 +616,34 @@ def test_a_disk_that_is_full_is_told_of_as_such() -> None:
 def test_options_that_are_none(options: Any) -> None:
     with pytest.raises(PlanError, match="state_dict_type|sharded"):
         ElixirStrategy(**options)
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+    """What `Trainer` asks for, without one: on the CPU its fp16 becomes bf16."""
+    cpu = torch.device("cpu")
+
+    def new(scale: float) -> tuple[ElixirModule, ElixirOptimizer]:
+        model = nn.Linear(8, 8)
+        module = ElixirModule(model, make_plan(model, placement_policy="cpu"), device=cpu)
+        module.needs_loss_scale = True  # fp16 is for GPUs; scaling works with any dtype
+        return module, ElixirOptimizer(module, HybridAdam(model.parameters()), initial_scale=scale, growth_interval=2)
+
+    saves, (module, optimizer) = ShardedCheckpoints(False), new(8.0)
+    for _ in range(3):
+        optimizer.backward(module(torch.ones(1, 8)).square().mean())
+        optimizer.step()
+    checkpoint = {
+        "state_dict": saves.model_state(module),
+        "optimizer_states": [saves.optimizer_state(module, optimizer)],
+    }
+    comm = module.engine.comm
+    saves.save(tmp_path / "saved", checkpoint, module, optimizer, comm, cpu, is_waited_for=True)
+    again, resumed = new(4.0)
+    saves.open(tmp_path / "saved", comm, None)
+    saves.load_model(again, True)
+    saves.load_optimizer(again, resumed)
+    saves.close()
+    assert resumed.scaler.state_dict() == optimizer.scaler.state_dict()
+    assert resumed.loss_scale == 16.0
+    module.close()
+    again.close()

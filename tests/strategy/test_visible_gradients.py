@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from lightning_utilities.core.imports import module_available
 from torch import Tensor
 
 from lightning_elixir._lightning import pl
 from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.tiers import crossed
 from tests.strategy.models import TIGHT, Net, assert_same_as_plain, fit
 
 if module_available("lightning"):
@@ -84,8 +84,10 @@ class Watcher(pl.Callback):
                 self.histograms.append(torch.histc(p.grad.float().cpu(), bins=10))
 
 
-@pytest.mark.parametrize("options", [TIGHT, {}, {**TIGHT, "update_timing": "behind_forward"}], ids=str)
-@pytest.mark.parametrize("make", [GuardedNet, NoisyNet, ClippingNet, NormsNet, ManualNet])
+@crossed(
+    make=[GuardedNet, NoisyNet, ClippingNet, NormsNet, ManualNet],
+    options=[TIGHT, {}, {**TIGHT, "update_timing": "behind_forward"}],
+)
 def test_as_plain_lightning(make: type[Net], options: dict[str, Any]) -> None:
     _, model = assert_same_as_plain(make, options, max_epochs=2)
     if isinstance(model, GuardedNet):

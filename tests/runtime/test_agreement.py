@@ -1,0 +1,36 @@
+"""What a rank makes of the others' messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_elixir.core.comm import SoloComm
+from lightning_elixir.core.waits import SETUP, Call
+from lightning_elixir.runtime.agreement import Agreement, Meeting
+
+
+class Told(SoloComm):
+    """All ranks have sent this."""
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.rows = rows
+
+    def exchange(self, message: object, call: Call = SETUP) -> list[list[int]]:
+        assert message in self.rows
+        return self.rows
+
+
+@pytest.mark.parametrize(("wanted", "candidates"), [([5], [2, 7, 3]), ([4], [3, 2])])
+def test_all_ranks_gather_and_prefetch_in_one_order(wanted: list[int], candidates: list[int]) -> None:
+    """Whatever each needs first: a collective must be of one chunk."""
+    joined: list[tuple[list[int], list[int]]] = []
+    rows = [[Meeting.WANT, 0, 1, 5, 2, 7, 3], [Meeting.WANT, 0, 1, 4, 3, 2]]
+    agreement = Agreement(
+        Told(rows),
+        lambda ids, mine: joined.append((list(ids), list(mine))),
+        lambda: 0,
+        lambda count: None,
+        lambda: True,
+    )
+    assert agreement.want(wanted, candidates) == (2, 3)
+    assert joined == [([4, 5], wanted)]

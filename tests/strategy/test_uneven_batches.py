@@ -1,0 +1,107 @@
+"""Ranks that have different numbers of batches: an error on all of them, soon, that says what to do; never a hang."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_elixir.core.waits import MORE_BATCHES
+from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.dist import run_processes, run_ranks
+from tests.helpers.failures import SOON_S, check_heard, heard_by
+from tests.strategy.models import TIGHT, WIDTH, Net, assert_same_state, make_trainer
+
+
+def _ranks() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+class Stream(IterableDataset[list[Tensor]]):
+    """So many batches on each rank; of no known length."""
+
+    def __init__(self, lengths: list[int], batch_sizes: list[int]) -> None:
+        self.length, self.batch_size = lengths[_ranks()[0]], batch_sizes[_ranks()[0]]
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        generator = torch.Generator().manual_seed(_ranks()[0])
+        for _ in range(self.length):
+            x = torch.randn(self.batch_size, WIDTH, generator=generator)
+            yield [x, torch.zeros(self.batch_size, dtype=torch.long)]
+
+
+def _train(lengths: list[int], batch_sizes: list[int], net: type[Net] = Net, **options: Any) -> dict[str, Tensor]:
+    trainer = make_trainer(ElixirStrategy(**TIGHT), devices=_ranks()[1], **options)
+    trainer.fit(net("hybrid"), DataLoader(Stream(lengths, batch_sizes), batch_size=None))
+    return trainer.strategy.lightning_module_state_dict()
+
+
+def _heard(lengths: list[int], net: type[Net], options: dict[str, Any]) -> Any:
+    return heard_by(*_ranks(), lambda: _train(lengths, [4] * len(lengths), net, **options))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ([6, 4], {}),
+        ([4, 6], {"max_epochs": 2}),
+        ([0, 3], {}),
+        ([6, 5], {"accumulate_grad_batches": 4}),
+    ],
+)
+def test_one_rank_has_more_batches(lengths: list[int], options: dict[str, Any]) -> None:
+    everyone = run_ranks(_heard, 2, lengths, Net, options, init_group=False)
+    assert [heard["type"] for heard in everyone] == ["DivergenceError"] * 2
+    assert all(MORE_BATCHES in heard["text"] for heard in everyone)
+    assert abs(everyone[0]["time_s"] - everyone[1]["time_s"]) < SOON_S
+
+
+def train_and_tell() -> None:
+    """Run by a process of its own, which ends after its last batch."""
+    rank, world_size = _ranks()
+    try:
+        trainer = make_trainer(ElixirStrategy(**TIGHT), devices=world_size)
+        trainer.fit(Net("hybrid"), DataLoader(Stream([5, 3], [4, 4]), batch_size=None))
+    except Exception as error:
+        Path(f"error_{rank}").write_text(f"{type(error).__name__}: {error}")
+
+
+def test_the_program_of_one_rank_is_over_before() -> None:
+    run_processes("from tests.strategy.test_uneven_batches import train_and_tell; train_and_tell()", 2)
+    text = Path("error_0").read_text()
+    assert text.startswith("PeerLostError: rank 0 cannot go on: rank 1 has come to the end of its program (process ")
+    assert text.endswith(MORE_BATCHES)
+    assert not Path("error_1").exists()
+
+
+class NetThatSkips(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        return None if batch_idx == 1 and _ranks()[0] == 1 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
+def test_one_rank_skips_a_step(options: dict[str, Any]) -> None:
+    """Lightning refuses that wherever there are several ranks."""
+    everyone = run_ranks(_heard, 2, [4, 4], NetThatSkips, options, init_group=False)
+    check_heard(everyone, 1, "RuntimeError", "returning None in distributed training is not supported")
+
+
+def test_batches_of_different_sizes() -> None:
+    """Each rank counts alike, whatever it has, as with DDP."""
+    states = run_ranks(_train, 2, [4, 4], [4, 2], init_group=False)
+    (expected,) = run_ranks(_train_plain, 2, init_group=False)[:1]
+    torch.testing.assert_close(states[0], expected, rtol=1e-4, atol=1e-5)
+    assert_same_state(states[0], run_ranks(_train, 2, [4, 4], [4, 2], init_group=False)[0])
+
+
+def _train_plain() -> dict[str, Tensor]:
+    trainer = make_trainer("ddp", devices=2)
+    model = Net("hybrid")
+    trainer.fit(model, DataLoader(Stream([4, 4], [4, 2]), batch_size=None))
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
