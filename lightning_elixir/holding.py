@@ -93,8 +93,8 @@ class Holding:
         """Close the engine. Its parameters, where the module still has them, become whole, plain ones on rank 0 and
         empty ones on `meta` elsewhere. Collective."""
         inner = self.engine.engine
-        inner.meet(Meeting.DISSOLVE)
-        values = inner.whole_values(on_all_ranks=False, has_met=True)
+        with inner.meeting(Meeting.DISSOLVE):
+            values = inner.whole_values(on_all_ranks=False, has_met=True)
         plain: dict[int, nn.Parameter] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
             value = values.get(name)

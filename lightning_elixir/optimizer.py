@@ -329,7 +329,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 result = closure()
         engine = self._engine
         # A step is done, or is not: half of it cannot be saved.
-        with label("step"), engine.telling(), engine.turn.lasting("a step"), deferred():
+        with label("step"), engine.telling(), engine.turn.phase("a step"), deferred():
             self._step()
         return result
 
@@ -871,9 +871,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
             PlanError: For other norms than 2 and inf.
         """
         engine = self._engine
-        engine.meet(Meeting.CLIP_GRAD_NORM)
-        engine.reducer.is_tracking_square_sums = True
-        return self._as_norm(self._clip(max_norm, self._used(), norm_type))
+        with engine.meeting(Meeting.CLIP_GRAD_NORM):
+            engine.reducer.is_tracking_square_sums = True
+            return self._as_norm(self._clip(max_norm, self._used(), norm_type))
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient to [-clip_value, clip_value] in the coming step."""
@@ -886,16 +886,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
         A step that does not clip computes a norm only once somebody has asked for one: nan after one that did not.
         """
         engine = self._engine
-        engine.meet(Meeting.GRAD_NORM)
-        engine.reducer.is_tracking_square_sums = True
-        used = self._used()
-        self._wanted_norm_type = norm_type
-        if not used:
-            if self._last_norm is None:
+        with engine.meeting(Meeting.GRAD_NORM):
+            engine.reducer.is_tracking_square_sums = True
+            self._wanted_norm_type = norm_type
+            if used := self._used():
+                self._last_norm = self._norm(used, norm_type)
+            elif self._last_norm is None:
                 log.warning("the last step did not need the norm of its gradients; it is computed from now on")
             return self._as_norm(math.nan if self._last_norm is None else self._last_norm)
-        self._last_norm = self._norm(used, norm_type)
-        return self._as_norm(self._last_norm)
 
     def _as_norm(self, value: float) -> Tensor:
         is_double = self._engine.plan.compute_dtype == "float64"
@@ -975,9 +973,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Returns:
             `state`, `param_groups` and, with loss scaling, `loss_scaler`, on rank 0; `{}` on other ranks.
         """
-        engine = self._engine
         self._states.check_kept()
-        engine.meet(Meeting.OPTIMIZER_STATE_DICT)
+        with self._engine.meeting(Meeting.OPTIMIZER_STATE_DICT):
+            return self._whole_state()
+
+    def _whole_state(self) -> dict[str, Any]:
+        engine = self._engine
         numbers, groups = self._numbered()
         described = self.described_states()
         whole: dict[str, dict[str, Tensor]] = {}
@@ -1005,9 +1006,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def __reduce__(self) -> Any:
         """A copy, also a pickled one, is the user's own optimizer over copies of the parameters, with whole states.
         Collective."""
-        self._engine.meet(Meeting.STATE)
-        state = self.state_dict()
-        return _plain_optimizer, (self.optimizer, self._engine.comm.exchange_objects(state)[0])
+        with self._engine.meeting(Meeting.STATE):
+            state = self.state_dict()
+            return _plain_optimizer, (self.optimizer, self._engine.comm.exchange_objects(state)[0])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of `state_dict()` or of the same torch optimizer over the plain model; the same on every rank.
@@ -1015,7 +1016,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Raises:
             PlanError: If its groups or shapes are not those of this optimizer.
         """
-        self._engine.meet(Meeting.LOAD_OPTIMIZER_STATE_DICT)
+        with self._engine.meeting(Meeting.LOAD_OPTIMIZER_STATE_DICT):
+            self._load_whole_state(state_dict)
+
+    def _load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
         saved_groups = state_dict["param_groups"]
         if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in self.param_groups]:
             raise PlanError(

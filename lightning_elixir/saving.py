@@ -74,8 +74,8 @@ class StandIns:
 def model_state(module: ElixirModule, stand_ins: StandIns) -> dict[str, Any]:
     """The module's state dict with stand-ins for parameters, and buffers as copies in host memory. Collective."""
     engine = module.engine
-    engine.meet(Meeting.SHARDED_STATE_DICT)
-    return _named_model(engine, stand_ins)
+    with engine.meeting(Meeting.SHARDED_STATE_DICT):
+        return _named_model(engine, stand_ins)
 
 
 def _named_model(engine: Engine, stand_ins: StandIns) -> dict[str, Any]:
@@ -106,10 +106,11 @@ def _saved_dtype(engine: Engine, chunk: Chunk, index: int) -> torch.dtype:
 
 def optimizer_state(optimizer: ElixirOptimizer, engine: Engine, stand_ins: StandIns) -> dict[str, Any]:
     """The state dict of `torch.optim.AdamW`, by parameter names, with stand-ins. Collective."""
-    engine.meet(Meeting.SHARDED_OPTIMIZER_STATE)
+    with engine.meeting(Meeting.SHARDED_OPTIMIZER_STATE):
+        described = optimizer.described_states()
     names = _names(engine)
     state: dict[str, dict[str, Any]] = {}
-    for (chunk_id, index), entries in optimizer.described_states().items():
+    for (chunk_id, index), entries in described.items():
         chunk = engine.chunks[chunk_id]
         state[chunk.spec.members[index].fqn] = {
             key: stand_ins.make(chunk, index, key, value) if kind == "tensor" else value
@@ -250,13 +251,13 @@ def load_model(module: ElixirModule, index: CheckpointIndex, strict: bool = True
         StorageError: It is damaged, or cannot be read, as far as this or another rank needs it.
     """
     engine = module.engine
-    engine.meet(Meeting.LOAD_CHECKPOINT)
-    keys = run_together(engine.comm, lambda: _load_buffers(engine, index, strict))
-    memory = _Reused()
-    for chunk in engine.chunks:
-        if chunk.id in keys:
-            read = partial(_read_parameters, engine, index, chunk, keys[chunk.id], memory)
-            run_together(engine.comm, own_shard_writer(engine, chunk, run_together(engine.comm, read)))
+    with engine.meeting(Meeting.LOAD_CHECKPOINT):
+        keys = run_together(engine.comm, lambda: _load_buffers(engine, index, strict))
+        memory = _Reused()
+        for chunk in engine.chunks:
+            if chunk.id in keys:
+                read = partial(_read_parameters, engine, index, chunk, keys[chunk.id], memory)
+                run_together(engine.comm, own_shard_writer(engine, chunk, run_together(engine.comm, read)))
 
 
 def _load_buffers(engine: Engine, index: CheckpointIndex, strict: bool) -> dict[int, dict[int, str]]:
@@ -360,8 +361,8 @@ def load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoint
         PlanError: They are another model's or optimizer's; names the first differences.
         StorageError: The checkpoint is damaged, or cannot be read, as far as this or another rank needs it.
     """
-    engine.meet(Meeting.LOAD_OPTIMIZER_CHECKPOINT)
-    run_together(engine.comm, lambda: _load_optimizer(optimizer, engine, index))
+    with engine.meeting(Meeting.LOAD_OPTIMIZER_CHECKPOINT):
+        run_together(engine.comm, lambda: _load_optimizer(optimizer, engine, index))
 
 
 def _load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: CheckpointIndex) -> None:

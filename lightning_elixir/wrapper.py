@@ -143,7 +143,8 @@ class ElixirModule(nn.Module):
     # they take from chunks is collective.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        copied = copy.deepcopy(self.module, memo)
+        with self.engine.turn.call("a copy"):
+            copied = copy.deepcopy(self.module, memo)
         without_hooks(self.module.modules(), memo)
         return copied
 
@@ -176,12 +177,12 @@ class ElixirModule(nn.Module):
             `rank0_only`.
         """
         engine = self.engine
-        engine.meet(Meeting.FULL_STATE_DICT if rank0_only else Meeting.STATE_DICT)
-        values = engine.whole_values(on_all_ranks=not rank0_only, has_met=True)
-        if rank0_only and engine.comm.rank != 0:
-            return {}
-        with engine.interception.whole_state(values):
-            state: dict[str, Any] = self.module.state_dict()  # with hooks, extra state, and the states of metrics
+        with engine.meeting(Meeting.FULL_STATE_DICT if rank0_only else Meeting.STATE_DICT):
+            values = engine.whole_values(on_all_ranks=not rank0_only, has_met=True)
+            if rank0_only and engine.comm.rank != 0:
+                return {}
+            with engine.interception.whole_state(values):
+                state: dict[str, Any] = self.module.state_dict()  # with hooks, extra state, and the states of metrics
         own = {id(value) for value in values.values()}
         return {
             name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) and id(value) not in own else value
@@ -201,8 +202,11 @@ class ElixirModule(nn.Module):
         Raises:
             PlanError: For names that do not fit (if strict), or shapes that do not.
         """
+        with self.engine.meeting(Meeting.LOAD_STATE_DICT):
+            return self._load_whole(state, strict)
+
+    def _load_whole(self, state: Mapping[str, Tensor], strict: bool) -> tuple[list[str], list[str]]:
         engine = self.engine
-        engine.meet(Meeting.LOAD_STATE_DICT)
         fqns = {id(p): m.fqn for c in engine.chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
         targets = dict(self.module.named_parameters(remove_duplicate=False))
         values: dict[str, Tensor] = {}
@@ -240,21 +244,21 @@ class ElixirModule(nn.Module):
             StateError: For unknown names.
         """
         engine = self.engine
-        engine.meet(Meeting.WRITE_PARAMETERS if modify else Meeting.FULL_PARAMETERS)
-        members = {m.fqn: (c, i) for c in engine.chunks for i, m in enumerate(c.spec.members)}
-        wanted = list(members) if names is None else list(names)
-        unknown = [name for name in wanted if name not in members]
-        if unknown:
-            raise StateError(f"not parameters of this model: {', '.join(unknown[:5])}")
-        ids = tuple(dict.fromkeys(members[name][0].id for name in wanted))
-        with engine.resident(ids, modify=modify):
-            yield {name: members[name][0].parameters[members[name][1]] for name in wanted}
+        with engine.meeting(Meeting.WRITE_PARAMETERS if modify else Meeting.FULL_PARAMETERS):
+            members = {m.fqn: (c, i) for c in engine.chunks for i, m in enumerate(c.spec.members)}
+            wanted = list(members) if names is None else list(names)
+            unknown = [name for name in wanted if name not in members]
+            if unknown:
+                raise StateError(f"not parameters of this model: {', '.join(unknown[:5])}")
+            ids = tuple(dict.fromkeys(members[name][0].id for name in wanted))
+            with engine.resident(ids, modify=modify):
+                yield {name: members[name][0].parameters[members[name][1]] for name in wanted}
 
     def full_grads(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
         """Whole gradients of all parameters that have one, fp32 (fp64 ones as they are) on the CPU of every rank,
         divided by `loss_scale`. Collective."""
-        self.engine.meet(Meeting.FULL_GRADS)
-        return whole_grads(self.engine, 1.0 / loss_scale)
+        with self.engine.meeting(Meeting.FULL_GRADS):
+            return whole_grads(self.engine, 1.0 / loss_scale)
 
     def stats(self) -> Stats:
         """Counters since the last reset, and bytes held now."""

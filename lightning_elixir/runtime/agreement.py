@@ -57,6 +57,11 @@ class Meeting(enum.IntEnum):
         return _CALLS[self]
 
     @property
+    def has_user_code(self) -> bool:
+        """Whether the user's code runs before all ranks go on."""
+        return self in (Meeting.FULL_PARAMETERS, Meeting.WRITE_PARAMETERS)
+
+    @property
     def is_of_states(self) -> bool:
         """Whether what updates read may be written there, or what they write moved."""
         return self not in _NOT_OF_STATES

@@ -29,7 +29,7 @@ from lightning_elixir.runtime.chunk_optimizers import hand_over
 from lightning_elixir.runtime.dtype_clash import explain_dtype_clash
 from lightning_elixir.runtime.fetcher import Fetcher, TransferBytes
 from lightning_elixir.runtime.gradients import Change, Gradients
-from lightning_elixir.runtime.hooks import Hooks, SavedTensors, innermost_pack
+from lightning_elixir.runtime.hooks import Hooks, SavedTensors, ThreadHooks, innermost_pack
 from lightning_elixir.runtime.interception import Interception
 from lightning_elixir.runtime.iterations import Iterations
 from lightning_elixir.runtime.param_reads import ParamReads
@@ -40,7 +40,7 @@ from lightning_elixir.runtime.residency import Residency
 from lightning_elixir.runtime.sampling import StepSeconds
 from lightning_elixir.runtime.stats import Stats, take_stats
 from lightning_elixir.runtime.transforms import check_untransformed, explained
-from lightning_elixir.runtime.turns import Turn
+from lightning_elixir.runtime.turns import Held, Turn
 from lightning_elixir.runtime.whole import own_values, whole_values
 from lightning_elixir.storage.nvme import DiskOptions, StateFile, StateTraffic, open_state_file
 from lightning_elixir.storage.shards import ShardStore
@@ -55,9 +55,6 @@ class Phase(enum.Enum):
     CLOSED = "closed"
 
 
-SavedHooks = torch.autograd.graph.saved_tensors_hooks
-
-
 @dataclass(slots=True)
 class _Frame:
     """A module whose forward runs."""
@@ -69,7 +66,7 @@ class _Frame:
     depth: int = 0
     """How often the module's forward runs inside itself."""
     is_pinned: bool = False
-    hooks: SavedHooks | None = None
+    hooks: ThreadHooks | None = None
     graph_task: int = -1
     """The backward of autograd's in which it is recomputed; -1: none."""
     innermost: object = False
@@ -134,9 +131,9 @@ class _Span:
 class _Packing:
     """See `Engine.packing`."""
 
-    def __init__(self, enter: Callable[[], SavedHooks | None]) -> None:
+    def __init__(self, enter: Callable[[], ThreadHooks | None]) -> None:
         self._enter = enter
-        self._hooks: SavedHooks | None = None
+        self._hooks: ThreadHooks | None = None
 
     def __enter__(self) -> None:
         try:
@@ -204,7 +201,7 @@ class Engine:
         """Since the last reset: see `Stats`."""
         self.phase = Phase.IDLE
         self.turn = Turn(is_shared=comm.world_size > 1)
-        self._has_turn = False  # for a forward or a backward
+        self._held: Held | None = None  # for the forward or backward that runs
         self._is_freed = False
         self._why_closed = "this ElixirModule was closed: its parameters have no values any more"
         self._reduce_dtype = reduce_dtype if comm.world_size > 1 else None  # one rank has nothing to reduce
@@ -236,7 +233,7 @@ class Engine:
         self._error_at_entry: BaseException | None = None
         self._is_armed = False  # see `core.signals.arm`
         self._num_interruptions = 0  # when the forward or backward began
-        self._region_hooks: SavedHooks | None = None
+        self._region_hooks: ThreadHooks | None = None
         self._raw_pins: list[int] = []
         self._versions: list[int] = []
         self.iterations = Iterations(device, self.chunks, self.device_bytes)
@@ -380,13 +377,13 @@ class Engine:
         return _Span(self._enter_region, self._end_region, self._abort_region, self.tell_of)
 
     def _enter_region(self) -> bool:
-        self.turn.check("a forward")
-        self._leave_stale()
-        if self.phase is not Phase.IDLE:
-            self.check_open()
-            return False
-        self._begin_region()
-        return True
+        with self._turn_of_forward():
+            self._leave_stale()
+            if self.phase is not Phase.IDLE:
+                self.check_open()
+                return False
+            self._begin_region()
+            return True
 
     def watch_outputs(self, output: Any) -> None:
         """Notice a backward that starts from `output` without the engine being told."""
@@ -396,7 +393,13 @@ class Engine:
                     tensor.register_hook(self._on_outermost_backward)
 
     def enter_module(self, module: nn.Module, inputs: Any = None) -> None:
-        self.turn.check("a forward")
+        if self.turn.is_mine():
+            self._enter_next(module)
+        else:
+            with self._turn_of_forward():  # until it has begun, which takes it for itself
+                self._enter_next(module)
+
+    def _enter_next(self, module: nn.Module) -> None:
         if num_interruptions() != self._num_interruptions:
             self.leave_interrupted()
         if self._frames:
@@ -430,7 +433,7 @@ class Engine:
     def enter_covered(self, module: nn.Module, inputs: Any = None) -> None:
         """A module's forward that so far ran below others only. Where it does not (it is called by itself, or under the
         user's hooks for saved tensors), it is treated as they are from here on."""
-        if self._frames:
+        if self._frames and self.turn.is_mine():
             above = self._frames[-1]
             if id(module) in above.covered and (innermost_pack() is above.innermost or self._saves_through_us()):
                 if above.module is module:
@@ -442,8 +445,8 @@ class Engine:
         self.enter_module(module)
 
     def exit_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not self._frames or self._frames[-1].module is not module:
-            return  # a module above covers it, or the region was aborted
+        if not self._frames or self._frames[-1].module is not module or not self.turn.is_mine():
+            return  # a module above covers it, or the region was aborted, or it has been refused
         frame = self._frames[-1]
         if frame.depth:
             frame.depth -= 1
@@ -548,12 +551,16 @@ class Engine:
                 self.abort_backward()
 
     def _enter_phase(self, phase: Phase) -> None:
-        if not self._has_turn:
-            self.turn.begin(f"a {phase.value}")
-            self._has_turn = True
+        if self._held is None:
+            held = self._turn_of_forward() if phase is Phase.FORWARD else self.turn.phase("a backward")
+            held.__enter__()
+            self._held = held
         self._num_interruptions = num_interruptions()
         self._is_armed = self._is_armed or arm()
         self.phase = phase
+
+    def _turn_of_forward(self) -> Held:
+        return self.turn.phase("a forward", is_of_trainer=False, may_be_of_trainer=torch.is_grad_enabled())
 
     def _close_region(self) -> None:
         hooks, self._region_hooks = self._region_hooks, None
@@ -568,9 +575,9 @@ class Engine:
             self._is_armed = False
         if self.phase is not Phase.CLOSED:  # nothing opens an engine again that has failed
             self.phase = Phase.IDLE
-        if self._has_turn:
-            self._has_turn = False
-            self.turn.end()
+        held, self._held = self._held, None
+        if held is not None:
+            held.__exit__()
 
     def _clear_frames(self) -> None:
         """After an exception that may have passed by the modules' exits."""
@@ -580,7 +587,7 @@ class Engine:
             if frame.hooks is not None and frame.graph_task == torch._C._current_graph_task_id():
                 frame.hooks.__exit__()
 
-    def _enter_saved_hooks(self) -> SavedHooks | None:
+    def _enter_saved_hooks(self) -> ThreadHooks | None:
         """Have autograd save managed tensors through us from now on; None if it does already, or need not."""
         if not self._cost or not torch.is_grad_enabled():
             return None
@@ -604,16 +611,19 @@ class Engine:
         return _Span(self._enter_backward, self.end_backward, self.abort_backward, self.tell_of)
 
     def _enter_backward(self) -> bool:
-        self.turn.check("a backward")
-        self._leave_stale()
-        if self.phase is Phase.BACKWARD:  # nested: the outer one ends it
-            return False
-        self.begin_backward()
-        return True
+        with self.turn.phase("a backward"):
+            self._leave_stale()
+            if self.phase is Phase.BACKWARD:  # nested: the outer one ends it
+                return False
+            self._begin_backward()
+            return True
 
     def begin_backward(self) -> None:
         """Call before the backward of a loss."""
-        self.turn.check("a backward")
+        with self.turn.phase("a backward"):
+            self._begin_backward()
+
+    def _begin_backward(self) -> None:
         self._leave_stale()
         self.check_open()
         if self.phase is not Phase.IDLE:
@@ -695,9 +705,9 @@ class Engine:
 
     def _on_outermost_backward(self, grad: Tensor) -> None:
         """A bare `loss.backward()` has reached an output of the model."""
-        with deferred():
+        with self.turn.phase("a backward"), deferred():
             if self.phase is Phase.IDLE:
-                self.begin_backward()
+                self._begin_backward()
                 self._is_bare_backward = True
                 # On the outermost graph: from inside reentrant checkpointing it would fire at the nested end.
                 torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
@@ -813,6 +823,10 @@ class Engine:
         Raises:
             StateError: Inside forward or backward.
         """
+        with self.turn.call("make_room()"):
+            return self._make_room()
+
+    def _make_room(self) -> bool:
         self._leave_stale()
         self.check_open()
         if self.phase is not Phase.IDLE:
@@ -871,8 +885,10 @@ class Engine:
         rows = self._agreement.meet(Meeting.STEP, mine) if self.comm.world_size > 1 else [mine]
         self._aliased_ids = sorted({i for row in rows for i in row})
 
-    def meet(self, meeting: Meeting, payload: Sequence[int] = ()) -> list[list[int]]:
-        """Come to a point between steps, together with all ranks; updates under way are waited for.
+    @contextmanager
+    def meeting(self, meeting: Meeting, payload: Sequence[int] = ()) -> Iterator[list[list[int]]]:
+        """Have the engine inside, for what a call between steps does, together with all ranks; updates under way are
+        waited for.
 
         Returns:
             Every rank's payload, in rank order.
@@ -881,16 +897,17 @@ class Engine:
             StateError: Inside forward or backward.
             DivergenceError: If the ranks are at different points.
         """
-        with self.telling():
-            self._prepare_meeting(meeting)
-            if meeting.is_of_states:
-                self.reducer.withdraw()
-            self.synchronize()
-        return self._agreement.meet(meeting, payload) if self.comm.world_size > 1 else [list(payload)]
+        use = self.turn.block if meeting.has_user_code else self.turn.call
+        with use(meeting.call.words):
+            with self.telling():
+                self._prepare_meeting(meeting)
+                if meeting.is_of_states:
+                    self.reducer.withdraw()
+                self.synchronize()
+            yield self._agreement.meet(meeting, payload) if self.comm.world_size > 1 else [list(payload)]
 
     def _prepare_meeting(self, meeting: Meeting) -> None:
         self.check_open()
-        self.turn.check(meeting.call.words)
         self._leave_stale()
         if self.phase is not Phase.IDLE:
             raise StateError(
@@ -929,16 +946,16 @@ class Engine:
         Raises:
             StateError: Updates have begun with these gradients.
         """
-        self._leave_stale()
-        self._leave_hooks()
-        self.check_whole()
-        with deferred():
+        with self.turn.call("zero_grad()"), deferred():
+            self._leave_stale()
+            self._leave_hooks()
+            self.check_whole()
             self.gradients.forget_all()
             self.reducer.clear()
             self._forget_gradient_changes()
 
     def drop_gradient(self, chunk: Chunk, index: int) -> None:
-        """What `p.grad = None` does. The same call on every rank."""
+        """What `p.grad = None` does, by what has the turn. The same call on every rank."""
         self.gradients.forget(chunk, index)
         self.reducer.drop_member(chunk, index)
         if not self.reducer.used:
@@ -1020,11 +1037,10 @@ class Engine:
             StateError: If there are gradients that no step has used yet.
             StorageError: If the disk has no room for the states that shall come there, beside those that are there.
         """
-        with deferred():
+        with deferred(), self.meeting(Meeting.REPLAN):
             self._replan(plan)
 
     def _replan(self, plan: Plan) -> None:
-        self.meet(Meeting.REPLAN)
         check_layout(self.plan, plan)
         check_same_on_all_ranks(self.comm, plan)
         self._optimizers = [known for known in self._optimizers if known.states is not None]
@@ -1165,8 +1181,12 @@ class Engine:
             self.store.rest()
 
     def close(self) -> None:
-        """Remove all hooks and free replicas and shards; the parameters raise when they are used."""
-        with deferred():
+        """Remove all hooks and free replicas and shards; the parameters raise when they are used.
+
+        Raises:
+            StateError: Another thread trains.
+        """
+        with self.turn.call("close()"), deferred():
             if not self._is_freed:
                 self._is_freed = True
                 self._close()
@@ -1201,12 +1221,13 @@ class Engine:
         Args:
             has_met: Whether the ranks have come together for it.
         """
-        self.check_whole()
-        if self.phase is Phase.IDLE:
-            self.absorb_touched()
-        if self.comm.world_size > 1 and not has_met:
-            self._agreement.meet(Meeting.STATE_DICT)
-        return whole_values(self, on_all_ranks=on_all_ranks)
+        with self.turn.call(Meeting.STATE_DICT.call.words):
+            self.check_whole()
+            if self.phase is Phase.IDLE:
+                self.absorb_touched()
+            if self.comm.world_size > 1 and not has_met:
+                self._agreement.meet(Meeting.STATE_DICT)
+            return whole_values(self, on_all_ranks=on_all_ranks)
 
     @property
     def is_closed(self) -> bool:

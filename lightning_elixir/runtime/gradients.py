@@ -10,7 +10,7 @@ that differ are taken over. The others keep the bits that this dtype does not ha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -65,7 +65,14 @@ class Gradients:
             return None
         self._check_not_begun(chunk, index)
         is_seen = key in self._seen
-        rows = engine.meet(Meeting.GRADIENTS, [*key, is_seen or key in engine.reducer.used, is_seen])
+        with engine.meeting(Meeting.GRADIENTS, [*key, is_seen or key in engine.reducer.used, is_seen]) as rows:
+            return self._met(chunk, index, rows)
+
+    def _met(self, chunk: Chunk, index: int, rows: Sequence[Sequence[int]]) -> Tensor | None:
+        """Args:
+        rows: Of every rank the key, whether it has a gradient, and whether it has handed it out.
+        """
+        engine, key = self._engine, (chunk.id, index)
         if any(tuple(row[:2]) != key for row in rows):
             names = [engine.chunks[row[0]].spec.members[row[1]].fqn for row in rows]
             where = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))

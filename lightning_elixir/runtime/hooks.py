@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -146,6 +147,20 @@ def innermost_pack() -> Callable[[Tensor], Any] | None:
     return None if top is None else top[0]
 
 
+class ThreadHooks(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks for saved tensors, which torch keeps for each thread: those of another one are not taken away."""
+
+    _thread = 0
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._thread == threading.get_ident():
+            super().__exit__(*error)
+
+
 class SavedTensors:
     """Saved tensors that lie in managed storage are kept as (chunk, offset, size, stride), so that saving keeps no
     replica alive; unpacking makes the chunk resident again. All others are kept as autograd would keep them, with the
@@ -165,17 +180,17 @@ class SavedTensors:
         self._chunks = chunks
         self._make_resident = make_resident
 
-    def context(self) -> torch.autograd.graph.saved_tensors_hooks | None:
+    def context(self) -> ThreadHooks | None:
         """Hooks to enter now; None where ours are innermost already, or activation checkpointing's are: those keep no
         tensor in the forward, and in the recomputation another tensor over the storage, which shows as an alias, or a
         frozen parameter itself, which brings its chunk when it is read."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if top is None:
-            return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            return ThreadHooks(self._pack, self._unpack)
         if self._is_covered_by(top[0]):
             return None
         both = _OverUsers(self, *top)
-        return torch.autograd.graph.saved_tensors_hooks(both.pack, both.unpack)
+        return ThreadHooks(both.pack, both.unpack)
 
     def is_innermost(self) -> bool:
         """Whether `context` would be None."""

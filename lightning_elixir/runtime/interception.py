@@ -8,6 +8,7 @@ recomputation its parameters are plain, and nothing is intercepted.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,6 +42,17 @@ _WRITE_CURE = (
 )
 
 
+class _StateDict(threading.local):
+    """The `state_dict()` that a thread is in."""
+
+    depth = 0
+    """Modules whose `state_dict()` runs."""
+    whole: dict[str, Tensor] | None = None
+    """Values by FQN, taken when the first was asked for."""
+    num_changes = 0
+    """`Interception._num_changes` when it began."""
+
+
 class Interception:
     """Classes of the managed parameters, and the handler of intercepted calls.
 
@@ -53,8 +65,8 @@ class Interception:
         self._engine = engine
         self._chunks = chunks
         self._plain_chunks: set[int] = set()
-        self._state_dict_depth = 0
-        self._whole: dict[str, Tensor] | None = None
+        self._state_dict = _StateDict()
+        self._num_changes = 0  # of values, as far as a state_dict() must not go on over them
         self.written = WrittenMasters()
         self._aliases = Aliases()
         made: dict[type, type[nn.Parameter]] = {}
@@ -143,20 +155,24 @@ class Interception:
             return self._set_grad(func, args)
         engine = self._engine
         engine.check_open()
-        engine.turn.check("a parameter was used")
-        engine.leave_interrupted()
+        if func == released.DETACH and self._is_in_state_dict():
+            return self._whole_value(args[0])
+        if func in released.BACKWARD_FUNCTIONS:  # a backward has a turn of its own
+            with self._made_plain([t for t in released.tensors_in((args, dict(kwargs))) if engine.home_of(t)]):
+                return func(*args, **kwargs)
+        with engine.turn.call("a parameter was used"):
+            engine.leave_interrupted()
+            return self._call(func, args, kwargs)
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        engine = self._engine
         managed = [t for t in released.tensors_in((args, dict(kwargs))) if engine.home_of(t) is not None]
         ids = tuple(dict.fromkeys(self._chunk_of(p).id for p in managed))
-        if func == released.DETACH and self._state_dict_depth > 0:
-            return self._whole_value(args[0])
         if func == released.DATA_SETTER:
             return self._assign_data(args[0], args[1])
-        if func in released.BACKWARD_FUNCTIONS:
-            with self._made_plain(managed):
-                return func(*args, **kwargs)
         if engine.is_computing:
             return self._call_in_compute(func, args, kwargs, ids)
-        with engine.turn.brief("a parameter was used"), deferred():  # it has no end that a later one could make up for
+        with deferred():  # it has no end that a later one could make up for
             result = self._call_between_steps(func, args, kwargs, managed, ids)
             for chunk_id in ids:
                 self._aliases.note(self._chunks[chunk_id], result)
@@ -225,12 +241,10 @@ class Interception:
     def _bring(self, chunk: Chunk) -> Iterator[None]:
         """Inside, a chunk is there whose parameters are read where nothing is intercepted."""
         engine, ids = self._engine, (chunk.id,)
-        what = "a parameter was read"
         engine.check_open()
-        engine.turn.check(what)
-        engine.leave_interrupted()
-        is_between_steps = not engine.is_computing
-        with engine.turn.brief(what) if is_between_steps else nullcontext():
+        with engine.turn.call("a parameter was read"):
+            engine.leave_interrupted()
+            is_between_steps = not engine.is_computing
             engine.acquire(ids, pin=True)
             if is_between_steps:
                 engine.touch(ids)
@@ -241,6 +255,10 @@ class Interception:
 
     def _grad_of(self, parameter: Tensor, getter: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         """`parameter.grad` (Note: visible gradients, `runtime/gradients.py`)."""
+        with self._engine.turn.call("a gradient was read"):
+            return self._read_grad(parameter, getter)
+
+    def _read_grad(self, parameter: Tensor, getter: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         engine = self._engine
         chunk, index = self._at(parameter)
         access = released.grad_access()
@@ -271,13 +289,14 @@ class Interception:
     def _set_grad(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         parameter, value = args
         chunk, index = self._at(parameter)
-        with torch._C.DisableTorchFunctionSubclass():
-            func(parameter, value)  # which checks that it fits
-            func(parameter, None)
-        if value is None:
-            self._drop_grad(chunk, index)
-        else:
-            self._engine.gradients.write(chunk, index, value)
+        with self._engine.turn.call("a gradient was set"):
+            with torch._C.DisableTorchFunctionSubclass():
+                func(parameter, value)  # which checks that it fits
+                func(parameter, None)
+            if value is None:
+                self._drop_grad(chunk, index)
+            else:
+                self._engine.gradients.write(chunk, index, value)
 
     def _drop_grad(self, chunk: Chunk, index: int) -> None:
         self._engine.drop_gradient(chunk, index)
@@ -407,30 +426,41 @@ class Interception:
             if chunk.original_dtypes[index] == chunk.dtype or engine.is_computing:
                 data = parameter.clone(memory_format=torch.preserve_format)
             else:
-                engine.meet(Meeting.STATE)
-                data = whole_value(engine, chunk, index).to(engine.device.torch_device)
+                with engine.meeting(Meeting.STATE):
+                    data = whole_value(engine, chunk, index).to(engine.device.torch_device)
         copied = nn.Parameter(data, requires_grad=parameter.requires_grad)
         copied.__class__ = self._plain_class(parameter)
         copied.__dict__.update(parameter.__dict__)
         return copied
 
     def enter_state_dict(self) -> None:
-        self._state_dict_depth += 1
+        mine = self._state_dict
+        if not self._is_in_state_dict():
+            mine.num_changes = self._num_changes
+        mine.depth += 1
 
     def exit_state_dict(self) -> None:
-        self._state_dict_depth = max(0, self._state_dict_depth - 1)
-        if self._state_dict_depth == 0:
-            self._whole = None
+        mine = self._state_dict
+        mine.depth = max(0, mine.depth - 1)
+        if mine.depth == 0:
+            mine.whole = None
 
     def forget_state_dict(self) -> None:
-        """What an exception may have left of a `state_dict()`: values that change now."""
-        self._state_dict_depth, self._whole = 0, None
+        """Values change now: what an exception may have left of a `state_dict()` is none."""
+        self._num_changes += 1
+
+    def _is_in_state_dict(self) -> bool:
+        """Whether this thread is in a `state_dict()`."""
+        mine = self._state_dict
+        if mine.depth and mine.num_changes != self._num_changes and not released.is_in_state_dict():
+            mine.depth, mine.whole = 0, None  # an exception has ended it
+        return mine.depth > 0
 
     @contextmanager
     def whole_state(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Inside, `state_dict()` takes parameters from `values` (by FQN), and asks no other rank."""
         self.enter_state_dict()
-        self._whole = dict(values)
+        self._state_dict.whole = dict(values)
         try:
             yield
         finally:
@@ -438,9 +468,10 @@ class Interception:
 
     def _whole_value(self, parameter: Tensor) -> Tensor:
         """`state_dict()` of the model or a part of it: whole values on the CPU, in the model's own dtype."""
-        if self._whole is None:
-            self._whole = self._engine.whole_values()
-        return self._whole[self.name_of(parameter)]
+        mine = self._state_dict
+        if mine.whole is None:
+            mine.whole = self._engine.whole_values()
+        return mine.whole[self.name_of(parameter)]
 
     def name_of(self, parameter: Tensor) -> str:
         chunk, index = self._at(parameter)

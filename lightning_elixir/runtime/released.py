@@ -132,6 +132,17 @@ def grad_access() -> GradAccess:
     return GradAccess.OTHER
 
 
+def is_in_state_dict() -> bool:
+    """Whether this thread is inside a module's `state_dict()`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "state_dict" and code.co_filename.replace("\\", "/").endswith("torch/nn/modules/module.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def is_loading() -> bool:
     """Whether the call that is being intercepted is that of `load_state_dict`."""
     frame: FrameType | None = sys._getframe(1)

@@ -1,16 +1,16 @@
 """Which thread uses an engine. [Note: turns]
 
-Forward, backward and step belong to one thread from begin to end, with those that autograd runs backward on. Chunks
-come and go meanwhile, so other threads that touch parameters are refused then, at once: if they waited, training could
-wait for them. Between these, a thread that touches parameters has the engine for as long as the call takes, and a
-forward, backward or step that would begin meanwhile waits for that.
+Forward, backward and step belong to one thread from begin to end, with those that autograd runs backward on; so does
+every call between them that looks at parameters, gradients or states. The thread that trains (it ran the last backward
+or step) waits while another one's call is served. Other threads wait for each other's calls, and are refused at once
+in the middle of a forward, a backward, a step or a `full_parameters` block: chunks come and go there, and if they
+waited, training could wait for them. What a thread leaves open when it ends is free.
 """
 
 from __future__ import annotations
 
+import enum
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -21,6 +21,15 @@ _CURE = (
     "look at parameters where training runs, between steps (in a callback, such as on_train_batch_end), and give the "
     "other thread a copy (parameter.detach().clone())"
 )
+_POLL_S = 1.0  # the thread that is waited for may end without a word
+
+
+class _Use(enum.Enum):
+    CALL = enum.auto()
+    BLOCK = enum.auto()
+    """Has user code inside."""
+    PHASE = enum.auto()
+    """A forward, a backward or a step."""
 
 
 class Turn:
@@ -33,90 +42,119 @@ class Turn:
     def __init__(self, is_shared: bool) -> None:
         self._is_shared = is_shared
         self._condition = threading.Condition()
-        self._owner: int | None = None
-        self._depth = 0
-        self._is_long = False  # until the end of a forward, a backward or a step
-        self._last_long: int | None = None
+        self._owner: threading.Thread | None = None
+        self._uses: list[Held] = []  # of the owner, begun and not ended
+        self._trainer: threading.Thread | None = None
         self.was_contended = False
         """Whether any other thread than the one that trains has asked."""
 
-    def check(self, what: str) -> None:
-        """Raises `StateError` if another thread is in the middle of a forward, a backward or a step."""
-        if self._is_long and self._owner != self._thread():
-            self._refuse(what)
+    def is_mine(self) -> bool:
+        """Whether this thread has the engine."""
+        owner = self._owner
+        return owner is not None and (owner.ident == threading.get_ident() or owner is self._thread())
 
-    def begin(self, what: str) -> None:
-        """Have the engine until `end`.
+    def call(self, what: str) -> Held:
+        """Inside, have the engine for one call between steps, or inside a phase of this thread's.
 
         Args:
-            what: For the error: "forward".
+            what: For the error: "state_dict()".
 
         Raises:
-            StateError: Another thread is in the middle of a forward, a backward or a step.
+            StateError: The thread that trains is in the middle of something, and this is another one; or several ranks
+                train.
         """
-        self._take(what, is_long=True)
+        return Held(self, what, _Use.CALL)
 
-    def end(self) -> None:
-        """As often as `begin`; by whatever thread, since autograd ends a backward on one of its own."""
-        with self._condition:
-            self._depth -= 1
-            if self._depth <= 0:
-                self._owner, self._depth, self._is_long = None, 0, False
-                self._condition.notify_all()
+    def block(self, what: str) -> Held:
+        """As `call`, with user code inside."""
+        return Held(self, what, _Use.BLOCK)
 
-    @contextmanager
-    def brief(self, what: str) -> Iterator[None]:
-        """Have the engine inside, for one call between steps.
+    def phase(self, what: str, *, is_of_trainer: bool = True, may_be_of_trainer: bool = True) -> Held:
+        """Inside, have the engine for a forward, a backward or a step. It may end in another thread, since autograd
+        ends a backward on one of its own.
+
+        Args:
+            what: For the error: "a forward".
+            is_of_trainer: This thread is the one that trains from here on.
+            may_be_of_trainer: It is, if no other has trained so far.
 
         Raises:
-            StateError: As `begin`; or several ranks train, and this is another thread than the one that does.
+            StateError: The thread that trains is in the middle of something, and this is another one.
         """
-        self._take(what, is_long=False)
-        try:
-            yield
-        finally:
-            self.end()
+        return Held(self, what, _Use.PHASE, is_of_trainer, may_be_of_trainer)
 
-    @contextmanager
-    def lasting(self, what: str) -> Iterator[None]:
-        """`begin`, and `end` after the block."""
-        self.begin(what)
-        try:
-            yield
-        finally:
-            self.end()
-
-    def _refuse(self, what: str) -> NoReturn:
-        """Raises the `StateError` for this thread, which comes while another one has the engine."""
-        self.was_contended = True
-        name = threading.current_thread().name
-        raise StateError(
-            f"{what} in thread {name!r} while another thread is in the middle of a forward, a backward or a step, "
-            f"which moves parameters: {_CURE}"
-        )
-
-    def _take(self, what: str, *, is_long: bool) -> None:
-        me = self._thread()
+    def take(self, held: Held) -> None:
+        """For `Held`."""
+        me, what, use = self._thread(), held.what, held.use
         with self._condition:
-            if self._last_long not in (None, me):
+            if self._trainer is not None and not self._trainer.is_alive():
+                self._trainer = None
+            if self._trainer not in (None, me):
                 self.was_contended = True
-                if self._is_shared and not is_long:
+                if self._is_shared and use is not _Use.PHASE:
                     raise StateError(
-                        f"{what} in thread {threading.current_thread().name!r}, which takes all ranks, and another "
-                        f"thread trains: {_CURE}"
+                        f"{what} in thread {me.name!r}, which takes all ranks, and another thread trains: {_CURE}"
                     )
             while self._owner not in (None, me):
-                if self._is_long:
-                    self._refuse(what)
-                self._condition.wait()
+                if not self._owner.is_alive():
+                    self._uses.clear()
+                    break
+                self.was_contended = True
+                if any(one.use is not _Use.CALL for one in self._uses) and not self._may_wait(me, use):
+                    self._refuse(what, me)
+                self._condition.wait(_POLL_S)
             self._owner = me
-            self._depth += 1
-            if is_long:
-                self._is_long, self._last_long = True, me
+            self._uses.append(held)
+            if held.is_of_trainer or (held.may_be_of_trainer and self._trainer is None):
+                self._trainer = me
 
-    def _thread(self) -> int:
+    def _may_wait(self, me: threading.Thread, use: _Use) -> bool:
+        """For another thread that is in a phase or a block."""
+        return me is self._trainer or (self._trainer is None and use is _Use.PHASE)
+
+    def drop(self, held: Held) -> None:
+        """For `Held`; nothing, where it has not got the engine."""
+        with self._condition:
+            if held in self._uses:
+                self._uses.remove(held)
+                if not self._uses:
+                    self._owner = None
+                    self._condition.notify_all()
+
+    def _refuse(self, what: str, me: threading.Thread) -> NoReturn:
+        raise StateError(
+            f"{what} in thread {me.name!r} while another thread is in the middle of a forward, a backward, a step or a "
+            f"full_parameters block, which moves parameters: {_CURE}"
+        )
+
+    def _thread(self) -> threading.Thread:
         """This thread; for those that autograd runs backward on, the one that trains."""
-        me, trains = threading.get_ident(), self._last_long
-        if trains is not None and me != trains and torch._C._current_graph_task_id() != -1:
-            return trains
-        return me
+        me = threading.current_thread()
+        stands_for = self._trainer or self._owner
+        is_autograds = isinstance(me, threading._DummyThread) and torch._C._current_graph_task_id() != -1
+        return stands_for if is_autograds and stands_for is not None else me
+
+
+class Held:
+    """The engine, for one use: see `Turn.call`. A class, since parameters are touched often."""
+
+    __slots__ = ("_turn", "is_of_trainer", "may_be_of_trainer", "use", "what")
+
+    def __init__(
+        self, turn: Turn, what: str, use: _Use, is_of_trainer: bool = False, may_be_of_trainer: bool = False
+    ) -> None:
+        self._turn = turn
+        self.what = what
+        self.use = use
+        self.is_of_trainer = is_of_trainer
+        self.may_be_of_trainer = may_be_of_trainer
+
+    def __enter__(self) -> None:
+        try:
+            self._turn.take(self)
+        except BaseException:  # a signal may have come when it had taken it
+            self._turn.drop(self)
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._turn.drop(self)

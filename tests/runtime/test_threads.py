@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import threading
@@ -87,16 +88,147 @@ def train_beside_a_monitor(device: str) -> None:
     assert module.stats().evictions > 300
 
 
+Calls = Callable[[ElixirModule, ElixirOptimizer], Any]
+
+CALLS: dict[str, Calls] = {
+    "read": lambda module, optimizer: float(module.module[0][0].weight.detach().sum()),
+    "grad": lambda module, optimizer: [p.grad for p in module.module.parameters()],
+    "zero_grad": lambda module, optimizer: module.zero_grad(),
+    "full_parameters": lambda module, optimizer: _looked_at(module),
+    "full_grads": lambda module, optimizer: module.full_grads(),
+    "state_dict": lambda module, optimizer: module.module.state_dict(),
+    "full_state_dict": lambda module, optimizer: module.full_state_dict(),
+    "deepcopy": lambda module, optimizer: copy.deepcopy(module).state_dict(),
+    "deepcopy of the model": lambda module, optimizer: copy.deepcopy(module.module),
+    "forward": lambda module, optimizer: _without_gradients(module),
+    "layer": lambda module, optimizer: _without_gradients(module.module[3]),
+    "optimizer": lambda module, optimizer: optimizer.state_dict(),
+    "grad_norm": lambda module, optimizer: optimizer.grad_norm(),
+    "stats": lambda module, optimizer: module.stats(),
+}
+ALWAYS = ("stats",)  # served at any time
+CONSISTENT = ("state_dict", "full_state_dict", "deepcopy", "full_parameters")  # of one moment
+
+
+def _looked_at(module: ElixirModule) -> dict[str, torch.Tensor]:
+    with module.full_parameters() as whole:
+        return {name: p.detach().clone() for name, p in whole.items()}
+
+
+def _without_gradients(net: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return net(torch.full((2, WIDTH), 0.1))
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "zero_grad"])
+def test_calls_of_another_thread_leave_training_as_it_is(name: str) -> None:
+    plain = _net()
+    module, optimizer = _wrap(copy.deepcopy(plain))
+    oracle = HybridAdam(plain.parameters(), lr=1e-2)
+    is_over = threading.Event()
+    served: list[Any] = []
+    refused: list[Exception] = []
+
+    def call() -> None:
+        while not is_over.is_set():
+            try:
+                served.append(CALLS[name](module, optimizer))
+            except Exception as error:
+                refused.append(error)
+            is_over.wait(1e-3)
+
+    states = [copy.deepcopy(plain.state_dict())]
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    num_steps = 0
+    while num_steps < 12 or (not served and num_steps < 300):
+        step_side_by_side(plain, oracle, module, optimizer, torch.randn(8, WIDTH))
+        states.append(copy.deepcopy(plain.state_dict()))
+        num_steps += 1
+    is_over.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert served
+    assert {type(error) for error in refused} <= ({StateError} if name not in ALWAYS else set())
+    assert all(torch.equal(value, states[-1][key]) for key, value in module.state_dict().items())
+    if name in CONSISTENT:
+        for values in served:
+            assert any(all(torch.equal(values[key], state[key]) for key in state) for state in states)
+
+
 def test_between_steps_another_thread_is_served() -> None:
     plain = _net()
     model = copy.deepcopy(plain)
     module, optimizer = _wrap(model)
-    optimizer.backward(module(torch.randn(8, WIDTH)).sum())
-    optimizer.zero_grad()
+    x = torch.randn(8, WIDTH)
+    optimizer.backward(module(x).sum())
+    plain(x).sum().backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(_in_thread(lambda p=p: p.detach().clone()), q)
-    values = _in_thread(model.state_dict)
-    assert all(torch.equal(values[name], value) for name, value in plain.state_dict().items())
+        assert torch.equal(_in_thread(lambda p=p: p.grad), q.grad)
+    for name in CONSISTENT:
+        values = _in_thread(lambda name=name: CALLS[name](module, optimizer))
+        assert all(torch.equal(values[key], value) for key, value in plain.state_dict().items())
+    assert _in_thread(lambda: CALLS["zero_grad"](module, optimizer)) is None
+    assert [p.grad for p in model.parameters()] == [None] * 20
+
+
+def test_the_thread_that_trains_waits_for_the_forward_of_another() -> None:
+    model = _net()
+    module, optimizer = _wrap(model)
+    x = torch.randn(8, WIDTH)
+    expected = module(x).detach()
+    optimizer.backward(module(x).sum())  # from here on, this is the thread that trains
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def wait(*args: Any) -> None:
+        if threading.current_thread().name == "other":
+            is_inside.set()
+            assert may_go_on.wait(60)
+
+    model[5].register_forward_hook(wait)
+    found: list[torch.Tensor] = []
+
+    def run() -> None:
+        with torch.no_grad():
+            found.append(module(x))
+
+    thread = threading.Thread(target=run, name="other", daemon=True)
+    thread.start()
+    assert is_inside.wait(60)
+    timer = threading.Timer(0.2, may_go_on.set)
+    timer.start()
+    assert torch.equal(module(x), expected)
+    thread.join(60)
+    assert torch.equal(found[0], expected)
+
+
+def test_in_a_block_of_the_thread_that_trains_another_is_refused() -> None:
+    model = _net()
+    module, optimizer = _wrap(model)
+    optimizer.backward(module(torch.randn(8, WIDTH)).sum())
+    with module.full_parameters():
+        assert isinstance(_in_thread(module.full_state_dict), StateError)  # and does not wait for the block's end
+    assert isinstance(_in_thread(module.full_state_dict), dict)
+
+
+def test_what_a_thread_has_left_open_is_free_when_it_has_ended() -> None:
+    model = _net()
+    module, _ = _wrap(model)
+
+    def leave(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model[5].register_forward_hook(leave)
+
+    def run() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            model(torch.randn(8, WIDTH))  # torch calls no hooks after it, so the engine is not told
+
+    _in_thread(run)
+    handle.remove()
+    x = torch.randn(8, WIDTH)
+    assert torch.equal(module(x), _net()(x))
 
 
 def test_inside_forward_another_thread_is_refused_and_told_what_to_do() -> None:
@@ -105,15 +237,15 @@ def test_inside_forward_another_thread_is_refused_and_told_what_to_do() -> None:
     weight, seen = model[0][0].weight, []
 
     def look(*args: Any) -> None:
-        seen.append(_in_thread(lambda: float(weight.sum())))
-        seen.append(_in_thread(lambda: module(torch.randn(8, WIDTH))))
-        seen.append(_in_thread(model.state_dict))
+        seen.extend(
+            _in_thread(lambda call=call: call(module, optimizer)) for name, call in CALLS.items() if name not in ALWAYS
+        )
         assert _in_thread(lambda: tuple(weight.shape)) == (WIDTH, WIDTH)
 
     model[5].register_forward_hook(look)
     x = torch.randn(8, WIDTH)
     loss = module(x).square().mean()
-    assert len(seen) == 3
+    assert len(seen) == len(CALLS) - len(ALWAYS)
     for error in seen:
         assert isinstance(error, StateError)
         assert "thread 'monitor'" in str(error)
