@@ -257,9 +257,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _used(self) -> dict[int, set[int]]:
         """Members of this optimizer, by chunk id, that got a gradient on any rank. Collective."""
         self._follow_groups()
-        used = self._engine.globally_used()
-        own = {chunk_id: members & self._states.members[chunk_id] for chunk_id, members in used.items()}
-        return {chunk_id: members for chunk_id, members in own.items() if members}
+        return self._engine.globally_used(self._states.members)
 
     # Training
 
@@ -352,15 +350,17 @@ class ElixirOptimizer(torch.optim.Optimizer):
         is_plain = not self.is_step_skipped and all(change == ("factor", 1.0) for change in self._transforms)
         self.scaler.update(self.is_step_skipped)
         with self._all_or_nothing():
-            engine.end_step({} if self.is_step_skipped else used)
+            engine.end_step({} if self.is_step_skipped else used, self._states.members)
         self._forget_changes()
         engine.redone_steps += self._speculation.end_step(is_as_assumed=is_plain)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, whatever `set_to_none` says: managed parameters keep none."""
+        """Drop the gradients of this optimizer's parameters (all, where there is no other optimizer), whatever
+        `set_to_none` says: managed parameters keep none."""
         if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
             self.optimizer.zero_grad(set_to_none)  # the user's class may do more
-        self._engine.drop_gradients()
+        self._engine.drop_gradients(self._states.members)
+        self._forget_changes()
 
     @torch.no_grad()
     def _update(self, used: Mapping[int, set[int]]) -> None:

@@ -241,6 +241,7 @@ class Engine:
         self._aliased_ids: list[int] = []  # on any rank, at the beginning of the step
         self._is_order_known = False
         self._optimizers: list[AttachedOptimizer] = []
+        self._dropped_by_others: set[tuple[int, int]] = set()  # gradients that one's step dropped and another's needs
         self._holders: list[weakref.WeakMethod[Callable[[], dict[str, int]]]] = []
         self._statistics = [m for m in module.modules() if getattr(m, "track_running_stats", False)]
         self._has_own_statistics = False
@@ -940,8 +941,11 @@ class Engine:
                 "whole. Look at them after the step, or use update_timing='behind_forward'"
             )
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self, members: Mapping[int, Collection[int]] | None = None) -> None:
         """What `zero_grad` does.
+
+        Args:
+            members: By chunk id, of one optimizer: those of others keep their gradients. None: all.
 
         Raises:
             StateError: Updates have begun with these gradients.
@@ -950,6 +954,13 @@ class Engine:
             self._leave_stale()
             self._leave_hooks()
             self.check_whole()
+            if members is not None and any(self._is_of_another(*key, members) for key in self.reducer.used):
+                for chunk_id, indices in members.items():
+                    self._dropped_by_others -= {(chunk_id, index) for index in indices}
+                    for index in indices:
+                        self.drop_gradient(self.chunks[chunk_id], index)
+                return
+            self._dropped_by_others.clear()
             self.gradients.forget_all()
             self.reducer.clear()
             self._forget_gradient_changes()
@@ -960,6 +971,13 @@ class Engine:
         self.reducer.drop_member(chunk, index)
         if not self.reducer.used:
             self._forget_gradient_changes()
+
+    def _is_of_another(self, chunk_id: int, index: int, members: Mapping[int, Collection[int]]) -> bool:
+        """Whether a member, which is none of `members`, is another optimizer's."""
+        if index in members.get(chunk_id, ()):
+            return False
+        states = [known.states for known in self._optimizers if known.states is not None]
+        return any(index in one.members.get(chunk_id, ()) for one in states)
 
     def _forget_gradient_changes(self) -> None:
         for known in self._optimizers:
@@ -985,12 +1003,15 @@ class Engine:
         ids = dict.fromkeys(i for event in trace.acquires() for i in event.ids)
         return {chunk_id: place for place, chunk_id in enumerate(ids)}
 
-    def end_step(self, updated: Mapping[int, Collection[int]]) -> None:
-        """The shards of `updated` hold new values: replicas made from the old ones go.
+    def end_step(self, updated: Mapping[int, Collection[int]], members: Mapping[int, Collection[int]]) -> None:
+        """The shards of `updated` hold new values: replicas made from the old ones go, and so do all gradients.
 
         Args:
             updated: Members, by chunk id.
+            members: All that the optimizer has, by chunk id.
         """
+        if len(self._optimizers) > 1:
+            self._dropped_by_others |= {key for key in self.reducer.used if self._is_of_another(*key, members)}
         self.iterations.end()
         self._leave_covered()
         self._versions = []  # what was computed before the step is checked one by one, when backward needs it
@@ -1289,14 +1310,30 @@ class Engine:
                 if is_there:
                     self.drop(ids)
 
-    def globally_used(self) -> dict[int, set[int]]:
-        """Members, by chunk id, that got a gradient on any rank since the last step. Collective."""
-        members = [(c.id, i) for c in self.chunks if c.spec.requires_grad for i in range(len(c.parameters))]
-        marks = torch.tensor([key in self.reducer.used for key in members], dtype=torch.uint8)
-        self.comm.all_reduce_max(marks)
+    def globally_used(self, members: Mapping[int, Collection[int]] | None = None) -> dict[int, set[int]]:
+        """Members, by chunk id, that got a gradient on any rank since the last step. Collective.
+
+        Args:
+            members: By chunk id, of one optimizer; None: all.
+
+        Raises:
+            StateError: The step of another optimizer has dropped a gradient of these.
+        """
+        keys = [(c.id, i) for c in self.chunks if c.spec.requires_grad for i in range(len(c.parameters))]
+        marks = [2 if key in self._dropped_by_others else int(key in self.reducer.used) for key in keys]
+        of_ranks = torch.tensor(marks, dtype=torch.uint8)
+        self.comm.all_reduce_max(of_ranks)
         used: dict[int, set[int]] = {}
-        for (chunk_id, index), is_used in zip(members, marks.tolist(), strict=True):
-            if is_used:
+        for (chunk_id, index), mark in zip(keys, of_ranks.tolist(), strict=True):
+            if members is not None and index not in members.get(chunk_id, ()):
+                continue
+            if mark == 2 and members is not None:
+                raise StateError(
+                    f"the gradient of {self.chunks[chunk_id].spec.members[index].fqn} was dropped by the step of "
+                    "another ElixirOptimizer over the same model, which takes all gradients: use one optimizer with a "
+                    "parameter group for each, or run zero_grad(), backward and step() of the one after the other's"
+                )
+            if mark:
                 used.setdefault(chunk_id, set()).add(index)
         return used
 

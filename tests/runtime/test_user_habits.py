@@ -136,6 +136,60 @@ def test_the_norm_is_that_of_the_optimizers_parameters() -> None:
     torch.testing.assert_close(module.full_state_dict(), dict(plain.state_dict()), rtol=1e-6, atol=1e-7)
 
 
+def _two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    of_mlps = [p for name, p in model.named_parameters() if "mlp" in name]
+    others = [p for name, p in model.named_parameters() if "mlp" not in name]
+    return [torch.optim.SGD(chosen, lr=0.1, momentum=0.9) for chosen in (of_mlps, others)]
+
+
+@PLACEMENTS
+def test_two_optimizers_one_after_the_other(options: dict[str, Any]) -> None:
+    """As with a generator and its critic: each has its own backward."""
+    plain, model = make("gpt2"), make("gpt2")
+    module = ElixirModule(model, make_plan(model, **options), device=CPU)
+    plain_ones, ours = _two_optimizers(plain), [ElixirOptimizer(module, o) for o in _two_optimizers(model)]
+    for seed in range(4):
+        plain_ones[seed % 2].zero_grad()
+        ours[seed % 2].zero_grad()
+        ZOO["gpt2"].loss(plain, seed).backward()
+        ours[seed % 2].backward(ZOO["gpt2"].loss(module, seed))
+        plain_ones[seed % 2].step()
+        ours[seed % 2].step()
+    state = module.full_state_dict()
+    assert [k for k, v in plain.state_dict().items() if not torch.equal(state[k], v)] == []
+
+
+@PLACEMENTS
+def test_zero_grad_of_one_of_two_optimizers_leaves_the_others_gradients(options: dict[str, Any]) -> None:
+    plain, model = make("gpt2"), make("gpt2")
+    module = ElixirModule(model, make_plan(model, **options), device=CPU)
+    plain_ones, ours = _two_optimizers(plain), [ElixirOptimizer(module, o) for o in _two_optimizers(model)]
+    ZOO["gpt2"].loss(plain, 0).backward()
+    ours[1].backward(ZOO["gpt2"].loss(module, 0))
+    plain_ones[0].zero_grad()
+    ours[0].zero_grad()
+    assert sorted(module.full_grads()) == sorted(n for n, p in plain.named_parameters() if p.grad is not None)
+    plain_ones[1].step()
+    ours[1].step()
+    state = module.full_state_dict()
+    assert [k for k, v in plain.state_dict().items() if not torch.equal(state[k], v)] == []
+
+
+@PLACEMENTS
+def test_a_step_that_dropped_the_gradients_of_another_optimizer_is_told(options: dict[str, Any]) -> None:
+    model = make("gpt2")
+    module = ElixirModule(model, make_plan(model, **options), device=CPU)
+    first, second = (ElixirOptimizer(module, o) for o in _two_optimizers(model))
+    first.backward(ZOO["gpt2"].loss(module, 0))
+    first.step()
+    for call in (second.step, second.grad_norm):
+        with pytest.raises(StateError, match="wte.weight was dropped by the step of another ElixirOptimizer"):
+            call()
+    second.zero_grad()
+    second.backward(ZOO["gpt2"].loss(module, 0))
+    second.step()
+
+
 @PLACEMENTS
 def test_a_group_counts_as_soon_as_it_is_added(options: dict[str, Any]) -> None:
     """In the norm of the next step, and for a state that is loaded, and not only from that step on."""
