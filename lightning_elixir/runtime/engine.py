@@ -41,6 +41,7 @@ from lightning_elixir.runtime.sampling import StepSeconds
 from lightning_elixir.runtime.stats import Stats, take_stats
 from lightning_elixir.runtime.transforms import check_untransformed, explained
 from lightning_elixir.runtime.turns import Held, Turn
+from lightning_elixir.runtime.unreadable import serve_under_modes
 from lightning_elixir.runtime.whole import own_values, whole_values
 from lightning_elixir.storage.nvme import DiskOptions, StateFile, StateTraffic, open_state_file
 from lightning_elixir.storage.shards import ShardStore
@@ -746,6 +747,8 @@ class Engine:
         """Make chunks resident and their parameters plain; with `pin`, until `drop`."""
         if self._cost:
             check_untransformed()
+            if torch._C._len_torch_dispatch_stack():
+                serve_under_modes()
         try:
             with beside_dispatch_modes():
                 self._acquire(ids, pin)

@@ -5,8 +5,8 @@ autograd, activation checkpointing, hooks and custom Functions may keep a parame
 nothing is intercepted. So while a chunk is released its parameters lie on no storage of its own: `.data` is a stand-in
 of the same shape, strides, dtype and device whose dispatch keys hold one that no backend uses. Every operator over it,
 from Python or C++, then comes to `_read`, which has the chunk brought and calls the operator again. Shapes and the like
-can be asked for without that, and gradients be accumulated. It works in every build of torch: the errors that storages
-themselves can raise are there in CUDA builds only.
+can be asked for without that, and gradients be accumulated. What asks from C++ for the address, past all
+operators (`torch.utils.dlpack.to_dlpack`, extensions), gets torch's error of tensors without any.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -73,6 +74,7 @@ def stand_in(view: Tensor, name: str, chunk: _C, bring: Callable[[_C], AbstractC
         device=view.device,
         _extra_dispatch_keys=_KEYS,
     )
+    torch._C._set_throw_on_mutable_data_ptr(made)  # or its address would be 0
     # At the storage: autograd reads through tensors of its own over it, which are no parameters.
     made.storage_at_elixir = made.untyped_storage()  # type: ignore[attr-defined]
     made.storage_at_elixir.home_at_elixir = _Home(name, view, chunk, bring)  # type: ignore[attr-defined]
@@ -108,3 +110,22 @@ def _read(op: Any, *args: Any, **kwargs: Any) -> Any:
 # What the dispatcher does for a key belongs to the process. This keeps nothing, and nobody else has a use for the key.
 _library = torch.library.Library("_", "IMPL")
 _library.fallback(_read, _KEY)
+
+
+@cache
+def serve_under_modes() -> tuple[torch.library.Library, ...]:
+    """Have reads served inside dispatch modes, too (selective activation checkpointing, counters of operators): torch
+    takes no fallback in Python there, but a kernel of each operator. Takes some 0.5 s the first time, none later.
+
+    Returns:
+        The registrations, which last as long as they are kept.
+    """
+    libraries: dict[str, torch.library.Library] = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, operator = name.partition("::")
+        packet, _, overload = operator.partition(".")
+        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        if namespace not in libraries:
+            libraries[namespace] = torch.library.Library(namespace, "IMPL")
+        libraries[namespace].impl(operator, partial(_read, op), _KEY)
+    return tuple(libraries.values())

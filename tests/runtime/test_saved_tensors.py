@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.dlpack import to_dlpack
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_elixir.errors import StateError
 from lightning_elixir.planning import make_plan
@@ -167,13 +169,28 @@ def test_a_released_parameter_is_never_read_without_its_elements(is_inference: b
             module(torch.randn(5, WIDTH, device=device))
             with torch._C.DisableTorchFunctionSubclass():  # as C++ code sees it
                 assert (weight.shape, weight.stride(), weight.dtype) == ((WIDTH, WIDTH), (WIDTH, 1), torch.float32)
-                assert weight.data_ptr() == 0
+                for address in (torch.Tensor.data_ptr, to_dlpack):
+                    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+                        address(weight)
                 assert torch.equal(read(weight), read(expected))
     assert torch.empty_like(weight).shape == weight.new_zeros(WIDTH, WIDTH).shape
     module.close()
     for read in _READS:
         with torch._C.DisableTorchFunctionSubclass(), pytest.raises(StateError, match="closed"):
             read(weight)
+
+
+@pytest.mark.parametrize("is_inference", [True, False])
+def test_so_it_is_under_a_dispatch_mode(is_inference: bool, device: torch.device) -> None:
+    plain = _Model("addmm", "modules").to(device)
+    model = copy.deepcopy(plain)
+    module, _ = _wrap(model, device)
+    weight, expected = model.layers[0].weight, plain.layers[0].weight
+    for read in _READS:
+        with torch.inference_mode(is_inference), FlopCounterMode(display=False):
+            module(torch.randn(5, WIDTH, device=device))
+            with torch._C.DisableTorchFunctionSubclass():
+                assert torch.equal(read(weight), read(expected))
 
 
 class _Overwriting(nn.Module):
