@@ -25,12 +25,12 @@ from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.timeline import Timeline
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
 from lightning_elixir.planning import make_plan, timeline_of
-from lightning_elixir.precision import ElixirPrecision
 from lightning_elixir.profiling.keeping import kept_parameters
 from lightning_elixir.profiling.memory import profile_memory
 from lightning_elixir.profiling.parameters import dtype_name, param_specs
 from lightning_elixir.report import ReportData, render_report
 from lightning_elixir.report.markup import format_count
+from lightning_elixir.strategy.precision import ElixirPrecision
 
 
 @dataclass(frozen=True)

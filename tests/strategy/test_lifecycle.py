@@ -24,8 +24,8 @@ import torch
 import lightning_elixir
 from lightning_elixir._lightning import StrategyRegistry, pl
 from lightning_elixir.errors import StateError
-from lightning_elixir.holding import Holding
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.engine_handle import Holding
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import (
     CHUNK,

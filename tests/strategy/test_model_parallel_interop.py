@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_elixir._lightning import Trainer, pl
 from lightning_elixir.cli import main
-from lightning_elixir.holding import Holding
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.engine_handle import Holding
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import TIGHT, LateNet, make_optimizer, make_trainer
 from tests.strategy.test_sharded_checkpoint import Batches

@@ -21,14 +21,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from lightning_elixir._lightning import pl
 from lightning_elixir.checkpoint import CheckpointIndex
 from lightning_elixir.checkpoint.consolidate import save_one_file
-from lightning_elixir.checkpointing import ShardedCheckpoints
 from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError, StorageError
-from lightning_elixir.holding import Holding
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.segments import segments_of
 from lightning_elixir.planning import make_plan
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.engine_handle import Holding
+from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.cut_up import NUM_THREADS, cut_up
 from tests.helpers.dist import run_ranks

@@ -10,19 +10,19 @@ from typing import Any
 from torch import Tensor
 
 from lightning_elixir._lightning import GradientAccumulationScheduler, LightningModule, Trainer
-from lightning_elixir.callbacks import ElixirStatsMonitor
-from lightning_elixir.config import ElixirConfig
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.holding import Holding
-from lightning_elixir.metering import StepMeter
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.timeline import Timeline
-from lightning_elixir.planner import OptimizerFacts, Planner
 from lightning_elixir.report import ReportData
-from lightning_elixir.retry import RepeatableStep
-from lightning_elixir.run_report import RunReport
-from lightning_elixir.warm_up import WarmUp
+from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
+from lightning_elixir.strategy.config import ElixirConfig
+from lightning_elixir.strategy.engine_handle import Holding
+from lightning_elixir.strategy.oom_retry import RepeatableStep
+from lightning_elixir.strategy.run_report import RunReport
+from lightning_elixir.strategy.shared_plans import OptimizerFacts, Planner
+from lightning_elixir.strategy.step_meter import StepMeter
+from lightning_elixir.strategy.warm_up import WarmUp
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from lightning_elixir.building import check_same_model, run_together
-from lightning_elixir.config import ElixirConfig
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import current_device_memory_bytes
 from lightning_elixir.core.host import available_host_bytes
@@ -29,6 +27,8 @@ from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.planning import data_bytes_of, make_plan, param_specs, timeline_of
 from lightning_elixir.profiling.keeping import is_nothing, kept_parameters
 from lightning_elixir.storage.nvme import DiskOptions
+from lightning_elixir.strategy.config import ElixirConfig
+from lightning_elixir.strategy.model_init import check_same_model, run_together
 
 log = logging.getLogger(__name__)
 

@@ -34,16 +34,19 @@ from lightning_elixir._lightning import (
     TrainerFn,
     is_overridden,
 )
-from lightning_elixir.building import (
-    built_by_first_rank,
-    materialise,
-    meta_parameter_names,
-    run_together,
-    skeleton_of,
-)
 from lightning_elixir.checkpoint import replacing_folder, restore_previous, save_together
-from lightning_elixir.checkpointing import SavesOnException, ShardedCheckpoints, sees_saves
-from lightning_elixir.config import (
+from lightning_elixir.core.comm import SoloComm
+from lightning_elixir.core.threads import ThreadPlan, thread_plan
+from lightning_elixir.core.threads import apply as apply_threads
+from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.optim import HybridAdam
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.search import needs_disk
+from lightning_elixir.plan.types import Plan
+from lightning_elixir.profiling.hardware import profile_hardware, with_disk_rates
+from lightning_elixir.runtime.stats import Stats
+from lightning_elixir.storage.nvme import is_in_memory
+from lightning_elixir.strategy.config import (
     ElixirConfig,
     HardwareOption,
     KeepOption,
@@ -53,25 +56,27 @@ from lightning_elixir.config import (
     StateDictType,
     TimingName,
 )
-from lightning_elixir.core.comm import SoloComm
-from lightning_elixir.core.threads import ThreadPlan, thread_plan
-from lightning_elixir.core.threads import apply as apply_threads
-from lightning_elixir.errors import PlanError, StateError
-from lightning_elixir.fitting import FitRun, accumulates_gradients
-from lightning_elixir.holding import BuildOptions, Holding
-from lightning_elixir.optim import HybridAdam
-from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.search import needs_disk
-from lightning_elixir.plan.types import Plan
-from lightning_elixir.planner import OptimizerFacts, Planner, disk_options
-from lightning_elixir.precision import ElixirPrecision, elixir_precision, is_update_unobserved, needs_norm_or_scale
-from lightning_elixir.processes import ProcessStrategy, StartMethod
-from lightning_elixir.profiling.hardware import profile_hardware, with_disk_rates
-from lightning_elixir.retry import RepeatableStep
-from lightning_elixir.run_report import RunReport
-from lightning_elixir.runtime.stats import Stats
-from lightning_elixir.stopping import GracefulStop
-from lightning_elixir.storage.nvme import is_in_memory
+from lightning_elixir.strategy.engine_handle import BuildOptions, Holding
+from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients
+from lightning_elixir.strategy.graceful_stop import GracefulStop
+from lightning_elixir.strategy.model_init import (
+    built_by_first_rank,
+    materialise,
+    meta_parameter_names,
+    run_together,
+    skeleton_of,
+)
+from lightning_elixir.strategy.oom_retry import RepeatableStep
+from lightning_elixir.strategy.precision import (
+    ElixirPrecision,
+    elixir_precision,
+    is_update_unobserved,
+    needs_norm_or_scale,
+)
+from lightning_elixir.strategy.processes import ProcessStrategy, StartMethod
+from lightning_elixir.strategy.run_report import RunReport
+from lightning_elixir.strategy.sharded_checkpoints import SavesOnException, ShardedCheckpoints, sees_saves
+from lightning_elixir.strategy.shared_plans import OptimizerFacts, Planner, disk_options
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
-from lightning_elixir.building import run_together
 from lightning_elixir.checkpoint import CheckpointIndex, Extent, TensorPlan
 from lightning_elixir.checkpoint.index import first_names
 from lightning_elixir.checkpoint.writer import FILE_BYTES, Contents, ShardWriter
@@ -30,6 +29,7 @@ from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.runtime.whole import own_shard_writer
+from lightning_elixir.strategy.model_init import run_together
 from lightning_elixir.wrapper import ElixirModule
 
 _MODEL = "state_dict"
