@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from lightning_elixir.planning import minimum_waste_search as minimum_waste_search
     from lightning_elixir.planning import optimal_search as optimal_search
     from lightning_elixir.planning import simple_search as simple_search
-    from lightning_elixir.profiling.hardware import profile_hardware as profile_hardware
-    from lightning_elixir.profiling.memory import cuda_memory_profiling as cuda_memory_profiling
-    from lightning_elixir.profiling.memory import profile_memory as profile_memory
+    from lightning_elixir.profiling.fake_step import cuda_memory_profiling as cuda_memory_profiling
+    from lightning_elixir.profiling.fake_step import profile_memory as profile_memory
+    from lightning_elixir.profiling.measured_hardware import profile_hardware as profile_hardware
     from lightning_elixir.strategy import ElixirStrategy as ElixirStrategy
     from lightning_elixir.strategy.callbacks import ElixirStatsMonitor as ElixirStatsMonitor
     from lightning_elixir.strategy.precision import ElixirPrecision as ElixirPrecision
@@ -54,12 +54,12 @@ _HOMES = {
     "PlanError": "errors",
     "StateError": "errors",
     "StorageError": "errors",
-    "cuda_memory_profiling": "profiling.memory",
+    "cuda_memory_profiling": "profiling.fake_step",
     "minimum_waste_search": "planning",
     "optimal_search": "planning",
     "pretrained": "strategy.pretrained",
-    "profile_hardware": "profiling.hardware",
-    "profile_memory": "profiling.memory",
+    "profile_hardware": "profiling.measured_hardware",
+    "profile_memory": "profiling.fake_step",
     "simple_search": "planning",
 }
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from lightning_elixir.core.device import Device
-from lightning_elixir.plan.growth import GrowthModel, StepMemory, needed_blocks, outgrowth
+from lightning_elixir.plan.growth_estimate import GrowthModel, StepMemory, needed_blocks, outgrowth
 from lightning_elixir.plan.memory import num_grad_blocks
 from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.rcache import RCache

@@ -43,7 +43,7 @@ from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.search import needs_disk
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.profiling.hardware import profile_hardware, with_disk_rates
+from lightning_elixir.profiling.measured_hardware import profile_hardware, with_disk_rates
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.storage.nvme import is_in_memory
 from lightning_elixir.strategy.config import (

@@ -24,7 +24,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.state_layout import is_scalar_state
 from lightning_elixir.optimizer import ElixirOptimizer
-from lightning_elixir.plan.segments import Segment, segments_of
+from lightning_elixir.plan.shard_segments import Segment, segments_of
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.engine import Engine

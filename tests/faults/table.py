@@ -393,7 +393,7 @@ _PLAN = (
         "many_moments_of_a_step",
         "plan",
         "silent",
-        "plan/growth.py",
+        "plan/growth_estimate.py",
         "return [(group[0][0], group[-1][1]) for group in",
         "return [(group[0][0], group[0][1]) for group in",
         "In deep models the predicted peak of a longer step is too low, and it runs out of memory.",

@@ -23,7 +23,7 @@ from lightning_elixir.planning import (
     simple_search,
     timeline_of,
 )
-from lightning_elixir.profiling.memory import profile_memory
+from lightning_elixir.profiling.fake_step import profile_memory
 from lightning_elixir.strategy.shared_plans import OptimizerFacts
 from tests.helpers.dist import run_ranks
 

@@ -24,7 +24,7 @@ from lightning_elixir.checkpoint.consolidate import save_one_file
 from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.optim import HybridAdam
-from lightning_elixir.plan.segments import segments_of
+from lightning_elixir.plan.shard_segments import segments_of
 from lightning_elixir.planning import make_plan
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.engine_handle import Holding
