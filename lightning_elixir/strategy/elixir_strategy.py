@@ -38,6 +38,7 @@ from lightning_elixir.checkpoint import replacing_folder, restore_previous, save
 from lightning_elixir.core.comm import SoloComm
 from lightning_elixir.core.threads import ThreadPlan, thread_plan
 from lightning_elixir.core.threads import apply as apply_threads
+from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.hardware import HardwareSpec
@@ -59,13 +60,7 @@ from lightning_elixir.strategy.config import (
 from lightning_elixir.strategy.engine_handle import BuildOptions, Holding
 from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients
 from lightning_elixir.strategy.graceful_stop import GracefulStop
-from lightning_elixir.strategy.model_init import (
-    built_by_first_rank,
-    materialise,
-    meta_parameter_names,
-    run_together,
-    skeleton_of,
-)
+from lightning_elixir.strategy.model_init import built_by_first_rank, materialise, meta_parameter_names, skeleton_of
 from lightning_elixir.strategy.oom_retry import RepeatableStep
 from lightning_elixir.strategy.precision import (
     ElixirPrecision,

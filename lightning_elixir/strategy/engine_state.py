@@ -20,6 +20,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from lightning_elixir.checkpoint import CheckpointIndex, Extent, TensorPlan
 from lightning_elixir.checkpoint.index import first_names
 from lightning_elixir.checkpoint.writer import FILE_BYTES, Contents, ShardWriter
+from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.state_layout import is_scalar_state
@@ -29,7 +30,6 @@ from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.runtime.whole import own_shard_writer
-from lightning_elixir.strategy.model_init import run_together
 from lightning_elixir.wrapper import ElixirModule
 
 _MODEL = "state_dict"

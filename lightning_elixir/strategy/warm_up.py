@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.types import AccessTrace, Plan
+from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy.engine_handle import Holding
 from lightning_elixir.strategy.shared_plans import OptimizerFacts, Planner
