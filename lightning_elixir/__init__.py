@@ -11,7 +11,6 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_elixir.callbacks import ElixirStatsMonitor as ElixirStatsMonitor
     from lightning_elixir.errors import CapacityError as CapacityError
     from lightning_elixir.errors import DivergenceError as DivergenceError
     from lightning_elixir.errors import ElixirError as ElixirError
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from lightning_elixir.errors import PlanError as PlanError
     from lightning_elixir.errors import StateError as StateError
     from lightning_elixir.errors import StorageError as StorageError
-    from lightning_elixir.loading import pretrained as pretrained
     from lightning_elixir.optim.hybrid_adam import CPUAdam as CPUAdam
     from lightning_elixir.optim.hybrid_adam import HybridAdam as HybridAdam
     from lightning_elixir.plan.hardware import HardwareSpec as HardwareSpec
@@ -27,11 +25,13 @@ if TYPE_CHECKING:
     from lightning_elixir.planning import minimum_waste_search as minimum_waste_search
     from lightning_elixir.planning import optimal_search as optimal_search
     from lightning_elixir.planning import simple_search as simple_search
-    from lightning_elixir.precision import ElixirPrecision as ElixirPrecision
-    from lightning_elixir.profiling.hardware import profile_hardware as profile_hardware
-    from lightning_elixir.profiling.memory import cuda_memory_profiling as cuda_memory_profiling
-    from lightning_elixir.profiling.memory import profile_memory as profile_memory
+    from lightning_elixir.profiling.fake_step import cuda_memory_profiling as cuda_memory_profiling
+    from lightning_elixir.profiling.fake_step import profile_memory as profile_memory
+    from lightning_elixir.profiling.measured_hardware import profile_hardware as profile_hardware
     from lightning_elixir.strategy import ElixirStrategy as ElixirStrategy
+    from lightning_elixir.strategy.callbacks import ElixirStatsMonitor as ElixirStatsMonitor
+    from lightning_elixir.strategy.precision import ElixirPrecision as ElixirPrecision
+    from lightning_elixir.strategy.pretrained import pretrained as pretrained
     from lightning_elixir.wrapper import ElixirModule as ElixirModule
     from lightning_elixir.wrapper import ElixirOptimizer as ElixirOptimizer
 
@@ -44,8 +44,8 @@ _HOMES = {
     "ElixirError": "errors",
     "ElixirModule": "wrapper",
     "ElixirOptimizer": "wrapper",
-    "ElixirPrecision": "precision",
-    "ElixirStatsMonitor": "callbacks",
+    "ElixirPrecision": "strategy.precision",
+    "ElixirStatsMonitor": "strategy.callbacks",
     "ElixirStrategy": "strategy",
     "HardwareSpec": "plan.hardware",
     "HybridAdam": "optim.hybrid_adam",
@@ -54,12 +54,12 @@ _HOMES = {
     "PlanError": "errors",
     "StateError": "errors",
     "StorageError": "errors",
-    "cuda_memory_profiling": "profiling.memory",
+    "cuda_memory_profiling": "profiling.fake_step",
     "minimum_waste_search": "planning",
     "optimal_search": "planning",
-    "pretrained": "loading",
-    "profile_hardware": "profiling.hardware",
-    "profile_memory": "profiling.memory",
+    "pretrained": "strategy.pretrained",
+    "profile_hardware": "profiling.measured_hardware",
+    "profile_memory": "profiling.fake_step",
     "simple_search": "planning",
 }
 

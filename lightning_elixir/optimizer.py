@@ -31,7 +31,7 @@ from lightning_elixir.optim.speculation import Begun, Speculation
 from lightning_elixir.optim.state_layout import is_scalar_state
 from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.memory import is_on_nvme
-from lightning_elixir.plan.segments import Segment
+from lightning_elixir.plan.shard_segments import Segment
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk

@@ -17,20 +17,20 @@ from lightning_elixir.core.device import current_device_memory_bytes, make_devic
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.keeping import kept_in
+from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.memory import Budget, ModelDataBytes
 from lightning_elixir.plan.packing import PackedChunk, candidate_chunk_numels, pack, regular_block_bytes
 from lightning_elixir.plan.placement import Layout, PlacementRequest, check_request, place
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.search import could_speculate, distance, search, with_forecast
 from lightning_elixir.plan.space import Candidate, Problem
-from lightning_elixir.plan.streaming import STREAM_BYTES
+from lightning_elixir.plan.stream_buffers import STREAM_BYTES
 from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, ParamSpec, Plan, UpdateTiming
-from lightning_elixir.profiling.hardware import profile_hardware
-from lightning_elixir.profiling.keeping import KeepFp32, kept_parameters
-from lightning_elixir.profiling.memory import StepFn, profile_memory
+from lightning_elixir.profiling.fake_step import StepFn, profile_memory
+from lightning_elixir.profiling.kept_fp32 import KeepFp32, kept_parameters
+from lightning_elixir.profiling.measured_hardware import profile_hardware
 from lightning_elixir.profiling.parameters import dtype_name, module_accesses, norm_parameters, param_specs
 
 __all__ = [

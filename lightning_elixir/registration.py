@@ -29,8 +29,8 @@ def register_strategies() -> None:
 
 def _make_strategy(**options: Any) -> Any:
     from lightning_elixir.strategy import (
-        ElixirStrategy,
-    )  # with the engine; a Trainer of another strategy needs none of it
+        ElixirStrategy,  # with the engine, which Trainers of other strategies do without
+    )
 
     return ElixirStrategy(**options)
 

@@ -17,9 +17,9 @@ from lightning_elixir.core.comm import make_comm
 from lightning_elixir.core.device import make_device
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optimizer import ElixirOptimizer
-from lightning_elixir.plan.keeping import kept_in, with_kept
+from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.profiling.keeping import KeepFp32, compute_in_fp32, is_nothing, kept_parameters, map_floating
+from lightning_elixir.profiling.kept_fp32 import KeepFp32, compute_in_fp32, is_nothing, kept_parameters, map_floating
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.build import Precision
 from lightning_elixir.runtime.engine import Engine

@@ -13,49 +13,28 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "lightning_elixir"
 
 # What each room of the package may import of the others; every room may import itself and `errors`.
-ENGINE = {"core", "plan", "kernels", "storage", "profiling", "optim", "checkpoint", "runtime"}
-BELOW_LIGHTNING = ENGINE | {"config", "planning", "wrapper", "optimizer", "building", "holding", "planner"}
-BELOW_LIGHTNING |= {"report", "retry", "run_report", "warm_up", "metering", "saving", "checkpointing", "loading"}
-ABOVE = {"_lightning", "registration", "processes", "strategy", "precision", "cli", "callbacks", "fitting", "stopping"}
-EVERYTHING = BELOW_LIGHTNING | ABOVE
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "plan": set(),
     "core": set(),
-    "config": {"plan"},
     "kernels": {"core", "plan"},
     "storage": {"core", "plan"},
-    "profiling": {"core", "plan", "storage", "kernels", "optim"},  # the optimizer whose speed is measured
     "optim": {"core", "plan", "kernels", "storage"},
-    "checkpoint": {"core", "plan", "storage"},
+    "profiling": {"core", "plan", "storage", "kernels", "optim"},  # the optimizer whose speed is measured
+    "checkpoint": {"core", "storage"},
     "runtime": {"core", "plan", "storage", "optim"},
-    "planning": {"core", "plan", "profiling", "config"},
-    "wrapper": ENGINE | {"planning", "optimizer"},
-    "optimizer": ENGINE | {"wrapper"},
-    "saving": ENGINE | {"wrapper", "optimizer", "building"},
-    # The strategy's helpers, which know the engine but not Lightning.
-    "building": ENGINE | {"wrapper"},
-    "loading": ENGINE | {"building"},
-    "holding": BELOW_LIGHTNING,
-    "planner": BELOW_LIGHTNING,
-    "checkpointing": BELOW_LIGHTNING,
-    "retry": BELOW_LIGHTNING,
-    "warm_up": BELOW_LIGHTNING,
-    "metering": BELOW_LIGHTNING,
-    "run_report": {"plan", "report"},
+    "report": {"plan"},
+    "planning": {"core", "plan", "profiling"},
+    "optimizer": {"core", "plan", "optim", "runtime", "wrapper"},
+    "wrapper": {"core", "plan", "profiling", "runtime", "storage", "optimizer"},
     # Lightning itself comes in through `_lightning` alone.
     "_lightning": set(),
+    "strategy": {"_lightning", "wrapper", "optimizer", "planning", "report", "runtime", "checkpoint", "profiling"}
+    | {"optim", "storage", "core", "plan"},
     "registration": {"_lightning", "strategy"},
-    "processes": {"_lightning", "core"},
-    "stopping": {"_lightning", "core"},
-    "strategy": EVERYTHING,
-    "precision": EVERYTHING,
-    "cli": EVERYTHING,
-    "callbacks": EVERYTHING,
-    "fitting": EVERYTHING,
-    "report": {"plan"},
-    "__init__": EVERYTHING,
-    "__main__": EVERYTHING,
+    "cli": {"_lightning", "registration", "strategy", "planning", "report", "checkpoint", "profiling", "plan"},
+    "__init__": {"plan", "optim", "profiling", "planning", "wrapper", "strategy", "registration"},
+    "__main__": {"cli"},
 }
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}

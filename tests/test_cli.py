@@ -34,7 +34,7 @@ from lightning_elixir.cli.wording import in_options, size_of, speaking_of_option
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware, save_hardware
 from lightning_elixir.plan.io import load_plan, plan_from_dict
-from lightning_elixir.profiling.hardware import FoundHardware, find_hardware
+from lightning_elixir.profiling.measured_hardware import FoundHardware, find_hardware
 from lightning_elixir.report.tables import GPU_KINDS
 from tests.helpers.dist import run_ranks
 

@@ -11,10 +11,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from lightning_elixir.config import ElixirConfig, NvmeBackendName, parse_bytes
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import HardwareSpec, save_hardware
+from lightning_elixir.plan.units import parse_bytes
 from lightning_elixir.storage.nvme import BACKENDS
+from lightning_elixir.strategy.config import ElixirConfig, NvmeBackendName
 
 
 @pytest.mark.parametrize(

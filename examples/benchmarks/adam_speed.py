@@ -28,13 +28,13 @@ from lightning_elixir.core.device import Device, make_device
 from lightning_elixir.core.host import cpu_model, num_usable_cores
 from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.kernels import cpu
-from lightning_elixir.kernels.build import BuildError
+from lightning_elixir.kernels.compilation import BuildError
 from lightning_elixir.kernels.sequence import run_sequence
 from lightning_elixir.optim.adam import AdamHyper, adam_scalars
 from lightning_elixir.optim.execution import UpdateRunner, UpdateTimes
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
-from lightning_elixir.plan.streaming import SCRATCH_BYTES, SLOT_BYTES
+from lightning_elixir.plan.stream_buffers import SCRATCH_BYTES, SLOT_BYTES
 
 HYPER = AdamHyper(
     lr=1e-4,

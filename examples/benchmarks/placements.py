@@ -32,10 +32,11 @@ from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.plan.packing import PackedChunk
-from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, PlacementRequest, Placer, Site, format_bytes
+from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, PlacementRequest, Placer, Site
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.streaming import STREAM_BYTES
+from lightning_elixir.plan.stream_buffers import STREAM_BYTES
 from lightning_elixir.plan.types import Plan, Tier
+from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.planning import data_bytes_of, make_plan, module_accesses, timeline_of
 
 _spec = importlib.util.spec_from_file_location("train_gpt", Path(__file__).parents[1] / "train_gpt.py")

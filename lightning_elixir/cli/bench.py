@@ -13,10 +13,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 
-from lightning_elixir.cli.tables import print_hardware
+from lightning_elixir.cli.rich_tables import print_hardware
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import save_hardware
-from lightning_elixir.profiling.hardware import FoundHardware, find_hardware
+from lightning_elixir.profiling.measured_hardware import FoundHardware, find_hardware
 
 
 def run_bench(options: argparse.Namespace) -> int:

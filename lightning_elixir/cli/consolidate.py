@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from lightning_elixir.checkpoint.consolidate import consolidate
-from lightning_elixir.config import parse_bytes
+from lightning_elixir.plan.units import parse_bytes
 
 
 def run_consolidate(options: argparse.Namespace) -> int:

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from lightning_elixir.cli.machine import Machine, machine_of
+from lightning_elixir.cli.rich_tables import print_plan
 from lightning_elixir.cli.subject import Subject, module_subject
-from lightning_elixir.cli.tables import print_plan
 from lightning_elixir.cli.transformers_subject import transformers_subject
 from lightning_elixir.cli.wording import size_of, speaking_of_options
 from lightning_elixir.errors import CapacityError, PlanError
@@ -25,12 +25,12 @@ from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.timeline import Timeline
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
 from lightning_elixir.planning import make_plan, timeline_of
-from lightning_elixir.precision import ElixirPrecision
-from lightning_elixir.profiling.keeping import kept_parameters
-from lightning_elixir.profiling.memory import profile_memory
+from lightning_elixir.profiling.fake_step import profile_memory
+from lightning_elixir.profiling.kept_fp32 import kept_parameters
 from lightning_elixir.profiling.parameters import dtype_name, param_specs
 from lightning_elixir.report import ReportData, render_report
 from lightning_elixir.report.markup import format_count
+from lightning_elixir.strategy.precision import ElixirPrecision
 
 
 @dataclass(frozen=True)

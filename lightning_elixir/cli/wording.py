@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_elixir.config import parse_bytes
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.units import parse_bytes
 
 _OPTIONS = {
     "gpu_memory_limit": "--gpu-memory",

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_elixir.core.cache import default_cache_dir
 from lightning_elixir.core.threads import default_num_threads
-from lightning_elixir.kernels.build import BuildError, load_library
+from lightning_elixir.kernels.compilation import BuildError, load_library
 from lightning_elixir.kernels.sequence import Scalars, Table, run_sequence
 
 log = logging.getLogger(__name__)

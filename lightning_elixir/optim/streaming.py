@@ -21,9 +21,9 @@ from torch import Tensor
 from lightning_elixir.core.device import Device, Event
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.optim.updates import FlatUpdate
-from lightning_elixir.plan.placement import format_bytes
-from lightning_elixir.plan.streaming import NUM_SLOTS, SCRATCH_BYTES, SLOT_BYTES
+from lightning_elixir.plan.stream_buffers import NUM_SLOTS, SCRATCH_BYTES, SLOT_BYTES
 from lightning_elixir.plan.types import ALIGN_NUMEL
+from lightning_elixir.plan.units import format_bytes
 
 log = logging.getLogger(__name__)
 

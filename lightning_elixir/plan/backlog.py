@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lightning_elixir.plan.lanes import Bus
-from lightning_elixir.plan.streaming import NUM_SLOTS
+from lightning_elixir.plan.stream_buffers import NUM_SLOTS
 
 Record = Callable[[str, float, float, str], None]
 """Lane, begin, end, label."""

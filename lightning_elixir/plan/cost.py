@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Scheme, has_params_on_nvme, is_on_nvme
-from lightning_elixir.plan.streaming import SLOT_BYTES
+from lightning_elixir.plan.stream_buffers import SLOT_BYTES
 from lightning_elixir.plan.types import ChunkSpec, Tier
 
 

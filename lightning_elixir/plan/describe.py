@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_elixir.plan.placement import format_bytes, format_seconds
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.units import format_bytes, format_seconds
 
 _TIMINGS = {
     UpdateTiming.AFTER_BACKWARD: "after backward, and the next forward waits for all of them",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning_elixir.plan.describe import describe_disk, describe_placement, describe_updates
-from lightning_elixir.plan.placement import format_bytes, format_seconds
 from lightning_elixir.plan.types import Plan, StepTimes
+from lightning_elixir.plan.units import format_bytes, format_seconds
 
 _PARTS = (
     ("compute_s", "computing in forward and backward"),

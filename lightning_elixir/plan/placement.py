@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +20,7 @@ from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.spilling import can_move_params
 from lightning_elixir.plan.timeline import beside_rcache_bytes, moments
 from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.units import format_bytes
 
 POLICIES = ("auto", "cpu", "cuda", "const", "static")
 
@@ -492,27 +492,6 @@ def with_params_on_nvme(chunks: Sequence[ChunkSpec], fraction: float) -> tuple[C
 
 def _managed(chunks: Sequence[ChunkSpec]) -> set[int]:
     return {c.id for c in chunks if not c.is_persistent}
-
-
-def format_bytes(value: int, *, is_rounded_up: bool = False) -> str:
-    """1536 -> "1.5 KiB"; rounded up where it is said what would be enough."""
-    amount = float(value)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(amount) < 1024 or unit == "TiB":
-            break
-        amount /= 1024
-    if unit == "B":
-        return f"{value} B"
-    return f"{math.ceil(amount * 10) / 10 if is_rounded_up else amount:.1f} {unit}"
-
-
-def format_seconds(value: float) -> str:
-    """0.0123 -> "12.3 ms", 2.5 -> "2.50 s"."""
-    if value >= 0.9995:
-        return f"{value:.2f} s" if value < 99.995 else f"{value:.0f} s"
-    if value >= 0.9995e-3:
-        return f"{value * 1e3:.3g} ms"
-    return f"{value * 1e6:.3g} us" if value else "0 s"
 
 
 def _highest(sizes: Sequence[int], fraction: float) -> set[int]:

@@ -17,17 +17,7 @@ from itertools import combinations, product
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.memory import memory_use, uses_nvme
-from lightning_elixir.plan.placement import (
-    OFFLOADED,
-    RESIDENT,
-    Layout,
-    Site,
-    check_request,
-    format_bytes,
-    format_seconds,
-    host_parts,
-    sites_of,
-)
+from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, Site, check_request, host_parts, sites_of
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.space import (
     PATTERNS,
@@ -44,6 +34,7 @@ from lightning_elixir.plan.space import (
 from lightning_elixir.plan.spilling import in_host_memory, spilled
 from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.units import format_bytes, format_seconds
 
 _NUM_ALTERNATIVES = 6
 _SAME = 1e-3  # relative difference of predictions below which two placements are as fast

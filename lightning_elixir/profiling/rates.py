@@ -17,7 +17,7 @@ from lightning_elixir.optim.execution import UpdateRunner
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
 from lightning_elixir.plan.hardware import BandwidthCurve
-from lightning_elixir.plan.streaming import SCRATCH_BYTES, SLOT_BYTES
+from lightning_elixir.plan.stream_buffers import SCRATCH_BYTES, SLOT_BYTES
 from lightning_elixir.plan.types import ALIGN_NUMEL
 from lightning_elixir.profiling.stopwatch import Stopwatch
 

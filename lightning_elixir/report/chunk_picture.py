@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
+from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.report.markup import Markup, element, joined
 from lightning_elixir.report.parts import legend, swatch
 

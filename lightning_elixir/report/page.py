@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from lightning_elixir.plan.describe import describe_disk, describe_updates
-from lightning_elixir.plan.placement import format_bytes
+from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.report.chunk_picture import chunk_picture
 from lightning_elixir.report.data import ReportData
 from lightning_elixir.report.markup import Markup, element, format_amount, format_seconds, joined

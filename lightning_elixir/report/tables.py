@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 
 from lightning_elixir.plan.hardware import HardwareSpec, hardware_table
-from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.types import Plan, StepTimes
+from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.report.data import Measured, ReportData
 from lightning_elixir.report.markup import Markup, element, format_amount, format_seconds
 from lightning_elixir.report.parts import swatch

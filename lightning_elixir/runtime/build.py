@@ -12,7 +12,7 @@ from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.plan.memory import has_params_on_nvme, is_on_nvme, problem_of_params_on_nvme, uses_nvme
-from lightning_elixir.plan.segments import segments_of
+from lightning_elixir.plan.shard_segments import segments_of
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.sources import Source, forget_source, source_of

@@ -11,7 +11,7 @@ import torch
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace
 from lightning_elixir.plan.memory import is_on_nvme
-from lightning_elixir.plan.segments import Segment, segments_of
+from lightning_elixir.plan.shard_segments import Segment, segments_of
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.chunk import Chunk
 

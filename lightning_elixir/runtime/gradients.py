@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.errors import DivergenceError, StateError
-from lightning_elixir.plan.segments import segments_of
+from lightning_elixir.plan.shard_segments import segments_of
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk, storage_use_count
 from lightning_elixir.runtime.whole import in_memory_order

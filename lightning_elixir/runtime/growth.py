@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from lightning_elixir.core.device import Device
-from lightning_elixir.plan.growth import GrowthModel, StepMemory, needed_blocks, outgrowth
+from lightning_elixir.plan.growth_estimate import GrowthModel, StepMemory, needed_blocks, outgrowth
 from lightning_elixir.plan.memory import num_grad_blocks
-from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, Plan, Tier
+from lightning_elixir.plan.units import format_bytes
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StateError
-from lightning_elixir.plan.segments import segments_of
+from lightning_elixir.plan.shard_segments import segments_of
 from lightning_elixir.runtime import released
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.aliases import Aliases

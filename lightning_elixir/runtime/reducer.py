@@ -23,7 +23,7 @@ from lightning_elixir.core.worker import TaskEvent
 from lightning_elixir.errors import StateError, StorageError
 from lightning_elixir.optim.scaling import square_sums
 from lightning_elixir.plan.memory import GRAD_BLOCKS, grad_staging, has_params_on_nvme
-from lightning_elixir.plan.segments import Segment, segments_of
+from lightning_elixir.plan.shard_segments import Segment, segments_of
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, add_up, put
 from lightning_elixir.runtime.chunk import Chunk

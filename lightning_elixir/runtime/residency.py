@@ -9,9 +9,9 @@ import torch
 
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import CapacityError
-from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import Plan
+from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.runtime.agreement import Agreement
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.fetcher import Fetcher

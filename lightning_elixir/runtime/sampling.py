@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lightning_elixir.core.device import Device, Mark
-from lightning_elixir.plan.growth import StepMemory
+from lightning_elixir.plan.growth_estimate import StepMemory
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.types import AccessTrace
 

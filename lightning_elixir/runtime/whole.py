@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.errors import StateError
-from lightning_elixir.plan.segments import segments_of
+from lightning_elixir.plan.shard_segments import segments_of
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.storage.nvme import MappedMemory
 from lightning_elixir.storage.shards import ShardStore

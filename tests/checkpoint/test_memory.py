@@ -16,7 +16,14 @@ from lightning_elixir.checkpoint import CheckpointIndex, PendingFolder
 from lightning_elixir.checkpoint.direct_file import NUM_PIECES, PIECE_BYTES
 from lightning_elixir.core.comm import SoloComm
 from lightning_elixir.planning import make_plan
-from lightning_elixir.saving import SavePlan, StandIns, load_model, load_optimizer, model_state, optimizer_state
+from lightning_elixir.strategy.engine_state import (
+    SavePlan,
+    StandIns,
+    load_model,
+    load_optimizer,
+    model_state,
+    optimizer_state,
+)
 from tests.helpers.dist import run_ranks
 
 MIB = 2**20

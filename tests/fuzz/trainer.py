@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_elixir._lightning import LightningModule, Trainer
-from lightning_elixir.config import ElixirConfig
 from lightning_elixir.errors import CapacityError, ElixirError
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.config import ElixirConfig
 from tests.fuzz.backends import COUNTED, Plain, least_limit, plan_options
 from tests.fuzz.build import Net, make_model, make_optimizer, make_schedule
 from tests.fuzz.play import Note, Player, raised

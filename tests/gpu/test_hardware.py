@@ -14,7 +14,7 @@ import torch
 from lightning_elixir.core.comm import SoloComm
 from lightning_elixir.core.device import make_device
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.profiling.hardware import profile_hardware
+from lightning_elixir.profiling.measured_hardware import profile_hardware
 from lightning_elixir.profiling.rates import Workbench
 from lightning_elixir.profiling.stopwatch import Stopwatch
 from tests.helpers.dist import run_ranks

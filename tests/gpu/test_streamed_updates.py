@@ -16,7 +16,7 @@ from lightning_elixir.core.device import make_device
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.optim import execution
 from lightning_elixir.optim.streaming import StateStream
-from lightning_elixir.plan.streaming import STREAM_BYTES
+from lightning_elixir.plan.stream_buffers import STREAM_BYTES
 from tests.helpers.dist import run_ranks
 from tests.helpers.zoo import make
 from tests.runtime import test_streamed_updates as bodies

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from lightning_elixir import checkpointing, saving
 from lightning_elixir.checkpoint import index, writer
+from lightning_elixir.strategy import engine_state, sharded_checkpoints
 
 NUM_THREADS = 3
 
@@ -19,10 +19,10 @@ def cut_up() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (writer, "BOX_NUMEL", 300),
-            (saving, "FILE_BYTES", 1),
+            (engine_state, "FILE_BYTES", 1),
             (index, "_THREAD_BYTES", 1),
             (index, "default_num_threads", lambda: NUM_THREADS),
-            (checkpointing, "default_num_threads", lambda: NUM_THREADS),
+            (sharded_checkpoints, "default_num_threads", lambda: NUM_THREADS),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.kernels import cpu
-from lightning_elixir.kernels.build import BuildError, find_compiler
+from lightning_elixir.kernels.compilation import BuildError, find_compiler
 from lightning_elixir.kernels.cpu import Kernel, adam_update, load_kernel
 from lightning_elixir.kernels.sequence import Scalars, Table, run_sequence
 from lightning_elixir.optim.adam import AdamHyper, adam_scalars, adam_update_

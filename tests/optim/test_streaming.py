@@ -20,7 +20,7 @@ from lightning_elixir.optim.adam import AdamHyper
 from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRunner
 from lightning_elixir.optim.streaming import _MAX_QUEUED, StateStream
 from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
-from lightning_elixir.plan.streaming import NUM_SLOTS, SCRATCH_BYTES, SLOT_BYTES, STREAM_BYTES
+from lightning_elixir.plan.stream_buffers import NUM_SLOTS, SCRATCH_BYTES, SLOT_BYTES, STREAM_BYTES
 from tests.helpers.tiers import crossed
 
 NUMEL = 6 * 512 + 100

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from lightning_elixir.plan.growth import GrowthModel, StepMemory, needed_blocks, outgrowth
+from lightning_elixir.plan.growth_estimate import GrowthModel, StepMemory, needed_blocks, outgrowth
 from lightning_elixir.plan.policy import CachePolicy
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import AccessTrace, Acquire, Drop

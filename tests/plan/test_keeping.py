@@ -9,7 +9,7 @@ import pytest
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
-from lightning_elixir.plan.keeping import kept_in, with_dtypes, with_kept
+from lightning_elixir.plan.kept_dtypes import kept_in, with_dtypes, with_kept
 from lightning_elixir.plan.packing import pack, regular_block_bytes
 from lightning_elixir.plan.selection import entries_of, matching, near_misses
 from lightning_elixir.plan.types import ALIGN_NUMEL, ChunkSpec, Plan, Tier

@@ -20,8 +20,9 @@ from lightning_elixir.plan.memory import (
     nvme_buffers,
 )
 from lightning_elixir.plan.packing import PackedChunk, pack
-from lightning_elixir.plan.placement import Needs, PlacementRequest, format_bytes, place, with_states_on_nvme
+from lightning_elixir.plan.placement import Needs, PlacementRequest, place, with_states_on_nvme
 from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, ParamSpec, Plan, Tier
+from lightning_elixir.plan.units import format_bytes
 from tests.plan.models import accesses_of, random_specs, spec
 from tests.plan.problems import KIB, MIXED, layers, layout_of, place_specs, tiers
 

@@ -14,7 +14,6 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.types import ALIGN_NUMEL, AccessTrace, Plan, Tier, UpdateTiming
-from lightning_elixir.planner import OptimizerFacts
 from lightning_elixir.planning import (
     detect_budget,
     make_plan,
@@ -24,7 +23,8 @@ from lightning_elixir.planning import (
     simple_search,
     timeline_of,
 )
-from lightning_elixir.profiling.memory import profile_memory
+from lightning_elixir.profiling.fake_step import profile_memory
+from lightning_elixir.strategy.shared_plans import OptimizerFacts
 from tests.helpers.dist import run_ranks
 
 KIB = 1024

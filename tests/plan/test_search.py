@@ -16,20 +16,14 @@ from lightning_elixir.plan import space as space_module
 from lightning_elixir.plan.explain import explain, step_parts
 from lightning_elixir.plan.memory import Budget, MemoryUse, memory_use
 from lightning_elixir.plan.packing import candidate_chunk_numels, pack, regular_block_bytes
-from lightning_elixir.plan.placement import (
-    OFFLOADED,
-    Layout,
-    PlacementRequest,
-    format_bytes,
-    format_seconds,
-    host_parts,
-)
+from lightning_elixir.plan.placement import OFFLOADED, Layout, PlacementRequest, host_parts
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.search import search
 from lightning_elixir.plan.space import Candidate, Problem
 from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.timeline import simulate_step
 from lightning_elixir.plan.types import AccessTrace, Acquire, Forecast, ParamSpec, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.units import format_bytes, format_seconds
 from tests.plan.models import accesses_of, random_specs, spec
 from tests.plan.problems import (
     HARDWARE,

@@ -19,9 +19,9 @@ from lightning_elixir.core.comm import SoloComm, make_comm
 from lightning_elixir.core.device import make_device
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, hardware_table
-from lightning_elixir.profiling import hardware, nvme_speed
-from lightning_elixir.profiling.hardware import profile_hardware
+from lightning_elixir.profiling import measured_hardware, nvme_speed
 from lightning_elixir.profiling.hardware_cache import HardwareCache, default_cache_dir
+from lightning_elixir.profiling.measured_hardware import profile_hardware
 from lightning_elixir.profiling.rates import Workbench
 from lightning_elixir.profiling.stopwatch import Stopwatch
 from tests.helpers.dist import run_ranks
@@ -137,7 +137,7 @@ GIB = 1024 * MIB
     ],
 )
 def test_memory_is_bounded(host: int, gpu: int | None, local: int, expected: int) -> None:
-    assert hardware._arena_bytes(hardware._Memory(host, gpu, None), local, GIB) == expected
+    assert measured_hardware._arena_bytes(measured_hardware._Memory(host, gpu, None), local, GIB) == expected
 
 
 # The cache
@@ -148,8 +148,8 @@ def test_second_call_takes_rates_from_the_cache_and_memory_from_now(
 ) -> None:
     measured = quick(tmp_path, nvme_dir=tmp_path.parent)
     refuse_to_measure(monkeypatch)
-    monkeypatch.setattr(hardware, "available_host_bytes", lambda: 12345)
-    monkeypatch.setattr(hardware, "free_disk_bytes", lambda folder, comm: 54321)
+    monkeypatch.setattr(measured_hardware, "available_host_bytes", lambda: 12345)
+    monkeypatch.setattr(measured_hardware, "free_disk_bytes", lambda folder, comm: 54321)
     cached = quick(tmp_path, nvme_dir=tmp_path.parent)
     assert rates(cached) == rates(measured)
     assert (cached.host_bytes, cached.nvme_bytes) == (12345, 54321)
@@ -287,15 +287,15 @@ def test_readers_see_whole_files_while_others_write(tmp_path: Path) -> None:
 
 def profile_rank(folder: str, world_size: int) -> list[HardwareSpec]:
     """Measured; from rank 0's cache, the others having none; measured again because rank 0 says so."""
-    rank, genuine = dist.get_rank(), hardware.available_host_bytes
+    rank, genuine = dist.get_rank(), measured_hardware.available_host_bytes
     own = Path(folder) / str(rank)
-    hardware.available_host_bytes = lambda: (10 - rank) * GIB
+    measured_hardware.available_host_bytes = lambda: (10 - rank) * GIB
     try:
         specs = [
             quick(own, local_world_size=world_size, refresh=how == "anew" and rank == 0) for how in ("", "", "anew")
         ]
     finally:
-        hardware.available_host_bytes = genuine
+        measured_hardware.available_host_bytes = genuine
     assert own.exists() == (rank == 0)
     return specs
 

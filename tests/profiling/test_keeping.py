@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.planning import make_plan, minimum_waste_search, optimal_search
-from lightning_elixir.profiling.keeping import compute_in_fp32, kept_parameters
-from lightning_elixir.profiling.memory import profile_memory
+from lightning_elixir.profiling.fake_step import profile_memory
+from lightning_elixir.profiling.kept_fp32 import compute_in_fp32, kept_parameters
 from lightning_elixir.wrapper import ElixirModule
 
 HALF = torch.bfloat16

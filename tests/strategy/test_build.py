@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_elixir._lightning import pl
-from lightning_elixir.building import parameters_on_meta
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.model_init import parameters_on_meta
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import (
     TIGHT,

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_elixir._lightning import pl
-from lightning_elixir.callbacks import ElixirStatsMonitor
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import CHUNK, WIDTH, Block, Net, fit, make_data, make_trainer
 from tests.strategy.test_fit import BatchNormNet, ManualNet, ScheduledNet

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_elixir import HybridAdam
 from lightning_elixir._lightning import pl
 from lightning_elixir.errors import PlanError
-from lightning_elixir.plan.keeping import kept_in
+from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.planning import make_plan
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks

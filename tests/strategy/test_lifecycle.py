@@ -24,8 +24,8 @@ import torch
 import lightning_elixir
 from lightning_elixir._lightning import StrategyRegistry, pl
 from lightning_elixir.errors import StateError
-from lightning_elixir.holding import Holding
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import (
     CHUNK,
@@ -168,7 +168,7 @@ def test_the_model_keeps_its_values_when_the_trainer_is_gone() -> None:
     del trainer
     gc.collect()
     assert all(torch.equal(model.state_dict()[k], v) for k, v in run.state.items())
-    assert Holding.of(model) is not None
+    assert EngineHandle.of(model) is not None
 
 
 def test_close_frees_everything() -> None:
@@ -197,7 +197,7 @@ def test_two_engines_in_one_process() -> None:
 def test_trained_model_can_be_pickled_as_a_plain_one() -> None:
     _, model, run = fit(ElixirStrategy(**TIGHT))
     copied = pickle.loads(pickle.dumps(model))
-    assert Holding.of(copied) is None
+    assert EngineHandle.of(copied) is None
     assert all(torch.equal(copied.state_dict()[k], v) for k, v in run.state.items())
     assert type(next(copied.parameters())) is torch.nn.Parameter
 
@@ -355,7 +355,7 @@ class CopiedMidway(pl.Callback):
         assert type(model) is type(copied.model) is Net
         assert copied.model is copied.lightning_module is copied.strategy.model
         assert all(type(p) is torch.nn.Parameter for p in (*model.parameters(), *copied.model.parameters()))
-        assert Holding.of(model) is None
+        assert EngineHandle.of(model) is None
         (optimizer,) = copied.optimizers
         assert type(optimizer) is torch.optim.AdamW
         assert optimizer.param_groups[0]["params"][0] is next(copied.model.parameters())

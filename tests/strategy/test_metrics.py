@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from lightning_elixir._lightning import Trainer, pl
-from lightning_elixir.callbacks import ElixirStatsMonitor
 from lightning_elixir.errors import PlanError
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import CHUNK, TIGHT, Net, fit, make_data
 from tests.strategy.test_fit import ManualNet

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_elixir._lightning import Trainer, pl
 from lightning_elixir.cli import main
-from lightning_elixir.holding import Holding
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import TIGHT, LateNet, make_optimizer, make_trainer
 from tests.strategy.test_sharded_checkpoint import Batches
@@ -118,14 +118,14 @@ def _train(
 
 def _values(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any], list[dict[str, Any]]]:
     module = trainer.lightning_module
-    holding = Holding.of(module)
-    if holding is None:
+    handle = EngineHandle.of(module)
+    if handle is None:
         state = get_model_state_dict(module, options=_WHOLE)
         found = get_optimizer_state_dict(module, trainer.optimizers[0], options=_WHOLE)
         return state, found.get("state", {}), found.get("param_groups", [])
     names = {id(p): name for name, p in module.named_parameters()}
     ordered = [names[id(p)] for group in trainer.optimizers[0].param_groups for p in group["params"]]
-    state, found = holding.engine.full_state_dict(), trainer.strategy._wrapped_optimizer.state_dict()
+    state, found = handle.engine.full_state_dict(), trainer.strategy._wrapped_optimizer.state_dict()
     if not found:
         return {}, {}, []
     moments = {ordered[number]: value for number, value in found["state"].items()}

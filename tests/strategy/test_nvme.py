@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from lightning_elixir._lightning import pl
-from lightning_elixir.callbacks import ElixirStatsMonitor
 from lightning_elixir.errors import CapacityError, PlanError, StorageError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.storage.nvme import direct, folders
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import crossed
 from tests.runtime.test_nvme import failing
@@ -268,7 +268,7 @@ def test_a_folder_that_one_rank_cannot_use_is_an_error_on_all(tmp_path: Path) ->
 def test_a_folder_in_memory_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lightning_elixir.strategy.is_in_memory", lambda _: True)
+    monkeypatch.setattr("lightning_elixir.strategy.elixir_strategy.is_in_memory", lambda _: True)
     fit(ElixirStrategy(**on_nvme(tmp_path)), hybrid(), limit_train_batches=1)
     assert "is in memory itself" in caplog.text
 

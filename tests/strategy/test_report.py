@@ -11,13 +11,13 @@ import pytest
 from torch import Tensor
 
 from lightning_elixir._lightning import pl
-from lightning_elixir.callbacks import ElixirStatsMonitor
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.optim.execution import UpdateTimes
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, save_hardware
 from lightning_elixir.plan.io import load_plan
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from tests.helpers.dist import RankError, run_ranks
 from tests.strategy.models import CHUNK, TIGHT, Net, fit, make_data, make_trainer
 from tests.strategy.test_callbacks import MemoryLogger

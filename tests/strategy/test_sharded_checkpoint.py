@@ -21,14 +21,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from lightning_elixir._lightning import pl
 from lightning_elixir.checkpoint import CheckpointIndex
 from lightning_elixir.checkpoint.consolidate import save_one_file
-from lightning_elixir.checkpointing import ShardedCheckpoints
 from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError, StorageError
-from lightning_elixir.holding import Holding
 from lightning_elixir.optim import HybridAdam
-from lightning_elixir.plan.segments import segments_of
+from lightning_elixir.plan.shard_segments import segments_of
 from lightning_elixir.planning import make_plan
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.engine_handle import EngineHandle
+from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.cut_up import NUM_THREADS, cut_up
 from tests.helpers.dist import run_ranks
@@ -72,7 +72,7 @@ class MixedNet(Net):
 
 def _dump(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Whole values and optimizer states, on rank 0."""
-    engine = Holding.of(trainer.lightning_module).engine
+    engine = EngineHandle.of(trainer.lightning_module).engine
     state = {k: v for k, v in engine.full_state_dict().items() if isinstance(v, Tensor)}
     return state, trainer.strategy._wrapped_optimizer.state_dict()
 
@@ -463,7 +463,7 @@ def test_what_is_not_read_of_a_chunk_stays(tmp_path: Path, make_model: Any) -> N
     if make_model is ForgetfulNet:
         expected["layers.1.up.bias"] = torch.full_like(expected["layers.1.up.bias"], 9.0)
     assert_same_state(_dump(trainer)[0], expected)
-    engine = Holding.of(model).engine.engine
+    engine = EngineHandle.of(model).engine.engine
     num_gaps = 0
     for chunk in engine.chunks:
         segments = segments_of(chunk.spec, 0, 1)

@@ -18,9 +18,9 @@ from lightning_elixir.checkpoint import folder as folder_module
 from lightning_elixir.checkpoint import save as save_module
 from lightning_elixir.checkpoint.index import CheckpointIndex
 from lightning_elixir.checkpoint.writer import ShardWriter
-from lightning_elixir.checkpointing import ShardedCheckpoints
 from lightning_elixir.errors import StorageError
 from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
 from tests.helpers.cut_up import cut_up
 from tests.helpers.dist import run_processes, run_ranks, start_processes
 from tests.helpers.failures import SOON_S

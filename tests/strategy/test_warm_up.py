@@ -13,10 +13,10 @@ from lightning_elixir._lightning import Trainer, pl
 from lightning_elixir.plan.io import load_plan, save_plan
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
-from lightning_elixir.planner import Planner
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy import ElixirStrategy
-from lightning_elixir.warm_up import WarmUp
+from lightning_elixir.strategy.shared_plans import Planner
+from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import CHUNK, Net, assert_same_as_plain, fit, make_data, make_trainer
 

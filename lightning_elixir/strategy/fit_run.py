@@ -10,19 +10,19 @@ from typing import Any
 from torch import Tensor
 
 from lightning_elixir._lightning import GradientAccumulationScheduler, LightningModule, Trainer
-from lightning_elixir.callbacks import ElixirStatsMonitor
-from lightning_elixir.config import ElixirConfig
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.holding import Holding
-from lightning_elixir.metering import StepMeter
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.timeline import Timeline
-from lightning_elixir.planner import OptimizerFacts, Planner
 from lightning_elixir.report import ReportData
-from lightning_elixir.retry import RepeatableStep
-from lightning_elixir.run_report import RunReport
-from lightning_elixir.warm_up import WarmUp
+from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
+from lightning_elixir.strategy.config import ElixirConfig
+from lightning_elixir.strategy.engine_handle import EngineHandle
+from lightning_elixir.strategy.oom_retry import RepeatableStep
+from lightning_elixir.strategy.run_report import RunReport
+from lightning_elixir.strategy.shared_plans import OptimizerFacts, Planner
+from lightning_elixir.strategy.step_meter import StepMeter
+from lightning_elixir.strategy.warm_up import WarmUp
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class FitRun:
     Args:
         trainer: Whose fit it is; its steps are measured where there is a report, or an `ElixirStatsMonitor`.
         module: The model.
-        holding: Its engine.
+        handle: Its engine.
         optimizer: The one that was set up for this fit.
         planner: Makes the plans of the warm-up.
         comm: The ranks.
@@ -57,7 +57,7 @@ class FitRun:
         self,
         trainer: Trainer,
         module: LightningModule,
-        holding: Holding,
+        handle: EngineHandle,
         optimizer: ElixirOptimizer,
         planner: Planner,
         comm: Comm,
@@ -67,16 +67,16 @@ class FitRun:
     ) -> None:
         self._trainer = trainer
         self._module = module
-        self._holding = holding
+        self._handle = handle
         self._planner = planner
         self._optimizer = optimizer
         self._hardware = hardware
         self._report = None if config.report_dir is None else RunReport(config.report_dir)
-        engine = holding.engine.engine
-        engine.set_memory_limit(holding.budget.gpu_bytes)
+        engine = handle.engine.engine
+        engine.set_memory_limit(handle.budget.gpu_bytes)
         engine.expect_accumulation(module.automatic_optimization and _most_backwards(trainer) > 1)
         self.warm_up = WarmUp(
-            holding,
+            handle,
             planner,
             comm,
             # Not a method: in a cycle, the states would stay until the collector comes.
@@ -158,14 +158,14 @@ class FitRun:
         meter, report, trainer = self._meter, self._report, self._trainer
         if meter is None or report is None or not trainer.is_global_zero:
             return
-        if self._holding.engine.is_closed:
+        if self._handle.engine.is_closed:
             log.warning("no report is written to %s: the engine is closed, and what it knew is gone", report.folder)
             return
         try:
             measured, held_bytes = meter.measured()
             data = ReportData(
                 title=type(self._module).__name__,
-                plan=self._holding.engine.plan,
+                plan=self._handle.engine.plan,
                 hardware=self._hardware,
                 timeline=self._timeline(),
                 measured=measured,
@@ -180,7 +180,7 @@ class FitRun:
         profile = self.warm_up.profile
         if profile is None:
             return None
-        return self._planner.simulated(self._holding.engine.plan, profile, self._optimizer.num_states)
+        return self._planner.simulated(self._handle.engine.plan, profile, self._optimizer.num_states)
 
     def _num_samples(self) -> int | None:
         """Of one step over all ranks, where the data loader tells."""

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
-from lightning_elixir.building import run_together
 from lightning_elixir.checkpoint import CheckpointIndex, Extent, TensorPlan
 from lightning_elixir.checkpoint.index import first_names
 from lightning_elixir.checkpoint.writer import FILE_BYTES, Contents, ShardWriter
+from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.state_layout import is_scalar_state
 from lightning_elixir.optimizer import ElixirOptimizer
-from lightning_elixir.plan.segments import Segment, segments_of
+from lightning_elixir.plan.shard_segments import Segment, segments_of
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.engine import Engine

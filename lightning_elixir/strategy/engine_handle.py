@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_elixir.building import replace_parameters
-from lightning_elixir.config import ElixirConfig
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.hooks import without_hooks
+from lightning_elixir.strategy.config import ElixirConfig
+from lightning_elixir.strategy.model_init import replace_parameters
 
 if TYPE_CHECKING:
     from lightning_elixir.wrapper import ElixirModule
 
 # The one attribute that we set on a user's module. The engine must live as long as the module does, also when the
 # Trainer is gone, and must go with it: a table beside it, whose entries refer to the module, gives only one of these.
-_ATTRIBUTE = "_elixir_holding"
+_ATTRIBUTE = "_elixir_handle"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class BuildOptions:
     world_size: int
 
 
-class Holding:
+class EngineHandle:
     """An engine, and the parameters that it was built over.
 
     Args:
@@ -68,10 +68,10 @@ class Holding:
         return (type(None), ())
 
     @staticmethod
-    def of(module: nn.Module | None) -> Holding | None:
-        """The live holding of `module`, if there is one."""
-        holding = vars(module).get(_ATTRIBUTE) if module is not None else None
-        return holding if isinstance(holding, Holding) and not holding.engine.is_closed else None
+    def of(module: nn.Module | None) -> EngineHandle | None:
+        """The live handle of `module`, if there is one."""
+        handle = vars(module).get(_ATTRIBUTE) if module is not None else None
+        return handle if isinstance(handle, EngineHandle) and not handle.engine.is_closed else None
 
     def attach(self) -> None:
         object.__setattr__(self.engine.module, _ATTRIBUTE, self)

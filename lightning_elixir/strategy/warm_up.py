@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.holding import Holding
-from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.types import AccessTrace, Plan
-from lightning_elixir.planner import OptimizerFacts, Planner
+from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.strategy.engine_handle import EngineHandle
+from lightning_elixir.strategy.shared_plans import OptimizerFacts, Planner
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class WarmUp:
     """Watches the first steps of a fit and moves the engine from plan to plan. Every method is called by all ranks.
 
     Args:
-        holding: Whose engine it is, and how far it has come in earlier fits.
+        handle: Whose engine it is, and how far it has come in earlier fits.
         planner: Makes the plans.
         comm: The ranks.
         optimizer: What plans have to know of it; asked when a plan is made, since states come with the first step.
@@ -58,7 +58,7 @@ class WarmUp:
 
     def __init__(
         self,
-        holding: Holding,
+        handle: EngineHandle,
         planner: Planner,
         comm: Comm,
         *,
@@ -66,7 +66,7 @@ class WarmUp:
         is_searched: bool,
         is_profile_wanted: bool,
     ) -> None:
-        self._holding = holding
+        self._handle = handle
         self._planner = planner
         self._comm = comm
         self._optimizer = optimizer
@@ -77,13 +77,13 @@ class WarmUp:
         self.profile: StepProfile | None = None
         """What a step under the plan in force does, as far as it is known."""
         self.stage = Stage.WATCHED
-        if holding.is_warm:
-            self.stage = Stage.SETTLING if holding.is_refinable or is_profile_wanted else Stage.DONE
+        if handle.is_warm:
+            self.stage = Stage.SETTLING if handle.is_refinable or is_profile_wanted else Stage.DONE
         self._watch()
 
     @property
     def _engine(self) -> Engine:
-        return self._holding.engine.engine
+        return self._handle.engine.engine
 
     def time_steps(self, is_timed: bool) -> None:
         """Somebody else wants the next steps timed."""
@@ -120,14 +120,14 @@ class WarmUp:
         Returns:
             Whether the engine has moved. If not, there is no smaller plan, or none may be chosen.
         """
-        holding, before = self._holding, self._engine.plan.fingerprint()
+        handle, before = self._handle, self._engine.plan.fingerprint()
         if not self._is_searched:
             return False
-        plan = self._planner.warm_up_plan(holding.skeleton, self._engine.plan, holding.budget)
+        plan = self._planner.warm_up_plan(handle.skeleton, self._engine.plan, handle.budget)
         if plan.fingerprint() == before:
             return False
         self._move_to(plan)
-        holding.is_warm = False
+        handle.is_warm = False
         self.stage, self._num_steps = Stage.WATCHED, 0
         self._watch()
         return True
@@ -150,7 +150,7 @@ class WarmUp:
     def _watch(self) -> None:
         """Look at what this stage is about, and at nothing else."""
         engine = self._engine
-        has_memory = self._holding.has_memory_samples
+        has_memory = self._handle.has_memory_samples
         engine.sample_activations(self.stage is Stage.WATCHED or (self.stage is Stage.TIMED and not has_memory))
         engine.sample_times(self.stage in (Stage.WATCHED, Stage.TIMED) or self._is_timed_for_others)
 
@@ -160,7 +160,7 @@ class WarmUp:
 
     def _make_final_plan(self) -> bool:
         """False: no step could be watched from end to end."""
-        holding, engine = self._holding, self._engine
+        handle, engine = self._handle, self._engine
         profile = engine.step_profile()
         is_known = all(self._comm.exchange_objects(profile is not None))
         if not is_known and self._num_steps < _MOST_STEPS_WATCHED:
@@ -168,32 +168,32 @@ class WarmUp:
         if profile is None or not is_known:
             profile = StepProfile(AccessTrace(()), (StepInterval(0.0, engine.peak_non_model_bytes),))
         self.profile = profile = _with_peak(profile, self._least_bytes)
-        plan = self._planner.final_plan(holding.skeleton, engine.plan, holding.budget, profile, self._optimizer())
-        holding.is_warm = holding.has_memory_samples = True
+        plan = self._planner.final_plan(handle.skeleton, engine.plan, handle.budget, profile, self._optimizer())
+        handle.is_warm = handle.has_memory_samples = True
         # Where everything is on the device nothing can be gained; and fixed policies leave nothing to choose.
-        holding.is_refinable = is_known and plan.policy == "auto" and not plan.is_all_resident
+        handle.is_refinable = is_known and plan.policy == "auto" and not plan.is_all_resident
         self._move_to(plan)
         log.info("the plan from now on: %s", _first_lines(plan))
         return True
 
     def _refine(self) -> None:
-        holding, engine = self._holding, self._engine
+        handle, engine = self._handle, self._engine
         profile = engine.step_profile()
-        holding.has_memory_samples = True
+        handle.has_memory_samples = True
         is_known = all(self._comm.exchange_objects(profile is not None))
         if profile is not None:
             self.profile = profile = _with_peak(profile, self._least_bytes)
-        if not holding.is_refinable or profile is None or not is_known:
+        if not handle.is_refinable or profile is None or not is_known:
             return
-        holding.is_refinable = False
-        plan = self._planner.refined_plan(holding.skeleton, engine.plan, holding.budget, profile, self._optimizer())
+        handle.is_refinable = False
+        plan = self._planner.refined_plan(handle.skeleton, engine.plan, handle.budget, profile, self._optimizer())
         if plan is not None:
             self._move_to(plan)
             log.info("the times of a later step promise more from another plan: %s", _first_lines(plan))
 
     def _move_to(self, plan: Plan) -> None:
         if plan.fingerprint() != self._engine.plan.fingerprint():
-            self._holding.engine.replan(plan)
+            self._handle.engine.replan(plan)
         else:
             self._engine.plan = plan  # the same, with what is expected of it now
 

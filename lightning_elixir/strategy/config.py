@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, get_args
@@ -17,6 +16,7 @@ from lightning_elixir.plan.io import load_plan
 from lightning_elixir.plan.placement import check_fraction
 from lightning_elixir.plan.selection import Entry, entries_of
 from lightning_elixir.plan.types import Plan
+from lightning_elixir.plan.units import parse_bytes
 
 PolicyName = Literal["auto", "cpu", "cuda", "const", "static"]
 TimingName = Literal["auto", "after_backward", "behind_forward", "inside_backward"]
@@ -40,29 +40,7 @@ _FRACTIONS = (
     "nvme_offload_fraction",
     "nvme_offload_param_fraction",
 )
-_UNITS = {"": 1, "b": 1} | {
-    prefix + ending: base**power
-    for power, prefix in enumerate("kmgtp", start=1)
-    for ending, base in (("b", 1000), ("ib", 1024))
-}
-_SIZE = re.compile(r"\s*(?P<amount>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[a-z]*)\s*")
 _REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def parse_bytes(size: int | str) -> int:
-    """Bytes of a size such as `1048576`, `"40GiB"`, `"64 MiB"` or `"1.5GB"`.
-
-    Raises:
-        PlanError: Not a size, negative, or with an unknown unit.
-    """
-    if isinstance(size, int) and not isinstance(size, bool):
-        if size < 0:
-            raise PlanError(f"a size must not be negative, got {size}")
-        return size
-    match = _SIZE.fullmatch(size.lower()) if isinstance(size, str) else None
-    if match is None or match["unit"] not in _UNITS:
-        raise PlanError(f'a size must be bytes as an int or a string like "64MiB", "40GiB" or "1.5GB", got {size!r}')
-    return int(float(match["amount"]) * _UNITS[match["unit"]])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,69 +12,28 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
-import random
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.errors import CapacityError, ElixirError, PlanError, StorageError
+from lightning_elixir.core.random_states import capture_random_states, restore_random_states
+from lightning_elixir.core.together import raise_together
+from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.types import ParamSpec
 from lightning_elixir.runtime.sources import source_of
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-
-# Agreement between ranks
-
-
-def run_together(comm: Comm, action: Callable[[], T]) -> T:
-    """Run `action` on every rank; where it raises on one, every rank raises, so that nobody is left waiting.
-
-    Args:
-        action: What this rank does by itself: no collectives.
-
-    Raises:
-        StorageError: Another rank failed with one; the message names the rank, and holds its error.
-        CapacityError: Likewise.
-        PlanError: Another rank failed otherwise. This rank's own error is raised as it is.
-    """
-    try:
-        result, error = action(), None
-    except Exception as exception:  # whatever it is, the others must hear of it
-        result, error = None, exception
-    _raise_together(comm, error)
-    return result  # type: ignore[return-value]
-
-
-def _raise_together(comm: Comm, error: BaseException | None) -> None:
-    if not any(row[0] for row in comm.exchange([int(error is not None)])):
-        return
-    everyone = comm.exchange_objects(None if error is None else _as_told(comm.rank, error))
-    if error is not None:
-        raise error
-    raise next(told for told in everyone if told is not None)
-
-
-def _as_told(rank: int, error: BaseException) -> ElixirError:
-    """What the others raise: of the same kind, where programs may react to that, as all ranks then must."""
-    text = f"rank {rank} failed: {type(error).__name__}: {error}"
-    if isinstance(error, StorageError):
-        return StorageError(text, path=error.path)
-    if isinstance(error, CapacityError):
-        return CapacityError(text, resource=error.resource, lacking_bytes=error.lacking_bytes)
-    return PlanError(text)
+# What ranks must have in common
 
 
 def check_same_model(comm: Comm, specs: Sequence[ParamSpec]) -> None:
@@ -102,31 +61,6 @@ def _describe(specs: Sequence[tuple[Any, ...]], at: int) -> str:
         return "missing"
     fqn, shape, dtype, requires_grad, _ = specs[at]
     return f"{fqn} {list(shape)} {dtype}{'' if requires_grad else ' (frozen)'}"
-
-
-# Random generators
-
-
-def capture_random_states(device: torch.device) -> dict[str, Any]:
-    """The states of the generators that constructors and dropout draw from, by kind."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return states
-
-
-def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Set the generators to what `capture_random_states` returned; kinds that are not in `states` stay as they are."""
-    if "python" in states:
-        random.setstate(states["python"])
-    if "torch" in states:
-        torch.set_rng_state(states["torch"])
-    if "numpy" in states and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(states["numpy"])
-    if device.type != "cpu" and device.type in states:
-        torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
 def _digest(value: Any) -> str:
@@ -209,7 +143,7 @@ def _only_on_first_rank(
                 build()
     except BaseException as exception:
         error = exception
-    _raise_together(comm, error)
+    raise_together(comm, error)
     _allocate_meta_buffers(model)
     _share_random_states(comm, device, before)
 

@@ -34,16 +34,20 @@ from lightning_elixir._lightning import (
     TrainerFn,
     is_overridden,
 )
-from lightning_elixir.building import (
-    built_by_first_rank,
-    materialise,
-    meta_parameter_names,
-    run_together,
-    skeleton_of,
-)
 from lightning_elixir.checkpoint import replacing_folder, restore_previous, save_together
-from lightning_elixir.checkpointing import SavesOnException, ShardedCheckpoints, sees_saves
-from lightning_elixir.config import (
+from lightning_elixir.core.comm import SoloComm
+from lightning_elixir.core.threads import ThreadPlan, thread_plan
+from lightning_elixir.core.threads import apply as apply_threads
+from lightning_elixir.core.together import run_together
+from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.optim import HybridAdam
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.search import needs_disk
+from lightning_elixir.plan.types import Plan
+from lightning_elixir.profiling.measured_hardware import profile_hardware, with_disk_rates
+from lightning_elixir.runtime.stats import Stats
+from lightning_elixir.storage.nvme import is_in_memory
+from lightning_elixir.strategy.config import (
     ElixirConfig,
     HardwareOption,
     KeepOption,
@@ -53,25 +57,21 @@ from lightning_elixir.config import (
     StateDictType,
     TimingName,
 )
-from lightning_elixir.core.comm import SoloComm
-from lightning_elixir.core.threads import ThreadPlan, thread_plan
-from lightning_elixir.core.threads import apply as apply_threads
-from lightning_elixir.errors import PlanError, StateError
-from lightning_elixir.fitting import FitRun, accumulates_gradients
-from lightning_elixir.holding import BuildOptions, Holding
-from lightning_elixir.optim import HybridAdam
-from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.search import needs_disk
-from lightning_elixir.plan.types import Plan
-from lightning_elixir.planner import OptimizerFacts, Planner, disk_options
-from lightning_elixir.precision import ElixirPrecision, elixir_precision, is_update_unobserved, needs_norm_or_scale
-from lightning_elixir.processes import ProcessStrategy, StartMethod
-from lightning_elixir.profiling.hardware import profile_hardware, with_disk_rates
-from lightning_elixir.retry import RepeatableStep
-from lightning_elixir.run_report import RunReport
-from lightning_elixir.runtime.stats import Stats
-from lightning_elixir.stopping import GracefulStop
-from lightning_elixir.storage.nvme import is_in_memory
+from lightning_elixir.strategy.engine_handle import BuildOptions, EngineHandle
+from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients
+from lightning_elixir.strategy.graceful_stop import GracefulStop
+from lightning_elixir.strategy.model_init import built_by_first_rank, materialise, meta_parameter_names, skeleton_of
+from lightning_elixir.strategy.oom_retry import RepeatableStep
+from lightning_elixir.strategy.precision import (
+    ElixirPrecision,
+    elixir_precision,
+    is_update_unobserved,
+    needs_norm_or_scale,
+)
+from lightning_elixir.strategy.processes import ProcessStrategy, StartMethod
+from lightning_elixir.strategy.run_report import RunReport
+from lightning_elixir.strategy.sharded_checkpoints import SavesOnException, ShardedCheckpoints, sees_saves
+from lightning_elixir.strategy.shared_plans import OptimizerFacts, Planner, disk_options
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
 log = logging.getLogger(__name__)
@@ -349,7 +349,7 @@ class ElixirStrategy(ProcessStrategy):
             self._fit_run = FitRun(
                 trainer,
                 module,
-                self._holding,
+                self._handle,
                 self._wrapped_optimizer,
                 self._planner(),
                 self._comm,
@@ -366,18 +366,18 @@ class ElixirStrategy(ProcessStrategy):
     def _obtain_engine(self, module: LightningModule, is_training: bool) -> ElixirModule:
         """The engine of an earlier run, if it serves; else a new one."""
         options = self._build_options()
-        holding = Holding.of(module)
-        if holding is not None and not holding.can_be_kept(options):
+        handle = EngineHandle.of(module)
+        if handle is not None and not handle.can_be_kept(options):
             log.info("building %s anew: parameters or options have changed since the last run", type(module).__name__)
-            holding.dissolve()
-            holding = None
-        _move_metrics(module, self.root_device, is_fresh=holding is None)
-        if holding is None:
-            holding = self._build(module, options, is_training)
-        elif is_training and not holding.is_warm:
+            handle.dissolve()
+            handle = None
+        _move_metrics(module, self.root_device, is_fresh=handle is None)
+        if handle is None:
+            handle = self._build(module, options, is_training)
+        elif is_training and not handle.is_warm:
             planner = self._planner()
-            holding.engine.replan(planner.warm_up_plan(holding.skeleton, holding.engine.plan, holding.budget))
-        return holding.engine
+            handle.engine.replan(planner.warm_up_plan(handle.skeleton, handle.engine.plan, handle.budget))
+        return handle.engine
 
     def _obtain_hardware(self, is_training: bool) -> HardwareSpec | None:
         """The figures to plan with; None where no plan depends on them. Measured once. Collective."""
@@ -398,7 +398,7 @@ class ElixirStrategy(ProcessStrategy):
             return known
         return with_disk_rates(known, disk, self._comm, device=device, local_world_size=max(1, self.num_processes))
 
-    def _build(self, module: LightningModule, options: BuildOptions, is_training: bool) -> Holding:
+    def _build(self, module: LightningModule, options: BuildOptions, is_training: bool) -> EngineHandle:
         plugin, config = self.precision_plugin, self._config
         is_loaded = self._sharded.is_model_awaited
         run_together(self._comm, lambda: materialise(module, is_loaded) if self.is_global_zero else None)
@@ -427,9 +427,9 @@ class ElixirStrategy(ProcessStrategy):
             nvme_backend=disk.backend,
             nvme_checksums=disk.has_checksums,
         )
-        holding = Holding(engine, options, budget, skeleton, is_warm=is_final)
-        holding.attach()
-        return holding
+        handle = EngineHandle(engine, options, budget, skeleton, is_warm=is_final)
+        handle.attach()
+        return handle
 
     def _facts(self) -> OptimizerFacts:
         """When updates may run, as far as that is known without the optimizer."""
@@ -547,22 +547,22 @@ class ElixirStrategy(ProcessStrategy):
 
     def _avoid_nvme_for(self, optimizer: Optimizer) -> None:
         """Where placements are searched for, one that is no Adam of ours goes without NVMe."""
-        config, holding = self._config, self._holding
+        config, handle = self._config, self._handle
         if isinstance(optimizer, HybridAdam) or config.placement_policy != "auto" or config.plan is not None:
             return
-        holding.budget = dataclasses.replace(holding.budget, nvme_bytes=0)
-        plan = holding.engine.plan
+        handle.budget = dataclasses.replace(handle.budget, nvme_bytes=0)
+        plan = handle.engine.plan
         if needs_disk(plan):
             log.info("%s cannot update states on NVMe: placing them without it", type(optimizer).__name__)
-            holding.engine.replan(self._planner().warm_up_plan(holding.skeleton, plan, holding.budget))
+            handle.engine.replan(self._planner().warm_up_plan(handle.skeleton, plan, handle.budget))
 
     # Training
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        holding = self._holding
+        handle = self._handle
         if batch_idx == 0:
-            changed = holding.changed_requires_grad()
+            changed = handle.changed_requires_grad()
             if changed:
                 raise PlanError(
                     f"requires_grad of {len(changed)} parameters has changed since setup ({', '.join(changed[:3])}):"
@@ -651,9 +651,9 @@ class ElixirStrategy(ProcessStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        holding = Holding.of(self.lightning_module)
-        if holding is not None:
-            holding.engine.engine.comm.leave(exception)
+        handle = EngineHandle.of(self.lightning_module)
+        if handle is not None:
+            handle.engine.engine.comm.leave(exception)
         super().on_exception(exception)
         self._sharded.finish_quietly()
         if self._fit_run is not None:
@@ -671,11 +671,11 @@ class ElixirStrategy(ProcessStrategy):
 
     def _rest(self) -> None:
         """No thread of ours goes on when a run is over."""
-        holding = Holding.of(self.lightning_module)
+        handle = EngineHandle.of(self.lightning_module)
         if self._elixir_optimizer is not None:
             self._elixir_optimizer.rest()
-        elif holding is not None:
-            holding.engine.engine.rest()
+        elif handle is not None:
+            handle.engine.engine.rest()
 
     # Checkpoints
 
@@ -683,10 +683,10 @@ class ElixirStrategy(ProcessStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole CPU tensors under the model's own names on rank 0, `{}` elsewhere; with `state_dict_type="sharded"` on
         every rank tensors on `meta` in place of parameters, whose values are read when they are saved. Collective."""
-        holding = Holding.of(self.lightning_module)
-        if holding is None:
+        handle = EngineHandle.of(self.lightning_module)
+        if handle is None:
             return super().lightning_module_state_dict()
-        return self._sharded.model_state(holding.engine) if self._is_sharded else holding.engine.full_state_dict()
+        return self._sharded.model_state(handle.engine) if self._is_sharded else handle.engine.full_state_dict()
 
     @property
     def _is_sharded(self) -> bool:
@@ -697,14 +697,14 @@ class ElixirStrategy(ProcessStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         self._sharded.finish()
-        path, holding = Path(self.broadcast(filepath)), Holding.of(self.lightning_module)
-        if self._is_sharded and holding is not None:
+        path, handle = Path(self.broadcast(filepath)), EngineHandle.of(self.lightning_module)
+        if self._is_sharded and handle is not None:
             if storage_options is not None:
                 raise PlanError("storage_options are the CheckpointIO's, which sharded checkpoints do without")
             optimizer = self._elixir_optimizer
             is_fitting = self._trainer_is_fitting
             self._sharded.save(
-                path, checkpoint, holding.engine, optimizer, self._comm, self.root_device, is_waited_for=not is_fitting
+                path, checkpoint, handle.engine, optimizer, self._comm, self.root_device, is_waited_for=not is_fitting
             )
             return
         save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
@@ -739,11 +739,11 @@ class ElixirStrategy(ProcessStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module, holding = self._module, Holding.of(self._module)
+        module, handle = self._module, EngineHandle.of(self._module)
         if self._sharded.is_open and "state_dict" not in checkpoint:
-            self._sharded.load_model(None if holding is None else holding.engine, strict)
+            self._sharded.load_model(None if handle is None else handle.engine, strict)
             return
-        is_empty = holding is None and self.is_global_zero and bool(meta_parameter_names(module))
+        is_empty = handle is None and self.is_global_zero and bool(meta_parameter_names(module))
         with warnings.catch_warnings():
             # Before there is an engine, ranks that hold no values only check the names: the values come from rank 0.
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
@@ -827,11 +827,11 @@ class ElixirStrategy(ProcessStrategy):
     def close(self) -> None:
         """Free everything that the engine holds, and end its threads. The model's parameters have no values afterwards.
         Collective."""
-        holding = Holding.of(self.lightning_module)
+        handle = EngineHandle.of(self.lightning_module)
         self.optimizers, self._elixir_optimizer, self._evaluation = [], None, None
         self.precision_plugin.attach_optimizer(None)
-        if holding is not None:
-            holding.engine.close()
+        if handle is not None:
+            handle.engine.close()
         self.disconnect()
 
     # Access
@@ -849,15 +849,15 @@ class ElixirStrategy(ProcessStrategy):
         return self.lightning_module
 
     @property
-    def _holding(self) -> Holding:
-        holding = Holding.of(self._module)
-        if holding is None:
+    def _handle(self) -> EngineHandle:
+        handle = EngineHandle.of(self._module)
+        if handle is None:
             raise StateError("the engine does not exist yet, or was closed: call fit, validate, test or predict first")
-        return holding
+        return handle
 
     @property
     def _engine(self) -> ElixirModule:
-        return self._holding.engine
+        return self._handle.engine
 
 
 def _move_metrics(module: nn.Module, device: torch.device, *, is_fresh: bool) -> None:

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from lightning_elixir.building import capture_random_states, restore_random_states, run_together
 from lightning_elixir.checkpoint import CheckpointIndex, PendingFolder
 from lightning_elixir.checkpoint.consolidate import OWN_KEY
 from lightning_elixir.checkpoint.writer import Contents
 from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.random_states import capture_random_states, restore_random_states
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.core.threads import default_num_threads
+from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import DivergenceError, PeerLostError, StateError
-from lightning_elixir.saving import (
+from lightning_elixir.strategy.engine_state import (
     SavePlan,
     StandIns,
     has_optimizer,

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_elixir.building import capture_random_states, restore_random_states
+from lightning_elixir.core.random_states import capture_random_states, restore_random_states
 from lightning_elixir.errors import CapacityError, StateError
-from lightning_elixir.plan.placement import format_bytes
+from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.runtime.released import tensors_in
 

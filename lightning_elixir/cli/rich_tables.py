@@ -11,8 +11,8 @@ from rich.table import Table
 
 from lightning_elixir.plan.describe import describe_disk, describe_updates
 from lightning_elixir.plan.hardware import HardwareSpec, hardware_table
-from lightning_elixir.plan.placement import format_bytes
 from lightning_elixir.plan.types import Plan, Tier
+from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.report.markup import format_amount, format_count, format_seconds
 from lightning_elixir.report.tables import GPU_KINDS, HOST_KINDS
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.cuda_paths import CudaPaths
-from lightning_elixir.profiling.keeping import KeepFp32, compute_in_fp32, kept_parameters
+from lightning_elixir.profiling.kept_fp32 import KeepFp32, compute_in_fp32, kept_parameters
 from lightning_elixir.profiling.known_values import KnownValues, is_knowable
 from lightning_elixir.profiling.parameters import dtype_name
 from lightning_elixir.profiling.step_recorder import StepRecorder

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from lightning_elixir.core import cache
-from lightning_elixir.kernels import build
-from lightning_elixir.kernels.build import BuildError, find_compiler, load_library
+from lightning_elixir.kernels import compilation
+from lightning_elixir.kernels.compilation import BuildError, find_compiler, load_library
 
 if find_compiler() is None:
     pytest.skip("needs a C++ compiler", allow_module_level=True)
@@ -46,7 +46,7 @@ def refuse_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> bytes:
         raise AssertionError("compiled although there is a library")
 
-    monkeypatch.setattr(build, "_compiled", refuse)
+    monkeypatch.setattr(compilation, "_compiled", refuse)
 
 
 def test_second_load_compiles_nothing(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +101,8 @@ def plant(source: Path, folder: Path) -> Path:
     (good,) = files(folder)
     other = source.with_name("other.cpp")
     other.write_text(WORKS.replace("42", "666"))
-    code = build._compiled(compiler, other)
-    bad = folder / f"{good.name.rpartition('-')[0]}-{build._digest(code)}.so"
+    code = compilation._compiled(compiler, other)
+    bad = folder / f"{good.name.rpartition('-')[0]}-{compilation._digest(code)}.so"
     good.unlink()
     bad.write_bytes(code)
     bad.chmod(0o600)
@@ -178,26 +178,26 @@ def test_what_is_checked_is_what_is_loaded(source: Path, folder: Path, monkeypat
         path.unlink()
     folder.rmdir()
     kept.rename(folder)
-    read, load = build.PrivateFolder.read, build._loaded
+    read, load = compilation.PrivateFolder.read, compilation._loaded
 
     def exchange() -> None:
         if (folder / good.name).read_bytes() != bad:
             (folder / good.name).unlink()
             (folder / good.name).write_bytes(bad)
 
-    def reading(self: build.PrivateFolder, name: str) -> tuple[bytes, float]:
+    def reading(self: compilation.PrivateFolder, name: str) -> tuple[bytes, float]:
         if folder.exists() and not kept.exists():
             folder.rename(kept)  # the folder, after it was opened
             folder.mkdir()
             (folder / good.name).write_bytes(bad)
         return read(self, name)
 
-    def loading(code: bytes, check: build.Check) -> ctypes.CDLL:
+    def loading(code: bytes, check: compilation.Check) -> ctypes.CDLL:
         exchange()  # the file, after it was read
         return load(code, check)
 
-    monkeypatch.setattr(build.PrivateFolder, "read", reading)
-    monkeypatch.setattr(build, "_loaded", loading)
+    monkeypatch.setattr(compilation.PrivateFolder, "read", reading)
+    monkeypatch.setattr(compilation, "_loaded", loading)
     refuse_to_compile(monkeypatch)
     assert load_library(source, folder, lambda library: None).answer() == 42
 
@@ -240,7 +240,7 @@ def test_folder_that_nothing_is_loaded_from_is_gone_without(
             raise OSError(f"{name}: failed to map segment from shared object")
         return load(name)
 
-    monkeypatch.setattr(build.ctypes, "CDLL", refuse)
+    monkeypatch.setattr(compilation.ctypes, "CDLL", refuse)
     for _ in range(2):
         assert load_library(source, folder, check).answer() == 42
 
@@ -293,7 +293,7 @@ def test_compiler_that_takes_too_long(source: Path, folder: Path, monkeypatch: p
     script.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\nexec sleep 60\n')
     script.chmod(0o700)
     monkeypatch.setenv("CXX", str(script))
-    monkeypatch.setattr(build, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(compilation, "_TIMEOUT_S", 0.1)
     with pytest.raises(BuildError, match="took more than"):
         load_library(source, folder, check)
     assert files(folder) == []
@@ -311,14 +311,14 @@ import importlib.util, sys, types
 from pathlib import Path
 for name in ("lightning_elixir", "lightning_elixir.core"):  # without torch, which takes long
     sys.modules[name] = types.ModuleType(name)
-for name, path in (("lightning_elixir.core.cache", sys.argv[4]), ("build", sys.argv[1])):
+for name, path in (("lightning_elixir.core.cache", sys.argv[4]), ("compilation", sys.argv[1])):
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-build = sys.modules["build"]
-print(build.load_library(Path(sys.argv[2]), Path(sys.argv[3]), lambda library: None).answer())
+compilation = sys.modules["compilation"]
+print(compilation.load_library(Path(sys.argv[2]), Path(sys.argv[3]), lambda library: None).answer())
 """
-    command = [sys.executable, "-c", code, build.__file__, str(source), str(folder), cache.__file__]
+    command = [sys.executable, "-c", code, compilation.__file__, str(source), str(folder), cache.__file__]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     assert [process.communicate(timeout=60)[0] for process in running] == ["42\n"] * 4
     assert all(path.suffix == ".so" and not path.name.startswith(".") for path in files(folder))

@@ -1,0 +1,50 @@
+"""What ranks do each by itself, where an error on one of them must be an error on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from lightning_elixir.core.comm import Comm
+from lightning_elixir.errors import CapacityError, ElixirError, PlanError, StorageError
+
+T = TypeVar("T")
+
+
+def run_together(comm: Comm, action: Callable[[], T]) -> T:
+    """Run `action` on every rank; where it raises on one, every rank raises, so that nobody is left waiting.
+
+    Args:
+        action: What this rank does by itself: no collectives.
+
+    Raises:
+        StorageError: Another rank failed with one; the message names the rank, and holds its error.
+        CapacityError: Likewise.
+        PlanError: Another rank failed otherwise. This rank's own error is raised as it is.
+    """
+    try:
+        result, error = action(), None
+    except Exception as exception:  # whatever it is, the others must hear of it
+        result, error = None, exception
+    raise_together(comm, error)
+    return result  # type: ignore[return-value]
+
+
+def raise_together(comm: Comm, error: BaseException | None) -> None:
+    """Raise where any rank comes with an error: its own on that rank, elsewhere what `run_together` says."""
+    if not any(row[0] for row in comm.exchange([int(error is not None)])):
+        return
+    everyone = comm.exchange_objects(None if error is None else _as_told(comm.rank, error))
+    if error is not None:
+        raise error
+    raise next(told for told in everyone if told is not None)
+
+
+def _as_told(rank: int, error: BaseException) -> ElixirError:
+    """What the others raise: of the same kind, where programs may react to that, as all ranks then must."""
+    text = f"rank {rank} failed: {type(error).__name__}: {error}"
+    if isinstance(error, StorageError):
+        return StorageError(text, path=error.path)
+    if isinstance(error, CapacityError):
+        return CapacityError(text, resource=error.resource, lacking_bytes=error.lacking_bytes)
+    return PlanError(text)
