@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 
 if TYPE_CHECKING or find_spec("lightning") is not None:
     import lightning.pytorch as pl
+    from lightning.fabric.plugins import TorchCheckpointIO
     from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend
     from lightning.fabric.utilities.distributed import _init_dist_connection as connect_processes
     from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_tensor
@@ -45,6 +46,7 @@ if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 else:
     import pytorch_lightning as pl
+    from lightning_fabric.plugins import TorchCheckpointIO
     from lightning_fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend
     from lightning_fabric.utilities.distributed import _init_dist_connection as connect_processes
     from lightning_fabric.utilities.distributed import _sync_ddp_if_available as reduce_tensor
@@ -96,6 +98,7 @@ __all__ = [
     "SIGTERMException",
     "StrategyRegistry",
     "SubprocessScriptLauncher",
+    "TorchCheckpointIO",
     "Trainer",
     "TrainerFn",
     "connect_processes",

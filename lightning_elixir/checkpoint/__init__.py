@@ -1,7 +1,14 @@
 """Checkpoints as folders in the format of `torch.distributed.checkpoint`, and pretrained weights in safetensors."""
 
 from lightning_elixir.checkpoint.boxes import Extent
-from lightning_elixir.checkpoint.folder import META_FILE, is_checkpoint_folder, replacing_folder, restore_previous
+from lightning_elixir.checkpoint.folder import (
+    META_FILE,
+    is_checkpoint_folder,
+    local_path,
+    replacing_folder,
+    restore_previous,
+    whole_file,
+)
 from lightning_elixir.checkpoint.index import CheckpointIndex, StoredTensor
 from lightning_elixir.checkpoint.save import PendingFolder, save_together
 from lightning_elixir.checkpoint.weight_files import StoredWeight, WeightFiles
@@ -17,7 +24,9 @@ __all__ = [
     "TensorPlan",
     "WeightFiles",
     "is_checkpoint_folder",
+    "local_path",
     "replacing_folder",
     "restore_previous",
     "save_together",
+    "whole_file",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from lightning_elixir.checkpoint.folder import flush, temporary_sibling
+from lightning_elixir.checkpoint.folder import whole_file
 from lightning_elixir.checkpoint.index import CheckpointIndex, StoredTensor, first_names
 from lightning_elixir.checkpoint.weight_files import DTYPE_NAMES, INDEX_FILE, SINGLE_FILE
 from lightning_elixir.errors import PlanError, StorageError
@@ -203,14 +202,5 @@ def _write_safetensors(path: Path, index: CheckpointIndex, weights: Mapping[str,
 def _new_file(path: Path) -> Iterator[IO[bytes]]:
     """A file that has its name when it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_sibling(path)
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        flush(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as temporary, temporary.open("wb") as file:
+        yield file

@@ -1,10 +1,11 @@
-"""Folders that come into being as a whole or not at all."""
+"""Files and folders that come into being as a whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
+import hashlib
 import logging
 import os
 import shutil
@@ -20,6 +21,7 @@ META_FILE = "meta.pt"
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_MAX_NAME_BYTES = 255
 
 
 def is_checkpoint_folder(path: Path) -> bool:
@@ -30,7 +32,14 @@ def is_checkpoint_folder(path: Path) -> bool:
 def temporary_sibling(path: Path) -> Path:
     """Where a checkpoint lies until it is whole: a hidden name, which nobody looks for, on the same file system. One
     for each target, so that what a killed run has left goes with the next save there."""
-    return path.with_name(f".{path.name}.partial")
+    return _hidden_sibling(path, "partial")
+
+
+def _hidden_sibling(path: Path, kind: str) -> Path:
+    name = f".{path.name}.{kind}"
+    if len(os.fsencode(name)) > _MAX_NAME_BYTES:  # the target's own is just short enough
+        name = f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()}.{kind}"
+    return path.with_name(name)
 
 
 def flush(path: Path) -> None:
@@ -51,23 +60,23 @@ def remove_folder(path: Path) -> None:
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
-    """Give a folder its name. What has the name until then is removed, after the new one is there.
+    """Give a folder or a file its name. What has the name until then is removed, after the new one is there.
 
-    At every moment there is a whole checkpoint under the name, if there was one before: the two change names in one
-    step, where the file system can do that.
+    At every moment there is a whole checkpoint under the name, if there was one before: a file takes the place of a
+    file in one step, and where one of them is a folder the two change names in one, where the file system can do that.
 
     Raises:
         OSError: It could not be renamed; what had the name has it still.
     """
     old: Path | None = None
-    if os.path.lexists(target):
+    if os.path.lexists(target) and (temporary.is_dir() or target.is_dir()):
         if _exchange(temporary, target):
             old = temporary
         else:
             with set_aside(target) as old:
                 temporary.rename(target)
     else:
-        temporary.rename(target)
+        temporary.replace(target)
     flush(target.parent)
     for path in (old, _aside(target)):  # or of a run that was killed between two renames
         if path is not None and os.path.lexists(path):
@@ -86,6 +95,40 @@ def set_aside(path: Path) -> Iterator[Path]:
     except BaseException:
         remove_folder(path)
         aside.rename(path)
+        raise
+
+
+def local_path(path: str | os.PathLike[str]) -> Path | None:
+    """Where Lightning writes a checkpoint of that name, if it is the path of a file and not an address that begins with
+    a protocol; None: it is one."""
+    name = os.fspath(path)
+    if "://" in name or "::" in name or name.startswith(("file:", "local:")):
+        return None
+    return Path(name).expanduser()  # as fsspec does
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """For who writes a checkpoint of one file: gives the path to write it to. After that it is brought to the disk, and
+    then it has its name, in place of the file or folder that had it.
+
+    What is neither a file nor a folder (a pipe, `/dev/null`) is written to as it is.
+
+    Raises:
+        OSError: It could not be brought there; what had the name has it still.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        yield path
+        return
+    temporary = temporary_sibling(path)
+    remove_folder(temporary)
+    try:
+        yield temporary
+        flush(temporary)
+        put_in_place(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the next save removes it
+            remove_folder(temporary)
         raise
 
 
@@ -108,7 +151,7 @@ def _remove_old(path: Path) -> None:
 
 
 def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.previous")
+    return _hidden_sibling(path, "previous")
 
 
 def _exchange(one: Path, other: Path) -> bool:

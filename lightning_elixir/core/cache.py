@@ -22,6 +22,9 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe shall not be waited for
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
+_UID_MAP = Path("/proc/self/uid_map")
+_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
+_ALL_USERS = (0, 0, 2**32 - 1)  # each is who they are outside
 _OTHER_TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - looked at before anything is put there
 
 
@@ -187,12 +190,15 @@ def _is_own_group(gid: int) -> bool:
     return group.gr_name == user.pw_name and user.pw_gid == gid and not {*group.gr_mem} - {user.pw_name}
 
 
-def _unmapped_user() -> int:
-    """Who folders of the system belong to in a container without root of its own."""
+def _unmapped_user() -> int | None:
+    """Who folders of the system belong to in a container without root of its own: a number that stands for all users
+    whom it does not know. None outside of one, where that number is a user like any other."""
     try:
-        return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+        rows = [tuple(map(int, row.split())) for row in _UID_MAP.read_text(encoding="ascii").splitlines()]
+        unmapped = int(_OVERFLOW_UID.read_text(encoding="ascii"))
     except (OSError, ValueError):
-        return 0
+        return None
+    return None if rows == [_ALL_USERS] else unmapped
 
 
 def _name_of(uid: int) -> str:

@@ -10,14 +10,14 @@ that differ are taken over. The others keep the bits that this dtype does not ha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_elixir.errors import DivergenceError, StateError
-from lightning_elixir.plan.shard_segments import segments_of
+from lightning_elixir.plan.shard_segments import Segment, segment_of
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk, storage_use_count
 from lightning_elixir.runtime.whole import in_memory_order
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
 
 Change = Callable[[Tensor], None]
 """Changes a gradient in place, element by element."""
-
-
-class _Place(NamedTuple):
-    """Elements of a gradient shard that users have written, and their values."""
-
-    start: int
-    changed: Tensor  # bool, 1-D, of a segment that begins at `start`
-    values: Tensor  # 1-D, as long
 
 
 class Gradients:
@@ -82,6 +74,7 @@ class Gradients:
             )
         if not any(row[2] for row in rows):
             return None
+        engine.reducer.carry_out_drops()
         if not all(row[3] for row in rows):
             if len(self._seen) >= self._most_seen:
                 for unheld in self._unheld_keys():
@@ -121,7 +114,8 @@ class Gradients:
 
     @torch.no_grad()
     def absorb(self) -> None:
-        """Bring what users have written to the gradient shards."""
+        """Bring what users have written or dropped to the gradient shards."""
+        self._engine.reducer.carry_out_drops()
         for key in list(self._seen):
             self._absorb(*key)
 
@@ -145,14 +139,8 @@ class Gradients:
                 "on_before_optimizer_step, for which updates wait, or use update_timing='behind_forward'"
             )
 
-    def _segments(self, chunk: Chunk, index: int, rank: int) -> Iterator[tuple[slice, slice]]:
-        """Where a rank's parts of a member are: in its shard, and in the parameter."""
-        for s in segments_of(chunk.spec, rank, self._engine.comm.world_size):
-            if s.member_index == index and s.numel:
-                yield (
-                    slice(s.shard_offset, s.shard_offset + s.numel),
-                    slice(s.param_offset, s.param_offset + s.numel),
-                )
+    def _segment(self, chunk: Chunk, index: int, rank: int) -> Segment | None:
+        return segment_of(chunk.spec, index, rank, self._engine.comm.world_size)
 
     def _shown(self, chunk: Chunk, index: int, part: Tensor) -> Tensor:
         """Part of a gradient shard as users see it; 1-D, compute dtype, perhaps `part` itself."""
@@ -177,25 +165,18 @@ class Gradients:
         else:
             whole = torch.empty_strided(member.shape, stride, dtype=chunk.dtype, device=device)
         flat = whole.as_strided((member.numel,), (1,))
-        own = list(self._segments(chunk, index, engine.comm.rank))
+        of_ranks = [self._segment(chunk, index, rank) for rank in range(engine.comm.world_size)]
+        own = of_ranks[engine.comm.rank]
         if engine.comm.world_size == 1:
-            for at, target in own:
-                if grad is not None:
-                    flat[target].copy_(self._shown(chunk, index, grad[at]))
+            if own is not None and grad is not None:
+                flat.copy_(self._shown(chunk, index, grad[own.in_shard]))
             return whole
-        of_ranks = [list(self._segments(chunk, index, rank)) for rank in range(engine.comm.world_size)]
-        numels = [sum(at.stop - at.start for at, _ in parts) for parts in of_ranks]
-        sent = torch.zeros(max(numels), dtype=chunk.dtype)
-        done = 0
-        for at, _ in own:
-            if grad is not None:
-                sent[done : done + at.stop - at.start].copy_(self._shown(chunk, index, grad[at]))
-            done += at.stop - at.start
-        for parts, row in zip(of_ranks, engine.comm.gather_host(sent, on_all_ranks=True) or (), strict=True):
-            done = 0
-            for at, target in parts:
-                flat[target].copy_(row[done : done + at.stop - at.start])
-                done += at.stop - at.start
+        sent = torch.zeros(max(s.numel if s is not None else 0 for s in of_ranks), dtype=chunk.dtype)
+        if own is not None and grad is not None:
+            sent[: own.numel].copy_(self._shown(chunk, index, grad[own.in_shard]))
+        for segment, row in zip(of_ranks, engine.comm.gather_host(sent, on_all_ranks=True) or (), strict=True):
+            if segment is not None:
+                flat[segment.in_param].copy_(row[: segment.numel])
         return whole
 
     def _absorb(self, chunk_id: int, index: int) -> None:
@@ -205,25 +186,22 @@ class Gradients:
         grad = store[chunk_id].read_grad()
         flat = in_memory_order(chunk, index, value)
         is_new = (chunk_id, index) not in engine.reducer.used and grad is None
-        places = []
-        for at, source in self._segments(chunk, index, engine.comm.rank):
-            if grad is None:
-                values = flat[source].to("cpu")
-                places.append(_Place(at.start, torch.ones_like(values, dtype=torch.bool), values))
-                continue
-            values = flat[source].to(grad.device)
+        own = self._segment(chunk, index, engine.comm.rank)
+        values = flat[own.in_param] if own is not None else flat[:0]
+        changed = torch.ones_like(values, dtype=torch.bool)
+        if own is not None and grad is not None:
+            values = values.to(grad.device)
             bits = BITS[values.dtype.itemsize]
-            changed = values.view(bits) != self._shown(chunk, index, grad[at]).view(bits)
-            if bool(changed.any()):
-                places.append(_Place(at.start, changed, values))
-        if places or is_new:
-            if places and engine.change_of_gradient(chunk_id, index) is not None:
+            changed = values.view(bits) != self._shown(chunk, index, grad[own.in_shard]).view(bits)
+        is_written = bool(changed.any())
+        if is_written or is_new:
+            if is_written and engine.change_of_gradient(chunk_id, index) is not None:
                 engine.apply_gradient_changes(chunk_id, index)
 
             def write(shard: Tensor) -> None:
-                for place in places:
-                    part = shard[place.start : place.start + place.values.numel()]
-                    part.copy_(torch.where(place.changed.to(part.device), place.values.to(part), part))
+                if own is not None:
+                    part = shard[own.in_shard]
+                    part.copy_(torch.where(changed.to(part.device), values.to(part), part))
 
             engine.reducer.rewrite(chunk, write)
         engine.reducer.used.add((chunk_id, index))

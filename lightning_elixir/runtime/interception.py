@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StateError
-from lightning_elixir.plan.shard_segments import segments_of
+from lightning_elixir.plan.shard_segments import segment_of, segments_of
 from lightning_elixir.runtime import released
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.aliases import Aliases
@@ -404,16 +404,15 @@ class Interception:
                 exact = torch.empty_strided(chunk.spec.members[index].shape, stride, dtype=master.dtype)
             exact.copy_(value)
             flat = exact.as_strided((exact.numel(),), (1,))
-            for segment in segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size):
-                if segment.member_index == index:
-                    part = flat[segment.param_offset : segment.param_offset + segment.numel]
-                    own = master[segment.shard_offset : segment.shard_offset + segment.numel]
-                    if is_rounded:
-                        self.written.give_rounded((chunk.id, index), own, part.to(chunk.dtype))
-                    elif is_load:
-                        own.copy_(part)
-                    else:
-                        self.written.give((chunk.id, index), own, part, engine.store.keeper(chunk.id))
+            segment = segment_of(chunk.spec, index, engine.comm.rank, engine.comm.world_size)
+            if segment is not None:
+                part, own = flat[segment.in_param], master[segment.in_shard]
+                if is_rounded:
+                    self.written.give_rounded((chunk.id, index), own, part.to(chunk.dtype))
+                elif is_load:
+                    own.copy_(part)
+                else:
+                    self.written.give((chunk.id, index), own, part, engine.store.keeper(chunk.id))
             shard.keep_master(master)
 
     # Copies

@@ -23,7 +23,7 @@ from lightning_elixir.core.worker import TaskEvent
 from lightning_elixir.errors import StateError, StorageError
 from lightning_elixir.optim.scaling import square_sums
 from lightning_elixir.plan.memory import GRAD_BLOCKS, grad_staging, has_params_on_nvme
-from lightning_elixir.plan.shard_segments import Segment, segments_of
+from lightning_elixir.plan.shard_segments import Segment, segment_of, segments_of
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, add_up, put
 from lightning_elixir.runtime.chunk import Chunk
@@ -94,7 +94,10 @@ class Reducer:
         if any(has_params_on_nvme(c.spec) for c in chunks):
             nbytes = aligned(nbytes)  # the disk takes whole blocks
         self._sums = HostSums(device, num_buffers, nbytes)
-        self._trainable = {i: sum(p.requires_grad for p in chunks[i].parameters if p.numel() > 0) for i in self.order}
+        self._trainable = {
+            i: frozenset(k for k, p in enumerate(chunks[i].parameters) if p.requires_grad and p.numel() > 0)
+            for i in self.order
+        }
         # This backward
         self._collected: dict[int, _Collected] = {}
         self._arrivals: dict[int, int] = {}
@@ -114,6 +117,9 @@ class Reducer:
         # Since the last step
         self.used: set[tuple[int, int]] = set()  # (chunk id, member index) that got a gradient on this rank
         self._used_now: set[tuple[int, int]] = set()  # of these, in this backward for the first time
+        self._dropped: dict[
+            int, set[int]
+        ] = {}  # chunk id -> members whose gradients lie in the shard and count no more
         self._single: set[int] = set()  # chunks with a sum in fp32 that holds the gradients of one backward alone
         self.has_lost_gradients = False  # a backward failed when earlier gradients had been mixed with its own
         self.on_landed: Callable[[Chunk], None] | None = None
@@ -286,24 +292,35 @@ class Reducer:
         return self._downloads.pop(chunk_id, None)
 
     def drop_member(self, chunk: Chunk, index: int) -> None:
-        """Drop the gradient of one parameter, as `p.grad = None` does. The same call on every rank."""
-        if (chunk.id, index) not in self.used:
-            return
-        self.withdraw((chunk.id,))
-        if chunk.id in self._begun:
-            raise StateError(
-                f"the gradient of {chunk.spec.members[index].fqn} cannot be dropped: its optimizer step has begun "
-                "inside backward; use update_timing='behind_forward'"
-            )
-        self.finish_downloads()
+        """Drop the gradient of one parameter, as `p.grad = None` does. The same call on every rank.
+
+        Raises:
+            StateError: Its update has begun inside backward.
+        """
+        self._check_not_begun(chunk)
         self.used.discard((chunk.id, index))
-        self.square_sums.pop(chunk.id, None)
-        grad = self._store[chunk.id].read_grad()
-        if grad is not None:
-            for segment in self._segments(chunk):
-                if segment.member_index == index:
-                    grad[segment.shard_offset : segment.shard_offset + segment.numel].zero_()
-            self._store[chunk.id].keep_grad(grad)
+        if self._store[chunk.id].grad is not None:
+            self.withdraw((chunk.id,))
+            self.square_sums.pop(chunk.id, None)
+            self._dropped.setdefault(chunk.id, set()).add(index)
+
+    def carry_out_drops(self) -> None:
+        """Have the gradient shards without what `drop_member` has dropped, before anybody reads them: each is read and
+        written once, or not at all where all of it goes."""
+        whole = [i for i, members in self._dropped.items() if members >= self._trainable[i]]
+        if whole:
+            self._drop(whole)
+        for chunk_id in list(self._dropped):
+            chunk, members = self._chunks[chunk_id], self._dropped[chunk_id]
+
+            def write(shard: Tensor, chunk: Chunk = chunk, members: Collection[int] = members) -> None:
+                for index in members:
+                    segment = segment_of(chunk.spec, index, self._comm.rank, self._comm.world_size)
+                    if segment is not None:
+                        shard[segment.in_shard].zero_()
+
+            self.rewrite(chunk, write)
+            del self._dropped[chunk_id]
 
     def rewrite(self, chunk: Chunk, write: Callable[[Tensor], None], dtype: torch.dtype | None = None) -> None:
         """Change a chunk's gradient shard between backward and step; where there is none it is made of zeros.
@@ -315,12 +332,8 @@ class Reducer:
         Raises:
             StateError: Its update has begun inside backward.
         """
+        self._check_not_begun(chunk)
         self.withdraw((chunk.id,))
-        if chunk.id in self._begun:
-            raise StateError(
-                f"the gradients of {chunk.spec} cannot be changed: its optimizer step has begun inside backward; use "
-                "update_timing='behind_forward'"
-            )
         self.wait_for_download(chunk.id)
         shard = self._store[chunk.id]
         grad = shard.read_grad()
@@ -339,6 +352,13 @@ class Reducer:
         shard.keep_grad(grad)
         self._single.discard(chunk.id)
         self.square_sums.pop(chunk.id, None)
+
+    def _check_not_begun(self, chunk: Chunk) -> None:
+        if chunk.id in self._begun:
+            raise StateError(
+                f"the gradients of {chunk.spec} cannot be changed or dropped: its step has begun inside backward; use "
+                "update_timing='behind_forward'"
+            )
 
     def clear(self) -> None:
         """Drop all gradients; where updates had begun, the step has taken them over."""
@@ -367,6 +387,7 @@ class Reducer:
         self.used = {key for key in self.used if key[0] not in chunk_ids}
         for chunk_id in chunk_ids:
             self.square_sums.pop(chunk_id, None)
+            self._dropped.pop(chunk_id, None)
 
     def finish_order(self) -> tuple[int, ...]:
         """`order` rearranged as the chunks completed in the backward under way; incomplete ones last."""
@@ -413,7 +434,7 @@ class Reducer:
     def _is_complete(self, chunk_id: int, count: int, collected: _Collected) -> bool:
         expected = self._expected.get(chunk_id)
         if expected is None:  # nothing known yet: once all its parameters have one
-            return len(collected.arrived) >= self._trainable[chunk_id]
+            return collected.arrived >= self._trainable[chunk_id]
         return count >= expected
 
     def _advance(self, chunk_id: int) -> None:
@@ -437,7 +458,7 @@ class Reducer:
             if index not in collected.arrived and parameter.numel() > 0:
                 chunk.slice_of(collected.block, index).zero_()
         self._reduced_now.add(chunk.id)
-        is_whole = not is_late and len(collected.arrived) >= self._trainable[chunk.id]
+        is_whole = not is_late and collected.arrived >= self._trainable[chunk.id]
         if self._comm.world_size == 1:
             item = _InFlight(chunk, collected.block, collected.block, None, None, is_late, is_whole)
         else:

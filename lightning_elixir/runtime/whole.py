@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.errors import StateError
-from lightning_elixir.plan.shard_segments import segments_of
+from lightning_elixir.plan.shard_segments import segment_of
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.storage.nvme import MappedMemory
 from lightning_elixir.storage.shards import ShardStore
@@ -155,20 +155,15 @@ def write_whole(engine: Engine, values: Mapping[str, Tensor]) -> None:
 def _write_chunk(engine: Engine, chunk: Chunk, named: list[tuple[int, Tensor]]) -> None:
     shard, comm = engine.store.settle(chunk.id), engine.comm
     chunk.wait_ready()
-    segments = segments_of(chunk.spec, comm.rank, comm.world_size)
     master = shard.read_master()
     stored = shard.read_param() if shard.is_param_on_disk else None
     for index, value in named:
-        member = chunk.spec.members[index]
+        member, segment = chunk.spec.members[index], segment_of(chunk.spec, index, comm.rank, comm.world_size)
         flat = in_memory_order(chunk, index, value)
         has_param = engine.plan.is_storage_distributed and not shard.is_param_overwritten
         for target in (master, stored, shard.param if has_param else None):
-            if target is None:
-                continue
-            for segment in segments:
-                if segment.member_index == index:
-                    part = flat[segment.param_offset : segment.param_offset + segment.numel]
-                    target[segment.shard_offset : segment.shard_offset + segment.numel].copy_(part)
+            if target is not None and segment is not None:
+                target[segment.in_shard].copy_(flat[segment.in_param])
         if shard.param is not None and not engine.plan.is_storage_distributed:
             shard.param[member.offset : member.offset + member.numel].copy_(flat)
         if chunk.is_usable:

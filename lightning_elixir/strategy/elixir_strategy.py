@@ -30,11 +30,12 @@ from lightning_elixir._lightning import (
     ModelCheckpoint,
     OnExceptionCheckpoint,
     Precision,
+    TorchCheckpointIO,
     Trainer,
     TrainerFn,
     is_overridden,
 )
-from lightning_elixir.checkpoint import replacing_folder, restore_previous, save_together
+from lightning_elixir.checkpoint import local_path, replacing_folder, restore_previous, save_together, whole_file
 from lightning_elixir.core.comm import SoloComm
 from lightning_elixir.core.threads import ThreadPlan, thread_plan
 from lightning_elixir.core.threads import apply as apply_threads
@@ -707,12 +708,20 @@ class ElixirStrategy(ProcessStrategy):
                 path, checkpoint, handle.engine, optimizer, self._comm, self.root_device, is_waited_for=not is_fitting
             )
             return
-        save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+        save = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
+        local = local_path(filepath)
 
         def save_whole() -> None:
-            if self.is_global_zero:
+            if not self.is_global_zero:
+                return
+            # Lightning's own moves its file here from the system's temporary folder: over the earlier checkpoint, byte
+            # by byte, where that is on another disk. Others write as they do, and perhaps later.
+            if local is not None and type(self.checkpoint_io) is TorchCheckpointIO:
+                with whole_file(local) as temporary:
+                    save(temporary)
+            else:
                 with replacing_folder(path):
-                    save()
+                    save(filepath)
 
         save_together(self._comm, path, save_whole)
 

@@ -25,7 +25,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.state_layout import is_scalar_state
 from lightning_elixir.optimizer import ElixirOptimizer
-from lightning_elixir.plan.shard_segments import Segment, segments_of
+from lightning_elixir.plan.shard_segments import Segment, segment_of, segments_of
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.engine import Engine
@@ -177,12 +177,9 @@ class SavePlan:
             self._add_alias(key, keys[index], self._paths[key])
             return
         keys[index] = key
-        extents = [
-            _extent(chunk, segment)
-            for rank in range(engine.comm.world_size)
-            for segment in segments_of(chunk.spec, rank, engine.comm.world_size)
-            if segment.member_index == index
-        ]
+        ranks = range(engine.comm.world_size)
+        segments = [segment_of(chunk.spec, index, rank, engine.comm.world_size) for rank in ranks]
+        extents = [_extent(chunk, segment) for segment in segments if segment is not None]
         shape = chunk.spec.members[index].shape
         empty = Extent(shape, None, 0, 0)
         self.contents.tensors[key] = TensorPlan(shape, source.dtype, tuple(extents) or (empty,))

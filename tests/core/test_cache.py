@@ -137,3 +137,30 @@ def test_folders_of_others(folder: Path) -> None:
     os.chown(folder.parent, 12345, -1)
     with pytest.raises(NotPrivateError, match="who can exchange what is in it"):
         PrivateFolder(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders away")
+@pytest.mark.parametrize(
+    ("users", "is_trusted"),
+    [
+        ("0 0 4294967295", False),
+        ("0 100000 65536", True),
+        ("0 1000 1\n1 100000 65536", True),
+        ("", True),
+        (None, False),
+    ],
+)
+def test_a_way_through_folders_of_users_whom_a_container_does_not_know(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str | None, is_trusted: bool
+) -> None:
+    """Outside of one the same number is an account that others may have."""
+    table = tmp_path / "uid_map"
+    if users is not None:
+        table.write_text(f"{users}\n")
+    monkeypatch.setattr(cache, "_UID_MAP", table)
+    os.chown(folder.parent, 65534, -1)
+    if is_trusted:
+        PrivateFolder(folder).__exit__()
+    else:
+        with pytest.raises(NotPrivateError, match="who can exchange what is in it"):
+            PrivateFolder(folder)

@@ -88,6 +88,33 @@ def test_bytes_of_a_step(name: str, read: int, written: int) -> None:
     module.close()
 
 
+def test_gradients_are_dropped_one_by_one_without_reading_the_shard_for_each() -> None:
+    module, optimizer = training = new_training(site=SITE)
+    step(training, BF16, 0)
+    optimizer.backward(ZOO[BF16.name].loss(module, 1))
+    module.engine.synchronize()
+    model = module.module
+    chunk = max(module.engine.chunks, key=lambda c: len(c.parameters))
+    assert len(chunk.parameters) > 2
+    kept = {name: value.clone() for name, value in module.full_grads().items()}
+    module.reset_stats()
+    for parameter in chunk.parameters[:2]:
+        parameter.grad = None
+    left = {m.fqn for m in chunk.spec.members[2:]}
+    grads = module.full_grads()
+    assert set(grads) == set(kept) - {m.fqn for m in chunk.spec.members[:2]}
+    assert all(torch.equal(grads[name], kept[name]) for name in grads)
+    assert left <= set(grads)
+    numel = sum(c.numel for c in module.plan.chunks)
+    assert module.stats().nvme_read_bytes == 2 * (numel + chunk.spec.numel)  # all, to be seen, and this one
+    assert module.stats().nvme_written_bytes == 2 * chunk.spec.numel
+    module.reset_stats()
+    model.zero_grad()  # of all
+    assert module.full_grads() == {}
+    assert module.stats().nvme_read_bytes == module.stats().nvme_written_bytes == 0
+    module.close()
+
+
 def test_backward_waits_for_a_free_buffer() -> None:
     """While no gradient is stored, only as many set out as there are buffers: then the first wait for one comes. What
     holds them up is their own thread, not the disk, which parameters come from as well."""

@@ -744,7 +744,7 @@ def test_gradients_of_begun_updates_cannot_be_dropped() -> None:
             optimizer.backward(ZOO[how.name].loss(module, 0))
             module.engine.reducer.drop_member(chunk, 0)
 
-    with pytest.raises(StateError, match="cannot be dropped"):
+    with pytest.raises(StateError, match="cannot be changed or dropped"):
         drop()
 
 

@@ -1,10 +1,13 @@
-"""Whatever happens while a sharded checkpoint is saved: the one before stays valid, and half of one is never loaded."""
+"""Whatever happens while a checkpoint is saved: the one before stays valid, and half of one is never loaded."""
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -112,6 +115,128 @@ def test_killed_in_a_save(tmp_path: Path, moment: str, victim: str, is_new: bool
     trainer, _, _ = fit(ElixirStrategy(**OPTIONS["tight"]))
     trainer.save_checkpoint("one.ckpt")
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix in (".ckpt", ".partial")) == ["one.ckpt"]
+
+
+# One file
+
+
+def _half_copied(action: Any) -> Any:
+    """Have the system's temporary folder be on another disk, to the eye of who moves a file from there, and `action`
+    run when the half of it has been copied. Returns what undoes it."""
+    rename, copy, folder = os.rename, shutil.copyfile, tempfile.gettempdir()
+
+    def other_disk(source: Any, target: Any) -> None:
+        if Path(source).parent == Path(folder):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        rename(source, target)
+
+    def copyfile(source: Any, target: Any, **options: Any) -> Any:
+        with open(target, "wb") as file:
+            file.write(Path(source).read_bytes()[: Path(source).stat().st_size // 2])
+        action()
+
+    def undo() -> None:
+        os.rename, shutil.copyfile = rename, copy
+
+    os.rename, shutil.copyfile = other_disk, copyfile
+    return undo
+
+
+def save_one_file_and_die(moment: str) -> None:
+    """Run by a process of its own: saves, trains on, and dies in the second save."""
+    trainer, model, _ = fit(ElixirStrategy(**TIGHT))
+    trainer.save_checkpoint("one.ckpt")
+    torch.save(_dump(trainer)[0], "expected.pt")
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, make_data())
+    if moment == "moving":
+        _half_copied(_die)
+    else:
+        _after(folder_module, moment, 1, _die)
+    trainer.save_checkpoint("one.ckpt")
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "moving",
+        pytest.param("flush", marks=pytest.mark.full),
+        pytest.param("put_in_place", marks=pytest.mark.full),
+    ],
+)
+def test_killed_in_a_save_of_one_file(tmp_path: Path, moment: str) -> None:
+    code = f"from tests.strategy.test_sharded_faults import save_one_file_and_die; save_one_file_and_die({moment!r})"
+    assert run_processes(code, 1) == [-signal.SIGKILL]
+    assert Path(".one.ckpt.partial").exists()
+    trainer = make_trainer(ElixirStrategy(**TIGHT), max_epochs=1)
+    trainer.fit(Net(), make_data(), ckpt_path="one.ckpt")
+    assert_same_state(_dump(trainer)[0], torch.load("expected.pt"))
+    trainer.save_checkpoint("one.ckpt")  # takes away what was left
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected.pt", "one.ckpt"]
+
+
+@pytest.mark.parametrize("name", ["one.ckpt", "n" * 250 + ".ckpt"])
+def test_an_error_in_a_save_of_one_file_leaves_the_earlier_one(tmp_path: Path, name: str) -> None:
+    trainer, _, _ = fit(ElixirStrategy(**TIGHT))
+    trainer.save_checkpoint(name)
+    before = Path(name).read_bytes()
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    undo = _half_copied(fail)
+    try:
+        with pytest.raises(StorageError, match=r"has failed \(rank 0: OSError: .*No space left.*earlier checkpoints"):
+            trainer.save_checkpoint(name)
+    finally:
+        undo()
+    assert Path(name).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    trainer.save_checkpoint(name)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def save_beyond_a_limit(state_dict_type: str) -> None:
+    """Run by a process of its own, for which files become too large while it saves."""
+    options = {**TIGHT, "state_dict_type": state_dict_type}
+    trainer, _, _ = fit(ElixirStrategy(**options))
+    trainer.save_checkpoint("one.ckpt")
+    before = _contents(Path("one.ckpt"))
+    limit = max(map(len, before.values())) // 2
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    with pytest.raises(StorageError, match=r"rank 0: OSError: \[Errno (27|28)\]"):
+        trainer.save_checkpoint("one.ckpt")
+    assert _contents(Path("one.ckpt")) == before
+    assert [path.name for path in Path().iterdir()] == ["one.ckpt"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    trainer.save_checkpoint("one.ckpt")
+    assert [path.name for path in Path().iterdir()] == ["one.ckpt"]
+
+
+def _contents(path: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in ([path] if path.is_file() else path.iterdir())}
+
+
+@pytest.mark.parametrize("state_dict_type", ["full", pytest.param("sharded", marks=pytest.mark.full)])
+def test_a_file_that_cannot_grow_is_an_error_and_leaves_the_earlier_one(state_dict_type: str) -> None:
+    code = f"from tests.strategy.test_sharded_faults import save_beyond_a_limit as f; f({state_dict_type!r})"
+    assert run_processes(code, 1) == [0]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    trainer, _, _ = fit(ElixirStrategy(**TIGHT))
+    os.mkfifo("pipe")
+    chunks: list[bytes] = []
+    reader = threading.Thread(target=lambda: chunks.append(Path("pipe").read_bytes()))
+    reader.start()
+    undo = _half_copied(lambda: None)  # or the pipe would be replaced by Lightning
+    try:
+        trainer.save_checkpoint("pipe")
+    finally:
+        undo()
+    reader.join()
+    assert Path("pipe").is_fifo()
+    assert len(chunks[0]) > 1000
 
 
 # Asked to stop
