@@ -135,7 +135,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._take_over_state(optimizer)
         self._engine.reducer.is_tracking_square_sums = self.scaler.enabled or max_norm > 0
         self._watch_gradients()
-        self._engine.attach(
+        self._engine.steps.attach(
             AttachedOptimizer(
                 self._states,
                 check=self._check_sites,
@@ -249,7 +249,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         check_parameters(engine, self)
         engine.synchronize()
         self._prepare_move()
-        engine.hand_over_states()
+        engine.steps.hand_over_states()
         self._states.check_kept()
         self._states.follow_all()
         self._finish_move()
@@ -257,7 +257,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
     def _used(self) -> dict[int, set[int]]:
         """Members of this optimizer, by chunk id, that got a gradient on any rank. Collective."""
         self._follow_groups()
-        return self._engine.globally_used(self._states.members)
+        return self._engine.steps.used(self._states.members)
 
     # Training
 
@@ -282,7 +282,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             loss: 0-dim.
             kwargs: For `torch.Tensor.backward`, such as `retain_graph`.
         """
-        with self._engine.backward():
+        with self._engine.backwards.span():
             self.scale_loss(loss).backward(**kwargs)
 
     @property
@@ -336,7 +336,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._states.check_kept()
         with self._all_or_nothing():
             engine.store.check_states()
-        engine.begin_step()
+        engine.steps.begin()
         used = self._used()
         if self.max_norm > 0:
             self._clip(self.max_norm, used)
@@ -350,7 +350,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         is_plain = not self.is_step_skipped and all(change == ("factor", 1.0) for change in self._transforms)
         self.scaler.update(self.is_step_skipped)
         with self._all_or_nothing():
-            engine.end_step({} if self.is_step_skipped else used, self._states.members)
+            engine.steps.end({} if self.is_step_skipped else used, self._states.members)
         self._forget_changes()
         engine.redone_steps += self._speculation.end_step(is_as_assumed=is_plain)
 
@@ -359,7 +359,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         `set_to_none` says: managed parameters keep none."""
         if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
             self.optimizer.zero_grad(set_to_none)  # the user's class may do more
-        self._engine.drop_gradients(self._states.members)
+        self._engine.steps.drop_gradients(self._states.members)
         self._forget_changes()
 
     @torch.no_grad()
@@ -385,7 +385,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         with self._all_or_nothing():
             near = [c for c in chunks if c.spec.optim_tier is Tier.GPU]
             others = [c for c in chunks if c.spec.optim_tier is not Tier.GPU]
-            needs = engine.first_needs() if others else {}
+            needs = engine.steps.first_needs() if others else {}
             others.sort(key=lambda c: _place(c, needs))
             now = engine.device.compute_event()  # all reads of old values come before
             if early.keys() - {c.id for c in others}:
@@ -481,7 +481,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         members, grad, target = self._states.members.get(chunk.id, set()), shard.grad, self._write_back_target(chunk)
         if inner is None or grad is None or not inner.has_states or shard.is_param_overwritten:
             return
-        if self._engine.is_touched(chunk.id):
+        if chunk.id in self._engine.writes.touched:
             return
         if not self._fits_over_grad(chunk, target, grad, members):
             return
@@ -674,7 +674,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                         "or use update_timing='behind_forward', which begins no update before its step",
                         sys.exc_info()[1],
                     )
-            engine.check_open()
+            engine.phases.check_open()
 
     def _can_begin_early(self) -> bool:
         """Whether nothing that is known before backward speaks against it."""

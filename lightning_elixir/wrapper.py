@@ -124,11 +124,11 @@ class ElixirModule(nn.Module):
         """The wrapped model's forward."""
         if self._casts_inputs:
             args, kwargs = _cast((args, kwargs), self.dtype)
-        with self.engine.region(), self._autocast():
+        with self.engine.forwards.region(), self._autocast():
             output = self.module(*args, **kwargs)
             if self._force_outputs_fp32:
                 output = _cast(output, torch.float32)
-        self.engine.watch_outputs(output)
+        self.engine.forwards.watch_outputs(output)
         return output
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -137,7 +137,7 @@ class ElixirModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, whatever `set_to_none` says: managed parameters keep none."""
-        self.engine.drop_gradients()
+        self.engine.steps.drop_gradients()
 
     # Copies, also pickled ones, are of the wrapped model: plain and whole, in its own dtypes, without an engine. What
     # they take from chunks is collective.
@@ -251,7 +251,7 @@ class ElixirModule(nn.Module):
             if unknown:
                 raise StateError(f"not parameters of this model: {', '.join(unknown[:5])}")
             ids = tuple(dict.fromkeys(members[name][0].id for name in wanted))
-            with engine.resident(ids, modify=modify):
+            with engine.writes.resident(ids, modify=modify):
                 yield {name: members[name][0].parameters[members[name][1]] for name in wanted}
 
     def full_grads(self, loss_scale: float = 1.0) -> dict[str, Tensor]:

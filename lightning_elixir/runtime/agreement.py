@@ -16,7 +16,8 @@ takes all ranks begins with a meeting of its own, and what it sends besides come
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.waits import Call
@@ -108,30 +109,35 @@ _CALLS = {
 _NOT_OF_STATES = {Meeting.STEP, Meeting.GRADIENTS, Meeting.FULL_GRADS, Meeting.GRAD_NORM, Meeting.CLIP_GRAD_NORM}
 
 
+class RankWork(Protocol):
+    """What a rank does for the others while they need it."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward or a backward runs."""
+
+    @property
+    def num_ready(self) -> int:
+        """How many chunks, in the common order, this rank could reduce."""
+
+    def join(self, ids: Sequence[int], mine: Collection[int]) -> None:
+        """Take part in the gathering of `ids`, in this order, keeping those in `mine`."""
+
+    def reduce_until(self, count: int) -> None:
+        """Reduce, in the common order, up to that many chunks."""
+
+
 class Agreement:
     """The control messages of one engine.
 
     Args:
         comm: The ranks.
-        join: Called with (ids, mine): take part in the gathering of `ids`, in this order, keeping those in `mine`.
-        num_ready: How many chunks, in the common order, this rank could reduce.
-        reduce_until: Called with a count: reduce, in the common order, up to that many chunks.
-        is_computing: Whether a forward or a backward runs.
+        work: What this rank does for them.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        join: Callable[[Sequence[int], Collection[int]], None],
-        num_ready: Callable[[], int],
-        reduce_until: Callable[[int], None],
-        is_computing: Callable[[], bool],
-    ) -> None:
+    def __init__(self, comm: Comm, work: RankWork) -> None:
         self._comm = comm
-        self._join = join
-        self._num_ready = num_ready
-        self._reduce_until = reduce_until
-        self._is_computing = is_computing
+        self._work = work
 
     def want(self, ids: Sequence[int], candidates: Sequence[int]) -> tuple[int, ...]:
         """Gather `ids`, with all ranks' help.
@@ -146,8 +152,8 @@ class Agreement:
         Raises:
             PeerLostError: If a peer is gone.
         """
-        call = Meeting.WANT.call if self._is_computing() else _READ
-        rows = self._comm.exchange([Meeting.WANT, self._num_ready(), len(ids), *ids, *candidates], call)
+        call = Meeting.WANT.call if self._work.is_computing else _READ
+        rows = self._comm.exchange([Meeting.WANT, self._work.num_ready, len(ids), *ids, *candidates], call)
         self._serve(rows, ids)
         if any(row[0] != Meeting.WANT for row in rows):
             return ()
@@ -157,7 +163,7 @@ class Agreement:
 
     def announce_ready(self) -> None:
         """Further gradients are complete: reduce those that all ranks have."""
-        self._serve(self._comm.exchange([Meeting.READY, self._num_ready()], Meeting.READY.call), ())
+        self._serve(self._comm.exchange([Meeting.READY, self._work.num_ready], Meeting.READY.call), ())
 
     def meet(self, meeting: Meeting, payload: Sequence[int] = ()) -> list[list[int]]:
         """Wait here, serving the others, until all ranks have come to `meeting`.
@@ -181,7 +187,7 @@ class Agreement:
     def _serve(self, rows: Sequence[Sequence[int]], mine: Collection[int]) -> None:
         wanted = {i for row in rows if row[0] == Meeting.WANT for i in row[3 : 3 + row[2]]}
         if wanted:
-            self._join(sorted(wanted), mine)
+            self._work.join(sorted(wanted), mine)
         ready = [row[1] if row[0] <= Meeting.WANT else 0 for row in rows if row[0] != Meeting.BACKWARD_END]
         if ready:
-            self._reduce_until(min(ready))
+            self._work.reduce_until(min(ready))

@@ -16,7 +16,7 @@ from lightning_elixir.plan.shard_segments import segments_of
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.sources import Source, forget_source, source_of
-from lightning_elixir.storage.nvme import MASTER, StateSpec
+from lightning_elixir.storage.nvme import MASTER, DiskOptions, StateFile, StateSpec, StateTraffic, open_state_file
 from lightning_elixir.storage.shards import ShardStore
 
 
@@ -285,6 +285,40 @@ def states_on_nvme(plan: Plan, precision: Precision) -> dict[int, StateSpec]:
                 is_on_nvme(spec),
             )
     return found
+
+
+def open_states(
+    plan: Plan, precision: Precision, disk: DiskOptions, comm: Comm, traffic: StateTraffic, kept: StateFile | None
+) -> StateFile | None:
+    """Room on the disk for what the plan has there. Collective.
+
+    Args:
+        traffic: Counts what goes there and comes back.
+        kept: What there is already; given back if it has room for all, each chunk's where it is.
+
+    Raises:
+        PlanError: There is no such back end.
+        StorageError: The disk cannot hold it; on every rank, if it is so on one.
+    """
+    specs = states_on_nvme(plan, precision)
+    if not specs:
+        return None
+    if kept is not None and kept.holds(specs):
+        return kept
+    file, problem = None, None
+    try:
+        file = open_state_file(specs, disk, comm.rank, traffic)
+    except Exception as error:
+        problem = error
+    problems = comm.exchange_objects(None if problem is None else str(problem))
+    if any(problems):
+        if file is not None:
+            file.close()
+        if problem is not None:
+            raise problem
+        rank, text = next((rank, text) for rank, text in enumerate(problems) if text)
+        raise StorageError(f"rank {rank} cannot keep optimizer states on NVMe: {text}")
+    return file
 
 
 def storage_bytes(plan: Plan, spec: ChunkSpec) -> int:

@@ -144,7 +144,7 @@ class Gradients:
 
     def _shown(self, chunk: Chunk, index: int, part: Tensor) -> Tensor:
         """Part of a gradient shard as users see it; 1-D, compute dtype, perhaps `part` itself."""
-        change = self._engine.change_of_gradient(chunk.id, index)
+        change = self._engine.steps.change_of_gradient(chunk.id, index)
         if change is None:
             return part.to(chunk.dtype)
         wide = part.to(torch.promote_types(torch.float32, part.dtype), copy=True)  # factors apply before rounding
@@ -195,8 +195,8 @@ class Gradients:
             changed = values.view(bits) != self._shown(chunk, index, grad[own.in_shard]).view(bits)
         is_written = bool(changed.any())
         if is_written or is_new:
-            if is_written and engine.change_of_gradient(chunk_id, index) is not None:
-                engine.apply_gradient_changes(chunk_id, index)
+            if is_written and engine.steps.change_of_gradient(chunk_id, index) is not None:
+                engine.steps.apply_gradient_changes(chunk_id, index)
 
             def write(shard: Tensor) -> None:
                 if own is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,8 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_elixir.runtime.chunk import Chunk
 
 
-class EngineEvents(Protocol):
-    """What the hooks report to."""
+class ForwardEvents(Protocol):
+    """Gets the forwards of modules."""
+
+    @property
+    def watched(self) -> Sequence[nn.Module]: ...
 
     def enter_module(self, module: nn.Module, inputs: Any) -> None: ...
 
@@ -23,7 +26,15 @@ class EngineEvents(Protocol):
 
     def exit_module(self, module: nn.Module, inputs: Any, output: Any) -> None: ...
 
+
+class BackwardEvents(Protocol):
+    """Gets the gradients."""
+
     def collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None: ...
+
+
+class StateDictEvents(Protocol):
+    """Gets the begin and end of every module's `state_dict()`."""
 
     def enter_state_dict(self) -> None: ...
 
@@ -72,32 +83,40 @@ class Hooks:
     """Handles of everything registered; `remove` takes all of it away.
 
     Args:
-        modules: Modules with managed parameters below them: their state dicts are reported.
+        forwards: Has the modules with managed parameters below them.
+        backwards: Gets the gradients; not kept alive.
+        state_dicts: Learns of the modules' state dicts.
         chunks: Whose trainable parameters report their gradients.
-        engine: Whom to tell.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], chunks: Iterable[Chunk], engine: EngineEvents) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        forwards: ForwardEvents,
+        backwards: BackwardEvents,
+        state_dicts: StateDictEvents,
+        chunks: Iterable[Chunk],
+    ) -> None:
+        self._forwards = forwards
         self._handles: list[RemovableHandle] = []
         self._forward_handles: list[RemovableHandle] = []
         self._watched_ids: set[int] = set()  # modules whose forwards are reported
-        watched = {id(m) for m in modules}
+        watched = {id(m) for m in forwards.watched}
 
         def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            engine.enter_state_dict()
+            state_dicts.enter_state_dict()
 
         def after_state_dict(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-            engine.exit_state_dict()
+            state_dicts.exit_state_dict()
 
         pre, post = _ModuleHook(before_state_dict, watched), _ModuleHook(after_state_dict, watched)
-        for module in modules:
+        for module in forwards.watched:
             self._handles.append(module.register_state_dict_pre_hook(pre))
             self._handles.append(module.register_state_dict_post_hook(post))
         for chunk in chunks:
             for index, parameter in enumerate(chunk.parameters):
                 if parameter.requires_grad:
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(_grad_hook(engine, chunk, index)))
+                    collect = _grad_hook(backwards, chunk, index)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(collect))
 
     def watch_forwards(self, modules: Collection[nn.Module], covered: Collection[nn.Module] = ()) -> None:
         """Report the forwards of these modules, and of no others, from now on.
@@ -109,8 +128,8 @@ class Hooks:
             handle.remove()
         self._forward_handles.clear()
         self._watched_ids = {id(m) for m in (*modules, *covered)}
-        pre = _ModuleHook(self._engine.enter_module, self._watched_ids)
-        light = _ModuleHook(self._engine.enter_covered, self._watched_ids)
+        pre = _ModuleHook(self._forwards.enter_module, self._watched_ids)
+        light = _ModuleHook(self._forwards.enter_covered, self._watched_ids)
         for module in modules:
             self._forward_handles.append(module.register_forward_pre_hook(pre, prepend=True))
             self.watch_exit(module)
@@ -119,7 +138,7 @@ class Hooks:
 
     def watch_exit(self, module: nn.Module) -> None:
         """Report the end of the forwards of a watched module as well; of the one that begins now, too."""
-        post = _ModuleHook(self._engine.exit_module, self._watched_ids)
+        post = _ModuleHook(self._forwards.exit_module, self._watched_ids)
         self._forward_handles.append(module.register_forward_hook(post, always_call=True))
 
     def remove(self) -> None:
@@ -129,12 +148,12 @@ class Hooks:
         self._handles.clear()
 
 
-def _grad_hook(engine: EngineEvents, chunk: Chunk, index: int) -> Callable[[Tensor], None]:
+def _grad_hook(backwards: BackwardEvents, chunk: Chunk, index: int) -> Callable[[Tensor], None]:
     # Weak: torch keeps such a hook where the garbage collector cannot look, and a cycle through it would stay for ever.
-    engine_ref, chunk_ref = weakref.ref(engine), weakref.ref(chunk)
+    backwards_ref, chunk_ref = weakref.ref(backwards), weakref.ref(chunk)
 
     def collect(parameter: Tensor) -> None:
-        owner, home = engine_ref(), chunk_ref()
+        owner, home = backwards_ref(), chunk_ref()
         if owner is not None and home is not None:
             owner.collect_grad(home, index, home.parameters[index])
 

@@ -66,6 +66,7 @@ class Interception:
         self._chunks = chunks
         self._plain_chunks: set[int] = set()
         self._state_dict = _StateDict()
+        self._versions: list[int] = []  # of parameters, when the forward began
         self._num_changes = 0  # of values, as far as a state_dict() must not go on over them
         self.written = WrittenMasters()
         self._aliases = Aliases()
@@ -115,8 +116,8 @@ class Interception:
 
     # Writes that must not happen
 
-    def versions(self) -> list[int]:
-        """Autograd's version counter of every parameter: users' writes and updates show in it, chunks that move do not.
+    def note_versions(self) -> None:
+        """A forward begins, over the values that parameters have now.
 
         Raises:
             StateError: If a parameter that was frozen when the plan was made now requires a gradient.
@@ -131,14 +132,25 @@ class Interception:
                                 "requires a gradient: it has no place for gradient and optimizer states; unfreeze it "
                                 "before training starts"
                             )
+        self._versions = self._count()
+
+    def _count(self) -> list[int]:
+        """Autograd's version counter of every parameter: users' writes and updates show in it, chunks that move do
+        not."""
+        with torch._C.DisableTorchFunctionSubclass():
             return [p._version for chunk in self._chunks for p in chunk.parameters]
 
-    def check_unwritten(self, versions: Sequence[int], where: str) -> None:
-        """Raises `StateError` if a parameter was written in place since `versions` were taken."""
+    def forget_versions(self) -> None:
+        """No forward waits for its backward any more."""
+        self._versions = []
+
+    def check_unwritten(self, where: str) -> None:
+        """Raises `StateError` if a parameter was written in place since the forward began."""
+        versions = self._versions
         if not versions:
             return
-        now = self.versions()
-        if list(versions) != now:
+        now = self._count()
+        if versions != now:
             names = [m.fqn for chunk in self._chunks for m in chunk.spec.members]
             written = [name for name, a, b in zip(names, versions, now, strict=True) if a != b]
             raise StateError(f"parameters were written inside {where}: {', '.join(written[:5])}; {_WRITE_CURE}")
@@ -154,7 +166,7 @@ class Interception:
         if func in released.GRAD_SETTERS:
             return self._set_grad(func, args)
         engine = self._engine
-        engine.check_open()
+        engine.phases.check_open()
         if func == released.DETACH and self._is_in_state_dict():
             return self._whole_value(args[0])
         if func in released.BACKWARD_FUNCTIONS:  # a backward has a turn of its own
@@ -185,13 +197,13 @@ class Interception:
     ) -> Any:
         engine = self._engine
         if func in released.RAW_POINTER_FUNCTIONS:
-            engine.pin_for_pointer(ids)
+            engine.writes.pin_for_pointer(ids)
             with self._as_plain(ids):
                 return func(*args, **kwargs)
         # Pinned while the function runs: it may be a composite that touches its parameters one after the other.
         engine.acquire(ids, pin=True)
         try:
-            with self._as_plain(ids), engine.packing():
+            with self._as_plain(ids), engine.forwards.packing():
                 return func(*args, **kwargs)
         finally:
             engine.drop(ids)
@@ -212,11 +224,11 @@ class Interception:
     ) -> Any:
         engine = self._engine
         if func in released.RAW_POINTER_FUNCTIONS:
-            engine.pin_for_pointer(ids)
+            engine.writes.pin_for_pointer(ids)
         engine.acquire(ids, pin=True)
-        engine.touch(ids)
+        engine.writes.touch(ids)
         try:
-            with self._made_plain(managed), engine.packing():
+            with self._made_plain(managed), engine.forwards.packing():
                 return func(*args, **kwargs)
         finally:
             engine.drop(ids)
@@ -241,13 +253,13 @@ class Interception:
     def _bring(self, chunk: Chunk) -> Iterator[None]:
         """Inside, a chunk is there whose parameters are read where nothing is intercepted."""
         engine, ids = self._engine, (chunk.id,)
-        engine.check_open()
+        engine.phases.check_open()
         with engine.turn.call("a parameter was read"):
             engine.leave_interrupted()
             is_between_steps = not engine.is_computing
             engine.acquire(ids, pin=True)
             if is_between_steps:
-                engine.touch(ids)
+                engine.writes.touch(ids)
             try:
                 yield
             finally:
@@ -299,7 +311,7 @@ class Interception:
                 self._engine.gradients.write(chunk, index, value)
 
     def _drop_grad(self, chunk: Chunk, index: int) -> None:
-        self._engine.drop_gradient(chunk, index)
+        self._engine.steps.drop_gradient(chunk, index)
 
     def _assign_data(self, parameter: Tensor, value: Tensor) -> None:
         """`p.data = value`: the values are taken over, the binding stays (Note: assignment, `runtime/aliases.py`)."""

@@ -8,17 +8,17 @@ that departs from it is correct all the same, and the next one is recorded anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from lightning_elixir.core.device import Device, release_cached_memory
-from lightning_elixir.plan.rcache import RCache
-from lightning_elixir.plan.types import AccessTrace, Acquire, Plan
+from lightning_elixir.plan.types import AccessTrace, Acquire
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.growth import Growth
-from lightning_elixir.runtime.reducer import Reducer
-from lightning_elixir.runtime.residency import Residency
 from lightning_elixir.runtime.sampling import StepSampler
 from lightning_elixir.runtime.traces import Traces
-from lightning_elixir.storage.shards import ShardStore
+
+if TYPE_CHECKING:
+    from lightning_elixir.runtime.active_plan import ActivePlan
 
 
 class Iterations:
@@ -43,26 +43,18 @@ class Iterations:
         self._grad_bytes_before = 0  # on the device when the open iteration began
         self._is_watching = False  # something is to be done at accesses beside bringing the chunks
 
-    def adopt(
-        self,
-        plan: Plan,
-        rcache: RCache,
-        residency: Residency,
-        reducer: Reducer,
-        store: ShardStore,
-        grad_itemsize: int | None,
-    ) -> None:
+    def adopt(self, active: ActivePlan, grad_itemsize: int | None) -> None:
         """Go on with a new plan; no iteration is open.
 
         Args:
             grad_itemsize: Bytes of an element of the gradient shards; None: as in the compute dtype.
         """
-        self._has_rcache = not plan.is_all_resident
-        self._rcache = rcache
-        self._residency = residency
-        self._reducer = reducer
-        self._store = store
-        self.growth.adopt(plan, rcache, grad_itemsize)
+        self._has_rcache = not active.plan.is_all_resident
+        self._rcache = active.rcache
+        self._residency = active.residency
+        self._reducer = active.reducer
+        self._store = active.store
+        self.growth.adopt(active.plan, active.rcache, grad_itemsize)
 
     # From one iteration to the next
 

@@ -81,6 +81,8 @@ class Reducer:
     ) -> None:
         self._chunks = chunks
         self.order = tuple(order)
+        self.is_order_known = False
+        """Whether the ranks have agreed on `order` after a first backward."""
         self._device = device
         self._comm = comm
         self._store = store
@@ -396,17 +398,20 @@ class Reducer:
     def take_over(self, earlier: Reducer) -> None:
         """Go on with what an earlier reducer over the same chunks has learned."""
         self._expected = dict(earlier._expected)
+        self.is_order_known = earlier.is_order_known
         self.is_tracking_square_sums = earlier.is_tracking_square_sums
         self.accumulates = earlier.accumulates
         self._is_accumulation_expected = earlier._is_accumulation_expected
 
     def expect_accumulation(self, is_expected: bool) -> None:
-        """See `Engine.expect_accumulation`."""
+        """Say whether several backwards come before each step: then host memory for their sums is taken in the first
+        backward, and no update begins inside it. Otherwise, or without a word, that is seen in the second one."""
         self.accumulates = self._is_accumulation_expected = is_expected
 
     def set_order(self, order: Sequence[int]) -> None:
         """Reduce in this order from the next backward on. The same call on every rank."""
         self.order = tuple(order)
+        self.is_order_known = True
 
     def block_bytes_held(self) -> int:
         """Device bytes of gradient blocks that are not (yet) gradient shards."""

@@ -150,7 +150,7 @@ def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, before: Sha
     # All values first: the replica may be their only copy, and stop being it.
     if spec.is_persistent and not chunk.is_usable:
         chunk.storage_bytes = storage_bytes(plan, spec)
-        engine.fetcher.fetch(chunk)
+        engine.active.fetcher.fetch(chunk)
         chunk.wait_ready()
     master_dtype = engine.precision.master_of(spec)
     if master_dtype is not None and (new.on_disk is None or new.on_disk != old.on_disk):

@@ -125,7 +125,7 @@ def whole_grads(engine: Engine, factor: float) -> dict[str, Tensor]:
             )
         )
     found = gather_whole(engine, pieces, on_all_ranks=True)
-    used = engine.globally_used()
+    used = engine.steps.used()
     names = {chunk.spec.members[index].fqn for chunk in engine.chunks for index in used.get(chunk.id, ())}
     return {fqn: grad for fqn, grad in found.items() if fqn in names}
 

@@ -74,7 +74,7 @@ class FitRun:
         self._report = None if config.report_dir is None else RunReport(config.report_dir)
         engine = handle.engine.engine
         engine.set_memory_limit(handle.budget.gpu_bytes)
-        engine.expect_accumulation(module.automatic_optimization and _most_backwards(trainer) > 1)
+        engine.reducer.expect_accumulation(module.automatic_optimization and _most_backwards(trainer) > 1)
         self.warm_up = WarmUp(
             handle,
             planner,

@@ -177,7 +177,7 @@ class ElixirPrecision(Precision):
     ) -> None:
         """The model's `backward` hook, on the scaled loss; gradients are reduced when it returns."""
         elixir = _unwrap(optimizer)
-        with elixir.module.engine.backward():
+        with elixir.module.engine.backwards.span():
             model.backward(elixir.scale_loss(tensor), *args, **kwargs)
 
     @override

@@ -195,7 +195,7 @@ class WarmUp:
         if plan.fingerprint() != self._engine.plan.fingerprint():
             self._handle.engine.replan(plan)
         else:
-            self._engine.plan = plan  # the same, with what is expected of it now
+            self._engine.take_forecast(plan)
 
 
 def _first_lines(plan: Plan) -> str:

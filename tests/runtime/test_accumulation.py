@@ -91,7 +91,7 @@ def new_training(
     **options: Any,
 ) -> tuple[ElixirModule, ElixirOptimizer]:
     module, optimizer = timed.new_training(how, site, device, timing, is_reusing=is_reusing, **options)
-    module.engine.expect_accumulation(is_known)
+    module.engine.reducer.expect_accumulation(is_known)
     return module, optimizer
 
 
@@ -422,7 +422,7 @@ def test_no_staging_memory_where_nothing_is_added_up() -> None:
     for how, site in ((HOWS["bf16"], "host"), (HOWS["accumulated"], "gpu")):
         module, optimizer = new_training(how, site, CPU, is_known=True)
         if site == "host":
-            module.engine.expect_accumulation(False)
+            module.engine.reducer.expect_accumulation(False)
         streamed.train_step(module, optimizer, how, 0)
         assert "cpu_grad_staging" not in module.stats().held_bytes
         module.close()

@@ -168,7 +168,7 @@ def test_a_block_that_calls_itself() -> None:
     training = Training(lambda net: setattr(net.blocks[1], "repeats", 2))
     for _ in range(3):
         training.step()
-    assert not training.module.engine._frames
+    assert not training.module.engine.forwards._frames
 
 
 def test_an_error_inside_a_covered_module(training: Training) -> None:
@@ -176,7 +176,7 @@ def test_an_error_inside_a_covered_module(training: Training) -> None:
         training.step()
     with pytest.raises(RuntimeError):
         training.module(torch.randn(3, WIDTH + 1))
-    assert not training.module.engine._frames
+    assert not training.module.engine.forwards._frames
     training.step()
 
 
@@ -241,7 +241,9 @@ def test_a_part_that_runs_inside_itself_and_is_called_by_itself_later() -> None:
     for _ in range(2):
         training.step()
     part, above = training.net.blocks[2].down, []
-    part.linear.register_forward_pre_hook(lambda *_: above.extend(f.module for f in training.module.engine._frames))
+    part.linear.register_forward_pre_hook(
+        lambda *_: above.extend(f.module for f in training.module.engine.forwards._frames)
+    )
     training.step(with_a_part)
     assert above[:2] == [part, part]  # it is still there when the inner call has returned
 
@@ -312,7 +314,7 @@ def test_hooks_of_the_user_around_a_module_in_several_chunks() -> None:
     module = ElixirModule(net, plan, device=CPU)
     x = torch.randn(3, WIDTH)
     plain(x).backward()
-    with module.engine.backward():
+    with module.engine.backwards.span():
         module(x).backward()
     assert torch.equal(module.full_grads()["blocks.1.scale"], plain.blocks[1].scale.grad)
 
@@ -337,4 +339,4 @@ def test_ctrl_c_inside_a_part_that_was_called_by_itself(training: Training, way:
         training.optimizer.zero_grad()
     for _ in range(3):
         training.step()
-    assert not training.module.engine._frames
+    assert not training.module.engine.forwards._frames

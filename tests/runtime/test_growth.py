@@ -476,7 +476,7 @@ def test_make_room_tells_whether_it_helped(monkeypatch: pytest.MonkeyPatch) -> N
     engine = training.module.engine
     assert engine.make_room()
     assert not engine.make_room()
-    with engine.region(), pytest.raises(StateError, match="inside forward"):
+    with engine.forwards.region(), pytest.raises(StateError, match="inside forward"):
         engine.make_room()
     training.module.close()
     model = gpt2()

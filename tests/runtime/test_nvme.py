@@ -385,7 +385,7 @@ def test_the_order_is_that_of_the_next_forward(monkeypatch: pytest.MonkeyPatch) 
         step(training, BF16, 2)
         gate.set()
     optimizer.synchronize()
-    needs = module.engine.first_needs()
+    needs = module.engine.steps.first_needs()
     begun, rest = order[:NVME_BUFFERS], order[NVME_BUFFERS:]  # there were buffers for these when they came
     assert begun == sorted(begun, key=lambda i: -needs[i])
     assert rest == sorted(rest, key=lambda i: needs[i])
@@ -465,7 +465,7 @@ def test_looking_at_parameters_reads_no_master() -> None:
     module.reset_stats()
     with torch.no_grad():
         total = sum(float(p.float().norm()) for p in module.module.parameters())
-    module.engine.absorb_touched()
+    module.engine.writes.absorb()
     assert total > 0
     assert module.stats().nvme_read_bytes == 0
     module.close()

@@ -188,7 +188,7 @@ def test_the_next_forward_has_its_chunks_first(monkeypatch: pytest.MonkeyPatch) 
     with held_up(monkeypatch, begun) as gate:
         backward((module, optimizer), NEVER_CLIPPED, 0)
         optimizer.step()
-        needs = module.engine.first_needs()
+        needs = module.engine.steps.first_needs()
         gate.set()
         optimizer.synchronize()
     rest = [at[update.param.data_ptr()] for update in begun][2:]  # two threads had taken one each when the step came
@@ -814,7 +814,7 @@ def train_with_sums(
     how: How, micro_batches: list[int], device: torch.device, *, is_ahead: bool, is_known: bool
 ) -> tuple[Training, list[int]]:
     module, optimizer = new_training(how, "mixed", device, is_ahead=is_ahead)
-    module.engine.expect_accumulation(is_known)
+    module.engine.reducer.expect_accumulation(is_known)
     num_ahead = []
     for step, count in enumerate(micro_batches):
         for micro in range(count):
@@ -849,7 +849,7 @@ def test_sums_beside_backward(how: How, is_known: bool, monkeypatch: pytest.Monk
 def test_gradients_of_several_micro_batches_are_summed_in_fp32_from_the_first_on() -> None:
     how = NEVER_CLIPPED
     module, optimizer = new_training(how, "host")
-    module.engine.expect_accumulation(True)
+    module.engine.reducer.expect_accumulation(True)
     warm_up((module, optimizer), how)
     buffers = set()
     for number in range(2):
@@ -928,11 +928,11 @@ def test_the_step_waits_for_no_sum() -> None:
 def test_what_was_said_of_several_backwards_survives_a_move() -> None:
     how = NEVER_CLIPPED
     training = module, optimizer = new_training(how, "host")
-    module.engine.expect_accumulation(True)
+    module.engine.reducer.expect_accumulation(True)
     warm_up(training, how)
     module.replan(module.engine.plan)
     for is_expected in (True, False):
-        module.engine.expect_accumulation(is_expected)
+        module.engine.reducer.expect_accumulation(is_expected)
         module.replan(module.engine.plan)
         backward(training, how, 0)
         assert (optimizer.num_ahead == 0) == is_expected

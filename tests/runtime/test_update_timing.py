@@ -266,7 +266,7 @@ def test_the_next_forward_has_its_chunks_first(monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patch:
         patch.setattr(FlatUpdate, "run", noted)
         step(module, optimizer, how, 2)
-        needs = module.engine.first_needs()
+        needs = module.engine.steps.first_needs()
         gate.set()
         optimizer.synchronize()
     begun, rest = order[:2], order[2:]  # two threads had taken one each when the step came
@@ -353,7 +353,7 @@ def test_a_fetch_waits_on_no_thread_for_an_update(monkeypatch: pytest.MonkeyPatc
     engine = module.engine
     with held_updates(monkeypatch) as gate:
         step(module, optimizer, how, 2)
-        engine.residency.acquire((0, 1), True, None, False)
+        engine.active.residency.acquire((0, 1), True, None, False)
         chunk = engine.chunks[1]
         assert chunk.ready is not None
         assert not chunk.ready.is_over()
@@ -568,7 +568,7 @@ def test_late_gradients_do_not_come_to_lie_where_parameters_are(what: str, monke
             engine.reducer._reduced_now = set(engine.reducer.order)
             engine.reducer.abandon()
         else:
-            engine.end_step([])
+            engine.steps.end([])
         lane.catch_up()
     for chunk in engine.chunks:
         shard = engine.store[chunk.id]

@@ -1,0 +1,168 @@
+"""Backwards: gradients leave autograd for the reducer, and the ranks reduce together what is left at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir.core.signals import deferred
+from lightning_elixir.errors import StateError
+from lightning_elixir.runtime.agreement import Meeting
+from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.phases import Phase
+from lightning_elixir.runtime.spans import Span
+
+if TYPE_CHECKING:
+    from lightning_elixir.runtime.engine import Engine
+
+
+class Backwards:
+    """The backward that runs.
+
+    Args:
+        engine: Whose parameters get the gradients.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._phases = engine.phases
+        self._is_bare = False  # begun by autograd, which does not tell of errors
+
+    def span(self) -> AbstractContextManager[None]:
+        """Run the backward of a loss inside; the gradients are reduced at the end. Collective."""
+        return Span(self._enter, self.end, self.abort, self._engine.tell_of)
+
+    def _enter(self) -> bool:
+        with self._engine.turn.phase("a backward"):
+            self._engine.leave_stale()
+            if self._phases.current is Phase.BACKWARD:  # nested: the outer one ends it
+                return False
+            self._begin()
+            return True
+
+    def note_outermost(self, grad: Tensor) -> None:
+        """A bare `loss.backward()` has reached an output of the model."""
+        with self._engine.turn.phase("a backward"), deferred():
+            if self._phases.current is Phase.IDLE:
+                self._begin()
+                self._is_bare = True
+                # On the outermost graph: from inside reentrant checkpointing it would fire at the nested end.
+                torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+    def _begin(self) -> None:
+        engine = self._engine
+        engine.leave_stale()
+        self._phases.check_open()
+        if self._phases.current is not Phase.IDLE:
+            raise StateError(f"backward cannot start in phase {self._phases.current.value}")
+        engine.leave_hooks()
+        engine.gradients.absorb()
+        engine.gradients.forget_all()
+        engine.reducer.withdraw()  # with gradients that more are added to
+        self._check_late({*engine.reducer.begun_now()})
+        # What was read before backward was not written; what is still kept then may be, so its update must not begin.
+        engine.writes.absorb()
+        engine.interception.check_unwritten("forward and backward")
+        engine.iterations.begin_backward()
+        self._is_bare = False
+        self._phases.enter(Phase.BACKWARD, engine.turn.phase("a backward"))
+        try:
+            engine.forwards.open_resident()
+        except BaseException:
+            self.abort()
+            raise
+
+    def end(self) -> None:
+        """The outermost backward has returned: reduce what is left. Collective."""
+        if self._phases.current is not Phase.BACKWARD:
+            return
+        with self._engine.telling():
+            self._end()
+
+    def _end(self) -> None:
+        engine, reducer = self._engine, self._engine.reducer
+        waiting, late, begun = reducer.waiting_ids(), reducer.late_ids(), reducer.begun_now()
+        engine.iterations.end_backward(waiting)
+        self._release_pins()
+        self._phases.leave()
+        if engine.comm.world_size > 1:
+            message = [len(waiting), *waiting, len(late), *late, *begun]
+            parts = [_split(row) for row in engine.active.agreement.meet(Meeting.BACKWARD_END, message)]
+            # What was waiting when this rank came here may have been reduced while it served the others.
+            waiting, late, begun = ([i for part in parts for i in part[kind]] for kind in range(3))
+        self._check_late({*late} & {*begun})
+        order = reducer.finish_order()
+        reducer.flush(waiting, late)
+        if not reducer.is_order_known:
+            reducer.set_order(engine.comm.exchange_objects(order)[0])
+        engine.interception.check_unwritten("forward and backward")
+
+    def _check_late(self, ids: set[int]) -> None:
+        """Gradients for chunks whose update has begun, with less; known to all ranks."""
+        if ids:
+            self._engine.give_up("in a backward that went on after updates had begun")
+            raise StateError(
+                f"a parameter of {self._engine.chunks[min(ids)].spec} got another gradient when its optimizer step had "
+                "begun: its values are not whole any more. Something runs backward several times (reentrant activation "
+                "checkpointing around a shared layer): use use_reentrant=False, or update_timing='behind_forward'"
+            )
+
+    def abort(self) -> None:
+        """Backward raised: its gradients are dropped. Those of earlier backwards stay if none of its have been added to
+        them yet; otherwise they are lost, and `step` raises until `zero_grad` has dropped the rest."""
+        engine = self._engine
+        with deferred():
+            engine.forwards.clear_frames()
+            self._release_pins()
+            try:
+                engine.reducer.abandon()
+                engine.iterations.abandon()
+            except Exception:
+                self._phases.leave()
+                raise
+            self._phases.leave()  # last: after a second Ctrl-C, what comes next does all of this again
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a backward that the engine was not told of is open, and does not run."""
+        return self._phases.current is Phase.BACKWARD and self._is_bare and torch._C._current_graph_task_id() == -1
+
+    def _release_pins(self) -> None:
+        self._engine.active.rcache.unpin_all()
+        self._engine.writes.unpin_raw()
+        self._engine.interception.guard_all()
+
+    def need(self, chunk: Chunk) -> None:
+        """Backward needs elements of a chunk, for a tensor that autograd has saved."""
+        if self._phases.current is Phase.CLOSED:
+            raise StateError("backward needs parameters of an engine that was closed")
+        self._engine.acquire((chunk.id,), pin=False)
+
+    def collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
+        """Autograd has put a gradient down at a parameter."""
+        with deferred():
+            if self._phases.current is Phase.IDLE:  # a graph that does not pass through a watched output
+                self.note_outermost(parameter)
+            with self._engine.telling():
+                self._collect_grad(chunk, index, parameter)
+
+    def _collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
+        sampler, reducer = self._engine.iterations.sampler, self._engine.reducer
+        if not sampler.is_on:
+            reducer.collect(chunk, index, parameter)
+            return
+        sampler.before_collect()
+        if reducer.collect(chunk, index, parameter):
+            sampler.grads_complete((chunk.id,))
+        sampler.after_collect()
+
+
+def _split(row: Sequence[int]) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """A message at the end of backward: the chunks that wait and those that are late, after their number; the begun."""
+    late_at = 1 + row[0]
+    begun_at = late_at + 1 + row[late_at]
+    return row[1:late_at], row[late_at + 1 : begun_at], row[begun_at:]

@@ -1,0 +1,349 @@
+"""Forwards: of the model, or of any part of it that the user calls, and of what is recomputed in backward.
+
+A forward of the model begins and ends a region, told by `ElixirModule` or, where the user calls a part of the model, by
+the hook of the outermost module. Inside, every module's hook has the chunks brought that its own forward needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_elixir.core.signals import deferred
+from lightning_elixir.runtime.agreement import Meeting
+from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.hooks import Hooks, SavedTensors, ThreadHooks, innermost_pack
+from lightning_elixir.runtime.phases import Phase
+from lightning_elixir.runtime.released import tensors_in
+from lightning_elixir.runtime.spans import Packing, Span
+from lightning_elixir.runtime.transforms import check_untransformed
+from lightning_elixir.runtime.turns import Held
+
+if TYPE_CHECKING:
+    from lightning_elixir.runtime.engine import Engine
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A module whose forward runs."""
+
+    module: nn.Module
+    ids: tuple[int, ...] = ()
+    covered: frozenset[int] = frozenset()
+    """Modules (by id) for whose parameters nothing is left to be done inside."""
+    depth: int = 0
+    """How often the module's forward runs inside itself."""
+    is_pinned: bool = False
+    hooks: ThreadHooks | None = None
+    graph_task: int = -1
+    """The backward of autograd's in which it is recomputed; -1: none."""
+    innermost: object = False
+    """What packs the tensors that autograd saves inside; False where it saved none when the forward began."""
+
+
+class _Access(NamedTuple):
+    """What a module's forward needs."""
+
+    ids: tuple[int, ...]
+    covered: frozenset[int]
+    """Modules (by id) that need no more than that, itself and below."""
+
+
+class Forwards:
+    """The forward that runs, and which modules tell of theirs.
+
+    Args:
+        engine: What the module's parameters belong to.
+        saved: Packs the tensors that autograd saves.
+        home: Chunk and member index of every parameter, by its id.
+    """
+
+    def __init__(self, engine: Engine, saved: SavedTensors, home: Mapping[int, tuple[Chunk, int]]) -> None:
+        self._engine = engine
+        self._phases = engine.phases
+        self._turn = engine.turn
+        self._saved = saved
+        self._accesses = _accesses_by_module(engine.module, home)
+        self._frames: list[_Frame] = []
+        self._is_implicit = False  # a module hook has opened the region, not the model's owner
+        self._error_at_entry: BaseException | None = None
+        self._region_hooks: ThreadHooks | None = None
+        modules = list(engine.module.modules())
+        self._statistics = [m for m in modules if getattr(m, "track_running_stats", False)]
+        self._has_own_statistics = False
+        self.watched = [m for m in modules if any(True for _ in m.parameters())]
+        """Modules that tell of their forwards."""
+        # Met in the first iterations: below a module that brings all they need, and by themselves.
+        self._covered_ids: set[int] = set()
+        self._entered_ids: set[int] = set()
+        self._light: list[nn.Module] = []  # met in the first way only
+
+    # Regions
+
+    def region(self) -> AbstractContextManager[None]:
+        """Run a forward inside. Nested regions, and forwards recomputed in backward, belong to the outer one.
+
+        Raises:
+            StateError: If a parameter was written in place inside.
+        """
+        return Span(self._enter_region, self._end_region, self.abort, self._engine.tell_of)
+
+    def _enter_region(self) -> bool:
+        with self.its_turn():
+            self._engine.leave_stale()
+            if self._phases.current is not Phase.IDLE:
+                self._phases.check_open()
+                return False
+            self._begin_region()
+            return True
+
+    def its_turn(self) -> Held:
+        """For a forward, not taken yet."""
+        return self._turn.phase("a forward", is_of_trainer=False, may_be_of_trainer=torch.is_grad_enabled())
+
+    def _begin_region(self) -> None:
+        engine = self._engine
+        self._phases.check_open()
+        engine.leave_hooks()
+        if engine.active.cost:
+            check_untransformed()
+        engine.interception.forget_state_dict()
+        engine.writes.absorb()
+        if self._has_own_statistics:
+            self._share_statistics()
+        self._has_own_statistics = engine.comm.world_size > 1 and bool(self._statistics) and torch.is_grad_enabled()
+        engine.iterations.begin(is_training=torch.is_grad_enabled())
+        self._phases.enter(Phase.FORWARD, self.its_turn())
+        try:
+            self._region_hooks = self._enter_saved_hooks()
+            if torch.is_grad_enabled():
+                engine.interception.note_versions()
+            self.open_resident()
+        except BaseException as error:
+            self.abort()
+            engine.tell_of(error)
+            raise
+
+    def _share_statistics(self) -> None:
+        """Running statistics as DDP has them: those of rank 0, after a forward with gradients that changed them."""
+        self._engine.active.agreement.meet(Meeting.BUFFERS)
+        for module in self._statistics:
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    self._engine.comm.broadcast_from_first(buffer)
+
+    def open_resident(self) -> None:
+        """Where everything is there, parameters are plain in forward and backward, and nothing is intercepted."""
+        engine = self._engine
+        if not engine.active.is_watching:
+            with engine.iterations.sampler.waiting():
+                for chunk in engine.chunks:
+                    chunk.wait_ready()
+                    engine.interception.make_plain(chunk)
+
+    def _end_region(self) -> None:
+        engine = self._engine
+        self._close_region()
+        if torch.is_grad_enabled():  # else the versions are those of an earlier region
+            engine.interception.check_unwritten("forward")
+        if engine.active.needs_agreement:
+            with engine.iterations.sampler.waiting():
+                engine.active.agreement.meet(Meeting.FORWARD_END)
+        engine.iterations.end_forward()
+
+    def abort(self) -> None:
+        """The forward was ended by an error, or nothing was told of its end."""
+        with deferred():
+            self.clear_frames()
+            self._is_implicit = False
+            self._engine.active.rcache.unpin_all()
+            self._close_region()
+            self._engine.iterations.abandon()
+
+    def _close_region(self) -> None:
+        hooks, self._region_hooks = self._region_hooks, None
+        if hooks is not None:
+            hooks.__exit__()
+        self._engine.writes.unpin_raw()
+        self._engine.interception.guard_all()
+        self._phases.leave()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a module hook has opened the region, and torch has not called the one that closes it: what has passed
+        by the module's exit was no `Exception`. To be asked where the model as a whole, a backward or a step begins."""
+        return self._phases.current is Phase.FORWARD and self._is_implicit
+
+    def watch_outputs(self, output: Any) -> None:
+        """Notice a backward that starts from `output` without the engine being told."""
+        if torch.is_grad_enabled():
+            for tensor in tensors_in((output,)):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._engine.backwards.note_outermost)
+
+    # Modules
+
+    def enter_module(self, module: nn.Module, inputs: Any = None) -> None:
+        """A module's forward begins."""
+        if self._turn.is_mine():
+            self._enter_next(module)
+        else:
+            with self.its_turn():  # until it has begun, which takes it for itself
+                self._enter_next(module)
+
+    def _enter_next(self, module: nn.Module) -> None:
+        if self._phases.is_interrupted:
+            self._engine.leave_interrupted()
+        if self._frames:
+            above = self._frames[-1]
+            if id(module) in above.covered and self._saves_through_us():
+                if above.module is module:
+                    above.depth += 1
+                else:
+                    self._covered_ids.add(id(module))
+                return
+        with deferred():
+            self._enter_module(module)
+
+    def _enter_module(self, module: nn.Module) -> None:
+        if self._phases.current is Phase.IDLE and not self._frames:
+            self._error_at_entry = sys.exc_info()[1]
+            self._begin_region()
+            self._is_implicit = True
+        self._entered_ids.add(id(module))
+        frame = _Frame(module, graph_task=torch._C._current_graph_task_id())
+        self._frames.append(frame)
+        access = self._accesses.get(id(module))
+        if access is not None:
+            frame.ids, frame.covered = access
+            self._engine.acquire(frame.ids, pin=True)
+            frame.is_pinned = True
+        frame.hooks = self._enter_saved_hooks()
+        if frame.covered and torch.is_grad_enabled():
+            frame.innermost = innermost_pack()
+
+    def enter_covered(self, module: nn.Module, inputs: Any = None) -> None:
+        """A module's forward that so far ran below others only. Where it does not (it is called by itself, or under the
+        user's hooks for saved tensors), it is treated as they are from here on."""
+        if self._frames and self._turn.is_mine():
+            above = self._frames[-1]
+            if id(module) in above.covered and (innermost_pack() is above.innermost or self._saves_through_us()):
+                if above.module is module:
+                    above.depth += 1
+                return
+        if id(module) not in self._entered_ids:
+            self._entered_ids.add(id(module))
+            self._hooks.watch_exit(module)  # in time for this very call
+        self.enter_module(module)
+
+    def exit_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """A module's forward is over."""
+        if not self._frames or self._frames[-1].module is not module or not self._turn.is_mine():
+            return  # a module above covers it, or the region was aborted, or it has been refused
+        frame = self._frames[-1]
+        if frame.depth:
+            frame.depth -= 1
+            return
+        with deferred():
+            self._exit_module(frame, output)
+
+    def _exit_module(self, frame: _Frame, output: Any) -> None:
+        self._frames.pop()
+        if frame.hooks is not None:
+            frame.hooks.__exit__()
+        if frame.is_pinned:
+            self._engine.drop(frame.ids)
+        if self._is_implicit and not self._frames:
+            self._is_implicit = False
+            error = sys.exc_info()[1]
+            if error is not None and error is not self._error_at_entry:
+                self.abort()
+                self._engine.tell_of(error)
+            elif error is not self._error_at_entry:
+                self.abort()
+            else:
+                self._end_region()
+                self.watch_outputs(output)
+
+    def clear_frames(self) -> None:
+        """After an exception that may have passed by the modules' exits."""
+        while self._frames:
+            frame = self._frames.pop()
+            # Those of a recomputation are gone already: an exception that leaves autograd's backward takes them along.
+            if frame.hooks is not None and frame.graph_task == torch._C._current_graph_task_id():
+                frame.hooks.__exit__()
+
+    # Saved tensors
+
+    def packing(self) -> AbstractContextManager[None]:
+        """Saved tensors of what runs inside keep no replica alive, and find it again in backward."""
+        return Packing(self._enter_saved_hooks)
+
+    def _enter_saved_hooks(self) -> ThreadHooks | None:
+        """Have autograd save managed tensors through us from now on; None if it does already, or need not."""
+        if not self._engine.active.cost or not torch.is_grad_enabled():
+            return None
+        hooks = self._saved.context()
+        if hooks is not None:
+            hooks.__enter__()
+        return hooks
+
+    def _saves_through_us(self) -> bool:
+        """Whether autograd saves managed tensors through us, or need not."""
+        return not self._engine.active.cost or not torch.is_grad_enabled() or self._saved.is_innermost()
+
+    # Which modules tell of their forwards
+
+    def watch(self, hooks: Hooks) -> None:
+        """Have modules tell of their forwards, as the plan in force needs it."""
+        self._hooks = hooks
+        self._watch()
+
+    def _watch(self) -> None:
+        self.watched += [m for m in self._light if id(m) in self._entered_ids]  # they have turned out otherwise
+        self._light = [m for m in self._light if id(m) not in self._entered_ids]
+        if self._engine.active.is_watching:
+            self._hooks.watch_forwards(self.watched, self._light)
+        else:
+            self._hooks.watch_forwards(self._entrances())
+
+    def leave_covered(self) -> None:
+        """Once the order of accesses is known, modules that were only met below others, which bring all that they need,
+        keep but one hook: every other costs some microseconds a call."""
+        covered = self._covered_ids - self._entered_ids
+        if covered and self._engine.active.is_watching and "train" in self._engine.traces:
+            self._covered_ids.clear()
+            self._light += [m for m in self.watched if id(m) in covered]
+            self.watched = [m for m in self.watched if id(m) not in covered]
+            self._watch()
+
+    def _entrances(self) -> Sequence[nn.Module]:
+        """Where everything is resident no layer needs a hook: only what users call by themselves, the model and the
+        models it is made of, so that its parameters are plain inside."""
+        model = self._engine.module
+        return [m for m in (model, *model.children()) if any(True for _ in m.parameters())]
+
+
+def _accesses_by_module(root: nn.Module, home: Mapping[int, tuple[Chunk, int]]) -> dict[int, _Access]:
+    """What to hold during a module's forward: the chunks of its own parameters, where no module below has any; and the
+    one chunk that it and all modules below lie in, which then need no access of their own. Other parameters (of
+    containers, or in functional use) are caught when they are touched.
+
+    Returns:
+        By the id of the module.
+    """
+    found: dict[int, _Access] = {}
+    for module in root.modules():
+        keys = [id(p) for p in module.parameters()]
+        ids = tuple(dict.fromkeys(home[key][0].id for key in keys if key in home))
+        if len(ids) == 1:
+            found[id(module)] = _Access(ids, frozenset(id(m) for m in module.modules()))
+        elif ids and {*keys} == {id(p) for p in module._parameters.values() if p is not None}:
+            found[id(module)] = _Access(ids, frozenset())
+    return found

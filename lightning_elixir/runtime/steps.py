@@ -1,0 +1,219 @@
+"""What a step begins with and leaves behind: gradients that it takes, replicas of old values that go.
+
+Several optimizers may be attached to one engine; a step takes all gradients, so one that needed what another's step has
+dropped is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_elixir.core.signals import deferred
+from lightning_elixir.errors import StateError
+from lightning_elixir.plan.types import AccessTrace, Plan
+from lightning_elixir.runtime.agreement import Meeting
+from lightning_elixir.runtime.chunk import Chunk, ChunkState
+from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers, hand_over
+from lightning_elixir.runtime.gradients import Change
+from lightning_elixir.runtime.replan import AttachedOptimizer
+
+if TYPE_CHECKING:
+    from lightning_elixir.runtime.engine import Engine
+
+Members = Mapping[int, Collection[int]]
+"""Member indices by chunk id."""
+
+
+class Steps:
+    """The optimizers of one engine, and the gradients that wait for their steps.
+
+    Args:
+        engine: Has the shards.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._attached: list[AttachedOptimizer] = []
+        self._dropped: set[tuple[int, int]] = set()  # gradients that one's step dropped and another's needs
+        self._aliased_ids: list[int] = []  # on any rank, at the beginning of the step
+
+    # Optimizers
+
+    def attach(self, optimizer: AttachedOptimizer) -> None:
+        """The optimizer's states move with the chunks from now on, for as long as they live."""
+        self._attached.append(optimizer)
+        self.hand_over_states()
+
+    def hand_over_states(self, plan: Plan | None = None) -> None:
+        """See `hand_over`; by default for the plan in force."""
+        hand_over(self._engine.chunks, plan or self._engine.plan, list(self._states()))
+
+    def attached(self) -> list[AttachedOptimizer]:
+        """Those that are still there."""
+        self._attached = [known for known in self._attached if known.states is not None]
+        return self._attached
+
+    def _states(self) -> Iterator[ChunkOptimizers]:
+        return (known.states for known in self._attached if known.states is not None)
+
+    # The step
+
+    def begin(self) -> None:
+        """Call before the optimizer updates shards. Collective."""
+        engine = self._engine
+        engine.prepare_meeting(Meeting.STEP)
+        engine.interception.forget_state_dict()
+        if engine.has_lost_gradients:
+            raise StateError(
+                "a backward has failed when the gradients of earlier ones had been mixed with its own, and all of them "
+                "were dropped: call zero_grad() and begin again with the first micro-batch"
+            )
+        there = [*engine.rcache.resident_ids, *(c.id for c in engine.chunks if c.spec.is_persistent)]
+        mine = [i for i in there if engine.chunks[i].is_aliased()]
+        rows = engine.active.agreement.meet(Meeting.STEP, mine) if engine.comm.world_size > 1 else [mine]
+        self._aliased_ids = sorted({i for row in rows for i in row})
+
+    def end(self, updated: Members, members: Members) -> None:
+        """The shards of `updated` hold new values: replicas made from the old ones go, and so do all gradients.
+
+        Args:
+            updated: What has changed.
+            members: All that the optimizer has.
+        """
+        engine = self._engine
+        if len(self._attached) > 1:
+            self._dropped |= {key for key in engine.reducer.used if self._is_of_another(*key, members)}
+        engine.iterations.end()
+        engine.forwards.leave_covered()
+        engine.interception.forget_versions()  # what was computed before is checked when backward needs it
+        engine.interception.written.forget(updated)
+        for chunk_id in sorted(updated):
+            chunk = engine.chunks[chunk_id]
+            chunk.note_written(updated[chunk_id])
+            if chunk.spec.is_persistent:
+                if engine.comm.world_size > 1 or chunk_id in self._aliased_ids:
+                    engine.store.settle(chunk_id)
+                    chunk.wait_ready()
+                if engine.comm.world_size > 1:
+                    chunk.to_state(ChunkState.STALE)
+                    engine.active.fetcher.gather_in_place(chunk)
+                continue
+            if not engine.plan.is_storage_distributed and engine.comm.world_size > 1:
+                engine.store[chunk_id].is_param_outdated = True
+            if chunk_id in self._aliased_ids:
+                self._refresh(chunk)
+            else:
+                engine.active.residency.release((chunk_id,))
+        engine.gradients.forget_all()
+        engine.reducer.clear()
+
+    def _refresh(self, chunk: Chunk) -> None:
+        """On some rank, user code keeps a tensor over this replica's storage: it shall see the new values, and what is
+        written through it shall not be lost. So the replica stays where it is aliased, and is filled again."""
+        active = self._engine.active
+        if chunk.is_usable and chunk.is_aliased():
+            chunk.release()  # keeps the bytes
+            active.residency.fetch(chunk.id)
+            chunk.wait_ready()
+        else:
+            active.residency.release((chunk.id,))
+            if active.fetcher.is_collective(chunk):
+                active.fetcher.serve(chunk)
+
+    def first_needs(self) -> dict[int, int]:
+        """Chunk id -> its place in the order in which a forward needs the chunks, as far as that is known."""
+        trace = self._engine.traces.get("train", AccessTrace(()))
+        ids = dict.fromkeys(i for event in trace.acquires() for i in event.ids)
+        return {chunk_id: place for place, chunk_id in enumerate(ids)}
+
+    # Gradients
+
+    def drop_gradients(self, members: Members | None = None) -> None:
+        """What `zero_grad` does.
+
+        Args:
+            members: Of one optimizer: those of others keep their gradients. None: all.
+
+        Raises:
+            StateError: Updates have begun with these gradients.
+        """
+        engine = self._engine
+        with engine.turn.call("zero_grad()"), deferred():
+            engine.leave_stale()
+            engine.leave_hooks()
+            engine.check_whole()
+            if members is not None and any(self._is_of_another(*key, members) for key in engine.reducer.used):
+                self._drop_members({(chunk_id, index) for chunk_id, indices in members.items() for index in indices})
+                return
+            self._dropped.clear()
+            engine.gradients.forget_all()
+            engine.reducer.clear()
+            self._forget_changes()
+
+    def _drop_members(self, keys: set[tuple[int, int]]) -> None:
+        self._dropped -= keys
+        for chunk_id, index in sorted(keys):
+            self.drop_gradient(self._engine.chunks[chunk_id], index)
+
+    def drop_gradient(self, chunk: Chunk, index: int) -> None:
+        """What `p.grad = None` does, in the turn of what calls it. The same call on every rank."""
+        engine = self._engine
+        engine.gradients.forget(chunk, index)
+        engine.reducer.drop_member(chunk, index)
+        if not engine.reducer.used:
+            self._forget_changes()
+
+    def used(self, members: Members | None = None) -> dict[int, set[int]]:
+        """Members, by chunk id, that got a gradient on any rank since the last step. Collective.
+
+        Args:
+            members: Of one optimizer; None: all.
+
+        Raises:
+            StateError: The step of another optimizer has dropped a gradient of these.
+        """
+        engine = self._engine
+        keys = [(c.id, i) for c in engine.chunks if c.spec.requires_grad for i in range(len(c.parameters))]
+        marks = [2 if key in self._dropped else int(key in engine.reducer.used) for key in keys]
+        of_ranks = torch.tensor(marks, dtype=torch.uint8)
+        engine.comm.all_reduce_max(of_ranks)
+        used: dict[int, set[int]] = {}
+        for (chunk_id, index), mark in zip(keys, of_ranks.tolist(), strict=True):
+            if members is not None and index not in members.get(chunk_id, ()):
+                continue
+            if mark == 2 and members is not None:
+                raise StateError(
+                    f"the gradient of {engine.chunks[chunk_id].spec.members[index].fqn} was dropped by the step of "
+                    "another ElixirOptimizer over the same model, which takes all gradients: use one optimizer with a "
+                    "parameter group for each, or run zero_grad(), backward and step() of the one after the other's"
+                )
+            if mark:
+                used.setdefault(chunk_id, set()).add(index)
+        return used
+
+    def _is_of_another(self, chunk_id: int, index: int, members: Members) -> bool:
+        """Whether a member, which is none of `members`, is another optimizer's."""
+        if index in members.get(chunk_id, ()):
+            return False
+        return any(index in states.members.get(chunk_id, ()) for states in self._states())
+
+    def _forget_changes(self) -> None:
+        for known in self._attached:
+            known.forget_gradient_changes()
+
+    def change_of_gradient(self, chunk_id: int, index: int) -> Change | None:
+        """What an optimizer has been told to do to the gradient of a member in its step, as far as users are to see it;
+        None: nothing."""
+        for known in self._attached:
+            if (change := known.change_of_gradient(chunk_id, index)) is not None:
+                return change
+        return None
+
+    def apply_gradient_changes(self, chunk_id: int, index: int) -> None:
+        """Have the optimizer of a member do it now, to all its gradients."""
+        for known in self._attached:
+            if known.change_of_gradient(chunk_id, index) is not None:
+                known.apply_gradient_changes()

@@ -1,0 +1,89 @@
+"""What users write to parameters between steps, and what of a chunk they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_elixir.core.signals import deferred
+
+if TYPE_CHECKING:
+    from lightning_elixir.runtime.engine import Engine
+
+
+class UserWrites:
+    """Which chunks of one engine users may have written to.
+
+    Args:
+        engine: Brings the chunks.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._raw_pins: list[int] = []
+        self.touched: set[int] = set()
+        """Chunks that may have been written to, or may be yet, through what users keep of them."""
+
+    def touch(self, ids: Iterable[int]) -> None:
+        """The user may have written to these chunks."""
+        self.touched.update(ids)
+
+    def absorb(self) -> None:
+        """Bring what users wrote between steps to shards and masters. An alias that they keep may be written again
+        later, so its chunk stays touched."""
+        self.unpin_raw()
+        for chunk_id in list(self.touched):
+            chunk = self._engine.chunks[chunk_id]
+            if chunk.is_usable:
+                self._engine.interception.absorb(chunk)
+            if not (chunk.is_usable and chunk.is_aliased()):
+                self.touched.discard(chunk_id)
+
+    def pin_for_pointer(self, ids: Iterable[int]) -> None:
+        """Keep chunks whose raw address was handed out, until the end of the region or the next synchronisation."""
+        pinned = [i for i in ids if i in self._engine.active.cost]
+        self._engine.acquire(pinned, pin=True)
+        self._raw_pins.extend(pinned)
+
+    def unpin_raw(self) -> None:
+        """Let go what `pin_for_pointer` has kept."""
+        rcache = self._engine.rcache
+        for chunk_id in self._raw_pins:
+            if rcache.is_pinned(chunk_id):
+                rcache.drop((chunk_id,))
+        self._raw_pins.clear()
+
+    @contextmanager
+    def resident(self, ids: Sequence[int], *, modify: bool) -> Iterator[None]:
+        """Keep chunks resident and their parameters plain inside; between steps only.
+
+        Args:
+            modify: Take over what was written; otherwise it is undone.
+        """
+        engine = self._engine
+        engine.leave_stale()
+        engine.phases.check_idle("full_parameters()")
+        is_there = False
+        saved: dict[int, Tensor] = {}
+        try:
+            with deferred():
+                engine.acquire(ids, pin=True)
+                is_there = True
+                saved = {} if modify else {i: engine.chunks[i].flat.clone() for i in ids}
+                for chunk_id in ids:
+                    engine.interception.make_plain(engine.chunks[chunk_id])
+            yield
+        finally:
+            with deferred():
+                for chunk_id in ids if is_there else ():
+                    chunk = engine.chunks[chunk_id]
+                    engine.interception.guard(chunk)
+                    if modify:
+                        engine.interception.absorb(chunk)
+                    elif chunk_id in saved:
+                        chunk.flat.copy_(saved[chunk_id])
+                if is_there:
+                    engine.drop(ids)
