@@ -13,7 +13,7 @@ from lightning_elixir.core import device as core_device
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.types import Acquire
 from lightning_elixir.planning import make_plan
-from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.runtime.steps import Steps
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.metered import MeteredCpuDevice, use_metered_device
 from tests.helpers.tiers import crossed
@@ -234,14 +234,14 @@ def test_evaluation_in_between_is_not_part_of_the_step(monkeypatch: pytest.Monke
 
 @crossed(name=ZOO, steps=[1, 3])
 def test_sampling_changes_no_number(name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, real_end_step = ElixirModule.__init__, Engine.end_step
+    real, real_end_step = ElixirModule.__init__, Steps.end
     updated: list[int] = []
 
-    def end_step(engine: Engine, ids: Any) -> None:
+    def end_step(steps: Steps, ids: Any, members: Any) -> None:
         updated[:] = list(ids)
-        real_end_step(engine, ids)
+        real_end_step(steps, ids, members)
 
-    monkeypatch.setattr(Engine, "end_step", end_step)
+    monkeypatch.setattr(Steps, "end", end_step)
 
     def build_sampling(module: ElixirModule, *args: Any, **kwargs: Any) -> None:
         real(module, *args, **kwargs)

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.planning import make_plan
-from lightning_elixir.runtime import engine as engine_module
 from lightning_elixir.runtime.hooks import innermost_pack
+from lightning_elixir.runtime.spans import Packing
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.zoo import ZOO, make
 
@@ -410,7 +410,7 @@ def test_a_signal_at_the_end_of_a_read_leaves_no_hooks(then: str, monkeypatch: p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module._Packing, "__exit__", interrupted)
+        patch.setattr(Packing, "__exit__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(model.parameters()).square()
     assert innermost_pack() is not None
