@@ -620,7 +620,9 @@ class Engine:
             raise StateError(f"backward cannot start in phase {self.phase.value}")
         self._leave_hooks()
         self.gradients.absorb()
-        self.gradients.forget_all()
+        self.gradients.begin_backward()
+        for known in self._optimizers:
+            known.finish_gradient_changes()
         self.reducer.withdraw()  # with gradients that more are added to
         self._check_late({*self.reducer.begun_now()})
         # What was read before backward was not written; what is still kept then may be, so its update must not begin.
@@ -645,19 +647,21 @@ class Engine:
     def _end_backward(self) -> None:
         reducer = self.reducer
         waiting, late, begun = reducer.waiting_ids(), reducer.late_ids(), reducer.begun_now()
+        shown = [n for key in self.gradients.keys for n in key]
         self.iterations.end_backward(waiting)
         self._close_backward()
         if self.comm.world_size > 1:
-            message = [len(waiting), *waiting, len(late), *late, *begun]
+            message = [n for part in (waiting, late, begun, shown) for n in (len(part), *part)]
             parts = [_split(row) for row in self._agreement.meet(Meeting.BACKWARD_END, message)]
             # What was waiting when this rank came here may have been reduced while it served the others.
-            waiting, late, begun = ([i for part in parts for i in part[kind]] for kind in range(3))
+            waiting, late, begun, shown = ([i for part in parts for i in part[kind]] for kind in range(4))
         self._check_late({*late} & {*begun})
         order = reducer.finish_order()
         reducer.flush(waiting, late)
         if not self._is_order_known:
             self._is_order_known = True
             reducer.set_order(self.comm.exchange_objects(order)[0])
+        self.gradients.refresh(zip(shown[::2], shown[1::2], strict=True))
         self.interception.check_unwritten(self._versions, "forward and backward")
 
     def _check_late(self, ids: set[int]) -> None:
@@ -678,6 +682,8 @@ class Engine:
             self._release_pins()
             try:
                 self.reducer.abandon()
+                if self.reducer.has_lost_gradients:
+                    self.gradients.retire()
                 self.iterations.abandon()
             except Exception:
                 self._become_idle()
@@ -923,8 +929,11 @@ class Engine:
                 "whole. Look at them after the step, or use update_timing='behind_forward'"
             )
 
-    def drop_gradients(self) -> None:
-        """What `zero_grad` does.
+    def drop_gradients(self, *, to_zero: bool = False) -> None:
+        """What `zero_grad` does. The same call on every rank.
+
+        Args:
+            to_zero: As with `set_to_none=False`: what has a gradient, or had one at the last step, has one of zeros.
 
         Raises:
             StateError: Updates have begun with these gradients.
@@ -933,14 +942,26 @@ class Engine:
         self._leave_hooks()
         self.check_whole()
         with deferred():
-            self.gradients.forget_all()
-            self.reducer.clear()
+            if to_zero:
+                self.reducer.zero(self.gradients.keys)
+                self.gradients.zero_all()
+            else:
+                self.gradients.forget_all()
+                self.reducer.clear()
             self._forget_gradient_changes()
 
-    def drop_gradient(self, chunk: Chunk, index: int) -> None:
-        """What `p.grad = None` does. The same call on every rank."""
-        self.gradients.forget(chunk, index)
-        self.reducer.drop_member(chunk, index)
+    def drop_gradient(self, chunk: Chunk, index: int, *, to_zero: bool = False) -> None:
+        """What `p.grad = None` does, and `zero_grad` to each parameter. The same call on every rank.
+
+        Args:
+            to_zero: See `drop_gradients`.
+        """
+        if to_zero:
+            self.reducer.zero_member(chunk, index, is_set=(chunk.id, index) in self.gradients.keys)
+            self.gradients.zero(chunk, index)
+        else:
+            self.reducer.drop_member(chunk, index)
+            self.gradients.forget(chunk, index)
         if not self.reducer.used:
             self._forget_gradient_changes()
 
@@ -968,11 +989,12 @@ class Engine:
         ids = dict.fromkeys(i for event in trace.acquires() for i in event.ids)
         return {chunk_id: place for place, chunk_id in enumerate(ids)}
 
-    def end_step(self, updated: Mapping[int, Collection[int]]) -> None:
+    def end_step(self, updated: Mapping[int, Collection[int]], used: Mapping[int, Collection[int]]) -> None:
         """The shards of `updated` hold new values: replicas made from the old ones go.
 
         Args:
             updated: Members, by chunk id.
+            used: Those that had a gradient, also where the step was skipped.
         """
         self.iterations.end()
         self._leave_covered()
@@ -995,8 +1017,8 @@ class Engine:
                 self._refresh(chunk)
             else:
                 self.residency.release((chunk_id,))
-        self.gradients.forget_all()
-        self.reducer.clear()
+        self.gradients.retire()
+        self.reducer.end_step([(chunk_id, index) for chunk_id, members in used.items() for index in members])
 
     def _refresh(self, chunk: Chunk) -> None:
         """Somebody, on some rank, keeps a tensor over this replica's storage: it shall see the new values, and what is
@@ -1271,7 +1293,7 @@ class Engine:
     def globally_used(self) -> dict[int, set[int]]:
         """Members, by chunk id, that got a gradient on any rank since the last step. Collective."""
         members = [(c.id, i) for c in self.chunks if c.spec.requires_grad for i in range(len(c.parameters))]
-        marks = torch.tensor([key in self.reducer.used for key in members], dtype=torch.uint8)
+        marks = torch.tensor([self.reducer.has_grad(*key) for key in members], dtype=torch.uint8)
         self.comm.all_reduce_max(marks)
         used: dict[int, set[int]] = {}
         for (chunk_id, index), is_used in zip(members, marks.tolist(), strict=True):
@@ -1300,11 +1322,13 @@ class Engine:
             raise StateError(self._why_closed)
 
 
-def _split(row: Sequence[int]) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """A message at the end of backward: the chunks that wait and those that are late, after their number; the begun."""
-    late_at = 1 + row[0]
-    begun_at = late_at + 1 + row[late_at]
-    return row[1:late_at], row[late_at + 1 : begun_at], row[begun_at:]
+def _split(row: Sequence[int]) -> list[Sequence[int]]:
+    """A message at the end of backward: its parts, each of which comes after its length."""
+    parts, at = [], 0
+    while at < len(row):
+        parts.append(row[at + 1 : at + 1 + row[at]])
+        at += 1 + row[at]
+    return parts
 
 
 def _check_unmanaged(module: nn.Module) -> None:
