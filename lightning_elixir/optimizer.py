@@ -143,6 +143,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 after=self._finish_move,
                 change_of_gradient=self._change_of_gradient,
                 apply_gradient_changes=self._apply_gradient_changes,
+                finish_gradient_changes=self._finish_gradient_changes,
                 forget_gradient_changes=self._forget_changes,
             )
         )
@@ -350,22 +351,28 @@ class ElixirOptimizer(torch.optim.Optimizer):
         is_plain = not self.is_step_skipped and all(change == ("factor", 1.0) for change in self._transforms)
         self.scaler.update(self.is_step_skipped)
         with self._all_or_nothing():
-            engine.steps.end({} if self.is_step_skipped else used, self._states.members)
+            engine.steps.end({} if self.is_step_skipped else used, used, self._states.members)
         self._forget_changes()
         engine.redone_steps += self._speculation.end_step(is_as_assumed=is_plain)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this optimizer's parameters (all, where there is no other optimizer), whatever
-        `set_to_none` says: managed parameters keep none."""
+        """Drop the gradients of this optimizer's parameters (all, where there is no other optimizer). The same call on
+        every rank.
+
+        Args:
+            set_to_none: False: what has a gradient, or had one at the last step (which drops them), has one of zeros
+                then, so that the next step updates it, as in plain PyTorch.
+        """
         if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
             self.optimizer.zero_grad(set_to_none)  # the user's class may do more
-        self._engine.steps.drop_gradients(self._states.members)
+        self._engine.steps.drop_gradients(self._states.members, to_zero=not set_to_none)
         self._forget_changes()
 
     @torch.no_grad()
     def _update(self, used: Mapping[int, set[int]]) -> None:
         """Update what is used, or have that begun, as the plan's timing says."""
         engine = self._engine
+        engine.reducer.make_zeros(used)
         chunks = [engine.chunks[i] for i in sorted(used) if engine.store[i].grad is not None]
         if not self.can_stream:
             with self._all_or_nothing():
@@ -481,7 +488,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         members, grad, target = self._states.members.get(chunk.id, set()), shard.grad, self._write_back_target(chunk)
         if inner is None or grad is None or not inner.has_states or shard.is_param_overwritten:
             return
-        if chunk.id in self._engine.writes.touched:
+        if chunk.id in self._engine.writes.touched or self._engine.gradients.is_shown(chunk.id):
             return
         if not self._fits_over_grad(chunk, target, grad, members):
             return
@@ -535,8 +542,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         is_whole = all(s.member_index in members for s in self._states.segments[chunk.id] if s.numel)
         if not is_whole or not inner.has_spares or not inner.has_states_of(members):
             return  # what is not updated would have to be copied
-        if self._change()["change_grad"] is not None:
-            return  # whether clamping changes anything nobody knows
         if chunk.spec.is_update_streamed:
             try:
                 self._runner.reserve_stream()
@@ -839,16 +844,28 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def _apply_gradient_changes(self) -> None:
         """Users have written to what they saw changed: the gradients become what is seen."""
-        change, reducer = self._change_of_grads(), self._engine.reducer
+        self._change_shards(self._change_of_grads())
+        self._transforms, self._is_unscaled = [], self.scaler.enabled
+
+    def _finish_gradient_changes(self) -> None:
+        """What the step was to do to the gradients that there are is done now, since others come, for which it is not
+        meant. As those that come they are multiplied by the loss scale."""
+        scale = self.scaler.scale if self._is_scaled else 1.0
+        changes = [(kind, value * scale if kind == "clamp" else value) for kind, value in self._transforms]
+        if self._is_unscaled:
+            changes.append(("factor", self.scaler.scale))
+        if any(change != ("factor", 1.0) for change in changes):
+            self._change_shards(partial(_change_grad, changes))
+        self._transforms, self._is_unscaled = [], False
+
+    def _change_shards(self, change: Callable[[Tensor], None]) -> None:
+        """Change all gradients of this optimizer's parameters, in fp32 at least."""
+        reducer = self._engine.reducer
         for chunk_id, members in self._states.members.items():
             grad = self._engine.store[chunk_id].grad
             if grad is None:
                 continue
-            spans = [
-                slice(s.shard_offset, s.shard_offset + s.numel)
-                for s in self._states.segments[chunk_id]
-                if s.member_index in members
-            ]
+            spans = [s.in_shard for s in self._states.segments[chunk_id] if s.member_index in members]
 
             def write(shard: Tensor, spans: Sequence[slice] = spans) -> None:
                 for span in spans:
@@ -856,7 +873,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
             wide = torch.promote_types(torch.float32, grad.dtype)
             reducer.rewrite(self._engine.chunks[chunk_id], write, wide)
-        self._transforms, self._is_unscaled = [], self.scaler.enabled
 
     def _forget_changes(self) -> None:
         self._transforms, self._shows_unscaled, self._is_unscaled = [], False, False

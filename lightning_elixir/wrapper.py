@@ -136,8 +136,9 @@ class ElixirModule(nn.Module):
         return torch.autocast(self._device_type, self.dtype, cache_enabled=False) if self._has_autocast else _nothing()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, whatever `set_to_none` says: managed parameters keep none."""
-        self.engine.steps.drop_gradients()
+        """Drop all gradients; with `set_to_none=False` they are zeros then, also those that the last step has dropped.
+        The same call on every rank."""
+        self.engine.steps.drop_gradients(to_zero=not set_to_none)
 
     # Copies, also pickled ones, are of the wrapped model: plain and whole, in its own dtypes, without an engine. What
     # they take from chunks is collective.

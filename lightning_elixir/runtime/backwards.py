@@ -61,7 +61,8 @@ class Backwards:
             raise StateError(f"backward cannot start in phase {self._phases.current.value}")
         engine.leave_hooks()
         engine.gradients.absorb()
-        engine.gradients.forget_all()
+        engine.gradients.begin_backward()
+        engine.steps.finish_gradient_changes()
         engine.reducer.withdraw()  # with gradients that more are added to
         self._check_late({*engine.reducer.begun_now()})
         # What was read before backward was not written; what is still kept then may be, so its update must not begin.
@@ -86,19 +87,21 @@ class Backwards:
     def _end(self) -> None:
         engine, reducer = self._engine, self._engine.reducer
         waiting, late, begun = reducer.waiting_ids(), reducer.late_ids(), reducer.begun_now()
+        shown = [n for key in engine.gradients.keys for n in key]
         engine.iterations.end_backward(waiting)
         self._release_pins()
         self._phases.leave()
         if engine.comm.world_size > 1:
-            message = [len(waiting), *waiting, len(late), *late, *begun]
+            message = [n for part in (waiting, late, begun, shown) for n in (len(part), *part)]
             parts = [_split(row) for row in engine.active.agreement.meet(Meeting.BACKWARD_END, message)]
             # What was waiting when this rank came here may have been reduced while it served the others.
-            waiting, late, begun = ([i for part in parts for i in part[kind]] for kind in range(3))
+            waiting, late, begun, shown = ([i for part in parts for i in part[kind]] for kind in range(4))
         self._check_late({*late} & {*begun})
         order = reducer.finish_order()
         reducer.flush(waiting, late)
         if not reducer.is_order_known:
             reducer.set_order(engine.comm.exchange_objects(order)[0])
+        engine.gradients.refresh(zip(shown[::2], shown[1::2], strict=True))
         engine.interception.check_unwritten("forward and backward")
 
     def _check_late(self, ids: set[int]) -> None:
@@ -120,6 +123,8 @@ class Backwards:
             self._release_pins()
             try:
                 engine.reducer.abandon()
+                if engine.has_lost_gradients:
+                    engine.gradients.retire()
                 engine.iterations.abandon()
             except Exception:
                 self._phases.leave()
@@ -161,8 +166,10 @@ class Backwards:
         sampler.after_collect()
 
 
-def _split(row: Sequence[int]) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """A message at the end of backward: the chunks that wait and those that are late, after their number; the begun."""
-    late_at = 1 + row[0]
-    begun_at = late_at + 1 + row[late_at]
-    return row[1:late_at], row[late_at + 1 : begun_at], row[begun_at:]
+def _split(row: Sequence[int]) -> list[Sequence[int]]:
+    """A message at the end of backward: its parts, each of which comes after its length."""
+    parts, at = [], 0
+    while at < len(row):
+        parts.append(row[at + 1 : at + 1 + row[at]])
+        at += 1 + row[at]
+    return parts

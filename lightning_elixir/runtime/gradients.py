@@ -2,15 +2,16 @@
 
 [Note: visible gradients] Gradients lie in shards. A read of `p.grad` gives the whole gradient of that parameter, in
 its dtype on the compute device, made for the read; with several ranks all of them read, and each gives its slice.
-What is handed out stays the same tensor for as long as it is referred to. What was written to it counts: before the
-gradients are used, this rank's slice is compared with its shard, bit by bit in the parameter's dtype, and the elements
-that differ are taken over. The others keep the bits that this dtype does not have.
+What is handed out stays the same tensor for as long as it is referred to, also when further backwards add to it, and
+when `zero_grad(set_to_none=False)` fills it with zeros, until the gradient is dropped. What was written to it counts:
+before the gradients are used, this rank's slice is compared with its shard, bit by bit in the parameter's dtype, and
+the elements that differ are taken over. The others keep the bits that this dtype does not have.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +42,13 @@ class Gradients:
         self._engine = engine
         self._seen: dict[tuple[int, int], Tensor] = {}
         """By (chunk id, member index): in the parameter's shape, dtype and memory order."""
+        self._spent: dict[tuple[int, int], Tensor] = {}
+        """What users held at the last step, until the next backward: `zero_grad` may make it `.grad` again."""
+        self._shown_ids: set[int] = set()
+        """Chunks of which a gradient was handed out or set since it was dropped, the same on every rank: somebody may
+        hold it, and see what is added to it."""
+        self._spent_ids: set[int] = set()
+        """Likewise, of those in `_spent`."""
         self._most_seen = 1
         """So many of them, and those that nobody refers to any more are dropped."""
         self._unheld = _holders({(0, 0): torch.empty(1)}, (0, 0))
@@ -53,16 +61,19 @@ class Gradients:
             DivergenceError: Another rank reads another gradient.
         """
         engine, key = self._engine, (chunk.id, index)
-        if not chunk.spec.requires_grad or (engine.store[chunk.id].grad is None and key not in self._seen):
+        is_none = engine.store[chunk.id].grad is None and chunk.id not in engine.reducer.zeroed_ids
+        if not chunk.spec.requires_grad or (is_none and key not in self._seen):
             return None
         self._check_not_begun(chunk, index)
         is_seen = key in self._seen
-        with engine.meeting(Meeting.GRADIENTS, [*key, is_seen or key in engine.reducer.used, is_seen]) as rows:
+        with engine.meeting(Meeting.GRADIENTS, [*key, is_seen or engine.reducer.has_grad(*key), is_seen]) as rows:
             return self._met(chunk, index, rows)
 
     def _met(self, chunk: Chunk, index: int, rows: Sequence[Sequence[int]]) -> Tensor | None:
-        """Args:
-        rows: Of every rank the key, whether it has a gradient, and whether it has handed it out.
+        """`read`, when all ranks have come.
+
+        Args:
+            rows: Of every rank, the key, whether it has a gradient, and whether it has handed that out.
         """
         engine, key = self._engine, (chunk.id, index)
         if any(tuple(row[:2]) != key for row in rows):
@@ -75,6 +86,7 @@ class Gradients:
         if not any(row[2] for row in rows):
             return None
         engine.reducer.carry_out_drops()
+        self._shown_ids.add(chunk.id)
         if not all(row[3] for row in rows):
             if len(self._seen) >= self._most_seen:
                 for unheld in self._unheld_keys():
@@ -103,14 +115,72 @@ class Gradients:
             raise StateError(f"the gradient of {name} cannot be {value.layout}: set a dense one (value.to_dense())")
         self._check_not_begun(chunk, index)
         self._seen[chunk.id, index] = value
+        self._shown_ids.add(chunk.id)
 
     def forget(self, chunk: Chunk, index: int) -> None:
         """The gradient is dropped."""
         self._seen.pop((chunk.id, index), None)
+        self._spent.pop((chunk.id, index), None)
 
     def forget_all(self) -> None:
-        """All gradients are dropped, or will be others."""
+        """All gradients are dropped."""
         self._seen.clear()
+        self._spent.clear()
+        self._shown_ids.clear()
+        self._spent_ids.clear()
+
+    def is_shown(self, chunk_id: int) -> bool:
+        """Whether users may see what becomes of a gradient of the chunk. The same on every rank."""
+        return chunk_id in self._shown_ids
+
+    @torch.no_grad()
+    def zero(self, chunk: Chunk, index: int) -> None:
+        """The gradient becomes zeros, if there is one, or was at the last step."""
+        key = (chunk.id, index)
+        value = self._seen.get(key, self._spent.pop(key, None))
+        if value is not None:
+            self._seen[key] = value.zero_()
+        if chunk.id in self._spent_ids:
+            self._shown_ids.add(chunk.id)
+
+    @torch.no_grad()
+    def zero_all(self) -> None:
+        """As `zero`, of all parameters."""
+        self._seen = {**self._spent, **self._seen}
+        self._shown_ids |= self._spent_ids
+        self._spent.clear()
+        for value in self._seen.values():
+            value.zero_()
+
+    def begin_backward(self) -> None:
+        """More is going to be added. To be called after `absorb`."""
+        self._let_go()
+        self._spent.clear()
+        self._spent_ids.clear()
+
+    @property
+    def keys(self) -> list[tuple[int, int]]:
+        """Of what was handed out or set on this rank and may be in use: chunk id, member index."""
+        return list(self._seen)
+
+    @torch.no_grad()
+    def refresh(self, held: Iterable[tuple[int, int]]) -> None:
+        """More has been added: what users hold shows it. Collective.
+
+        Args:
+            held: What any rank holds.
+        """
+        for chunk_id, index in sorted(set(held)):
+            whole = self._gather(self._engine.chunks[chunk_id], index)
+            if (chunk_id, index) in self._seen:
+                self._seen[chunk_id, index].copy_(whole)
+
+    def retire(self) -> None:
+        """The gradients are dropped, by a step or a backward that failed; of what users hold `zero_grad` may make
+        `.grad` again."""
+        self._let_go()
+        self._spent, self._seen = self._seen, {}
+        self._spent_ids, self._shown_ids = self._shown_ids, set()
 
     @torch.no_grad()
     def absorb(self) -> None:
@@ -130,6 +200,7 @@ class Gradients:
         for key, value in self._seen.items():
             if is_of(*key):
                 change(value)
+                self._show_own(*key, value)
 
     def _check_not_begun(self, chunk: Chunk, index: int) -> None:
         if self._engine.reducer.has_begun(chunk.id):
@@ -151,25 +222,44 @@ class Gradients:
         change(wide)
         return wide.to(chunk.dtype)
 
-    @torch.no_grad()
-    def _gather(self, chunk: Chunk, index: int) -> Tensor:
-        """The whole gradient. Collective."""
-        engine = self._engine
+    def _show_own(self, chunk_id: int, index: int, value: Tensor) -> None:
+        """Have this rank's part of a whole gradient be what its shard makes of it, which may have more bits than what
+        was changed in the parameter's dtype: users have not written the difference."""
+        engine, chunk = self._engine, self._engine.chunks[chunk_id]
+        if chunk.dtype.itemsize >= 4:
+            return
+        own, grad = self._segment(chunk, index, engine.comm.rank), engine.store[chunk_id].read_grad()
+        if own is not None and grad is not None:
+            whole, flat = self._new_whole(chunk, index)
+            flat.copy_(in_memory_order(chunk, index, value))
+            flat[own.in_param].copy_(self._shown(chunk, index, grad[own.in_shard]))
+            value.copy_(whole)
+
+    def _new_whole(self, chunk: Chunk, index: int) -> tuple[Tensor, Tensor]:
+        """Memory for a whole gradient, on the compute device: in the parameter's shape, and 1-D, as it lies there."""
         member, stride = chunk.spec.members[index], chunk.strides[index]
-        device = engine.device.torch_device
-        with engine.telling():
-            engine.reducer.wait_for_download(chunk.id)
-            grad = engine.store[chunk.id].read_grad()
+        device = self._engine.device.torch_device
         if stride is None:
             whole = torch.empty(member.shape, dtype=chunk.dtype, device=device)
         else:
             whole = torch.empty_strided(member.shape, stride, dtype=chunk.dtype, device=device)
-        flat = whole.as_strided((member.numel,), (1,))
+        return whole, whole.as_strided((member.numel,), (1,))
+
+    @torch.no_grad()
+    def _gather(self, chunk: Chunk, index: int) -> Tensor:
+        """The whole gradient. Collective."""
+        engine = self._engine
+        with engine.telling():
+            engine.reducer.wait_for_download(chunk.id)
+            grad = engine.store[chunk.id].read_grad()
+        whole, flat = self._new_whole(chunk, index)
         of_ranks = [self._segment(chunk, index, rank) for rank in range(engine.comm.world_size)]
         own = of_ranks[engine.comm.rank]
         if engine.comm.world_size == 1:
             if own is not None and grad is not None:
                 flat.copy_(self._shown(chunk, index, grad[own.in_shard]))
+            else:
+                flat.zero_()
             return whole
         sent = torch.zeros(max(s.numel if s is not None else 0 for s in of_ranks), dtype=chunk.dtype)
         if own is not None and grad is not None:
@@ -185,14 +275,15 @@ class Gradients:
         engine.reducer.wait_for_download(chunk_id)
         grad = store[chunk_id].read_grad()
         flat = in_memory_order(chunk, index, value)
-        is_new = (chunk_id, index) not in engine.reducer.used and grad is None
+        key = (chunk_id, index)
+        is_new = grad is None and not engine.reducer.has_grad(*key)
         own = self._segment(chunk, index, engine.comm.rank)
         values = flat[own.in_param] if own is not None else flat[:0]
         changed = torch.ones_like(values, dtype=torch.bool)
-        if own is not None and grad is not None:
-            values = values.to(grad.device)
-            bits = BITS[values.dtype.itemsize]
-            changed = values.view(bits) != self._shown(chunk, index, grad[own.in_shard]).view(bits)
+        if own is not None and not is_new:
+            shown = torch.zeros_like(values) if grad is None else self._shown(chunk, index, grad[own.in_shard])
+            values, bits = values.to(shown.device), BITS[values.dtype.itemsize]
+            changed = values.view(bits) != shown.view(bits)
         is_written = bool(changed.any())
         if is_written or is_new:
             if is_written and engine.steps.change_of_gradient(chunk_id, index) is not None:
@@ -204,7 +295,8 @@ class Gradients:
                     part.copy_(torch.where(changed.to(part.device), values.to(part), part))
 
             engine.reducer.rewrite(chunk, write)
-        engine.reducer.used.add((chunk_id, index))
+        if is_written or is_new or key not in engine.reducer.zeroed:
+            engine.reducer.used.add(key)
 
     def _let_go(self) -> None:
         """Drop what is referred to from nowhere else any more; it has been absorbed."""

@@ -274,12 +274,12 @@ class Interception:
         engine = self._engine
         chunk, index = self._at(parameter)
         access = released.grad_access()
-        if access is released.GradAccess.ZERO_GRAD:
-            self._drop_grad(chunk, index)
+        if access in (released.GradAccess.ZERO_GRAD, released.GradAccess.FILL_GRAD):
+            engine.steps.drop_gradient(chunk, index, to_zero=access is released.GradAccess.FILL_GRAD)
             return None
         with torch._C.DisableTorchFunctionSubclass():
             just_accumulated = getter(parameter)  # by autograd, and not taken yet
-        is_there = (chunk.id, index) in engine.reducer.used
+        is_there = engine.reducer.has_grad(chunk.id, index)
         if just_accumulated is not None or engine.is_closed:
             return just_accumulated
         if engine.is_computing:
@@ -290,7 +290,7 @@ class Interception:
                 "backward and before the step (in on_after_backward or on_before_optimizer_step), or from a hook that "
                 "was registered at the parameter before the model was wrapped"
             )
-        if access is released.GradAccess.STEP and engine.reducer.used:
+        if access is released.GradAccess.STEP and (engine.reducer.used or engine.reducer.zeroed):
             raise StateError(
                 f"{self.name_of(parameter)} is managed by lightning_elixir and has its gradient in a shard: a plain "
                 "optimizer's step() would change it without its master. Step the ElixirOptimizer (the strategy's "
@@ -306,12 +306,9 @@ class Interception:
                 func(parameter, value)  # which checks that it fits
                 func(parameter, None)
             if value is None:
-                self._drop_grad(chunk, index)
+                self._engine.steps.drop_gradient(chunk, index)
             else:
                 self._engine.gradients.write(chunk, index, value)
-
-    def _drop_grad(self, chunk: Chunk, index: int) -> None:
-        self._engine.steps.drop_gradient(chunk, index)
 
     def _assign_data(self, parameter: Tensor, value: Tensor) -> None:
         """`p.data = value`: the values are taken over, the binding stays (Note: assignment, `runtime/aliases.py`)."""

@@ -119,6 +119,11 @@ class Reducer:
         # Since the last step
         self.used: set[tuple[int, int]] = set()  # (chunk id, member index) that got a gradient on this rank
         self._used_now: set[tuple[int, int]] = set()  # of these, in this backward for the first time
+        self.zeroed: set[tuple[int, int]] = set()
+        """Have a gradient of zeros since `zero_grad(set_to_none=False)`; memory for it is taken where it is needed."""
+        self.zeroed_ids: set[int] = set()
+        """Chunks some of whose parameters may be among them on any rank; the same on every rank."""
+        self._spent: set[tuple[int, int]] = set()  # had one at an earlier step, on any rank, which has dropped it
         self._dropped: dict[
             int, set[int]
         ] = {}  # chunk id -> members whose gradients lie in the shard and count no more
@@ -300,11 +305,36 @@ class Reducer:
             StateError: Its update has begun inside backward.
         """
         self._check_not_begun(chunk)
-        self.used.discard((chunk.id, index))
+        for known in (self.used, self.zeroed, self._spent):
+            known.discard((chunk.id, index))
         if self._store[chunk.id].grad is not None:
             self.withdraw((chunk.id,))
             self.square_sums.pop(chunk.id, None)
             self._dropped.setdefault(chunk.id, set()).add(index)
+
+    def zero_member(self, chunk: Chunk, index: int, *, is_set: bool) -> None:
+        """As `drop_member`, but there is a gradient of zeros then, if there was one, also at an earlier step.
+
+        Args:
+            is_set: Whether users have set one that is not in the shard yet.
+        """
+        key = (chunk.id, index)
+        is_there = is_set or self.has_grad(*key) or key in self._spent
+        if is_set or self._store[chunk.id].grad is not None or any(i == chunk.id for i, _ in self._spent):
+            self.zeroed_ids.add(chunk.id)
+        self.drop_member(chunk, index)
+        if is_there:
+            self.zeroed.add(key)
+
+    def has_grad(self, chunk_id: int, index: int) -> bool:
+        """Whether a parameter has a gradient on this rank."""
+        return (chunk_id, index) in self.used or (chunk_id, index) in self.zeroed
+
+    def make_zeros(self, chunk_ids: Iterable[int]) -> None:
+        """Have gradient shards of these chunks be there: what parameters got no gradient but zeros have."""
+        for chunk_id in chunk_ids:
+            if self._store[chunk_id].grad is None:
+                self.rewrite(self._chunks[chunk_id], lambda shard: None, self._chunks[chunk_id].dtype)
 
     def carry_out_drops(self) -> None:
         """Have the gradient shards without what `drop_member` has dropped, before anybody reads them: each is read and
@@ -363,8 +393,36 @@ class Reducer:
             )
 
     def clear(self) -> None:
-        """Drop all gradients; where updates had begun, the step has taken them over."""
+        """Drop all gradients."""
+        self._clear()
+        self._spent.clear()
+
+    def zero(self, also: Collection[tuple[int, int]]) -> None:
+        """As `clear`, but every parameter that has a gradient, or had one at a step since the last `clear`, has one of
+        zeros then.
+
+        Args:
+            also: Parameters whose gradient may not be in the shard yet.
+        """
+        zeroed = self._spent | self.used | self.zeroed | set(also)
+        ids = {i for i in self.order if self._store[i].grad is not None}
+        ids |= self.zeroed_ids | {i for i, _ in (*self._spent, *also)}
+        self.clear()
+        self.zeroed, self.zeroed_ids = zeroed, ids
+
+    def end_step(self, used: Collection[tuple[int, int]]) -> None:
+        """A step has used the gradients, and where updates had begun taken them over: they are dropped.
+
+        Args:
+            used: Of which parameters, on any rank.
+        """
+        self._clear()
+        self._spent.update(used)
+
+    def _clear(self) -> None:
         self._drop(self.order)
+        self.zeroed.clear()
+        self.zeroed_ids.clear()
         self._drop_uncollected()  # a backward that nobody told of may have failed before it was noticed
         self._begun.clear()
         self._begun_before.clear()
@@ -402,6 +460,7 @@ class Reducer:
         self.is_tracking_square_sums = earlier.is_tracking_square_sums
         self.accumulates = earlier.accumulates
         self._is_accumulation_expected = earlier._is_accumulation_expected
+        self.zeroed, self.zeroed_ids, self._spent = set(earlier.zeroed), set(earlier.zeroed_ids), set(earlier._spent)
 
     def expect_accumulation(self, is_expected: bool) -> None:
         """Say whether several backwards come before each step: then host memory for their sums is taken in the first

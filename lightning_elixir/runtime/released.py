@@ -104,6 +104,8 @@ class GradAccess(enum.Enum):
     """A torch optimizer's step, which would update the parameter without the engine."""
     ZERO_GRAD = "zero_grad"
     """Drops it, and looks whether there is one."""
+    FILL_GRAD = "zero_grad(set_to_none=False)"
+    """Fills it with zeros, and looks whether there is one."""
 
 
 # Endings of the files, and the functions in them.
@@ -127,6 +129,8 @@ def grad_access() -> GradAccess:
         filename, function = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
         for folder, ending, functions, access in _GRAD_CODE:
             if folder in filename and filename.endswith(ending) and function in functions:
+                if access is GradAccess.ZERO_GRAD and not frame.f_locals.get("set_to_none", True):
+                    return GradAccess.FILL_GRAD
                 return access
         frame = frame.f_back
     return GradAccess.OTHER

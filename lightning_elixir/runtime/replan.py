@@ -46,6 +46,7 @@ class AttachedOptimizer:
         change_of_gradient: Bound method: what the optimizer will do in its step to the gradient of a member (chunk id,
             index), as far as users are to see it; None: nothing, or not its own.
         apply_gradient_changes: Bound method: do it now, to all its gradients.
+        finish_gradient_changes: Bound method: do it now, before further gradients are added.
         forget_gradient_changes: Bound method: do it no more, since the gradients that it was for are dropped.
     """
 
@@ -58,6 +59,7 @@ class AttachedOptimizer:
         after: Callable[[], None],
         change_of_gradient: Callable[[int, int], Change | None],
         apply_gradient_changes: Callable[[], None],
+        finish_gradient_changes: Callable[[], None],
         forget_gradient_changes: Callable[[], None],
     ) -> None:
         self._states = weakref.ref(states)
@@ -66,6 +68,7 @@ class AttachedOptimizer:
         self._after = weakref.WeakMethod(after)
         self._change_of_gradient = weakref.WeakMethod(change_of_gradient)
         self._apply_gradient_changes = weakref.WeakMethod(apply_gradient_changes)
+        self._finish_gradient_changes = weakref.WeakMethod(finish_gradient_changes)
         self._forget_gradient_changes = weakref.WeakMethod(forget_gradient_changes)
 
     @property
@@ -96,6 +99,11 @@ class AttachedOptimizer:
     def apply_gradient_changes(self) -> None:
         """See above."""
         if (method := self._apply_gradient_changes()) is not None:
+            method()
+
+    def finish_gradient_changes(self) -> None:
+        """See above."""
+        if (method := self._finish_gradient_changes()) is not None:
             method()
 
     def forget_gradient_changes(self) -> None:

@@ -76,11 +76,12 @@ class Steps:
         rows = engine.active.agreement.meet(Meeting.STEP, mine) if engine.comm.world_size > 1 else [mine]
         self._aliased_ids = sorted({i for row in rows for i in row})
 
-    def end(self, updated: Members, members: Members) -> None:
+    def end(self, updated: Members, used: Members, members: Members) -> None:
         """The shards of `updated` hold new values: replicas made from the old ones go, and so do all gradients.
 
         Args:
             updated: What has changed.
+            used: What had a gradient, also where the step was skipped.
             members: All that the optimizer has.
         """
         engine = self._engine
@@ -107,8 +108,8 @@ class Steps:
                 self._refresh(chunk)
             else:
                 engine.active.residency.release((chunk_id,))
-        engine.gradients.forget_all()
-        engine.reducer.clear()
+        engine.gradients.retire()
+        engine.reducer.end_step([(chunk_id, index) for chunk_id, indices in used.items() for index in indices])
 
     def _refresh(self, chunk: Chunk) -> None:
         """On some rank, user code keeps a tensor over this replica's storage: it shall see the new values, and what is
@@ -131,11 +132,12 @@ class Steps:
 
     # Gradients
 
-    def drop_gradients(self, members: Members | None = None) -> None:
-        """What `zero_grad` does.
+    def drop_gradients(self, members: Members | None = None, *, to_zero: bool = False) -> None:
+        """What `zero_grad` does. The same call on every rank.
 
         Args:
             members: Of one optimizer: those of others keep their gradients. None: all.
+            to_zero: As with `set_to_none=False`: what has a gradient, or had one at the last step, has one of zeros.
 
         Raises:
             StateError: Updates have begun with these gradients.
@@ -146,23 +148,34 @@ class Steps:
             engine.leave_hooks()
             engine.check_whole()
             if members is not None and any(self._is_of_another(*key, members) for key in engine.reducer.used):
-                self._drop_members({(chunk_id, index) for chunk_id, indices in members.items() for index in indices})
+                keys = {(chunk_id, index) for chunk_id, indices in members.items() for index in indices}
+                self._dropped -= keys
+                for chunk_id, index in sorted(keys):
+                    self.drop_gradient(engine.chunks[chunk_id], index, to_zero=to_zero)
                 return
             self._dropped.clear()
-            engine.gradients.forget_all()
-            engine.reducer.clear()
+            if to_zero:
+                engine.reducer.zero(engine.gradients.keys)
+                engine.gradients.zero_all()
+            else:
+                engine.gradients.forget_all()
+                engine.reducer.clear()
             self._forget_changes()
 
-    def _drop_members(self, keys: set[tuple[int, int]]) -> None:
-        self._dropped -= keys
-        for chunk_id, index in sorted(keys):
-            self.drop_gradient(self._engine.chunks[chunk_id], index)
+    def drop_gradient(self, chunk: Chunk, index: int, *, to_zero: bool = False) -> None:
+        """What `p.grad = None` does, and `zero_grad` to each parameter, in the turn of what calls it. The same call on
+        every rank.
 
-    def drop_gradient(self, chunk: Chunk, index: int) -> None:
-        """What `p.grad = None` does, in the turn of what calls it. The same call on every rank."""
+        Args:
+            to_zero: See `drop_gradients`.
+        """
         engine = self._engine
-        engine.gradients.forget(chunk, index)
-        engine.reducer.drop_member(chunk, index)
+        if to_zero:
+            engine.reducer.zero_member(chunk, index, is_set=(chunk.id, index) in engine.gradients.keys)
+            engine.gradients.zero(chunk, index)
+        else:
+            engine.reducer.drop_member(chunk, index)
+            engine.gradients.forget(chunk, index)
         if not engine.reducer.used:
             self._forget_changes()
 
@@ -177,7 +190,7 @@ class Steps:
         """
         engine = self._engine
         keys = [(c.id, i) for c in engine.chunks if c.spec.requires_grad for i in range(len(c.parameters))]
-        marks = [2 if key in self._dropped else int(key in engine.reducer.used) for key in keys]
+        marks = [2 if key in self._dropped else int(engine.reducer.has_grad(*key)) for key in keys]
         of_ranks = torch.tensor(marks, dtype=torch.uint8)
         engine.comm.all_reduce_max(of_ranks)
         used: dict[int, set[int]] = {}
@@ -203,6 +216,11 @@ class Steps:
     def _forget_changes(self) -> None:
         for known in self._attached:
             known.forget_gradient_changes()
+
+    def finish_gradient_changes(self) -> None:
+        """More gradients come: have optimizers do now what they have been told to do to those that there are."""
+        for known in self._attached:
+            known.finish_gradient_changes()
 
     def change_of_gradient(self, chunk_id: int, index: int) -> Change | None:
         """What an optimizer has been told to do to the gradient of a member in its step, as far as users are to see it;

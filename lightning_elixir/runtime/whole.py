@@ -126,8 +126,13 @@ def whole_grads(engine: Engine, factor: float) -> dict[str, Tensor]:
         )
     found = gather_whole(engine, pieces, on_all_ranks=True)
     used = engine.steps.used()
-    names = {chunk.spec.members[index].fqn for chunk in engine.chunks for index in used.get(chunk.id, ())}
-    return {fqn: grad for fqn, grad in found.items() if fqn in names}
+    grads: dict[str, Tensor] = {}
+    for chunk in engine.chunks:
+        wide = torch.promote_types(chunk.dtype, torch.float32)
+        for index in sorted(used.get(chunk.id, ())):
+            member = chunk.spec.members[index]
+            grads[member.fqn] = found[member.fqn] if member.fqn in found else torch.zeros(member.shape, dtype=wide)
+    return grads
 
 
 def write_whole(engine: Engine, values: Mapping[str, Tensor]) -> None:

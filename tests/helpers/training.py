@@ -108,7 +108,7 @@ def train_plain(name: str, scheme: Scheme) -> Run:
         if scheme.clip_value:
             nn.utils.clip_grad_value_(masters, scheme.clip_value)
         if scheme.clip_norm:
-            run.norms.append(_clip_exactly(masters, scheme.clip_norm))
+            run.norms.append(clip_exactly(masters, scheme.clip_norm))
         optimizer.step()
         optimizer.zero_grad()
         if scheme.is_mixed:
@@ -123,7 +123,7 @@ def train_plain(name: str, scheme: Scheme) -> Run:
     return run
 
 
-def _clip_exactly(parameters: list[Any], max_norm: float) -> float:
+def clip_exactly(parameters: list[Any], max_norm: float) -> float:
     """`clip_grad_norm_` with the norm in fp64, as the engine takes it: torch's fp32 norm differs in its last bits,
     which 16-bit training blows up."""
     grads = [p.grad for p in parameters if p.grad is not None]

@@ -237,9 +237,9 @@ def test_sampling_changes_no_number(name: str, steps: int, monkeypatch: pytest.M
     real, real_end_step = ElixirModule.__init__, Steps.end
     updated: list[int] = []
 
-    def end_step(steps: Steps, ids: Any, members: Any) -> None:
+    def end_step(steps: Steps, ids: Any, used: Any, members: Any) -> None:
         updated[:] = list(ids)
-        real_end_step(steps, ids, members)
+        real_end_step(steps, ids, used, members)
 
     monkeypatch.setattr(Steps, "end", end_step)
 

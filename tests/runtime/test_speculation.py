@@ -507,18 +507,6 @@ def test_what_has_not_begun_is_cancelled_and_what_runs_is_waited_for(monkeypatch
     module.close()
 
 
-def test_nothing_begins_where_gradients_will_be_clamped() -> None:
-    training = module, optimizer = new_training(HOWS["bf16"], "host")
-    warm_up(training, HOWS["bf16"])
-    optimizer.clip_grad_value_(1.0)
-    backward(training, HOWS["bf16"], 0)
-    assert optimizer.num_ahead == 0
-    optimizer.step()
-    backward(training, HOWS["bf16"], 1)
-    assert optimizer.num_ahead > 0
-    module.close()
-
-
 def wrapped(model: nn.Module, chunk_size: int, *, is_ahead: bool) -> Training:
     """With spare states, or with updates as a plan has them run that says nothing of it."""
     plan = make_plan(model, placement_policy="cpu", chunk_size=chunk_size, compute_dtype=torch.bfloat16)

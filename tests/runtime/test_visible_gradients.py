@@ -19,6 +19,7 @@ from lightning_elixir.runtime.gradients import Gradients
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import crossed
+from tests.helpers.training import clip_exactly
 from tests.helpers.zoo import ZOO, make
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -388,3 +389,293 @@ def test_looking_at_many_gradients_compares_each_a_few_times(monkeypatch: pytest
     optimizer.step()
     assert len(held) > 20
     assert count[0] <= 2 * len(held)
+
+
+# Further backwards, and zeros
+
+
+class Parts(nn.Module):
+    """Layers of several chunks, of which a batch may use some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+
+    def forward(self, x: Tensor, ids: Iterable[int]) -> Tensor:
+        for index in ids:
+            x = torch.tanh(self.layers[index](x))
+        return x.square().mean()
+
+
+def parts() -> Parts:
+    torch.manual_seed(5)
+    return Parts()
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(4, 24, generator=torch.Generator().manual_seed(seed))
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    **PLACEMENTS,
+    "nvme": {"placement_policy": "cpu", "nvme_offload_fraction": 1.0, "chunk_size": 8 * 1024},
+    "all on nvme": {
+        "placement_policy": "cpu",
+        "nvme_offload_fraction": 1.0,
+        "nvme_offload_param_fraction": 1.0,
+        "chunk_size": 8 * 1024,
+    },
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=0.1, foreach=False),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1, foreach=False),
+    "hybrid": lambda ps: HybridAdam(ps, lr=1e-2, weight_decay=0.1),
+}
+
+
+def part_pairs(placement: str, optimizer: str) -> list[tuple[Any, Any, Any, Any]]:
+    """Plain PyTorch and the engine: what to call, the model, the optimizer, and what runs backward."""
+    plain, model = parts(), parts()
+    module = ElixirModule(model, make_plan(model, **PARTS[placement]), device=torch.device("cpu"))
+    own = ElixirOptimizer(module, OPTIMIZERS[optimizer](model.parameters()))
+    return [
+        (plain, plain, OPTIMIZERS[optimizer](plain.parameters()), lambda loss: loss.backward()),
+        (module, model, own, own.backward),
+    ]
+
+
+def assert_equal_states(pairs: list[tuple[Any, Any, Any, Any]]) -> None:
+    (plain, *_), (module, *_) = pairs
+    state = module.state_dict()
+    assert [name for name, value in plain.state_dict().items() if not torch.equal(state[name], value)] == []
+
+
+@pytest.mark.parametrize("placement", PARTS)
+def test_what_users_keep_is_added_to(placement: str) -> None:
+    """And what they write to it after that counts; also where they have set it."""
+    pairs = part_pairs(placement, "hybrid" if "nvme" in placement else "sgd")
+    seen = []
+    for net, model, optimizer, backward in pairs:
+        for _ in range(2):
+            backward(net(batch(0), range(6)))
+            kept = [p.grad for p in model.parameters()]
+            views = [g.view(-1)[1:3] for g in kept]
+            assigned = torch.ones_like(kept[0])
+            next(model.parameters()).grad = assigned
+            backward(net(batch(1), range(4)))
+            assert all(p.grad is g for p, g in zip(model.parameters(), [assigned, *kept[1:]], strict=True))
+            seen.append([g.clone() for g in (*kept, *views, assigned)])
+            kept[3].mul_(0.5)
+            backward(net(batch(2), range(2, 6)))
+            seen.append([g.clone() for g in (*kept, *views, assigned)])
+            optimizer.step()
+            seen.append([g.clone() for g in (*kept, *views, assigned)])
+            optimizer.zero_grad()
+            backward(net(batch(3), range(6)))  # which they are no gradients of any more
+            seen.append([g.clone() for g in (*kept, *views, assigned)])
+            optimizer.step()
+            optimizer.zero_grad()
+    half = len(seen) // 2
+    for expected, actual in zip(seen[:half], seen[half:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+    assert_equal_states(pairs)
+
+
+def _keep_on_rank_0() -> tuple[list[Tensor], list[Tensor]]:
+    model = make("gpt2")
+    module = ElixirModule(model, make_plan(model, world_size=2, **PLACEMENTS["cpu"]), device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(module, sgd(model.parameters()))
+    optimizer.backward(ZOO["gpt2"].loss(module, 0))
+    kept = [p.grad for p in list(model.parameters())[:4]]
+    if dist.get_rank() == 1:
+        kept.clear()
+    optimizer.backward(ZOO["gpt2"].loss(module, 1))
+    now = [p.grad.clone() for p in list(model.parameters())[:4]]
+    module.close()
+    return kept, now
+
+
+def test_what_one_rank_keeps_is_added_to() -> None:
+    (kept, now), (_, others) = run_ranks(_keep_on_rank_0, 2)
+    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(now, others, strict=True))
+
+
+HOWS = ("optimizer", "module", "model", "inner optimizer", "part")
+
+
+def fill(how: str, net: Any, model: Any, optimizer: Any) -> None:
+    if how == "part":
+        model.layers[1].zero_grad(set_to_none=False)
+        return
+    inner = optimizer.optimizer if isinstance(optimizer, ElixirOptimizer) else optimizer
+    owner = {"optimizer": optimizer, "module": net, "model": model, "inner optimizer": inner}[how]
+    owner.zero_grad(set_to_none=False)
+
+
+@crossed(how=HOWS, placement=PLACEMENTS, optimizer=OPTIMIZERS)
+def test_zeros_are_gradients(how: str, placement: str, optimizer: str) -> None:
+    check_zeros(how, placement, optimizer)
+
+
+@pytest.mark.parametrize("placement", ["nvme", "all on nvme"])
+@pytest.mark.parametrize("how", ["optimizer", "model"])
+def test_zeros_are_gradients_on_nvme(how: str, placement: str) -> None:
+    check_zeros(how, placement, "hybrid")
+
+
+def check_zeros(how: str, placement: str, optimizer: str) -> None:
+    """Momentum, moments and weight decay act on what `zero_grad(set_to_none=False)` has filled with zeros, also where
+    the last step has used it, and where the next backward leaves it alone."""
+    pairs = part_pairs(placement, optimizer)
+    seen = []
+    for net, model, own, backward in pairs:
+        backward(net(batch(0), range(6)))
+        kept = list(model.parameters())[3].grad
+        fill(how, net, model, own)
+        seen.append([p.grad.clone() for p in model.parameters()] + [kept.clone()])
+        own.step()
+        if how == "part":
+            own.zero_grad(set_to_none=False)
+        else:
+            fill(how, net, model, own)
+        own.step()  # zeros alone
+        own.zero_grad(set_to_none=False)
+        backward(net(batch(1), range(2)))
+        seen.append([p.grad.clone() for p in model.parameters()] + [kept.clone()])
+        kept.add_(0.25)
+        own.step()
+        own.zero_grad(set_to_none=True)
+        own.step()  # nothing
+        backward(net(batch(2), range(1, 3)))
+        fill(how, net, model, own)
+        own.step()
+    half = len(seen) // 2
+    for expected, actual in zip(seen[:half], seen[half:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+    assert_equal_states(pairs)
+
+
+def test_zeros_are_seen_in_whole_gradients_and_norms() -> None:
+    _, (module, model, optimizer, backward) = part_pairs("cpu", "sgd")
+    backward(module(batch(0), range(3)))
+    optimizer.zero_grad(set_to_none=False)
+    grads = module.full_grads()
+    assert set(grads) == {name for name, _ in model.named_parameters() if int(name.split(".")[1]) < 3}
+    assert all(not bool(grad.any()) for grad in grads.values())
+    assert float(optimizer.grad_norm()) == 0.0
+    optimizer.zero_grad()
+    assert module.full_grads() == {}
+
+
+def _fill_on_ranks(how: str) -> dict[str, Tensor]:
+    """Each rank uses other layers."""
+    rank, model = dist.get_rank(), parts()
+    module = ElixirModule(model, make_plan(model, world_size=2, **PLACEMENTS["cpu"]), device=torch.device("cpu"))
+    own = ElixirOptimizer(module, OPTIMIZERS["adamw"](model.parameters()))
+    own.backward(module(batch(0), [0, rank + 1]))
+    fill(how, module, model, own)
+    assert [p.grad is None for p in model.parameters()] == [False] * 6 + [True] * 6
+    own.step()
+    fill(how, module, model, own)
+    own.step()
+    state = copy.copy(module.state_dict())
+    module.close()
+    return state
+
+
+@pytest.mark.parametrize("how", HOWS[:-1])
+def test_zeros_of_several_ranks(how: str) -> None:
+    plain = parts()
+    oracle = OPTIMIZERS["adamw"](plain.parameters())
+    for p in list(plain.parameters())[:6]:
+        p.grad = torch.zeros_like(p)
+    oracle.step()
+    oracle.step()
+    expected = plain.state_dict()
+    for state in run_ranks(_fill_on_ranks, 2, how):
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+def _clip_plainly(kind: str, parameters: list[nn.Parameter]) -> None:
+    if kind == "value":
+        torch.nn.utils.clip_grad_value_(parameters, 1e-3)
+    else:
+        clip_exactly(parameters, 1e-2)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("kinds", [("norm", "value"), ("value", "norm")])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_clipping_between_micro_batches(placement: str, kinds: tuple[str, str], is_held: bool) -> None:
+    """What is clipped is what there is: not what later backwards add."""
+    pairs = part_pairs(placement, "sgd")
+    for net, model, own, backward in pairs:
+        for step in range(2):
+            held: list[Any] = []
+            for micro, kind in enumerate((*kinds, "norm")):
+                backward(net(batch(3 * step + micro), range(6)))
+                if is_held:
+                    held = held or [p.grad for p in model.parameters()]
+                if net is model:
+                    _clip_plainly(kind, list(model.parameters()))
+                elif kind == "value":
+                    own.clip_grad_value_(1e-3)
+                else:
+                    own.clip_grad_norm_(1e-2)
+            own.step()
+            own.zero_grad()
+    assert_equal_states(pairs)
+
+
+def test_a_loss_scale_and_clipping_between_micro_batches() -> None:
+    """A power of two shows nowhere; gradients that come later are scaled, as those that were clipped."""
+    states = []
+    for scale in (1.0, 1024.0):
+        model = parts()
+        module = ElixirModule(model, make_plan(model, **PLACEMENTS["cpu"]), device=torch.device("cpu"))
+        module.needs_loss_scale = True  # which only fp16 has, on a GPU
+        own = ElixirOptimizer(module, sgd(model.parameters()), initial_scale=scale)
+        own.backward(module(batch(0), range(6)))
+        own.clip_grad_value_(1e-3)
+        own.backward(module(batch(1), range(6)))
+        own.clip_grad_norm_(1e-2)
+        next(model.parameters()).grad[0].add_(1e-3)  # has the shards unscaled
+        own.backward(module(batch(2), range(6)))
+        own.step()
+        states.append(copy.copy(module.state_dict()))
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+def test_16_bits_keep_their_bits_when_what_is_held_is_clipped() -> None:
+    states = []
+    for is_held in (False, True):
+        model = make("gpt2")
+        plan = make_plan(model, compute_dtype=torch.bfloat16, **PLACEMENTS["cpu"])
+        module = ElixirModule(model, plan, dtype=torch.bfloat16, device=torch.device("cpu"))
+        optimizer = ElixirOptimizer(module, sgd(model.parameters()))
+        for micro in range(3):
+            optimizer.backward(ZOO["gpt2"].loss(module, micro))
+            held = [p.grad for p in model.parameters()] if is_held else []
+            optimizer.clip_grad_norm_(0.05)
+        optimizer.step()
+        assert bool(held) == is_held
+        states.append(copy.copy(module.state_dict()))
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+def test_no_update_begins_inside_backward_where_what_is_added_can_be_seen() -> None:
+    model = make("gpt2")
+    options = {**PLACEMENTS["cpu"], "update_timing": UpdateTiming.INSIDE_BACKWARD, "can_stream": True}
+    plan = make_plan(model, compute_dtype=torch.bfloat16, **options)
+    module = ElixirModule(model, plan, dtype=torch.bfloat16, device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(module, HybridAdam(model.parameters(), lr=1e-2))
+    for step in range(3):
+        optimizer.backward(ZOO["gpt2"].loss(module, 10 + step))
+        parameter = next(iter(model.parameters()))
+        held = parameter.grad
+        with optimizer.unobserved():
+            optimizer.backward(ZOO["gpt2"].loss(module, step))
+            assert parameter.grad is held
+            optimizer.step()
+        optimizer.zero_grad()
