@@ -53,6 +53,11 @@ def telling(values: Iterable[Any], *names: str) -> list[ParameterSet]:
     ]
 
 
+def full(*values: Any) -> ParameterSet:
+    """A case of `parametrize` that only the full tier has."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 def _param(value: Any) -> ParameterSet:
     name = getattr(value, "__name__", None)
     return pytest.param(value, id=name if isinstance(name, str) else str(value))

@@ -28,6 +28,7 @@ from lightning_elixir.planning import make_plan
 from lightning_elixir.runtime import accumulation
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed, full, telling
 from tests.helpers.zoo import ZOO, make
 from tests.runtime import test_streamed_updates as streamed
 from tests.runtime import test_update_timing as timed
@@ -123,24 +124,27 @@ def check_bits(
             assert str(actual.norms) == str(expected.norms)
 
 
-@pytest.mark.parametrize("name", ACCUMULATED)
+TOLD = ["accumulated_clipped", "fp32_accumulated", "scaled_accumulated", "unused_accumulated", "late_accumulated"]
+
+
+@pytest.mark.parametrize("name", telling(ACCUMULATED, *TOLD))
 def test_same_bits(name: str) -> None:
     check_bits(ACCUMULATED[name], CPU)
 
 
-@pytest.mark.parametrize("name", ["accumulated", "fp32_accumulated"])
-@pytest.mark.parametrize("options", [{"timing": BEHIND}, {"is_reusing": True}, {"num_buffers": 1}], ids=str)
+@crossed(
+    options=[{"timing": BEHIND}, {"is_reusing": True}, {"num_buffers": 1}], name=["accumulated", "fp32_accumulated"]
+)
 def test_same_bits_however_it_is_done(name: str, options: dict[str, Any]) -> None:
     check_bits(ACCUMULATED[name], CPU, ["mixed"], **options)
 
 
-@pytest.mark.parametrize("site", ["every_site", "streamed_param_on_gpu", "mixed_persistent"])
+@pytest.mark.parametrize("site", telling(["every_site", "streamed_param_on_gpu", "mixed_persistent"], "every_site"))
 def test_same_bits_wherever_the_rest_lies(site: str) -> None:
     check_bits(HOWS["accumulated"], CPU, [site], timing=BEHIND)
 
 
-@pytest.mark.parametrize("name", ["bf16", "bf16_true", "clipped", "clipped_by_value", "unused"])
-@pytest.mark.parametrize("is_known", [False, True])
+@crossed(name=["bf16", "bf16_true", "clipped", "clipped_by_value", "unused"], is_known=[False, True])
 def test_a_number_of_micro_batches_that_changes(name: str, is_known: bool) -> None:
     """Also steps of one, whose gradients are 16 bits wide or widened."""
     how, numbers = HOWS[name], (1, 3, 1, 2)
@@ -209,12 +213,12 @@ def train_rank(how: How, site: str, options: dict[str, Any], device_type: str = 
         return train(how, site, device, rank=rank, world_size=world_size, **options)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", telling([2, 3], "2"))
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("accumulated", {"is_known": True}),
-        ("accumulated_clipped", {"timing": BEHIND}),
+        full("accumulated", {"is_known": True}),
+        full("accumulated_clipped", {"timing": BEHIND}),
         ("unused_accumulated", {"is_known": True, "timing": BEHIND}),
         ("late_accumulated", {"enable_distributed_storage": False}),
     ],
@@ -466,9 +470,7 @@ def test_updates_still_begin_inside_backward() -> None:
 # Errors
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize("failing_at", [1, 4])
-@pytest.mark.parametrize("read", ["grad_norm", "clip", "full_grads", "loss_scale"])
+@crossed(together=1, read=["grad_norm", "clip", "full_grads", "loss_scale"], failing_at=[1, 4], is_known=[False, True])
 def test_an_error_on_the_thread_reaches_who_needs_the_sum(read: str, failing_at: int, is_known: bool) -> None:
     how = HOWS["scaled"] if read == "loss_scale" else HOWS["accumulated"]
     how = replace(how, micro_batches=3, overflow_at=-1)
@@ -566,9 +568,8 @@ def check_failed_backward(device: torch.device, *, is_known: bool, is_early: boo
     module.close()
 
 
-@pytest.mark.parametrize("is_early", [False, True])
-@pytest.mark.parametrize(
-    "options", [{"is_known": False}, {"is_known": True}, {"is_known": False, "is_reusing": True}], ids=str
+@crossed(
+    options=[{"is_known": False}, {"is_known": True}, {"is_known": False, "is_reusing": True}], is_early=[False, True]
 )
 def test_a_backward_that_fails(options: dict[str, bool], is_early: bool) -> None:
     check_failed_backward(CPU, is_early=is_early, **options)

@@ -38,7 +38,7 @@ from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, StateFile, direc
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.metered import MeteredHostDevice
-from tests.helpers.tiers import crossed
+from tests.helpers.tiers import crossed, full, telling
 from tests.helpers.zoo import ZOO, make
 from tests.runtime import test_streamed_updates as bodies
 from tests.runtime import test_update_timing as timing_bodies
@@ -95,13 +95,16 @@ def check_every_way(
     assert str(actual.norms) == str(expected.norms)
 
 
-@crossed(name=["bf16", "fp32", "bf16_true", "unused"], site=NVME_SITES, timing=UpdateTiming)
+@crossed(together=1, name=["bf16", "fp32", "bf16_true", "unused"], site=NVME_SITES, timing=UpdateTiming)
 def test_the_disk_changes_no_bit(name: str, site: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_slots(monkeypatch)
     check_every_way(HOWS[name], site, timing, CPU, monkeypatch)
 
 
-@pytest.mark.parametrize("name", sorted(set(HOWS) - {"bf16", "fp32", "bf16_true", "unused"}))
+OTHERS = sorted(set(HOWS) - {"bf16", "fp32", "bf16_true", "unused"})
+
+
+@pytest.mark.parametrize("name", telling(OTHERS, "accumulated_clipped", "clipped_by_value", "scaled_clipped", "groups"))
 def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_slots(monkeypatch)
     check_every_way(HOWS[name], "nvme_some", UpdateTiming.INSIDE_BACKWARD, CPU, monkeypatch)
@@ -149,7 +152,7 @@ def train_rank(how: How, site: str, timing: UpdateTiming, options: dict[str, Any
 
 @pytest.mark.parametrize(
     ("how", "options"),
-    [("tied", {}), ("accumulated_clipped", {"enable_distributed_storage": False}), ("unused_fp32", {})],
+    [full("tied", {}), ("accumulated_clipped", {"enable_distributed_storage": False}), ("unused_fp32", {})],
 )
 def test_several_ranks(how: str, options: dict[str, Any]) -> None:
     timing = UpdateTiming.INSIDE_BACKWARD
@@ -451,9 +454,12 @@ def check_writes(write: Callable[[ElixirModule], None], how: How, site: str) -> 
     assert_same(results[1], results[0])
 
 
-@pytest.mark.parametrize("site", ["nvme", "nvme_persistent"])
-@pytest.mark.parametrize("name", ["bf16", "fp32"])
-@pytest.mark.parametrize("write", [*WRITES.values(), whole_write], ids=[*WRITES, "full_parameters"])
+@crossed(
+    together=1,
+    write=[pytest.param(write, id=name) for name, write in {**WRITES, "full_parameters": whole_write}.items()],
+    name=["bf16", "fp32"],
+    site=["nvme", "nvme_persistent"],
+)
 def test_what_users_write_is_kept(write: Callable[[ElixirModule], None], name: str, site: str) -> None:
     check_writes(write, HOWS[name], site)
 
@@ -518,7 +524,10 @@ def test_the_same_places_are_kept_where_fewer_are_needed() -> None:
     module.close()
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp32", "bf16_true", "unused", "unused_fp32", "init_step", "groups"])
+MOVED = ["bf16", "fp32", "bf16_true", "unused", "unused_fp32", "init_step", "groups"]
+
+
+@pytest.mark.parametrize("name", telling(MOVED, "bf16", "unused_fp32"))
 def test_moments_move_piece_by_piece(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From memory to a disk, to another file, and back; never is a chunk's read as a whole."""
     route = ["nvme_some", "nvme", "host", "nvme_some", "nvme_param", "gpu", "nvme", "every_site"]
@@ -583,14 +592,14 @@ def move_on_rank(how: How, options: dict[str, Any], is_moved: bool) -> Result:
     return result
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", telling([2, 3], "3"))
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("bf16", {}),
+        full("bf16", {}),
         ("unused_fp32", {}),
-        ("groups", {}),
-        ("frozen", {}),
+        full("groups", {}),
+        full("frozen", {}),
         ("tied", {"enable_distributed_storage": False}),
     ],
 )
@@ -640,7 +649,7 @@ def failing(call: str, number: int, after: int = 0) -> Callable[..., int]:
     return fail
 
 
-@crossed(after=[0, 4], call=["preadv", "pwritev"], timing=UpdateTiming)
+@crossed(together=1, after=[0, 4], call=["preadv", "pwritev"], timing=UpdateTiming)
 def test_a_disk_that_fails_ends_the_run_and_hangs_nowhere(
     call: str, after: int, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -885,6 +894,7 @@ def start(folder: Path, fraction: float, then: str, *more: str) -> subprocess.Po
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+@pytest.mark.full
 def test_host_memory_is_lower_by_the_states(tmp_path: Path) -> None:
     seen = {}
     for fraction in (0.0, 1.0):
@@ -899,6 +909,7 @@ def test_host_memory_is_lower_by_the_states(tmp_path: Path) -> None:
     assert 0.8 * expected < saved < 1.2 * expected, (saved / 2**20, expected / 2**20)
 
 
+@pytest.mark.full
 def test_a_checkpoint_takes_no_memory_of_its_size(tmp_path: Path) -> None:
     """Whole states lie in a file, too, until they are saved; what is saved is the same."""
     grown, saved = {}, {}
@@ -933,6 +944,7 @@ def test_a_checkpoint_is_put_together_in_memory_where_the_disk_is_full(
         assert float(state["exp_avg_sq"].sum()) >= 0  # what was mapped outlives the engine
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("then", ["raise", "sleep"])
 def test_nothing_stays_behind(tmp_path: Path, then: str) -> None:
     process = start(tmp_path / "disk", 1.0, then)

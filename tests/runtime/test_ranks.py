@@ -14,7 +14,7 @@ from lightning_elixir.errors import DivergenceError, PlanError
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import crossed
+from tests.helpers.tiers import crossed, telling
 from tests.helpers.zoo import ZOO, make
 
 STEPS = 3
@@ -76,7 +76,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@crossed(name=["gpt2", "odd", "checkpoint_reentrant", "branching"], options=OPTIONS, world_size=[2, 3])
+@crossed(together=1, name=["gpt2", "odd", "checkpoint_reentrant", "branching"], options=OPTIONS, world_size=[2, 3])
 def test_equals_averaged_gradients(name: str, options: str, world_size: int) -> None:
     expected = averaged_plain(name, world_size, 2)
     results = run_ranks(train_rank, world_size, name, 2, OPTIONS[options])
@@ -92,7 +92,7 @@ def test_equals_averaged_gradients(name: str, options: str, world_size: int) -> 
         assert stats["evictions"] > 0
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", telling([2, 3], "3"))
 def test_placements_agree_bitwise(world_size: int) -> None:
     states = {key: run_ranks(train_rank, world_size, "gpt2", 2, options)[0][0] for key, options in OPTIONS.items()}
     reference = states.pop("cuda")

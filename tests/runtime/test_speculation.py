@@ -33,7 +33,7 @@ from lightning_elixir.planning import make_plan
 from lightning_elixir.storage.shards import ShardStore
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import crossed
+from tests.helpers.tiers import crossed, full, telling
 from tests.helpers.zoo import ZOO
 from tests.runtime import test_streamed_updates as streamed_bodies
 from tests.runtime import test_update_timing as timing_bodies
@@ -106,7 +106,11 @@ def test_speculation_changes_no_bit(name: str, site: str, monkeypatch: pytest.Mo
     check_every_way(HOWS[name], site, CPU, monkeypatch)
 
 
-@pytest.mark.parametrize("name", sorted(set(HOWS) - {"bf16", "max_norm", "scaled", "unused"}))
+OTHERS = sorted(set(HOWS) - {"bf16", "max_norm", "scaled", "unused"})
+TOLD = ["accumulated", "clipped_by_value", "fp32", "groups", "scaled_clipped", "tied", "unused_fp32"]
+
+
+@pytest.mark.parametrize("name", telling(OTHERS, *TOLD))
 def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_slots(monkeypatch)
     check_every_way(HOWS[name], "mixed", CPU, monkeypatch)
@@ -838,8 +842,14 @@ def check_sums(how: How, is_known: bool, device: torch.device, monkeypatch: pyte
     check_same_training([expected, actual])
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize("how", [NEVER_CLIPPED, SCALED, HOWS["bf16"]], ids=["clipping", "scaled", "bf16"])
+@crossed(
+    how=[
+        pytest.param(NEVER_CLIPPED, id="clipping"),
+        pytest.param(SCALED, id="scaled"),
+        pytest.param(HOWS["bf16"], id="bf16"),
+    ],
+    is_known=[False, True],
+)
 def test_sums_beside_backward(how: How, is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates that have begun with the first gradients are dropped before others are added to them on a thread; one
     that begins with a sum waits for it."""
@@ -1215,14 +1225,14 @@ def _train_on_ranks(how: How, site: str, is_distributed: bool, is_everybody: boo
     return num_ahead, redone
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", telling([2, 3], "2"))
 @pytest.mark.parametrize(
     ("name", "site", "is_distributed"),
     [
         ("gpt2", "every_site", True),
         ("gpt2", "mixed", False),
-        ("gpt2", "streamed_param_on_gpu", False),
-        ("gpt2", "mixed_persistent", True),
+        full("gpt2", "streamed_param_on_gpu", False),
+        full("gpt2", "mixed_persistent", True),
         ("branching", "host", True),
     ],
 )

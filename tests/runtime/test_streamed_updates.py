@@ -23,7 +23,7 @@ from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import crossed
+from tests.helpers.tiers import crossed, full, telling
 from tests.helpers.zoo import ZOO, make
 
 CPU = torch.device("cpu")
@@ -230,14 +230,18 @@ def check_sites_agree(how: How, sites: list[str], device: torch.device, referenc
             assert 0 < streamed < total
 
 
-@pytest.mark.parametrize("how", HOWS)
+TOLD = ["bf16", "fp32", "accumulated_clipped", "clipped", "fp32_clipped_by_value", "scaled_clipped"]
+TOLD += ["groups_adam_clipped", "unused", "unused_fp32", "frozen"]
+
+
+@pytest.mark.parametrize("how", telling(HOWS, *TOLD))
 def test_streamed_equals_host(how: str) -> None:
     check_sites_agree(HOWS[how], ["streamed", "mixed"], CPU)
     if HOWS[how].overflow_at >= 0:
         assert train(HOWS[how], "streamed").skipped.count(True) == 1
 
 
-@pytest.mark.parametrize("how", ["bf16", "fp32", "bf16_true", "clipped_by_value", "unused"])
+@pytest.mark.parametrize("how", telling(["bf16", "fp32", "bf16_true", "clipped_by_value", "unused"], "bf16", "unused"))
 def test_every_place_of_parameters_and_states(how: str) -> None:
     check_sites_agree(HOWS[how], [s for s in SITES if s not in ("host", "streamed", "mixed")], CPU)
 
@@ -335,12 +339,12 @@ def check_resume(how: How, device: torch.device, saved_from: str, loaded_into: s
         m.close()
 
 
-@pytest.mark.parametrize(
-    ("saved_from", "loaded_into"),
-    [("streamed", "host"), ("gpu", "streamed"), ("mixed", "mixed"), ("nvme", "host"), ("host", "nvme_some")],
+@crossed(
+    move=["streamed to host", "gpu to streamed", "mixed to mixed", "nvme to host", "host to nvme_some"],
+    how=["bf16", "scaled", "unused", "groups"],
 )
-@pytest.mark.parametrize("how", ["bf16", "scaled", "unused", "groups"])
-def test_resume_from_another_placement(how: str, saved_from: str, loaded_into: str) -> None:
+def test_resume_from_another_placement(how: str, move: str) -> None:
+    saved_from, _, loaded_into = move.partition(" to ")
     check_resume(HOWS[how], CPU, saved_from, loaded_into)
 
 
@@ -427,14 +431,14 @@ def train_rank(how: How, site: str, options: dict[str, Any], device_type: str = 
 
 
 RANKED = [
-    ("tied", {}),
+    full("tied", {}),
     ("accumulated_clipped", {"enable_distributed_storage": False}),
     ("unused_fp32", {}),
-    ("scaled", {}),
+    full("scaled", {}),
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", telling([2, 3], "3"))
 @pytest.mark.parametrize(("how", "options"), RANKED)
 def test_several_ranks(how: str, options: dict[str, Any], world_size: int) -> None:
     expected = run_ranks(train_rank, world_size, HOWS[how], "host", options)

@@ -30,7 +30,7 @@ from lightning_elixir.planning import make_plan
 from lightning_elixir.storage.shards import ShardStore
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import crossed
+from tests.helpers.tiers import crossed, telling
 from tests.helpers.zoo import ZOO, make
 from tests.runtime import test_streamed_updates as bodies
 from tests.runtime.test_streamed_updates import CPU, HOWS, How, Result, assert_same, use_small_slots
@@ -131,7 +131,7 @@ def held_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             gate.set()  # a failing test leaves no thread behind
 
 
-@crossed(name=["bf16", "fp32", "clipped", "unused"], site=SITES, timing=TIMINGS)
+@crossed(together=1, name=["bf16", "fp32", "clipped", "unused"], site=SITES, timing=TIMINGS)
 def test_timing_changes_no_bit(name: str, site: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS[name]
     use_small_slots(monkeypatch)
@@ -142,7 +142,11 @@ def test_timing_changes_no_bit(name: str, site: str, timing: UpdateTiming, monke
     assert actual.norms == expected.norms
 
 
-@crossed(name=sorted(set(HOWS) - {"bf16", "fp32", "clipped", "unused"}), timing=TIMINGS)
+OTHERS = sorted(set(HOWS) - {"bf16", "fp32", "clipped", "unused"})
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("name", telling(OTHERS, "accumulated_clipped", "groups", "scaled", "tied"))
 def test_every_way_to_train(name: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_slots(monkeypatch)
     how = HOWS[name]
@@ -481,14 +485,17 @@ def _ranks(timing: UpdateTiming, site: str, name: str, is_distributed: bool) -> 
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize(
-    ("site", "is_distributed"), [("every_site", True), ("mixed", False), ("mixed_persistent", True)]
+@crossed(
+    together=1,
+    case=[
+        pytest.param((site, is_distributed), id=site)
+        for site, is_distributed in {"every_site": True, "mixed": False, "mixed_persistent": True}.items()
+    ],
+    timing=TIMINGS,
+    world_size=[2, 3],
 )
-def test_timing_changes_no_bit_with_ranks(
-    world_size: int, timing: UpdateTiming, site: str, is_distributed: bool
-) -> None:
+def test_timing_changes_no_bit_with_ranks(world_size: int, timing: UpdateTiming, case: tuple[str, bool]) -> None:
+    site, is_distributed = case
     name = "unused" if site == "mixed" else "bf16"
     results = run_ranks(_ranks, world_size, timing, site, name, is_distributed)
     assert results

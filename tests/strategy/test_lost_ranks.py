@@ -20,6 +20,7 @@ from lightning_elixir.storage.nvme import direct
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_processes, run_ranks, stop_workers
 from tests.helpers.failures import SOON_S, check_heard, heard_by
+from tests.helpers.tiers import crossed, full, telling
 from tests.strategy.models import TIGHT, Net, assert_same_state, fit, make_data, make_trainer
 
 ON_NVME = {
@@ -86,8 +87,10 @@ def _step_raises(options: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     return heard, run.state
 
 
-@pytest.mark.parametrize("options", [TIGHT, {"placement_policy": "cuda"}], ids=["tight", "resident"])
-@pytest.mark.parametrize("world_size", [2, 3])
+PLACEMENTS = [pytest.param(TIGHT, id="tight"), pytest.param({"placement_policy": "cuda"}, id="resident")]
+
+
+@crossed(options=PLACEMENTS, world_size=[2, 3])
 def test_step_of_one_rank_raises(world_size: int, options: dict[str, Any]) -> None:
     """Where all processes live on, they may train again."""
     results = run_ranks(_step_raises, world_size, options, init_group=False)
@@ -168,9 +171,9 @@ def train_and_die(victim: int, options: dict[str, Any]) -> None:
         raise
 
 
-@pytest.mark.parametrize("options", [TIGHT, {"placement_policy": "cuda"}], ids=["tight", "resident"])
-@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (2, 1), (3, 1)])
-def test_killed_in_training(world_size: int, victim: int, options: dict[str, Any]) -> None:
+@crossed(case=["0 of 2", "1 of 2", "1 of 3"], options=PLACEMENTS)
+def test_killed_in_training(case: str, options: dict[str, Any]) -> None:
+    victim, world_size = map(int, case.split(" of "))
     code = f"from tests.strategy.test_lost_ranks import train_and_die; train_and_die({victim}, {options!r})"
     codes = run_processes(code, world_size)
     ended = time.monotonic()
@@ -198,8 +201,7 @@ def _load(path: str) -> Any:
     return heard_by(rank, world_size, lambda: trainer.fit(Net("hybrid"), make_data(), ckpt_path=path))
 
 
-@pytest.mark.parametrize("prefix", ["state_dict.", "optimizer_0.state."])
-@pytest.mark.parametrize("world_size", [2, 3])
+@crossed(prefix=["state_dict.", "optimizer_0.state."], world_size=[2, 3])
 def test_damaged_file_that_one_rank_reads(tmp_path: Path, world_size: int, prefix: str) -> None:
     path = tmp_path / "saved.ckpt"
     run_ranks(_save, world_size, str(path), init_group=False)
@@ -246,11 +248,11 @@ _OTHER_CALLBACK = pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")
 @pytest.mark.parametrize(
     ("kind", "state_dict_type", "callback"),
     [
-        (NetThatStumbles, "full", "model"),
+        full(NetThatStumbles, "full", "model"),
         (NetThatStumbles, "sharded", "model"),
         (NetThatLogs, "full", "model"),
-        (NetThatLogs, "sharded", "model"),
-        (NetThatStumbles, "full", "exceptions alone"),
+        full(NetThatLogs, "sharded", "model"),
+        full(NetThatStumbles, "full", "exceptions alone"),
     ],
 )
 def test_the_error_of_one_rank_is_not_hidden_by_the_save(kind: type[Net], state_dict_type: str, callback: str) -> None:
@@ -262,7 +264,7 @@ def test_the_error_of_one_rank_is_not_hidden_by_the_save(kind: type[Net], state_
 
 
 @_OTHER_CALLBACK
-@pytest.mark.parametrize("callback", ["model", "exceptions alone"])
+@pytest.mark.parametrize("callback", telling(["model", "exceptions alone"], "model"))
 def test_an_error_of_all_ranks_is_saved_after(callback: str) -> None:
     everyone = run_ranks(_stumbles_and_saves, 2, NetThatAllRefuse, TIGHT, callback, init_group=False, fresh=True)
     assert [heard["text"] for heard, _ in everyone] == ["nobody likes it"] * 2

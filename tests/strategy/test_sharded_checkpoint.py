@@ -32,6 +32,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.cut_up import NUM_THREADS, cut_up
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed, full
 from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, assert_same_state, fit, make_data, make_trainer
 from tests.strategy.test_fit import FrozenNet, GroupsNet, ScheduledNet, TiedNet
 
@@ -131,21 +132,21 @@ def _assert_same(actual: Any, expected: Any) -> None:
     ("saved_by", "first", "loaded_by", "second"),
     [
         (1, "tight", 1, "cuda"),
-        (1, "cuda", 1, "nvme"),
+        full(1, "cuda", 1, "nvme"),
         (1, "nvme", 1, "tight"),
-        (1, "tight", 2, "const"),
+        full(1, "tight", 2, "const"),
         (1, "const", 3, "tight"),
-        (2, "tight", 1, "cuda"),
-        (2, "cuda", 2, "tight"),
+        full(2, "tight", 1, "cuda"),
+        full(2, "cuda", 2, "tight"),
         (2, "const", 3, "whole"),
-        (2, "whole", 3, "cuda"),
-        (3, "nvme", 2, "cuda"),
+        full(2, "whole", 3, "cuda"),
+        full(3, "nvme", 2, "cuda"),
         (3, "tight", 1, "tight"),
-        (3, "cuda", 3, "nvme"),
-        (3, "whole", 4, "tight"),
-        (4, "tight", 2, "nvme"),
-        (1, "all on nvme", 2, "cuda"),
-        (2, "tight", 1, "all on nvme"),
+        full(3, "cuda", 3, "nvme"),
+        full(3, "whole", 4, "tight"),
+        full(4, "tight", 2, "nvme"),
+        full(1, "all on nvme", 2, "cuda"),
+        full(2, "tight", 1, "all on nvme"),
         (2, "all on nvme", 3, "all on nvme"),
     ],
 )
@@ -160,7 +161,12 @@ def test_any_ranks_and_placements(tmp_path: Path, saved_by: int, first: str, loa
 
 @pytest.mark.parametrize(
     ("saved_by", "first", "loaded_by", "second"),
-    [(1, "cuda", 2, "tight"), (2, "tight", 3, "whole"), (3, "all on nvme", 1, "nvme"), (2, "const", 2, "all on nvme")],
+    [
+        full(1, "cuda", 2, "tight"),
+        (2, "tight", 3, "whole"),
+        (3, "all on nvme", 1, "nvme"),
+        full(2, "const", 2, "all on nvme"),
+    ],
 )
 def test_several_files_and_boxes_of_a_tensor(
     tmp_path: Path, saved_by: int, first: str, loaded_by: int, second: str
@@ -256,9 +262,11 @@ def _train_on(path: Path | None, options: dict[str, Any], devices: int, more: di
     return [loss.item() for loss in model.losses], _dump(trainer)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("more", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulated"])
-@pytest.mark.parametrize("async_save", [False, True])
+@crossed(
+    more=[pytest.param({}, id="plain"), pytest.param({"accumulate_grad_batches": 2}, id="accumulated")],
+    async_save=[False, True],
+    num_ranks=[1, 2],
+)
 def test_resumed_run_equals_the_uninterrupted(
     tmp_path: Path, num_ranks: int, more: dict[str, Any], async_save: bool
 ) -> None:
@@ -312,6 +320,7 @@ def test_plain_torch_reads_it(tmp_path: Path, save: Any) -> None:
     assert loaded["state_dict"]["_extra_state"] == {"calls": 4}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["lightning.pytorch", "lightning.fabric"])
 def test_consolidate_commands_of_lightning(tmp_path: Path, command: str) -> None:
     pytest.importorskip("lightning")

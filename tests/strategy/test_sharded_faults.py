@@ -24,6 +24,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.cut_up import cut_up
 from tests.helpers.dist import run_processes, run_ranks, start_processes
 from tests.helpers.failures import SOON_S
+from tests.helpers.tiers import full
 from tests.strategy.models import TIGHT, Net, assert_same_state, fit, make_data, make_trainer
 from tests.strategy.test_sharded_checkpoint import OPTIONS, Batches, _assert_same, _dump
 
@@ -81,9 +82,9 @@ def save_and_die(moment: str, victim: str) -> None:
     ("moment", "victim", "is_new"),
     [
         ("writing", "1", False),
-        ("writing", "all", False),
-        ("flushing", "0", False),
-        ("contents", "0", False),
+        full("writing", "all", False),
+        full("flushing", "0", False),
+        full("contents", "0", False),
         ("naming", "0", False),
         ("removing", "0", True),
     ],
@@ -144,7 +145,12 @@ def train_until(name: str, ranks: int, path: str | None, max_steps: int) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "order", "gap_s"),
-    [("tight", 1, [0], 0.0), ("tight", 2, [0, 1], 0.0), ("tight", 2, [1, 0], 0.01), ("all on nvme", 2, [1], 0.0)],
+    [
+        full("tight", 1, [0], 0.0),
+        full("tight", 2, [0, 1], 0.0),
+        full("tight", 2, [1, 0], 0.01),
+        ("all on nvme", 2, [1], 0.0),
+    ],
 )
 def test_sigterm_saves_and_the_resumed_run_equals_the_uninterrupted(
     name: str, ranks: int, order: list[int], gap_s: float
@@ -305,7 +311,7 @@ def test_training_goes_on_while_a_thread_saves(monkeypatch: pytest.MonkeyPatch) 
 def test_names_are_those_of_saves_that_are_waited_for(
     monkeypatch: pytest.MonkeyPatch, callbacks: list[dict[str, Any]]
 ) -> None:
-    _flush_with(monkeypatch, lambda path: time.sleep(0.05))
+    _flush_with(monkeypatch, lambda path: time.sleep(0.01))
     found = []
     for folder, options in (("sync", OPTIONS["tight"]), ("async", ASYNC)):
         made = [_keep(folder, **each) for each in callbacks]
