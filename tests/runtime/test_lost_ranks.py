@@ -13,9 +13,9 @@ from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.storage.nvme import direct
 from tests.helpers.dist import run_ranks
 from tests.helpers.failures import check_heard, heard_by
+from tests.helpers.nvme import BF16
 from tests.helpers.tiers import crossed
-from tests.runtime.test_nvme import BF16
-from tests.runtime.test_update_timing import new_training, step
+from tests.helpers.update_timing import new_training, step
 
 VICTIM = 1
 

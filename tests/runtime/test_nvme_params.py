@@ -27,14 +27,14 @@ from lightning_elixir.planning import make_plan
 from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, put
 from lightning_elixir.storage.nvme import direct
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers import nvme as nvme_bodies
+from tests.helpers import streamed_updates as bodies
+from tests.helpers.accumulation import held_until_waited_for
 from tests.helpers.dist import run_ranks
+from tests.helpers.nvme import BF16, WRITES, failing, new_training, step, train_rank, whole_write
+from tests.helpers.streamed_updates import CPU, HOWS, How, assert_same, result_of, use_small_slots
 from tests.helpers.tiers import crossed, telling
 from tests.helpers.zoo import ZOO, make
-from tests.runtime import test_nvme as nvme_bodies
-from tests.runtime import test_streamed_updates as bodies
-from tests.runtime.test_accumulation import held_until_waited_for
-from tests.runtime.test_nvme import BF16, WRITES, failing, new_training, step, train_rank, whole_write
-from tests.runtime.test_streamed_updates import CPU, HOWS, How, assert_same, result_of, use_small_slots
 
 SITE = "nvme_param"
 MANY = [
@@ -103,7 +103,7 @@ def test_backward_waits_for_a_free_buffer() -> None:
     assert num_on_their_way == STAGING_BUFFERS
     assert staging_bytes <= STAGING_BUFFERS * (max(c.nbytes for c in module.plan.chunks) + 4096)
     assert len(held.tasks) == len(module.plan.chunks)
-    assert_same(result_of(module, optimizer), replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[]))
+    assert_same(result_of(module, optimizer), replace(bodies.train_on_host(replace(BF16, steps=3)), skipped=[]))
     module.close()
 
 

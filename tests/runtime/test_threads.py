@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
-from lightning_elixir.planning import make_plan
-from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
-from tests.helpers.training import step_side_by_side
-
-WIDTH = 64
-
-
-def _net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(10)])
-
-
-def _wrap(model: nn.Module, device: str = "cpu") -> tuple[ElixirModule, ElixirOptimizer]:
-    plan = make_plan(model, placement_policy="const", offload_param_frac=1.0, chunk_size=17408)
-    module = ElixirModule(model, dataclasses.replace(plan, rcache_blocks=3), device=torch.device(device))
-    return module, ElixirOptimizer(module, HybridAdam(model.parameters(), lr=1e-2))
+from tests.helpers.threads import WIDTH, new_net, train_beside_a_monitor, wrap
 
 
 def _in_thread(work: Callable[[], Any]) -> Any:
@@ -53,44 +36,10 @@ def test_a_monitor_reads_parameters_all_the_time() -> None:
     train_beside_a_monitor("cpu")
 
 
-def train_beside_a_monitor(device: str) -> None:
-    plain = _net()
-    model = copy.deepcopy(plain)
-    module, optimizer = _wrap(model, device)
-    oracle = HybridAdam(plain.to(device).parameters(), lr=1e-2)
-    is_over = threading.Event()
-    num_reads, errors = 0, []
-
-    def watch() -> None:
-        nonlocal num_reads
-        while not is_over.is_set():
-            for p in model.parameters():
-                try:
-                    assert p.detach().norm().isfinite()
-                    num_reads += 1
-                except Exception as error:
-                    errors.append(error)
-                is_over.wait(1e-4)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    for _ in range(25):
-        x = torch.randn(8, WIDTH, device=device)
-        step_side_by_side(plain, oracle, module, optimizer, x)
-    is_over.set()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert num_reads + len(errors) > 25
-    assert {type(error) for error in errors} <= {StateError}
-    state = module.state_dict()
-    assert all(torch.equal(state[name], value.cpu()) for name, value in plain.state_dict().items())
-    assert module.stats().evictions > 300
-
-
 def test_between_steps_another_thread_is_served() -> None:
-    plain = _net()
+    plain = new_net()
     model = copy.deepcopy(plain)
-    module, optimizer = _wrap(model)
+    module, optimizer = wrap(model)
     optimizer.backward(module(torch.randn(8, WIDTH)).sum())
     optimizer.zero_grad()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
@@ -100,8 +49,8 @@ def test_between_steps_another_thread_is_served() -> None:
 
 
 def test_inside_forward_another_thread_is_refused_and_told_what_to_do() -> None:
-    model = _net()
-    module, optimizer = _wrap(model)
+    model = new_net()
+    module, optimizer = wrap(model)
     weight, seen = model[0][0].weight, []
 
     def look(*args: Any) -> None:
@@ -119,15 +68,15 @@ def test_inside_forward_another_thread_is_refused_and_told_what_to_do() -> None:
         assert "thread 'monitor'" in str(error)
         assert "callback" in str(error)
     optimizer.backward(loss)  # and nothing has happened to this one
-    plain = _net()
+    plain = new_net()
     plain(x).square().mean().backward()
     grads = module.full_grads()
     assert all(torch.equal(grads[name], p.grad) for name, p in plain.named_parameters() if p.grad is not None)
 
 
 def test_one_thread_after_the_other_may_train() -> None:
-    plain = _net()
-    module, optimizer = _wrap(copy.deepcopy(plain))
+    plain = new_net()
+    module, optimizer = wrap(copy.deepcopy(plain))
     oracle = HybridAdam(plain.parameters(), lr=1e-2)
 
     def train(net: Any, step: Any) -> float:

@@ -20,8 +20,8 @@ from lightning_elixir.plan.types import Tier
 from lightning_elixir.storage.nvme import direct, folders
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
+from tests.helpers.nvme import failing
 from tests.helpers.tiers import crossed, full, telling
-from tests.runtime.test_nvme import failing
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
@@ -34,7 +34,7 @@ from tests.strategy.models import (
     make_layers,
     make_trainer,
 )
-from tests.strategy.test_fit import FrozenNet, TiedNet
+from tests.strategy.nets import FrozenNet, TiedNet
 
 
 class DeepNet(Net):

@@ -31,7 +31,7 @@ from tests.strategy.models import (
     make_data,
     make_trainer,
 )
-from tests.strategy.test_fit import BatchNormNet, FrozenNet, ManualNet, OverridingNet, ScheduledNet, TiedNet
+from tests.strategy.nets import BatchNormNet, FrozenNet, ManualNet, OverridingNet, ScheduledNet, TiedNet
 
 ROOT = Path(__file__).parents[2]
 

@@ -26,7 +26,7 @@ from tests.helpers.dist import run_processes, run_ranks, start_processes
 from tests.helpers.failures import SOON_S
 from tests.helpers.tiers import full
 from tests.strategy.models import TIGHT, Net, assert_same_state, fit, make_data, make_trainer
-from tests.strategy.test_sharded_checkpoint import OPTIONS, Batches, _assert_same, _dump
+from tests.strategy.sharded import OPTIONS, Batches, assert_same_dump, dump
 
 
 def _after(owner: Any, name: str, calls: int, action: Any) -> None:
@@ -59,14 +59,14 @@ def save_and_die(moment: str, victim: str) -> None:
     """Run by a process of its own: saves, trains on, and dies in the second save, if it is the victim."""
     trainer, model, _ = fit(ElixirStrategy(**OPTIONS["tight"]), devices=2)
     trainer.save_checkpoint("one.ckpt")
-    first = _dump(trainer)[0]
+    first = dump(trainer)[0]
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, make_data())
     rank = os.environ["RANK"]
     if rank == "0":
-        torch.save((first, _dump(trainer)[0]), "expected.pt")
+        torch.save((first, dump(trainer)[0]), "expected.pt")
     else:
-        _dump(trainer)
+        dump(trainer)
     if victim in (rank, "all"):
         _after(*MOMENTS[moment], _die)
     started = time.monotonic()
@@ -102,7 +102,7 @@ def test_killed_in_a_save(tmp_path: Path, moment: str, victim: str, is_new: bool
     expected = torch.load("expected.pt")[int(is_new)]
     trainer = make_trainer(ElixirStrategy(**TIGHT), max_epochs=1 + is_new)
     trainer.fit(Net(), make_data(), ckpt_path="one.ckpt")
-    assert_same_state(_dump(trainer)[0], expected)
+    assert_same_state(dump(trainer)[0], expected)
     left = [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]
     assert len(left) == ("0" in victims)  # else rank 0 has tidied up
     if moment in ("writing", "flushing", "contents"):
@@ -140,7 +140,7 @@ def train_until(name: str, ranks: int, path: str | None, max_steps: int) -> Any:
         enable_checkpointing=True,
     )
     trainer.fit(Net(optimizer="hybrid"), Batches(ranks), ckpt_path=path)
-    return _dump(trainer)
+    return dump(trainer)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_sigterm_saves_and_the_resumed_run_equals_the_uninterrupted(
         else [train_until(name, 1, start, step + 3)]
         for start in (str(path), None)
     ]
-    _assert_same(found[0][0], found[1][0])
+    assert_same_dump(found[0][0], found[1][0])
 
 
 def _save_on_full_disk(full_rank: int) -> Any:
@@ -279,7 +279,7 @@ class _Reference(pl.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         step = trainer.global_step
-        self.dumps[step] = _dump(trainer)
+        self.dumps[step] = dump(trainer)
         if step in (3, 4):
             self.seen_early.append(Path("saved/step=2.ckpt").exists())
         if step == 4:
@@ -297,7 +297,7 @@ def test_training_goes_on_while_a_thread_saves(monkeypatch: pytest.MonkeyPatch) 
     assert not torch.equal(before["layers.4.weight"], after["layers.4.weight"])
     other = make_trainer(ElixirStrategy(**TIGHT), max_epochs=1, max_steps=2)
     other.fit(Net(), make_data(), ckpt_path="saved/step=2.ckpt")
-    assert_same_state(_dump(other)[0], before)
+    assert_same_state(dump(other)[0], before)
 
 
 @pytest.mark.parametrize(
