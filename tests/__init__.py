@@ -1,1 +1,6 @@
-"""Tests, one folder for each of the package."""
+import pytest
+
+# As the assertions of test files, so that they tell what they have compared.
+pytest.register_assert_rewrite(
+    "tests.helpers", "tests.gpu.cuda", "tests.plan.steps", "tests.storage.files", "tests.strategy"
+)

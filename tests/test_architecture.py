@@ -46,12 +46,13 @@ COLLECTIVES = re.compile(
 Module = tuple[str, ast.Module]
 
 
-def _modules() -> list[Module]:
-    paths = sorted(PACKAGE.rglob("*.py"))
-    return [(path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(), str(path))) for path in paths]
+def _modules(folder: Path) -> list[Module]:
+    paths = sorted(folder.rglob("*.py"))
+    return [(path.relative_to(folder).as_posix(), ast.parse(path.read_text(), str(path))) for path in paths]
 
 
-MODULES = _modules()
+MODULES = _modules(PACKAGE)
+TEST_MODULES = _modules(Path(__file__).parent)
 
 
 def _room(name: str) -> str:
@@ -129,6 +130,10 @@ def _uses_lightning(tree: ast.Module) -> Iterator[int]:
     yield from (line for name, line in _imported(tree) if name.partition(".")[0] in LIGHTNING)
 
 
+def _uses_tests(tree: ast.Module) -> Iterator[int]:
+    yield from (line for name, line in _imported(tree) if re.match(r"tests\.(\w+\.)*test_", name))
+
+
 @pytest.mark.parametrize("room", sorted({_room(name) for name, _ in MODULES}))
 def test_imports_follow_the_arrows(room: str) -> None:
     assert room in ARROWS, f"lightning_elixir/{room} is new: give it a row in ARROWS"
@@ -172,6 +177,11 @@ def test_package_has_no_assert() -> None:
     assert _found(_uses_assert) == []
 
 
+def test_tests_import_no_test_module() -> None:
+    """What several of them share is in `tests/helpers`, or in a module of their folder that is no test."""
+    assert _found(_uses_tests, modules=TEST_MODULES) == []
+
+
 @pytest.mark.parametrize(
     ("look", "source"),
     [
@@ -189,6 +199,9 @@ def test_package_has_no_assert() -> None:
         (_uses_assert, "assert x"),
         (_uses_lightning, "import lightning.pytorch as pl"),
         (_uses_lightning, "from pytorch_lightning import Trainer"),
+        (_uses_tests, "from tests.runtime import test_nvme as bodies"),
+        (_uses_tests, "from tests.runtime.test_nvme import BF16"),
+        (_uses_tests, "def f():\n    import tests.test_cli"),
     ],
 )
 def test_rule_finds_what_it_is_for(look: Callable[[ast.Module], Iterator[int]], source: str) -> None:
@@ -202,6 +215,7 @@ def test_rule_finds_what_it_is_for(look: Callable[[ast.Module], Iterator[int]], 
         (_uses_collectives, "import torch.distributed as dist\ndist.is_initialized(); functools.reduce(f, x)"),
         (_uses_data_assignment, "x = p.data"),
         (_uses_lightning, "from lightning_elixir._lightning import Trainer"),
+        (_uses_tests, "from tests.helpers.nvme import BF16"),
     ],
 )
 def test_rule_leaves_the_rest_alone(look: Callable[[ast.Module], Iterator[int]], source: str) -> None:

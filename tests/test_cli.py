@@ -707,6 +707,7 @@ def test_module_is_the_command() -> None:
     assert "torch" not in done.stderr
 
 
+@pytest.mark.full
 def test_command_registers_the_strategies_before_it_runs_anything() -> None:
     code = """
         import sys

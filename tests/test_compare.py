@@ -453,6 +453,7 @@ def test_what_a_system_cannot_do_is_no_failure(compare: ModuleType, job: Any) ->
     assert "one process" in compare.run_here(replace(job, ranks=2).of("plain"))["unsupported"]
 
 
+@pytest.mark.full
 def test_command_writes_its_file_and_a_table(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, str(FOLDER / "compare.py"), "--preset", "toy", "--device", "cpu", "--batch", "2"]

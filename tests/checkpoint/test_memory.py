@@ -25,6 +25,7 @@ from lightning_elixir.strategy.engine_state import (
     optimizer_state,
 )
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import telling
 
 MIB = 2**20
 
@@ -83,7 +84,7 @@ def _measure(path: Path, num_files: int) -> Any:
     return saving.nbytes, loading.nbytes
 
 
-@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize("num_files", telling([1, 3], "3"))
 def test_saving_and_loading_take_a_chunk_or_two(tmp_path: Path, num_files: int) -> None:
     saving, loading = run_ranks(_measure, 1, tmp_path / "one", num_files, fresh=True, init_group=False)[0]
     # Saving: one state of a chunk, and one weight. Loading: a chunk's values, a weight and a state of it.

@@ -13,6 +13,7 @@ from lightning_elixir import ElixirModule, pretrained
 from lightning_elixir.planning import make_plan
 from tests.helpers.dist import run_ranks
 from tests.helpers.own_memory import Peak
+from tests.helpers.tiers import crossed
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -52,8 +53,7 @@ def _tensors(module: ElixirModule, chunk_id: int) -> list[torch.Tensor]:
     return [t for t in (shard.param, shard.master) if t is not None]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2])
+@crossed(world_size=[1, 2], dtype=[torch.float32, torch.bfloat16])
 def test_loading_takes_less_than_a_chunk_beside_the_shards(tmp_path: Path, world_size: int, dtype: torch.dtype) -> None:
     for folder, depth in ((tmp_path / "small", 1), (tmp_path / "large", DEPTH)):
         folder.mkdir()

@@ -63,6 +63,7 @@ def test_programs_are_the_same_for_a_seed_and_can_be_read_back() -> None:
         assert all(other != program for other in simpler(program))
 
 
+@pytest.mark.full
 def test_what_goes_wrong_is_found_and_made_simpler(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an engine that moves nothing but loses the gradient of one parameter in every step."""
     monkeypatch.setattr(Engine, "step", _step_that_forgets)

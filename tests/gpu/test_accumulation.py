@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lightning_elixir.plan.types import UpdateTiming
-from tests.gpu.test_update_timing import _late
+from tests.gpu.cuda import late
+from tests.helpers import accumulation as bodies
+from tests.helpers.accumulation import ACCUMULATED, AFTER, BEHIND, additions
 from tests.helpers.dist import run_ranks
-from tests.runtime import test_accumulation as bodies
-from tests.runtime.test_accumulation import ACCUMULATED, AFTER, BEHIND, additions
-from tests.runtime.test_streamed_updates import assert_same, use_small_slots
+from tests.helpers.streamed_updates import assert_same, use_small_slots
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,7 @@ def test_slow_lanes_are_waited_for(lane: str, is_known: bool, monkeypatch: pytes
     """Gradients come down late: an addition, or another use of a buffer, that does not wait finds old bytes."""
     how = ACCUMULATED["accumulated"]
     expected = bodies.train(how, "gpu", CUDA)
-    with _late(monkeypatch, lane), additions(0.001, 2):
+    with late(monkeypatch, lane), additions(0.001, 2):
         assert_same(bodies.train(how, "mixed", CUDA, is_known=is_known), expected)
 
 

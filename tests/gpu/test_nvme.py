@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from lightning_elixir.plan.types import UpdateTiming
-from tests.runtime import test_nvme as bodies
-from tests.runtime import test_nvme_params as param_bodies
-from tests.runtime import test_streamed_updates as streamed_bodies
-from tests.runtime.test_nvme import NVME_SITES
-from tests.runtime.test_streamed_updates import HOWS, NVME_ORDER, How
+from tests.helpers import nvme as bodies
+from tests.helpers import streamed_updates as streamed_bodies
+from tests.helpers.nvme import NVME_SITES
+from tests.helpers.streamed_updates import HOWS, NVME_ORDER, How
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +42,7 @@ def test_parameters_there_as_well(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_parameters_there_with_a_small_rcache(monkeypatch: pytest.MonkeyPatch) -> None:
-    bodies.check_losses(param_bodies.SITE, CUDA, monkeypatch)
+    bodies.check_losses("nvme_param", CUDA, monkeypatch)
 
 
 @pytest.mark.parametrize("how", ["bf16", "fp32", "unused"])

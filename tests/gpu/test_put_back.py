@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.runtime.test_put_back import BETWEEN, copy_wide, different, swap_data, train
-from tests.runtime.test_streamed_updates import How
+from tests.helpers.put_back import BETWEEN, copy_wide, different, swap_data, train
+from tests.helpers.streamed_updates import How
 
 pytestmark = pytest.mark.gpu
 

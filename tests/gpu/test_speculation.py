@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from lightning_elixir.plan.types import UpdateTiming
-from tests.gpu.test_streamed_updates import HERE
-from tests.gpu.test_update_timing import CUDA, _late
+from tests.gpu.cuda import CUDA, HERE, late
+from tests.helpers import speculation as bodies
+from tests.helpers import streamed_updates as streamed_bodies
+from tests.helpers import update_timing as timing_bodies
+from tests.helpers.speculation import ACTIONS, NEVER_CLIPPED, SCALED
+from tests.helpers.streamed_updates import How, assert_same, use_small_slots
+from tests.helpers.update_timing import SITES
 from tests.helpers.zoo import ZOO
-from tests.runtime import test_speculation as bodies
-from tests.runtime import test_streamed_updates as streamed_bodies
-from tests.runtime import test_update_timing as timing_bodies
-from tests.runtime.test_speculation import ACTIONS, NEVER_CLIPPED, SCALED
-from tests.runtime.test_streamed_updates import How, assert_same, use_small_slots
-from tests.runtime.test_update_timing import SITES
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +50,7 @@ def test_sums_beside_backward(how: How, is_known: bool, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("site", SITES)
 def test_slow_lanes_are_waited_for(site: str, lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = streamed_bodies.train(NEVER_CLIPPED, "host", CUDA)
-    with _late(monkeypatch, lane):
+    with late(monkeypatch, lane):
         actual = timing_bodies.train(NEVER_CLIPPED, site, UpdateTiming.INSIDE_BACKWARD, CUDA, has_spares=True)
     assert_same(actual, expected)
 

@@ -17,19 +17,15 @@ from lightning_elixir.errors import CapacityError
 from lightning_elixir.optim import execution
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.plan.stream_buffers import STREAM_BYTES
+from tests.gpu.cuda import HERE
+from tests.helpers import streamed_updates as bodies
 from tests.helpers.dist import run_ranks
+from tests.helpers.streamed_updates import HOWS, ORDER, SITES
 from tests.helpers.zoo import make
-from tests.runtime import test_streamed_updates as bodies
-from tests.runtime.test_streamed_updates import HOWS, ORDER, SITES, How
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-HERE = {key: how for key, how in HOWS.items() if not how.scale} | {
-    "fp16": How(dtype=torch.float16, scale=256.0, overflow_at=1),
-    "fp16_clipped": How(dtype=torch.float16, scale=256.0, overflow_at=2, clip_norm=0.05, micro_batches=2),
-    "fp16_clipped_by_value": How(dtype=torch.float16, scale=256.0, clip_value=0.003),
-}
 
 
 @pytest.fixture(autouse=True)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_elixir.core import device as core_device
 from lightning_elixir.plan.types import UpdateTiming
-from tests.gpu.test_streamed_updates import HERE
+from tests.gpu.cuda import CUDA, HERE, late
+from tests.helpers import streamed_updates as streamed_bodies
+from tests.helpers import update_timing as bodies
+from tests.helpers.streamed_updates import HOWS, assert_same, use_small_slots
+from tests.helpers.update_timing import SITES, TIMINGS
 from tests.helpers.zoo import ZOO
-from tests.runtime import test_streamed_updates as streamed_bodies
-from tests.runtime import test_update_timing as bodies
-from tests.runtime.test_streamed_updates import HOWS, assert_same, use_small_slots
-from tests.runtime.test_update_timing import SITES, TIMINGS
 
 pytestmark = pytest.mark.gpu
-
-CUDA = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
@@ -37,29 +32,13 @@ def test_timing_changes_no_bit(name: str, site: str, timing: UpdateTiming, monke
     assert repr(actual.norms) == repr(expected.norms)  # nan where a step overflowed
 
 
-@contextmanager
-def _late(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
-    """Everything that lanes begin this way begins late: who does not wait for it sees old bytes."""
-    real = getattr(core_device._CudaLane, name)
-
-    @contextmanager
-    def late(self: Any) -> Iterator[None]:
-        with real(self):
-            torch.cuda._sleep(1_000_000)
-            yield
-
-    with monkeypatch.context() as patch:
-        patch.setattr(core_device._CudaLane, name, late)
-        yield
-
-
 @pytest.mark.parametrize("lane", ["issue", "resume"])
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("site", SITES)
 def test_slow_lanes_are_waited_for(site: str, timing: UpdateTiming, lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
     expected = streamed_bodies.train(how, "host", CUDA)
-    with _late(monkeypatch, lane):
+    with late(monkeypatch, lane):
         assert_same(bodies.train(how, site, timing, CUDA), expected)
 
 

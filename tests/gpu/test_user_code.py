@@ -11,10 +11,10 @@ from torch import nn
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.keep_fp32 import train_through_moves
+from tests.helpers.threads import train_beside_a_monitor
+from tests.helpers.visible_gradients import ACTIONS, PLACEMENTS, train
 from tests.helpers.zoo import make
-from tests.runtime.test_keep_fp32 import train_through_moves
-from tests.runtime.test_threads import train_beside_a_monitor
-from tests.runtime.test_visible_gradients import ACTIONS, PLACEMENTS, train
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 Importing torch costs a process more than most tests do, so ranks are served by a pool of idle workers, one process
 each, started once a session. A call gets a fresh process group and a clean process state all the same: environment,
 seeds, default dtype, working directory and warning filters are set anew. After a failure or a timeout the workers
-are killed, and the next call starts new ones.
+are killed, and the next call starts new ones (`processes.start`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +34,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-# Starting a worker imports torch and, through the test module, perhaps Lightning.
+from tests.helpers.processes import Process, start
+
+# The first worker is there when torch and perhaps Lightning have been imported.
 _START_TIMEOUT_S = 120.0
 # After the first failure the other ranks get this long to fail too, so that the earliest can be told from its echoes.
 _GRACE_S = 0.5
@@ -203,45 +204,41 @@ class _Worker:
     """One worker process and the parent's end of its pipe."""
 
     def __init__(self, rank: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, child = context.Pipe()
+        self.connection, child = multiprocessing.Pipe()
         descriptor, name = tempfile.mkstemp(prefix=f"rank{rank}_", suffix=".stacks")
         os.close(descriptor)
         self._stacks = Path(name)
-        self._process = context.Process(target=_serve, args=(child, name), name=f"rank{rank}", daemon=True)
-        self._process.start()
+        self._name = f"rank{rank}"
+        self._process = start(_WORKER, arguments=[name], pass_fds=[child.fileno()])
         child.close()  # so that the worker's death is the end of file here
 
     def wait_until_ready(self) -> None:
         if not self.connection.poll(_START_TIMEOUT_S):
-            raise TimeoutError(f"worker {self._process.name} did not start within {_START_TIMEOUT_S} s")
+            raise TimeoutError(f"worker {self._name} did not start within {_START_TIMEOUT_S} s")
         self.connection.recv()
 
     def answer(self) -> _Outcome:
         try:
             outcome: _Outcome = self.connection.recv()
         except (EOFError, ConnectionError):
-            self._process.join(5)
-            text = (
-                f"the process died without a traceback, exit code {self._process.exitcode}\n{self._stacks.read_text()}"
-            )
+            code = self._process.wait(5)
+            text = f"the process died without a traceback, exit code {code}\n{self._stacks.read_text()}"
             return _Outcome(is_ok=False, traceback=text, time_s=time.monotonic())
         return outcome
 
     def stacks(self) -> str:
         """Where each of the worker's threads is now."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid or 0, signal.SIGUSR1)
+            os.kill(self._process.pid, signal.SIGUSR1)
             time.sleep(0.2)
         return self._stacks.read_text()
 
     def kill(self) -> None:
         # The worker leads a process group of its own, so what it started ends with it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()  # it may not lead its group yet
-        self._process.join()
-        self._process.close()
+        self._process.wait()
         self.connection.close()
         self._stacks.unlink(missing_ok=True)
 
@@ -274,8 +271,12 @@ def _load(data: bytes) -> Any:
 # ---------------------------------------------------------------------------------------------------- worker side
 
 
-def _serve(connection: Connection, stacks: str) -> None:
+_WORKER = "from tests.helpers.dist import serve; serve()"
+
+
+def serve() -> None:
     """The worker's life: one job after another until the parent hangs up."""
+    stacks, connection = sys.argv[1], Connection(int(sys.argv[2]))
     os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which ends its workers
     with open(stacks, "w") as log:
         faulthandler.enable(file=log)  # a crash (exit 139) leaves its stack
@@ -338,7 +339,7 @@ def _run_job(job: _Job, environment: dict[str, str]) -> bytes:
 # ---------------------------------------------------------------------------------------------------- ranks that die
 
 
-def start_processes(code: str, world_size: int) -> list[subprocess.Popen[bytes]]:
+def start_processes(code: str, world_size: int) -> list[Process]:
     """Start Python code on several ranks, each a process by itself, as a cluster's launcher would. One rank alone gets
     no address of others. A `Trainer` starts the group."""
     port = _free_port()
@@ -346,14 +347,8 @@ def start_processes(code: str, world_size: int) -> list[subprocess.Popen[bytes]]
     for rank in range(world_size):
         group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)}
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        root = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", code],
-                env={**os.environ, **(group | place if world_size > 1 else {}), **root},
-                stderr=subprocess.DEVNULL,
-            )
-        )
+        environment = {**os.environ, **(group | place if world_size > 1 else {}), "OMP_NUM_THREADS": "1"}
+        processes.append(start(f"import warnings; warnings.simplefilter('ignore')\n{code}", environment, is_quiet=True))
     return processes
 
 

@@ -1,4 +1,4 @@
-"""Cases of several axes: some combinations in the default tier, all of them in the full one."""
+"""Cases in two tiers: the telling ones in the default tier, all of them in the full one."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import pytest
 from _pytest.mark import ParameterSet
 
 
-def crossed(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+def crossed(*, together: int | None = None, **axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test over all combinations. Those that the default tier can do without carry the mark `full`: of
     two axes the others have each value once, of three each pair of values, and so on.
 
     Args:
+        together: Of how many axes the default tier has every group of values; all but one unless told. 1: each value
+            of each axis once.
         axes: Argument name -> its values; of a mapping, its keys. Values whose text is long come in `pytest.param`,
             with an id.
     """
     named = [[value if isinstance(value, ParameterSet) else _param(value) for value in axis] for axis in axes.values()]
     cases = list(itertools.product(*named))
-    kept = _covering([tuple(str(value.id) for value in case) for case in cases], len(named) - 1)
+    kept = _covering([tuple(str(value.id) for value in case) for case in cases], together or len(named) - 1)
     parameters = [
         pytest.param(
             *(value.values[0] for value in case),
@@ -30,6 +32,30 @@ def crossed(**axes: Iterable[Any]) -> pytest.MarkDecorator:
         for index, case in enumerate(cases)
     ]
     return pytest.mark.parametrize(tuple(axes), parameters)
+
+
+def telling(values: Iterable[Any], *names: str) -> list[ParameterSet]:
+    """Values for `parametrize`, of which the default tier has those with these names, and the full one all.
+
+    Args:
+        values: As an axis of `crossed`.
+        names: Ids of those that find most; in pairs, say, what another test finds as well is none of them.
+
+    Raises:
+        ValueError: A name is none of the ids.
+    """
+    parameters = [value if isinstance(value, ParameterSet) else _param(value) for value in values]
+    if unknown := set(names) - {parameter.id for parameter in parameters}:
+        raise ValueError(f"no such case: {', '.join(sorted(unknown))}")
+    return [
+        pytest.param(*p.values, id=p.id, marks=p.marks if p.id in names else (*p.marks, pytest.mark.full))
+        for p in parameters
+    ]
+
+
+def full(*values: Any) -> ParameterSet:
+    """A case of `parametrize` that only the full tier has."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def _param(value: Any) -> ParameterSet:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.once import computed_once
 from tests.helpers.zoo import ZOO, make
 
 STEPS = 4
@@ -81,6 +82,7 @@ class _CastInputs:
         return self._model(*map(cast, args), **{k: cast(v) for k, v in kwargs.items()})
 
 
+@computed_once
 def train_plain(name: str, scheme: Scheme) -> Run:
     """Plain PyTorch; mixed precision: the model in 16 bits, AdamW over an fp32 master fed with the 16-bit gradients."""
     model = make(name).to(scheme.device)

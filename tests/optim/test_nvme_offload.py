@@ -526,6 +526,7 @@ MEMORY = """
 """
 
 
+@pytest.mark.full
 def test_resident_memory_is_down_by_the_states(folder: Path) -> None:
     def resident(fraction: float) -> int:
         program = [sys.executable, "-c", textwrap.dedent(MEMORY), str(fraction), str(folder)]
@@ -544,6 +545,7 @@ def test_resident_memory_is_down_by_the_states(folder: Path) -> None:
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_the_example_shows_equal_losses_and_less_memory(folder: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "nvme_offload.py"), "--quick", "--folder", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

@@ -35,7 +35,7 @@ from tests.plan.problems import (
     layout_of,
     search,
 )
-from tests.plan.test_timeline import NUMEL, chunks_at, machine, random_problem, there_and_back
+from tests.plan.steps import NUMEL, chunks_at, machine, random_problem, there_and_back
 from tests.plan.traces import BLOCK_BYTES, make_plan_of
 
 AFTER, BEHIND, INSIDE = UpdateTiming

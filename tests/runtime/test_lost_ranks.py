@@ -6,7 +6,6 @@ import errno
 import os
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,8 +13,9 @@ from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.storage.nvme import direct
 from tests.helpers.dist import run_ranks
 from tests.helpers.failures import check_heard, heard_by
-from tests.runtime.test_nvme import BF16
-from tests.runtime.test_update_timing import new_training, step
+from tests.helpers.nvme import BF16
+from tests.helpers.tiers import crossed
+from tests.helpers.update_timing import new_training, step
 
 VICTIM = 1
 
@@ -40,9 +40,7 @@ def _disk_fails(site: str, call: str) -> Any:
     return heard_by(rank, world_size, train)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("site", ["nvme", "nvme_param"])
+@crossed(together=1, site=["nvme", "nvme_param"], call=["preadv", "pwritev"], world_size=[2, 3])
 def test_disk_of_one_rank_fails(site: str, call: str, world_size: int) -> None:
     everyone = run_ranks(_disk_fails, world_size, site, call, fresh=True)
     check_heard(everyone, VICTIM, "StorageError", "Input/output error")

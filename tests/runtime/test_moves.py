@@ -16,10 +16,10 @@ from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers import streamed_updates as bodies
 from tests.helpers.dist import run_ranks
+from tests.helpers.streamed_updates import CPU, HOWS, assert_same, result_of
 from tests.helpers.zoo import make
-from tests.runtime import test_streamed_updates as bodies
-from tests.runtime.test_streamed_updates import CPU, HOWS, assert_same, result_of
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),

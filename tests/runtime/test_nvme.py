@@ -15,8 +15,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,127 +28,62 @@ from torch import nn
 from lightning_elixir.errors import PlanError, StateError, StorageError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk
-from lightning_elixir.plan import memory
 from lightning_elixir.plan.memory import NVME_BUFFERS
 from lightning_elixir.plan.placement import with_states_on_nvme
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
 from lightning_elixir.planning import make_plan
 from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, StateFile, direct, mapped
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers import streamed_updates as bodies
 from tests.helpers.dist import run_ranks
 from tests.helpers.metered import MeteredHostDevice
-from tests.helpers.tiers import crossed
+from tests.helpers.nvme import (
+    BF16,
+    NVME_SITES,
+    SMALL_BUFFER_BYTES,
+    WRITES,
+    Training,
+    check_every_way,
+    check_losses,
+    check_writes,
+    failing,
+    new_training,
+    slow_disk,
+    step,
+    train_rank,
+    use_small_buffers,
+    whole_write,
+)
+from tests.helpers.streamed_updates import CPU, HOWS, How, Result, assert_same, result_of, use_small_slots
+from tests.helpers.tiers import crossed, full, telling
+from tests.helpers.update_timing import held_updates
 from tests.helpers.zoo import ZOO, make
-from tests.runtime import test_streamed_updates as bodies
-from tests.runtime import test_update_timing as timing_bodies
-from tests.runtime.test_streamed_updates import CPU, HOWS, How, Result, assert_same, result_of, use_small_slots
-from tests.runtime.test_update_timing import held_updates, slow_updates
-
-NVME_SITES = ["nvme", "nvme_some", "nvme_param_on_gpu", "nvme_persistent", "nvme_param"]
-BF16 = HOWS["bf16"]
-SMALL_BUFFER_BYTES = 12 * 1024
-
-Training = tuple[ElixirModule, ElixirOptimizer]
-
-
-@contextmanager
-def slow_disk(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.001) -> Iterator[None]:
-    """Reads and writes take long, and not all the same: whoever does not wait for them finds other values."""
-    times = random.Random(0)
-    with monkeypatch.context() as patch:
-        for name in ("preadv", "pwritev"):
-            call = getattr(os, name)
-
-            def slow(*args: Any, call: Callable[..., int] = call) -> int:
-                time.sleep(times.random() * seconds)
-                return call(*args)
-
-            patch.setattr(direct.os, name, slow)
-        yield
-
-
-def use_small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a few thousand elements, so that these models' chunks take several pieces."""
-    monkeypatch.setattr(memory, "NVME_BUFFER_BYTES", SMALL_BUFFER_BYTES)
-
-
-def new_training(how: How = BF16, site: str = "nvme", timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD) -> Training:
-    return timing_bodies.new_training(how, site, CPU, timing)
-
-
-def step(training: Training, how: How, number: int) -> None:
-    timing_bodies.step(*training, how, number)
-
 
 # Every way to train
 
 
-def check_every_way(
-    how: How, site: str, timing: UpdateTiming, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = bodies.train(how, "host", device)
-    use_small_buffers(monkeypatch)
-    with slow_disk(monkeypatch), slow_updates(monkeypatch, 0.001):
-        actual = timing_bodies.train(how, site, timing, device)
-    assert_same(actual, expected)
-    assert str(actual.norms) == str(expected.norms)
-
-
-@crossed(name=["bf16", "fp32", "bf16_true", "unused"], site=NVME_SITES, timing=UpdateTiming)
+@crossed(together=1, name=["bf16", "fp32", "bf16_true", "unused"], site=NVME_SITES, timing=UpdateTiming)
 def test_the_disk_changes_no_bit(name: str, site: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_slots(monkeypatch)
     check_every_way(HOWS[name], site, timing, CPU, monkeypatch)
 
 
-@pytest.mark.parametrize("name", sorted(set(HOWS) - {"bf16", "fp32", "bf16_true", "unused"}))
+OTHERS = sorted(set(HOWS) - {"bf16", "fp32", "bf16_true", "unused"})
+
+
+@pytest.mark.parametrize("name", telling(OTHERS, "accumulated_clipped", "clipped_by_value", "scaled_clipped", "groups"))
 def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_slots(monkeypatch)
     check_every_way(HOWS[name], "nvme_some", UpdateTiming.INSIDE_BACKWARD, CPU, monkeypatch)
-
-
-def check_losses(site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fetches (from the disk, where parameters are there, too) that wait for updates, which wait for the disk;
-    every loss is the same."""
-    losses: dict[str, list[float]] = {}
-    for place in ("host", site):
-        model = make("llama")
-        inner = bodies.new_optimizer(model, BF16)
-        plan = replace(bodies.plan_for(model, BF16, place), rcache_blocks=3, update_timing=UpdateTiming.BEHIND_FORWARD)
-        module = ElixirModule(model, plan, dtype=torch.bfloat16, device=device)
-        optimizer = ElixirOptimizer(module, inner, max_norm=0.1)
-        losses[place] = []
-        with slow_disk(monkeypatch):
-            for number in range(5):
-                loss = ZOO["llama"].loss(module, number)
-                losses[place].append(loss.item())
-                optimizer.backward(loss)
-                optimizer.step()
-        assert module.stats().evictions > 0
-        module.close()
-    assert losses[site] == losses["host"]
-    assert len(set(losses["host"])) == 5
 
 
 def test_small_rcache_and_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     check_losses("nvme", CPU, monkeypatch)
 
 
-def train_rank(how: How, site: str, timing: UpdateTiming, options: dict[str, Any]) -> Result:
-    with pytest.MonkeyPatch.context() as patch, slow_disk(patch):
-        use_small_slots(patch)
-        use_small_buffers(patch)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        module, optimizer = timing_bodies.new_training(how, site, CPU, timing, world_size=world_size, **options)
-        for number in range(how.steps):
-            timing_bodies.step(module, optimizer, how, number, rank)
-        result = result_of(module, optimizer)
-        module.close()
-    return result
-
-
 @pytest.mark.parametrize(
     ("how", "options"),
-    [("tied", {}), ("accumulated_clipped", {"enable_distributed_storage": False}), ("unused_fp32", {})],
+    [full("tied", {}), ("accumulated_clipped", {"enable_distributed_storage": False}), ("unused_fp32", {})],
 )
 def test_several_ranks(how: str, options: dict[str, Any]) -> None:
     timing = UpdateTiming.INSIDE_BACKWARD
@@ -165,7 +99,7 @@ def test_two_engines_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
             for training, name in zip(trainings, ("bf16", "fp32"), strict=True):
                 step(training, HOWS[name], number)
     for (module, optimizer), name in zip(trainings, ("bf16", "fp32"), strict=True):
-        expected = replace(bodies.train(replace(HOWS[name], steps=3), "host"), skipped=[])
+        expected = replace(bodies.train_on_host(replace(HOWS[name], steps=3)), skipped=[])
         assert_same(result_of(module, optimizer), expected)
         module.close()
 
@@ -223,7 +157,7 @@ def test_large_chunks_take_small_buffers(name: str, monkeypatch: pytest.MonkeyPa
             time.sleep(0.005)
         assert states._num_ready == NVME_BUFFERS
         gate.set()
-    expected = replace(bodies.train(replace(HOWS[name], steps=3), "host"), skipped=[])
+    expected = replace(bodies.train_on_host(replace(HOWS[name], steps=3)), skipped=[])
     assert_same(result_of(module, optimizer), expected)
     module.close()
 
@@ -413,7 +347,7 @@ def test_a_step_does_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> N
         gate.set()
     optimizer.synchronize()
     assert module.stats().nvme_wait_s > 0
-    expected = replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[])
+    expected = replace(bodies.train_on_host(replace(BF16, steps=3)), skipped=[])
     assert_same(result_of(module, optimizer), expected)
     module.close()
 
@@ -421,39 +355,12 @@ def test_a_step_does_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> N
 # Between steps
 
 
-WRITES: dict[str, Callable[[ElixirModule], None]] = {
-    "copy": lambda m: [p.copy_(torch.full(p.shape, 0.123456789)) for p in m.module.parameters()],  # type: ignore[dict-item]
-    "clamp": lambda m: [p.clamp_(-0.01, 0.01) for p in m.module.parameters()],  # type: ignore[dict-item]
-    "read": lambda m: [p.norm() for p in m.module.parameters()],  # type: ignore[dict-item]
-    "load": lambda m: m.load_full_state_dict({k: v * 0.5 for k, v in m.full_state_dict().items()}),  # type: ignore[dict-item]
-}
-
-
-def whole_write(module: ElixirModule) -> None:
-    with module.full_parameters(modify=True) as parameters:
-        for parameter in parameters.values():
-            parameter.mul_(1.25)
-
-
-def check_writes(write: Callable[[ElixirModule], None], how: How, site: str) -> None:
-    """What users write between steps is trained on as with states and parameters in host memory."""
-    results = []
-    for place in ("host", site):
-        module, optimizer = training = new_training(how, place)
-        for number in range(2):
-            step(training, how, number)
-        with torch.no_grad():
-            write(module)
-        for number in range(2, 4):
-            step(training, how, number)
-        results.append(result_of(module, optimizer))
-        module.close()
-    assert_same(results[1], results[0])
-
-
-@pytest.mark.parametrize("site", ["nvme", "nvme_persistent"])
-@pytest.mark.parametrize("name", ["bf16", "fp32"])
-@pytest.mark.parametrize("write", [*WRITES.values(), whole_write], ids=[*WRITES, "full_parameters"])
+@crossed(
+    together=1,
+    write=[pytest.param(write, id=name) for name, write in {**WRITES, "full_parameters": whole_write}.items()],
+    name=["bf16", "fp32"],
+    site=["nvme", "nvme_persistent"],
+)
 def test_what_users_write_is_kept(write: Callable[[ElixirModule], None], name: str, site: str) -> None:
     check_writes(write, HOWS[name], site)
 
@@ -514,16 +421,19 @@ def test_the_same_places_are_kept_where_fewer_are_needed() -> None:
     module.replan(bodies.plan_for(module.module, BF16, "host"))
     assert states._is_closed
     step(training, BF16, 2)
-    assert_same(result_of(module, optimizer), replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[]))
+    assert_same(result_of(module, optimizer), replace(bodies.train_on_host(replace(BF16, steps=3)), skipped=[]))
     module.close()
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp32", "bf16_true", "unused", "unused_fp32", "init_step", "groups"])
+MOVED = ["bf16", "fp32", "bf16_true", "unused", "unused_fp32", "init_step", "groups"]
+
+
+@pytest.mark.parametrize("name", telling(MOVED, "bf16", "unused_fp32"))
 def test_moments_move_piece_by_piece(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From memory to a disk, to another file, and back; never is a chunk's read as a whole."""
     route = ["nvme_some", "nvme", "host", "nvme_some", "nvme_param", "gpu", "nvme", "every_site"]
     how = replace(HOWS[name], steps=len(route))
-    expected = bodies.train(how, "host")
+    expected = bodies.train_on_host(how)
     use_small_buffers(monkeypatch)
     module, optimizer = training = new_training(how, route[0])
     step(training, how, 0)
@@ -566,7 +476,7 @@ def test_a_move_takes_no_host_memory_but_for_a_chunk(name: str, monkeypatch: pyt
             most_moved = max(most_moved, abs(device.host_bytes - before))
         step(training, how, number)
     assert most_moved > 3 * chunk_bytes
-    assert_same(result_of(module, optimizer), replace(bodies.train(how, "host"), skipped=[]))
+    assert_same(result_of(module, optimizer), replace(bodies.train_on_host(how), skipped=[]))
     module.close()
 
 
@@ -583,14 +493,14 @@ def move_on_rank(how: How, options: dict[str, Any], is_moved: bool) -> Result:
     return result
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", telling([2, 3], "3"))
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("bf16", {}),
+        full("bf16", {}),
         ("unused_fp32", {}),
-        ("groups", {}),
-        ("frozen", {}),
+        full("groups", {}),
+        full("frozen", {}),
         ("tied", {"enable_distributed_storage": False}),
     ],
 )
@@ -627,20 +537,7 @@ def test_moments_that_are_blank_stay_so_where_they_move(site: str, monkeypatch: 
 # Disks that fail
 
 
-def failing(call: str, number: int, after: int = 0) -> Callable[..., int]:
-    """As the system's call, which fails from some call on."""
-    real, calls = getattr(os, call), []
-
-    def fail(*args: Any) -> int:
-        calls.append(1)
-        if len(calls) > after:
-            raise OSError(number, os.strerror(number))
-        return real(*args)
-
-    return fail
-
-
-@crossed(after=[0, 4], call=["preadv", "pwritev"], timing=UpdateTiming)
+@crossed(together=1, after=[0, 4], call=["preadv", "pwritev"], timing=UpdateTiming)
 def test_a_disk_that_fails_ends_the_run_and_hangs_nowhere(
     call: str, after: int, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -670,7 +567,7 @@ def test_a_disk_that_fails_ends_the_run_and_hangs_nowhere(
     other[1].load_state_dict(saved.optimizer_state)
     for number in range(2, 4):
         step(other, BF16, number)
-    assert_same(result_of(*other), replace(bodies.train(BF16, "host"), skipped=[]))
+    assert_same(result_of(*other), replace(bodies.train_on_host(BF16), skipped=[]))
     other[0].close()
 
 
@@ -685,7 +582,7 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error(monkeypatch: pytest.Monkey
             with pytest.raises(StorageError, match="Input/output error"):
                 use()
     step(training, BF16, 2)  # nothing was changed
-    assert_same(result_of(module, optimizer), replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[]))
+    assert_same(result_of(module, optimizer), replace(bodies.train_on_host(replace(BF16, steps=3)), skipped=[]))
     module.close()
 
 
@@ -751,7 +648,7 @@ def test_a_replan_without_room_moves_nothing(monkeypatch: pytest.MonkeyPatch) ->
             module.replan(bodies.plan_for(module.module, BF16, "nvme"))
     for number in range(1, 3):
         step(training, BF16, number)
-    assert_same(result_of(module, optimizer), replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[]))
+    assert_same(result_of(module, optimizer), replace(bodies.train_on_host(replace(BF16, steps=3)), skipped=[]))
     module.close()
 
 
@@ -885,6 +782,7 @@ def start(folder: Path, fraction: float, then: str, *more: str) -> subprocess.Po
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+@pytest.mark.full
 def test_host_memory_is_lower_by_the_states(tmp_path: Path) -> None:
     seen = {}
     for fraction in (0.0, 1.0):
@@ -899,6 +797,7 @@ def test_host_memory_is_lower_by_the_states(tmp_path: Path) -> None:
     assert 0.8 * expected < saved < 1.2 * expected, (saved / 2**20, expected / 2**20)
 
 
+@pytest.mark.full
 def test_a_checkpoint_takes_no_memory_of_its_size(tmp_path: Path) -> None:
     """Whole states lie in a file, too, until they are saved; what is saved is the same."""
     grown, saved = {}, {}
@@ -933,6 +832,7 @@ def test_a_checkpoint_is_put_together_in_memory_where_the_disk_is_full(
         assert float(state["exp_avg_sq"].sum()) >= 0  # what was mapped outlives the engine
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("then", ["raise", "sleep"])
 def test_nothing_stays_behind(tmp_path: Path, then: str) -> None:
     process = start(tmp_path / "disk", 1.0, then)

@@ -27,14 +27,14 @@ from lightning_elixir.planning import make_plan
 from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, put
 from lightning_elixir.storage.nvme import direct
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers import nvme as nvme_bodies
+from tests.helpers import streamed_updates as bodies
+from tests.helpers.accumulation import held_until_waited_for
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import crossed
+from tests.helpers.nvme import BF16, WRITES, failing, new_training, step, train_rank, whole_write
+from tests.helpers.streamed_updates import CPU, HOWS, How, assert_same, result_of, use_small_slots
+from tests.helpers.tiers import crossed, telling
 from tests.helpers.zoo import ZOO, make
-from tests.runtime import test_nvme as nvme_bodies
-from tests.runtime import test_streamed_updates as bodies
-from tests.runtime.test_accumulation import held_until_waited_for
-from tests.runtime.test_nvme import BF16, WRITES, failing, new_training, step, train_rank, whole_write
-from tests.runtime.test_streamed_updates import CPU, HOWS, How, assert_same, result_of, use_small_slots
 
 SITE = "nvme_param"
 MANY = [
@@ -48,7 +48,7 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("name", telling(MANY, "accumulated_clipped", "frozen", "unused_fp32"))
 def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_slots(monkeypatch)
     nvme_bodies.check_every_way(HOWS[name], SITE, UpdateTiming.INSIDE_BACKWARD, CPU, monkeypatch)
@@ -58,7 +58,7 @@ def test_small_rcache_and_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     nvme_bodies.check_losses(SITE, CPU, monkeypatch)
 
 
-@pytest.mark.parametrize("how", ["tied", "accumulated_clipped", "frozen"])
+@pytest.mark.parametrize("how", telling(["tied", "accumulated_clipped", "frozen"], "accumulated_clipped"))
 def test_several_ranks(how: str) -> None:
     timing = UpdateTiming.INSIDE_BACKWARD
     expected = run_ranks(train_rank, 2, HOWS[how], "host", timing, {})
@@ -130,7 +130,7 @@ def test_backward_waits_for_a_free_buffer() -> None:
     assert num_on_their_way == STAGING_BUFFERS
     assert staging_bytes <= STAGING_BUFFERS * (max(c.nbytes for c in module.plan.chunks) + 4096)
     assert len(held.tasks) == len(module.plan.chunks)
-    assert_same(result_of(module, optimizer), replace(bodies.train(replace(BF16, steps=3), "host"), skipped=[]))
+    assert_same(result_of(module, optimizer), replace(bodies.train_on_host(replace(BF16, steps=3)), skipped=[]))
     module.close()
 
 
@@ -235,8 +235,10 @@ def test_late_gradients_are_added_to_the_sum_on_the_disk(
     module.close()
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp32", "frozen"])
-@pytest.mark.parametrize("write", [*WRITES.values(), whole_write], ids=[*WRITES, "full_parameters"])
+@crossed(
+    write=[pytest.param(write, id=name) for name, write in {**WRITES, "full_parameters": whole_write}.items()],
+    name=["bf16", "fp32", "frozen"],
+)
 def test_what_users_write_is_kept(write: Callable[[ElixirModule], None], name: str) -> None:
     nvme_bodies.check_writes(write, HOWS[name], SITE)
 
@@ -259,7 +261,7 @@ def test_a_dropped_gradient_and_whole_gradients() -> None:
     assert all(torch.equal(results[1][1][k], v) for k, v in results[0][1].items())
 
 
-@crossed(after=[0, 7], call=["preadv", "pwritev"], timing=UpdateTiming)
+@crossed(together=1, after=[0, 7], call=["preadv", "pwritev"], timing=UpdateTiming)
 def test_a_disk_that_fails_ends_the_run_and_hangs_nowhere(
     call: str, after: int, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +329,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.full
 def test_host_memory_is_lower_by_parameters_and_gradients(tmp_path: Path) -> None:
     seen = []
     for fraction in (0.0, 1.0):

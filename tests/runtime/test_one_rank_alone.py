@@ -21,6 +21,7 @@ from lightning_elixir.errors import DivergenceError, PeerLostError
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_processes, run_ranks, start_processes
+from tests.helpers.tiers import crossed, full, telling
 
 # From the call to the error on a busy machine; a deadlock would last as long as the group's timeout.
 SOON_S = 60.0
@@ -126,7 +127,13 @@ def test_while_others_train_with_all_resident(call: str) -> None:
 
 @pytest.mark.parametrize(
     ("call", "world_size"),
-    [("state_dict", 2), ("state_dict", 3), ("a read", 2), ("full_parameters", 3), ("optimizer.state_dict", 2)],
+    [
+        full("state_dict", 2),
+        full("state_dict", 3),
+        ("a read", 2),
+        ("full_parameters", 3),
+        full("optimizer.state_dict", 2),
+    ],
 )
 def test_while_others_wait_in_a_barrier_of_torch(call: str, world_size: int) -> None:
     words, cure = ALONE[call]
@@ -153,7 +160,7 @@ def _read_and_train() -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize("call", ["state_dict", "a read"])
+@pytest.mark.parametrize("call", telling(["state_dict", "a read"], "state_dict"))
 def test_where_others_have_closed_the_module(call: str) -> None:
     everyone = run_ranks(call_alone, 3, call, "close", "tight", fresh=True)
     kind, text, seconds = everyone[0]
@@ -231,8 +238,7 @@ def test_where_the_other_has_ended() -> None:
     assert seconds < SOON_S
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("call", ["state_dict", "forward", "backward", "step"])
+@crossed(call=["state_dict", "forward", "backward", "step"], number=[signal.SIGINT, signal.SIGTERM])
 def test_who_waits_heeds_signals(call: str, number: signal.Signals) -> None:
     processes = start_processes(_code(call, "slow"), 2)
     try:
@@ -254,7 +260,7 @@ def test_who_waits_heeds_signals(call: str, number: signal.Signals) -> None:
             process.wait()
 
 
-@pytest.mark.parametrize("call", ["state_dict", "backward"])
+@pytest.mark.parametrize("call", telling(["state_dict", "backward"], "backward"))
 def test_a_slow_rank_is_waited_for(call: str) -> None:
     """Many times longer than it takes to find out about ranks that wait for each other."""
     processes = start_processes(_code(call, "slow"), 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,22 +14,9 @@ from torch import nn
 
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.threads import WIDTH, new_net, train_beside_a_monitor, wrap
 from tests.helpers.training import step_side_by_side
-
-WIDTH = 64
-
-
-def _net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(10)])
-
-
-def _wrap(model: nn.Module, device: str = "cpu") -> tuple[ElixirModule, ElixirOptimizer]:
-    plan = make_plan(model, placement_policy="const", offload_param_frac=1.0, chunk_size=17408)
-    module = ElixirModule(model, dataclasses.replace(plan, rcache_blocks=3), device=torch.device(device))
-    return module, ElixirOptimizer(module, HybridAdam(model.parameters(), lr=1e-2))
 
 
 def _in_thread(work: Callable[[], Any]) -> Any:
@@ -52,40 +38,6 @@ def _in_thread(work: Callable[[], Any]) -> Any:
 
 def test_a_monitor_reads_parameters_all_the_time() -> None:
     train_beside_a_monitor("cpu")
-
-
-def train_beside_a_monitor(device: str) -> None:
-    plain = _net()
-    model = copy.deepcopy(plain)
-    module, optimizer = _wrap(model, device)
-    oracle = HybridAdam(plain.to(device).parameters(), lr=1e-2)
-    is_over = threading.Event()
-    num_reads, errors = 0, []
-
-    def watch() -> None:
-        nonlocal num_reads
-        while not is_over.is_set():
-            for p in model.parameters():
-                try:
-                    assert p.detach().norm().isfinite()
-                    num_reads += 1
-                except Exception as error:
-                    errors.append(error)
-                is_over.wait(1e-4)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    for _ in range(25):
-        x = torch.randn(8, WIDTH, device=device)
-        step_side_by_side(plain, oracle, module, optimizer, x)
-    is_over.set()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert num_reads + len(errors) > 25
-    assert {type(error) for error in errors} <= {StateError}
-    state = module.state_dict()
-    assert all(torch.equal(state[name], value.cpu()) for name, value in plain.state_dict().items())
-    assert module.stats().evictions > 300
 
 
 Calls = Callable[[ElixirModule, ElixirOptimizer], Any]
@@ -122,8 +74,8 @@ def _without_gradients(net: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "zero_grad"])
 def test_calls_of_another_thread_leave_training_as_it_is(name: str) -> None:
-    plain = _net()
-    module, optimizer = _wrap(copy.deepcopy(plain))
+    plain = new_net()
+    module, optimizer = wrap(copy.deepcopy(plain))
     oracle = HybridAdam(plain.parameters(), lr=1e-2)
     is_over = threading.Event()
     served: list[Any] = []
@@ -157,9 +109,9 @@ def test_calls_of_another_thread_leave_training_as_it_is(name: str) -> None:
 
 
 def test_between_steps_another_thread_is_served() -> None:
-    plain = _net()
+    plain = new_net()
     model = copy.deepcopy(plain)
-    module, optimizer = _wrap(model)
+    module, optimizer = wrap(model)
     x = torch.randn(8, WIDTH)
     optimizer.backward(module(x).sum())
     plain(x).sum().backward()
@@ -174,8 +126,8 @@ def test_between_steps_another_thread_is_served() -> None:
 
 
 def test_the_thread_that_trains_waits_for_the_forward_of_another() -> None:
-    model = _net()
-    module, optimizer = _wrap(model)
+    model = new_net()
+    module, optimizer = wrap(model)
     x = torch.randn(8, WIDTH)
     expected = module(x).detach()
     optimizer.backward(module(x).sum())  # from here on, this is the thread that trains
@@ -204,8 +156,8 @@ def test_the_thread_that_trains_waits_for_the_forward_of_another() -> None:
 
 
 def test_in_a_block_of_the_thread_that_trains_another_is_refused() -> None:
-    model = _net()
-    module, optimizer = _wrap(model)
+    model = new_net()
+    module, optimizer = wrap(model)
     optimizer.backward(module(torch.randn(8, WIDTH)).sum())
     with module.full_parameters():
         assert isinstance(_in_thread(module.full_state_dict), StateError)  # and does not wait for the block's end
@@ -213,8 +165,8 @@ def test_in_a_block_of_the_thread_that_trains_another_is_refused() -> None:
 
 
 def test_what_a_thread_has_left_open_is_free_when_it_has_ended() -> None:
-    model = _net()
-    module, _ = _wrap(model)
+    model = new_net()
+    module, _ = wrap(model)
 
     def leave(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -228,12 +180,12 @@ def test_what_a_thread_has_left_open_is_free_when_it_has_ended() -> None:
     _in_thread(run)
     handle.remove()
     x = torch.randn(8, WIDTH)
-    assert torch.equal(module(x), _net()(x))
+    assert torch.equal(module(x), new_net()(x))
 
 
 def test_inside_forward_another_thread_is_refused_and_told_what_to_do() -> None:
-    model = _net()
-    module, optimizer = _wrap(model)
+    model = new_net()
+    module, optimizer = wrap(model)
     weight, seen = model[0][0].weight, []
 
     def look(*args: Any) -> None:
@@ -251,15 +203,15 @@ def test_inside_forward_another_thread_is_refused_and_told_what_to_do() -> None:
         assert "thread 'monitor'" in str(error)
         assert "callback" in str(error)
     optimizer.backward(loss)  # and nothing has happened to this one
-    plain = _net()
+    plain = new_net()
     plain(x).square().mean().backward()
     grads = module.full_grads()
     assert all(torch.equal(grads[name], p.grad) for name, p in plain.named_parameters() if p.grad is not None)
 
 
 def test_one_thread_after_the_other_may_train() -> None:
-    plain = _net()
-    module, optimizer = _wrap(copy.deepcopy(plain))
+    plain = new_net()
+    module, optimizer = wrap(copy.deepcopy(plain))
     oracle = HybridAdam(plain.parameters(), lr=1e-2)
 
     def train(net: Any, step: Any) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import signal
 import threading
 import time
@@ -29,51 +28,12 @@ from lightning_elixir.plan.types import Tier, UpdateTiming
 from lightning_elixir.planning import make_plan
 from lightning_elixir.storage.shards import ShardStore
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers import streamed_updates as bodies
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import crossed
+from tests.helpers.streamed_updates import CPU, HOWS, How, Result, assert_same, use_small_slots
+from tests.helpers.tiers import crossed, telling
+from tests.helpers.update_timing import SITES, TIMINGS, Twice, held_updates, new_training, slow_updates, step, train
 from tests.helpers.zoo import ZOO, make
-from tests.runtime import test_streamed_updates as bodies
-from tests.runtime.test_streamed_updates import CPU, HOWS, How, Result, assert_same, use_small_slots
-
-TIMINGS = [UpdateTiming.BEHIND_FORWARD, UpdateTiming.INSIDE_BACKWARD]
-
-SITES = ["host", "streamed", "every_site", "streamed_param_on_gpu", "mixed_persistent"]
-
-
-def new_training(
-    how: How,
-    site: str,
-    device: torch.device,
-    timing: UpdateTiming,
-    *,
-    is_reusing: bool = False,
-    has_spares: bool = False,
-    **options: Any,
-) -> tuple[ElixirModule, ElixirOptimizer]:
-    model = make(how.name)
-    inner = bodies.new_optimizer(model, how)
-    plan = replace(
-        bodies.plan_for(model, how, site, **options),
-        update_timing=timing,
-        grad_reuses_compute_shard=is_reusing,
-        has_spare_states=has_spares,
-    )
-    module = ElixirModule(model, plan, dtype=how.dtype, master_weights=how.master, device=device)
-    if how.scale and device.type == "cpu":
-        module.needs_loss_scale = True
-    optimizer = ElixirOptimizer(
-        module, inner, initial_scale=how.scale or 1.0, init_step=how.init_step, max_norm=how.max_norm
-    )
-    return module, optimizer
-
-
-def step(module: ElixirModule, optimizer: ElixirOptimizer, how: How, number: int, rank: int = 0) -> float | None:
-    is_clipped = bool(how.clip_norm or how.clip_value)
-    for micro in range(how.micro_batches - 1):
-        bodies.train_micro_batch(module, optimizer, how, number, micro, rank)
-    with optimizer.unobserved(not is_clipped):
-        bodies.train_micro_batch(module, optimizer, how, number, how.micro_batches - 1, rank)
-        return bodies.end_step(optimizer, how)
 
 
 def trained(
@@ -86,67 +46,26 @@ def trained(
     return module, optimizer
 
 
-def train(how: How, site: str, timing: UpdateTiming, device: torch.device = CPU, **options: Any) -> Result:
-    module, optimizer = new_training(how, site, device, timing, **options)
-    norms, skipped = [], []
-    for number in range(how.steps):
-        norms.append(step(module, optimizer, how, number))
-        skipped.append(optimizer.is_step_skipped)
-    result = bodies.result_of(module, optimizer)
-    module.close()
-    return replace(result, norms=[n for n in norms if n is not None], skipped=skipped)
-
-
-@contextmanager
-def slow_updates(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.003) -> Iterator[list[str]]:
-    """Updates take long, and not all the same: whoever does not wait for them sees old values. Yields the names of the
-    threads that ran them."""
-    run, names, times = FlatUpdate.run, [], random.Random(0)
-
-    def slow(self: FlatUpdate, **options: Any) -> None:
-        names.append(threading.current_thread().name)
-        time.sleep(times.random() * seconds)
-        run(self, **options)
-        time.sleep(times.random() * seconds)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FlatUpdate, "run", slow)
-        yield names
-
-
-@contextmanager
-def held_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No update runs until the event is set."""
-    run, gate = FlatUpdate.run, threading.Event()
-
-    def held_up(self: FlatUpdate, **options: Any) -> None:
-        gate.wait()
-        run(self, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FlatUpdate, "run", held_up)
-        try:
-            yield gate
-        finally:
-            gate.set()  # a failing test leaves no thread behind
-
-
-@crossed(name=["bf16", "fp32", "clipped", "unused"], site=SITES, timing=TIMINGS)
+@crossed(together=1, name=["bf16", "fp32", "clipped", "unused"], site=SITES, timing=TIMINGS)
 def test_timing_changes_no_bit(name: str, site: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS[name]
     use_small_slots(monkeypatch)
-    expected = bodies.train(how, "host")
+    expected = bodies.train_on_host(how)
     with slow_updates(monkeypatch, 0.001):
         actual = train(how, site, timing)
     assert_same(actual, expected)
     assert actual.norms == expected.norms
 
 
-@crossed(name=sorted(set(HOWS) - {"bf16", "fp32", "clipped", "unused"}), timing=TIMINGS)
+OTHERS = sorted(set(HOWS) - {"bf16", "fp32", "clipped", "unused"})
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("name", telling(OTHERS, "accumulated_clipped", "groups", "scaled", "tied"))
 def test_every_way_to_train(name: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_slots(monkeypatch)
     how = HOWS[name]
-    expected = bodies.train(how, "host")
+    expected = bodies.train_on_host(how)
     with slow_updates(monkeypatch, 0.001):
         assert_same(train(how, "mixed", timing), expected)
 
@@ -157,7 +76,7 @@ def test_every_way_to_train(name: str, timing: UpdateTiming, monkeypatch: pytest
 )
 def test_gradients_in_the_place_of_parameters(name: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS[name]
-    expected = bodies.train(how, "host")
+    expected = bodies.train_on_host(how)
     with slow_updates(monkeypatch, 0.001):
         assert_same(train(how, "mixed", timing, is_reusing=True), expected)
 
@@ -364,22 +283,6 @@ def test_a_fetch_waits_on_no_thread_for_an_update(monkeypatch: pytest.MonkeyPatc
     module.close()
 
 
-class Twice(nn.Module):
-    """A layer inside and outside of reentrant checkpointing: its gradient hook fires twice in one backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 64)
-        self.shared = nn.Linear(64, 64)
-        self.is_twice = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        if self.is_twice:
-            x = checkpoint(self.shared, x, use_reentrant=True)
-        return self.shared(x).square().mean()
-
-
 def test_a_gradient_that_comes_too_late_ends_the_engine() -> None:
     torch.manual_seed(0)
     model = Twice()
@@ -481,14 +384,17 @@ def _ranks(timing: UpdateTiming, site: str, name: str, is_distributed: bool) -> 
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize(
-    ("site", "is_distributed"), [("every_site", True), ("mixed", False), ("mixed_persistent", True)]
+@crossed(
+    together=1,
+    case=[
+        pytest.param((site, is_distributed), id=site)
+        for site, is_distributed in {"every_site": True, "mixed": False, "mixed_persistent": True}.items()
+    ],
+    timing=TIMINGS,
+    world_size=[2, 3],
 )
-def test_timing_changes_no_bit_with_ranks(
-    world_size: int, timing: UpdateTiming, site: str, is_distributed: bool
-) -> None:
+def test_timing_changes_no_bit_with_ranks(world_size: int, timing: UpdateTiming, case: tuple[str, bool]) -> None:
+    site, is_distributed = case
     name = "unused" if site == "mixed" else "bf16"
     results = run_ranks(_ranks, world_size, timing, site, name, is_distributed)
     assert results

@@ -19,34 +19,8 @@ from lightning_elixir.planning import make_plan
 from lightning_elixir.runtime.hooks import innermost_pack
 from lightning_elixir.runtime.spans import Packing
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.user_access import CPU, PLACEMENTS, RESIDENT, TIGHT, step, wrapped
 from tests.helpers.zoo import ZOO, make
-
-CPU = torch.device("cpu")
-TIGHT: dict[str, Any] = {"placement_policy": "cpu", "chunk_size": 8 * 1024}
-RESIDENT: dict[str, Any] = {"placement_policy": "cuda", "chunk_size": 8 * 1024}
-PLACEMENTS = pytest.mark.parametrize("options", [TIGHT, RESIDENT], ids=["cpu", "cuda"])
-
-
-def wrapped(
-    name: str = "gpt2", dtype: torch.dtype | None = None, **options: Any
-) -> tuple[nn.Module, ElixirModule, ElixirOptimizer]:
-    model = make(name)
-    module = ElixirModule(model, make_plan(model, compute_dtype=dtype, **options), dtype=dtype, device=CPU)
-    optimizer = ElixirOptimizer(
-        module, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
-    )
-    return model, module, optimizer
-
-
-def step(module: Any, optimizer: Any, seed: int) -> float:
-    loss = ZOO["gpt2"].loss(module, seed)
-    if isinstance(optimizer, ElixirOptimizer):
-        optimizer.backward(loss)
-    else:
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def ema_swap(model: nn.Module) -> None:

@@ -17,8 +17,8 @@ from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.user_access import CPU, PLACEMENTS, TIGHT, step, wrapped
 from tests.helpers.zoo import ZOO, make
-from tests.runtime.test_user_access import CPU, PLACEMENTS, TIGHT, step, wrapped
 
 
 @PLACEMENTS

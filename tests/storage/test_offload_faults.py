@@ -19,7 +19,7 @@ import torch
 from lightning_elixir.errors import StateError, StorageError
 from lightning_elixir.storage.nvme import ALIGNMENT, open_offload_file, remove_stale, tensornvme_backend
 from tests.storage.conftest import Open, needs_tensornvme
-from tests.storage.test_offload_file import MIB, noise, read_back, start
+from tests.storage.files import MIB, noise, read_back, start
 
 NUMEL = 9 * MIB // 4
 

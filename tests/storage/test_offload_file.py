@@ -6,8 +6,6 @@ import gc
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,21 +17,9 @@ from torch import Tensor
 from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.core.worker import Worker
 from lightning_elixir.errors import PlanError, StateError, StorageError
-from lightning_elixir.storage.nvme import ALIGNMENT, OffloadFile, open_offload_file
+from lightning_elixir.storage.nvme import ALIGNMENT, open_offload_file
 from tests.storage.conftest import Open
-
-ROOT = Path(__file__).parents[2]
-MIB = 2**20
-
-
-def noise(numel: int, seed: int = 0) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-
-
-def read_back(file: OffloadFile, region: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    tensor = torch.full((numel,), 7).to(dtype)
-    file.read(region, tensor).wait()
-    return tensor
+from tests.storage.files import MIB, noise, read_back, start
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
@@ -431,12 +417,6 @@ time.sleep(60)
     assert process.wait(30) == -number
     process.stdout.close()
     assert list(folder.iterdir()) == []
-
-
-def start(code: str, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def run(code: str, *arguments: str, codes: tuple[int, ...] = (0,)) -> str:

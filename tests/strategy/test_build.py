@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -263,6 +264,9 @@ def _gpt2_values() -> dict[str, Tensor]:
 # Memory
 
 
+_MMAP_THRESHOLD = -3  # glibc's number of this option
+
+
 class LargeNet(LateNet):
     """64 MiB of parameters, none of them used."""
 
@@ -286,6 +290,7 @@ def _take_peak_bytes() -> int:
 
 
 def _build_large() -> tuple[int, int]:
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**17)  # freed memory goes back at once, and can be told from used
     gc.collect()
     trainer = make_trainer(ElixirStrategy(placement_policy="cpu", chunk_size="4MiB"), devices=2)
     trainer.test(LateNet(), make_data(4, batch_size=2), verbose=False)  # what the first run of a process loads
@@ -299,12 +304,9 @@ def _build_large() -> tuple[int, int]:
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory is read from /proc")
-def test_memory_of_building(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_building() -> None:
     """Rank 0 holds the model and turns it into shards chunk by chunk; rank 1 holds its shards and some chunks at
     most."""
-    monkeypatch.setenv(
-        "MALLOC_MMAP_THRESHOLD_", str(2**17)
-    )  # freed memory goes back at once, and can be told from used
     model_bytes, chunk_bytes = LargeNet.num_layers * LargeNet.layer_bytes, 4 * 2**20
     (first_build, first_peak), (second_build, second_peak) = run_ranks(_build_large, 2, init_group=False, fresh=True)
     assert model_bytes <= first_build < model_bytes + chunk_bytes

@@ -22,24 +22,7 @@ from tests.strategy.models import (
     make_data,
     make_trainer,
 )
-from tests.strategy.test_fit import BatchNormNet, GroupsNet, ScheduledNet
-
-
-class MemoryLogger(pl.loggers.Logger):
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int | None, dict[str, float]]] = []
-
-    name = "memory"
-    version = 0
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, dict(metrics)))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        self.hyperparameters = args
+from tests.strategy.nets import BatchNormNet, GroupsNet, MemoryLogger, ScheduledNet
 
 
 @pytest.mark.parametrize("make_model", [ScheduledNet, GroupsNet, Net])

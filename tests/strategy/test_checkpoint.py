@@ -25,7 +25,7 @@ from tests.strategy.models import (
     make_data,
     make_trainer,
 )
-from tests.strategy.test_fit import FrozenNet, GroupsNet, ScheduledNet, TiedNet
+from tests.strategy.nets import FrozenNet, GroupsNet, ScheduledNet, TiedNet
 
 ELIXIR = {
     "tight": lambda: ElixirStrategy(**TIGHT),

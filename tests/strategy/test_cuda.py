@@ -23,7 +23,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import CHUNK, WIDTH, Block, Net, fit, make_data, make_trainer
-from tests.strategy.test_fit import BatchNormNet, ManualNet, ScheduledNet
+from tests.strategy.nets import BatchNormNet, ManualNet, ScheduledNet
 
 pytestmark = pytest.mark.gpu
 

@@ -24,6 +24,7 @@ from tests.strategy.models import (
     make_optimizer,
     make_trainer,
 )
+from tests.strategy.nets import BatchNormNet, FrozenNet, GroupsNet, ManualNet, OverridingNet, ScheduledNet, TiedNet
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "hybrid", "cpu_adam"])
@@ -74,7 +75,7 @@ def test_accumulation_that_changes_between_epochs() -> None:
     assert_same_as_plain(callbacks=callbacks, max_epochs=2)
 
 
-class ManualNet(Net):
+class SteppingNet(Net):
     """Drives its optimizer itself, so that nobody knows how many backwards come."""
 
     def __init__(self) -> None:
@@ -94,7 +95,7 @@ class ManualNet(Net):
         (Net, {}, False),
         (Net, {"accumulate_grad_batches": 2}, True),
         (Net, {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})]}, True),
-        (ManualNet, {}, False),
+        (SteppingNet, {}, False),
     ],
 )
 def test_the_engine_is_told_of_accumulation(make: Any, options: dict[str, Any], is_expected: bool) -> None:
@@ -141,20 +142,6 @@ def test_gradient_norm_can_be_logged() -> None:
     assert actual.metrics["grad_norm"].item() == pytest.approx(expected.metrics["grad_norm"].item(), rel=1e-6)
 
 
-class ScheduledNet(Net):
-    """Warm-up by steps; with `kind` "plateau" by epochs, on the validation loss."""
-
-    kind = "warm_up"
-
-    def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer("hybrid", self.parameters(), 1e-2)
-        if self.kind == "warm_up":
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
-            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
-
-
 class PlateauNet(ScheduledNet):
     kind = "plateau"
 
@@ -165,49 +152,8 @@ def test_lr_schedulers(make_model: Callable[[], Net]) -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == {ScheduledNet: 1e-2, PlateauNet: 1e-2 / 8}[make_model]
 
 
-class GroupsNet(Net):
-    """No decay on norms and biases; their learning rate is another one, and changes under way."""
-
-    def configure_optimizers(self) -> Any:
-        decayed = [p for p in self.parameters() if p.ndim > 1]
-        others = [p for p in self.parameters() if p.ndim <= 1]
-        return torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}],
-            lr=1e-2,
-            foreach=False,
-        )
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.optimizers().param_groups[1]["lr"] = 3e-3 / (1 + batch_idx)  # type: ignore[union-attr]
-
-
 def test_parameter_groups() -> None:
     assert_same_as_plain(GroupsNet, max_epochs=2)
-
-
-class OverridingNet(Net):
-    """Overrides every hook between forward and step."""
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        (2 * loss).backward(*args, **kwargs)
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 / (1 + batch_idx)
-        optimizer.step(closure=optimizer_closure)
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=True)
-
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
-        self.clip_gradients(
-            optimizer, gradient_clip_val=0.03 * (1 + self.current_epoch), gradient_clip_algorithm="norm"
-        )
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        scheduler.step()
 
 
 def test_overridden_hooks() -> None:
@@ -227,48 +173,8 @@ def test_skipped_training_steps(accumulate: int) -> None:
     assert_same_as_plain(SkippingNet, accumulate_grad_batches=accumulate, max_epochs=2)
 
 
-class ManualNet(Net):
-    """Manual optimization: two backwards a step, clipping by hand."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        with self.toggled_optimizer(optimizer):  # type: ignore[arg-type]
-            optimizer.zero_grad()  # type: ignore[union-attr]
-            for half in (slice(0, 2), slice(2, 4)):
-                loss = self.loss([batch[0][half], batch[1][half]])
-                self.manual_backward(loss)
-                self.losses.append(loss.detach().clone())
-            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")  # type: ignore[arg-type]
-            optimizer.step()  # type: ignore[union-attr]
-
-
 def test_manual_optimization() -> None:
     assert_same_as_plain(ManualNet, compare=assert_close_run, max_epochs=2)
-
-
-class FrozenNet(Net):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.layers[:2].requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        return make_optimizer("hybrid", [p for p in self.parameters() if p.requires_grad], 1e-2)
-
-
-class TiedNet(Net):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.layers[3].up.weight = self.layers[0].up.weight
-
-
-class BatchNormNet(Net):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.layers[1].norm = nn.BatchNorm1d(32)
 
 
 class UnusedNet(Net):

@@ -282,6 +282,7 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, devices: int) -> None:
         process.stdout.close()  # type: ignore[union-attr]
 
 
+@pytest.mark.full
 def test_other_distribution_of_lightning_points_here() -> None:
     """A Trainer of `pytorch_lightning` beside `lightning` gets an error that says what to import."""
     code = """
@@ -298,6 +299,7 @@ def test_other_distribution_of_lightning_points_here() -> None:
     assert _python(code).endswith("True")
 
 
+@pytest.mark.full
 def test_pytorch_lightning_alone_is_enough() -> None:
     pytest.importorskip("pytorch_lightning")
     code = """
@@ -323,6 +325,7 @@ def _python(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.full
 def test_import_does_not_initialise_cuda() -> None:
     code = "import torch, lightning_elixir; lightning_elixir.ElixirStrategy; print(torch.cuda.is_initialized())"
     assert _python(code) == "False"

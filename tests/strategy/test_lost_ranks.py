@@ -20,7 +20,9 @@ from lightning_elixir.storage.nvme import direct
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_processes, run_ranks, stop_workers
 from tests.helpers.failures import SOON_S, check_heard, heard_by
+from tests.helpers.tiers import crossed, full, telling
 from tests.strategy.models import TIGHT, Net, assert_same_state, fit, make_data, make_trainer
+from tests.strategy.nets import VICTIM, NetThatDies, NetThatLogs, NetThatStumbles, rank_and_world_size
 
 ON_NVME = {
     "placement_policy": "cpu",
@@ -29,11 +31,6 @@ ON_NVME = {
     "chunk_size": "32KiB",
     "nvme_offload_dir": "nvme",
 }
-VICTIM = 1
-
-
-def _ranks() -> tuple[int, int]:
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,12 +45,12 @@ class NetOnBadDisk(Net):
     is_broken = False
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2 and _ranks()[0] == VICTIM:
+        if batch_idx == 2 and rank_and_world_size()[0] == VICTIM:
             self.is_broken = True
 
 
 def _disk_fails() -> Any:
-    rank, world_size = _ranks()
+    rank, world_size = rank_and_world_size()
     model, write = NetOnBadDisk("hybrid"), os.pwritev
 
     def may_fail(*args: Any) -> int:
@@ -72,22 +69,17 @@ def test_disk_of_one_rank_fails(world_size: int) -> None:
     check_heard(everyone, VICTIM, "StorageError", "Input/output error")
 
 
-class NetThatStumbles(Net):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 2 and _ranks()[0] == VICTIM:
-            raise ValueError("no such luck")
-        return super().training_step(batch, batch_idx)
-
-
 def _step_raises(options: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-    rank, world_size = _ranks()
+    rank, world_size = rank_and_world_size()
     heard = heard_by(rank, world_size, lambda: fit(ElixirStrategy(**options), NetThatStumbles, devices=world_size))
     _, _, run = fit(ElixirStrategy(**options), devices=world_size)  # in the same processes
     return heard, run.state
 
 
-@pytest.mark.parametrize("options", [TIGHT, {"placement_policy": "cuda"}], ids=["tight", "resident"])
-@pytest.mark.parametrize("world_size", [2, 3])
+PLACEMENTS = [pytest.param(TIGHT, id="tight"), pytest.param({"placement_policy": "cuda"}, id="resident")]
+
+
+@crossed(options=PLACEMENTS, world_size=[2, 3])
 def test_step_of_one_rank_raises(world_size: int, options: dict[str, Any]) -> None:
     """Where all processes live on, they may train again."""
     results = run_ranks(_step_raises, world_size, options, init_group=False)
@@ -97,23 +89,11 @@ def test_step_of_one_rank_raises(world_size: int, options: dict[str, Any]) -> No
 
 
 def _train(options: dict[str, Any]) -> dict[str, Tensor]:
-    return fit(ElixirStrategy(**options), devices=_ranks()[1])[2].state
-
-
-class NetThatLogs(NetThatStumbles):
-    """The others wait for the victim where Lightning adds up what they log."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.log("seen", float(batch_idx), sync_dist=True)
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2 and _ranks()[0] == VICTIM:
-            raise ValueError("no such luck")
+    return fit(ElixirStrategy(**options), devices=rank_and_world_size()[1])[2].state
 
 
 def _logging_waits() -> Any:
-    rank, world_size = _ranks()
+    rank, world_size = rank_and_world_size()
     return heard_by(rank, world_size, lambda: fit(ElixirStrategy(**TIGHT), NetThatLogs, devices=world_size))
 
 
@@ -125,7 +105,7 @@ def test_waiting_in_a_reduction_of_lightning() -> None:
 class NetThatAllRefuse(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 2:
-            time.sleep(0.5 * _ranks()[0])
+            time.sleep(0.5 * rank_and_world_size()[0])
             raise ValueError("nobody likes it")
         return super().training_step(batch, batch_idx)
 
@@ -147,20 +127,10 @@ def test_error_of_all_ranks_stays_their_own() -> None:
 # Processes that are killed
 
 
-class NetThatDies(Net):
-    victim = 0
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 2 and _ranks()[0] == self.victim:
-            Path("killed").write_text(str(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().training_step(batch, batch_idx)
-
-
 def train_and_die(victim: int, options: dict[str, Any]) -> None:
     """Run by a process of its own."""
     NetThatDies.victim = victim
-    rank, world_size = _ranks()
+    rank, world_size = rank_and_world_size()
     try:
         fit(ElixirStrategy(**options), NetThatDies, devices=world_size)
     except Exception as error:
@@ -168,9 +138,9 @@ def train_and_die(victim: int, options: dict[str, Any]) -> None:
         raise
 
 
-@pytest.mark.parametrize("options", [TIGHT, {"placement_policy": "cuda"}], ids=["tight", "resident"])
-@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (2, 1), (3, 1)])
-def test_killed_in_training(world_size: int, victim: int, options: dict[str, Any]) -> None:
+@crossed(case=["0 of 2", "1 of 2", "1 of 3"], options=PLACEMENTS)
+def test_killed_in_training(case: str, options: dict[str, Any]) -> None:
+    victim, world_size = map(int, case.split(" of "))
     code = f"from tests.strategy.test_lost_ranks import train_and_die; train_and_die({victim}, {options!r})"
     codes = run_processes(code, world_size)
     ended = time.monotonic()
@@ -188,18 +158,19 @@ def test_killed_in_training(world_size: int, victim: int, options: dict[str, Any
 
 
 def _save(path: str) -> None:
-    trainer, _, _ = fit(ElixirStrategy(**TIGHT, state_dict_type="sharded"), lambda: Net("hybrid"), devices=_ranks()[1])
+    trainer, _, _ = fit(
+        ElixirStrategy(**TIGHT, state_dict_type="sharded"), lambda: Net("hybrid"), devices=rank_and_world_size()[1]
+    )
     trainer.save_checkpoint(path)
 
 
 def _load(path: str) -> Any:
-    rank, world_size = _ranks()
+    rank, world_size = rank_and_world_size()
     trainer = make_trainer(ElixirStrategy(**TIGHT), devices=world_size, max_epochs=2)
     return heard_by(rank, world_size, lambda: trainer.fit(Net("hybrid"), make_data(), ckpt_path=path))
 
 
-@pytest.mark.parametrize("prefix", ["state_dict.", "optimizer_0.state."])
-@pytest.mark.parametrize("world_size", [2, 3])
+@crossed(prefix=["state_dict.", "optimizer_0.state."], world_size=[2, 3])
 def test_damaged_file_that_one_rank_reads(tmp_path: Path, world_size: int, prefix: str) -> None:
     path = tmp_path / "saved.ckpt"
     run_ranks(_save, world_size, str(path), init_group=False)
@@ -229,7 +200,7 @@ def test_damaged_file_that_one_rank_reads(tmp_path: Path, world_size: int, prefi
 
 
 def _stumbles_and_saves(kind: type[Net], options: dict[str, Any], callback: str = "model") -> tuple[Any, bool]:
-    rank, world_size = _ranks()
+    rank, world_size = rank_and_world_size()
     saving: pl.Callback = pl.callbacks.OnExceptionCheckpoint("saved")
     if callback == "model":
         saving = pl.callbacks.ModelCheckpoint("saved", every_n_train_steps=10**6, save_on_exception=True)
@@ -246,11 +217,11 @@ _OTHER_CALLBACK = pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")
 @pytest.mark.parametrize(
     ("kind", "state_dict_type", "callback"),
     [
-        (NetThatStumbles, "full", "model"),
+        full(NetThatStumbles, "full", "model"),
         (NetThatStumbles, "sharded", "model"),
         (NetThatLogs, "full", "model"),
-        (NetThatLogs, "sharded", "model"),
-        (NetThatStumbles, "full", "exceptions alone"),
+        full(NetThatLogs, "sharded", "model"),
+        full(NetThatStumbles, "full", "exceptions alone"),
     ],
 )
 def test_the_error_of_one_rank_is_not_hidden_by_the_save(kind: type[Net], state_dict_type: str, callback: str) -> None:
@@ -262,7 +233,7 @@ def test_the_error_of_one_rank_is_not_hidden_by_the_save(kind: type[Net], state_
 
 
 @_OTHER_CALLBACK
-@pytest.mark.parametrize("callback", ["model", "exceptions alone"])
+@pytest.mark.parametrize("callback", telling(["model", "exceptions alone"], "model"))
 def test_an_error_of_all_ranks_is_saved_after(callback: str) -> None:
     everyone = run_ranks(_stumbles_and_saves, 2, NetThatAllRefuse, TIGHT, callback, init_group=False, fresh=True)
     assert [heard["text"] for heard, _ in everyone] == ["nobody likes it"] * 2

@@ -15,7 +15,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_processes, run_ranks
 from tests.helpers.failures import SOON_S, check_heard, heard_by
 from tests.strategy.models import TIGHT, Net, fit
-from tests.strategy.test_lost_ranks import VICTIM, NetThatDies, NetThatLogs, NetThatStumbles
+from tests.strategy.nets import VICTIM, NetThatDies, NetThatLogs, NetThatStumbles
 
 pytestmark = pytest.mark.gpu
 

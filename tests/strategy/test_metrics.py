@@ -16,7 +16,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import CHUNK, TIGHT, Net, fit, make_data
-from tests.strategy.test_fit import ManualNet
+from tests.strategy.nets import ManualNet
 
 CSVLogger = pl.loggers.CSVLogger
 

@@ -19,7 +19,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import TIGHT, LateNet, make_optimizer, make_trainer
-from tests.strategy.test_sharded_checkpoint import Batches
+from tests.strategy.sharded import Batches
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 

@@ -20,8 +20,8 @@ from lightning_elixir.storage.nvme import direct, folders
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import crossed
-from tests.runtime.test_nvme import failing
+from tests.helpers.nvme import failing
+from tests.helpers.tiers import crossed, full, telling
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
@@ -34,7 +34,7 @@ from tests.strategy.models import (
     make_layers,
     make_trainer,
 )
-from tests.strategy.test_fit import FrozenNet, TiedNet
+from tests.strategy.nets import FrozenNet, TiedNet
 
 
 class DeepNet(Net):
@@ -91,10 +91,10 @@ def test_equals_states_in_host_memory(make_model: Any, timing: str, tmp_path: Pa
 @pytest.mark.parametrize(
     "options",
     [
-        {"gradient_clip_val": 0.05},
+        full({"gradient_clip_val": 0.05}),
         {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3},
-        {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
-        {"accumulate_grad_batches": 2, "precision": "bf16-mixed"},
+        full({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
+        full({"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
         {"precision": "bf16-true"},
     ],
     ids=str,
@@ -111,8 +111,8 @@ def test_ways_to_train(options: dict[str, Any], tmp_path: Path) -> None:
     "options",
     [
         {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3, "precision": "bf16-mixed"},
-        {"precision": "32-true"},
-        {"precision": "bf16-true", "gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+        full({"precision": "32-true"}),
+        full({"precision": "bf16-true", "gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
     ],
     ids=str,
 )
@@ -178,7 +178,7 @@ def hardware() -> HardwareSpec:
     return HardwareSpec.from_dict(DISK)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", telling(["32-true", "bf16-mixed"], "bf16-mixed"))
 def test_auto_goes_there_where_the_host_is_short(precision: str, tmp_path: Path) -> None:
     """States exceed the memory that the host may give."""
     with pytest.raises(CapacityError):
@@ -301,8 +301,8 @@ PLACES = {
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        *(("nvme", "nvme"), ("nvme", "host"), ("host", "nvme"), ("nvme", "plain"), ("plain", "nvme")),
-        *(("params", "params"), ("params", "host"), ("plain", "params")),
+        *(full("nvme", "nvme"), full("nvme", "host"), full("host", "nvme"), ("nvme", "plain"), ("plain", "nvme")),
+        *(("params", "params"), full("params", "host"), full("plain", "params")),
     ],
 )
 def test_resume(first: str, second: str, tmp_path: Path) -> None:

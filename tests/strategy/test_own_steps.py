@@ -10,7 +10,7 @@ import torch
 from lightning_elixir import HybridAdam
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
-from tests.optim.test_own_steps import CLASSES, EverySecond, WarmsUp, noted
+from tests.helpers.own_steps import CLASSES, EverySecond, WarmsUp, noted
 from tests.strategy.models import CHUNK, TIGHT, Net, assert_same_run, fit, make_data
 
 

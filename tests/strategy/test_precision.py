@@ -23,7 +23,7 @@ from tests.strategy.models import (
     make_optimizer,
     make_trainer,
 )
-from tests.strategy.test_fit import BatchNormNet
+from tests.strategy.nets import BatchNormNet
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from lightning_elixir.planning import make_plan
 from lightning_elixir.strategy.model_init import parameters_on_meta
 from tests.helpers.dist import run_ranks
 from tests.helpers.own_memory import Peak
+from tests.helpers.tiers import crossed, full, telling
 from tests.strategy.models import assert_same_run, assert_same_state, fit, make_optimizer, make_trainer
 
 transformers = pytest.importorskip("transformers")
@@ -176,19 +177,19 @@ def _on_ranks(make: Any, placement: str, folder: Path, world_size: int, options:
     ("kind", "placement", "world_size", "precision"),
     [
         ("gpt2", "tight", 2, "32-true"),
-        ("gpt2", "cuda", 3, "bf16-mixed"),
-        ("gpt2", "nvme", 2, "bf16-mixed"),
+        full("gpt2", "cuda", 3, "bf16-mixed"),
+        full("gpt2", "nvme", 2, "bf16-mixed"),
         ("llama", "nvme", 1, "32-true"),
-        ("llama", "auto", 2, "bf16-mixed"),
+        full("llama", "auto", 2, "bf16-mixed"),
         ("llama", "whole", 2, "bf16-mixed"),
-        ("llama", "cuda", 1, "bf16-true"),
+        full("llama", "cuda", 1, "bf16-true"),
         ("bert", "const", 3, "bf16-mixed"),
-        ("bert", "tight", 2, "bf16-true"),
-        ("bert", "cuda", 2, "32-true"),
-        ("bert", "whole", 3, "32-true"),
+        full("bert", "tight", 2, "bf16-true"),
+        full("bert", "cuda", 2, "32-true"),
+        full("bert", "whole", 3, "32-true"),
     ],
 )
-@pytest.mark.parametrize("net", [HybridNet, FrozenNet])
+@pytest.mark.parametrize("net", telling([HybridNet, FrozenNet], "HybridNet"))
 def test_any_placement_ranks_and_precision(
     tmp_path: Path, kind: str, placement: str, world_size: int, precision: str, net: type[TokenNet]
 ) -> None:
@@ -395,8 +396,7 @@ def _own_engine(folder: Path, chunk_size: int, placement_policy: str) -> dict[st
     return {k: v for k, v in module.full_state_dict(rank0_only=False).items() if not k.startswith("norm.r")}
 
 
-@pytest.mark.parametrize("placement", ["cpu", "cuda"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@crossed(world_size=[1, 2, 3], placement=["cpu", "cuda"])
 def test_without_lightning_in_any_memory_order(tmp_path: Path, world_size: int, placement: str) -> None:
     expected = {k: v for k, v in _mixed(tmp_path).items() if not k.startswith("norm.r")}
     del expected["norm.num_batches_tracked"]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_elixir._lightning import pl
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import full, telling
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
@@ -30,7 +31,7 @@ from tests.strategy.models import (
     make_data,
     make_trainer,
 )
-from tests.strategy.test_fit import BatchNormNet, FrozenNet, ManualNet, OverridingNet, ScheduledNet, TiedNet
+from tests.strategy.nets import BatchNormNet, FrozenNet, ManualNet, OverridingNet, ScheduledNet, TiedNet
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,9 +66,9 @@ def _assert_equal_to_ddp(
 @pytest.mark.parametrize(
     "options",
     [
-        {"placement_policy": "auto"},
+        full({"placement_policy": "auto"}),
         {"placement_policy": "auto", "gpu_memory_limit": "96KiB"},
-        {"placement_policy": "cuda"},
+        full({"placement_policy": "cuda"}),
         {"placement_policy": "const", "shard_param_frac": 0.5, "offload_optim_frac": 0.5},
         {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "enable_distributed_storage": False},
     ],
@@ -95,12 +96,15 @@ class RankBranchNet(Net):
         return super().training_step([x, y], batch_idx)
 
 
-@pytest.mark.parametrize("make_model", [LateNet, ScheduledNet, FrozenNet, TiedNet, RankBranchNet])
+MODELS = [LateNet, ScheduledNet, FrozenNet, TiedNet, RankBranchNet]
+
+
+@pytest.mark.parametrize("make_model", telling(MODELS, "ScheduledNet", "TiedNet", "RankBranchNet"))
 def test_models(make_model: Any) -> None:
     _assert_equal_to_ddp(make_model, max_epochs=2)
 
 
-@pytest.mark.parametrize("make_model", [ManualNet, OverridingNet])
+@pytest.mark.parametrize("make_model", telling([ManualNet, OverridingNet], "ManualNet"))
 def test_clipping_models(make_model: Any) -> None:
     _assert_equal_to_ddp(make_model, exact=False, max_epochs=2)
 
@@ -109,9 +113,9 @@ def test_clipping_models(make_model: Any) -> None:
     "options",
     [
         {"precision": "64-true"},
-        {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
+        full({"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}),
         {"num_sanity_val_steps": 2, "val_check_interval": 3, "max_epochs": 2},
-        {"limit_train_batches": 3},
+        full({"limit_train_batches": 3}),
     ],
     ids=str,
 )

@@ -20,8 +20,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from tests.helpers.dist import RankError, run_ranks
 from tests.strategy.models import CHUNK, TIGHT, Net, fit, make_data, make_trainer
-from tests.strategy.test_callbacks import MemoryLogger
-from tests.strategy.test_retry import TightNet
+from tests.strategy.nets import MemoryLogger, TightNet
 
 AUTO: dict[str, Any] = {**CHUNK, "gpu_memory_limit": "96KiB"}
 FILES = ["plan.json", "report.html", "report.json"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,70 +21,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.metered import MeteredCpuDevice, use_metered_device
 from tests.strategy.models import CHUNK, TIGHT, WIDTH, Net, assert_same_run, assert_same_state, fit, make_data
-
-MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which ..."
-
-
-class _Fail(torch.autograd.Function):
-    """Raises in backward when told to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fails: Callable[[], bool]) -> Tensor:
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.fails():
-            raise torch.OutOfMemoryError(MESSAGE)
-        return grad, None
-
-
-class Shortage(nn.Module):
-    """In the middle of the layers: memory runs out in the given batches.
-
-    Args:
-        phase: "forward" or "backward".
-        batches: In which batches, each as many times as it is listed.
-    """
-
-    def __init__(self, phase: str = "forward", batches: tuple[int, ...] = (2,)) -> None:
-        super().__init__()
-        self.phase = phase
-        self.left = list(batches)
-        self.batch_idx = 0
-
-    def _fails(self) -> bool:
-        if self.batch_idx not in self.left:
-            return False
-        self.left.remove(self.batch_idx)
-        return True
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.phase == "forward" and self._fails():
-            raise torch.OutOfMemoryError(MESSAGE)
-        return _Fail.apply(x, self._fails) if self.phase == "backward" else x
-
-
-class TightNet(Net):
-    """Runs out of memory as told; keeps one loss for each batch of an epoch."""
-
-    def __init__(self, phase: str = "forward", batches: tuple[int, ...] = (), **options: Any) -> None:
-        super().__init__(**options)
-        self.shortage = Shortage(phase, batches)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            x = layer(self.shortage(x) if index == 2 else x)
-        return x
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        assert self._current_fx_name == "training_step"  # as `self.log` asks
-        self.shortage.batch_idx = batch_idx
-        loss = self.loss(batch)
-        self.losses[batch_idx:] = [loss.detach().clone()]
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        return loss
+from tests.strategy.nets import MESSAGE, TightNet
 
 
 def _fit_tight(phase: str, batches: tuple[int, ...], make: Any = TightNet, **options: Any) -> Any:

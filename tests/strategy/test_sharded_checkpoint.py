@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,81 +31,20 @@ from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.cut_up import NUM_THREADS, cut_up
 from tests.helpers.dist import run_ranks
-from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, assert_same_state, fit, make_data, make_trainer
-from tests.strategy.test_fit import FrozenNet, GroupsNet, ScheduledNet, TiedNet
-
-SHARDED: dict[str, Any] = {"state_dict_type": "sharded"}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "tight": {**TIGHT, **SHARDED},
-    "cuda": {"placement_policy": "cuda", "chunk_size": "24KiB", **SHARDED},
-    "const": {"placement_policy": "const", "offload_optim_frac": 0.5, "shard_param_frac": 0.5, **CHUNK, **SHARDED},
-    "whole": {**TIGHT, "enable_distributed_storage": False, **SHARDED},
-    "nvme": {"placement_policy": "cpu", "nvme_offload_fraction": 1.0, "chunk_size": "32KiB", **SHARDED},
-}
-OPTIONS["all on nvme"] = {**OPTIONS["nvme"], "nvme_offload_param_fraction": 1.0}
-
-
-class MixedNet(Net):
-    """Weights of odd shapes and another memory order, a scalar, tied weights, buffers and extra state; HybridAdam."""
-
-    def __init__(self) -> None:
-        super().__init__(optimizer="hybrid")
-        torch.manual_seed(7)
-        self.conv = nn.Conv2d(3, 6, 3).to(memory_format=torch.channels_last)
-        self.norm = nn.BatchNorm2d(6)
-        self.odd = nn.Linear(37, 53)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.unused = nn.Parameter(torch.ones(3))
-        self.layers[1].up.weight = self.layers[0].up.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        image = self.norm(self.conv(x[:, :27].reshape(-1, 3, 3, 3))).mean()
-        return self.layers(x * self.scale + image + self.odd(x.mean(1, keepdim=True).expand(-1, 37)).mean())
-
-    def get_extra_state(self) -> Any:
-        return {"calls": len(self.losses)}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.calls = state["calls"]
-
-
-def _dump(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Whole values and optimizer states, on rank 0."""
-    engine = EngineHandle.of(trainer.lightning_module).engine
-    state = {k: v for k, v in engine.full_state_dict().items() if isinstance(v, Tensor)}
-    return state, trainer.strategy._wrapped_optimizer.state_dict()
-
-
-def _strategy(options: Mapping[str, Any], folder: Path) -> ElixirStrategy:
-    return ElixirStrategy(
-        **({**options, "nvme_offload_dir": str(folder)} if "nvme_offload_fraction" in options else options)
-    )
-
-
-def _save(path: Path, options: dict[str, Any], make_model: Any, devices: int, more: dict[str, Any]) -> Any:
-    trainer, _, _ = fit(_strategy(options, path.parent), make_model, devices=devices, **more)
-    trainer.save_checkpoint(path)
-    return _dump(trainer)
-
-
-def _load(path: Path, options: dict[str, Any], make_model: Any, devices: int, more: dict[str, Any]) -> Any:
-    trainer = make_trainer(_strategy(options, path.parent), devices=devices, **more)
-    model = make_model()
-    with torch.no_grad():  # what is not loaded would show
-        for p in model.parameters():
-            p.fill_(9.0)
-    trainer.fit(model, make_data(), ckpt_path=str(path))  # which has ended, so nothing is trained
-    return _dump(trainer)
+from tests.helpers.tiers import crossed, full
+from tests.strategy.models import TIGHT, LateNet, Net, assert_same_state, fit, make_data, make_trainer
+from tests.strategy.nets import FrozenNet, GroupsNet, ScheduledNet, TiedNet
+from tests.strategy.sharded import OPTIONS, MixedNet, assert_same_dump, dump, load, save, train_on
 
 
 def _save_cut_up(*arguments: Any) -> Any:
     with cut_up():
-        return _save(*arguments)
+        return save(*arguments)
 
 
 def _load_cut_up(*arguments: Any) -> Any:
     with cut_up():
-        return _load(*arguments)
+        return load(*arguments)
 
 
 def _on_ranks(function: Any, world_size: int, *arguments: Any) -> Any:
@@ -115,44 +53,32 @@ def _on_ranks(function: Any, world_size: int, *arguments: Any) -> Any:
     return run_ranks(function, world_size, *arguments[:3], world_size, arguments[3], init_group=False)[0]
 
 
-def _assert_same(actual: Any, expected: Any) -> None:
-    assert_same_state(actual[0], expected[0])
-    (a, e) = actual[1], expected[1]
-    assert a["state"].keys() == e["state"].keys()
-    assert a["state"], "nothing to compare"
-    for number in e["state"]:
-        assert_same_state(a["state"][number], e["state"][number])
-    skipped = {"foreach", "fused", "capturable", "differentiable"}
-    for x, y in zip(a["param_groups"], e["param_groups"], strict=True):
-        assert {k: v for k, v in x.items() if k not in skipped} == {k: v for k, v in y.items() if k not in skipped}
-
-
 @pytest.mark.parametrize(
     ("saved_by", "first", "loaded_by", "second"),
     [
         (1, "tight", 1, "cuda"),
-        (1, "cuda", 1, "nvme"),
+        full(1, "cuda", 1, "nvme"),
         (1, "nvme", 1, "tight"),
-        (1, "tight", 2, "const"),
+        full(1, "tight", 2, "const"),
         (1, "const", 3, "tight"),
-        (2, "tight", 1, "cuda"),
-        (2, "cuda", 2, "tight"),
+        full(2, "tight", 1, "cuda"),
+        full(2, "cuda", 2, "tight"),
         (2, "const", 3, "whole"),
-        (2, "whole", 3, "cuda"),
-        (3, "nvme", 2, "cuda"),
+        full(2, "whole", 3, "cuda"),
+        full(3, "nvme", 2, "cuda"),
         (3, "tight", 1, "tight"),
-        (3, "cuda", 3, "nvme"),
-        (3, "whole", 4, "tight"),
-        (4, "tight", 2, "nvme"),
-        (1, "all on nvme", 2, "cuda"),
-        (2, "tight", 1, "all on nvme"),
+        full(3, "cuda", 3, "nvme"),
+        full(3, "whole", 4, "tight"),
+        full(4, "tight", 2, "nvme"),
+        full(1, "all on nvme", 2, "cuda"),
+        full(2, "tight", 1, "all on nvme"),
         (2, "all on nvme", 3, "all on nvme"),
     ],
 )
 def test_any_ranks_and_placements(tmp_path: Path, saved_by: int, first: str, loaded_by: int, second: str) -> None:
     path = tmp_path / "one.ckpt"
-    expected = _on_ranks(_save, saved_by, path, OPTIONS[first], MixedNet, {})
-    _assert_same(_on_ranks(_load, loaded_by, path, OPTIONS[second], MixedNet, {}), expected)
+    expected = _on_ranks(save, saved_by, path, OPTIONS[first], MixedNet, {})
+    assert_same_dump(_on_ranks(load, loaded_by, path, OPTIONS[second], MixedNet, {}), expected)
     files = [p.name for p in path.iterdir()]
     assert sorted(files) == sorted([".metadata", "meta.pt", *(f"__{rank}_0.distcp" for rank in range(saved_by))])
     assert [p.name for p in tmp_path.iterdir()] == ["one.ckpt"]
@@ -160,14 +86,19 @@ def test_any_ranks_and_placements(tmp_path: Path, saved_by: int, first: str, loa
 
 @pytest.mark.parametrize(
     ("saved_by", "first", "loaded_by", "second"),
-    [(1, "cuda", 2, "tight"), (2, "tight", 3, "whole"), (3, "all on nvme", 1, "nvme"), (2, "const", 2, "all on nvme")],
+    [
+        full(1, "cuda", 2, "tight"),
+        (2, "tight", 3, "whole"),
+        (3, "all on nvme", 1, "nvme"),
+        full(2, "const", 2, "all on nvme"),
+    ],
 )
 def test_several_files_and_boxes_of_a_tensor(
     tmp_path: Path, saved_by: int, first: str, loaded_by: int, second: str
 ) -> None:
     path = tmp_path / "one.ckpt"
     expected = _on_ranks(_save_cut_up, saved_by, path, OPTIONS[first], MixedNet, {})
-    _assert_same(_on_ranks(_load_cut_up, loaded_by, path, OPTIONS[second], MixedNet, {}), expected)
+    assert_same_dump(_on_ranks(_load_cut_up, loaded_by, path, OPTIONS[second], MixedNet, {}), expected)
     index = CheckpointIndex(path)
     assert len(index.tensors["state_dict.layers.1.up.weight"].boxes) >= 32 * 64 // 300
     assert {p.name for p in path.iterdir() if p.suffix} == {
@@ -177,102 +108,54 @@ def test_several_files_and_boxes_of_a_tensor(
     used = {place.file for tensor in index.tensors.values() for _, place in tensor.boxes}
     assert len(used) > saved_by
     # As one thread reads it, where boxes are as large as they may be.
-    _assert_same(_load(path, OPTIONS["tight"], MixedNet, 1, {}), expected)
+    assert_same_dump(load(path, OPTIONS["tight"], MixedNet, 1, {}), expected)
 
 
 @pytest.mark.parametrize("make_model", [LateNet, GroupsNet, ScheduledNet, FrozenNet, TiedNet])
 def test_models(tmp_path: Path, make_model: Any) -> None:
-    expected = _save(tmp_path / "one", OPTIONS["tight"], make_model, 1, {})
+    expected = save(tmp_path / "one", OPTIONS["tight"], make_model, 1, {})
     trainer = make_trainer(ElixirStrategy(**OPTIONS["cuda"]))
     trainer.fit(make_model(), make_data(), ckpt_path=str(tmp_path / "one"))
-    _assert_same(_dump(trainer), expected)
+    assert_same_dump(dump(trainer), expected)
 
 
 @pytest.mark.parametrize(
     ("first", "second"), [("bf16-mixed", "32-true"), ("32-true", "bf16-mixed"), ("bf16-mixed", "bf16-mixed")]
 )
 def test_precisions_with_masters_keep_all_bits(tmp_path: Path, first: Any, second: Any) -> None:
-    expected = _save(tmp_path / "one", OPTIONS["tight"], MixedNet, 1, {"precision": first})
-    actual = _load(tmp_path / "one", OPTIONS["tight"], MixedNet, 1, {"precision": second})
-    _assert_same(actual, expected)
+    expected = save(tmp_path / "one", OPTIONS["tight"], MixedNet, 1, {"precision": first})
+    actual = load(tmp_path / "one", OPTIONS["tight"], MixedNet, 1, {"precision": second})
+    assert_same_dump(actual, expected)
 
 
 def test_precision_without_master_rounds(tmp_path: Path) -> None:
-    expected = _save(tmp_path / "one", OPTIONS["tight"], Net, 1, {})
-    actual = _load(tmp_path / "one", OPTIONS["tight"], Net, 1, {"precision": "bf16-true"})
+    expected = save(tmp_path / "one", OPTIONS["tight"], Net, 1, {})
+    actual = load(tmp_path / "one", OPTIONS["tight"], Net, 1, {"precision": "bf16-true"})
     assert_same_state(actual[0], {k: v.bfloat16() for k, v in expected[0].items()})
 
 
 # Resumed training
 
 
-class Batches:
-    """A rank's batches, from where a checkpoint stopped."""
-
-    def __init__(self, devices: int) -> None:
-        data = list(make_data(64))
-        self._own = data[int(os.environ.get("RANK", "0")) :: devices] if devices > 1 else data
-        self._seen = 0
-
-    def __len__(self) -> int:
-        return len(self._own)
-
-    def __iter__(self) -> Iterator[Any]:
-        torch.rand(1)  # draws, as a DataLoader's iterator does
-        first, self._seen = self._seen, 0
-        for number, batch in enumerate(self._own[first:], start=first):
-            self._seen = number + 1
-            yield batch
-        self._seen = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"seen": self._seen}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._seen = state["seen"]
-
-
-class OwnSeed(pl.Callback):
-    """Each rank drops out units of its own."""
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        torch.manual_seed(11 + trainer.global_rank)
-
-
-def _train_on(path: Path | None, options: dict[str, Any], devices: int, more: dict[str, Any]) -> Any:
-    """The losses of three epochs; with a path of those from its checkpoint on."""
-    pl.seed_everything(11, verbose=False)
-    model = Net(optimizer="hybrid")
-    callback = pl.callbacks.ModelCheckpoint("saved", every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    trainer = make_trainer(
-        ElixirStrategy(**options),
-        max_epochs=2,
-        devices=devices,
-        callbacks=[callback, OwnSeed()],
-        enable_checkpointing=True,
-        **more,
-    )
-    trainer.fit(model, Batches(devices), ckpt_path=None if path is None else str(path))
-    return [loss.item() for loss in model.losses], _dump(trainer)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("more", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulated"])
-@pytest.mark.parametrize("async_save", [False, True])
+@crossed(
+    more=[pytest.param({}, id="plain"), pytest.param({"accumulate_grad_batches": 2}, id="accumulated")],
+    async_save=[False, True],
+    num_ranks=[1, 2],
+)
 def test_resumed_run_equals_the_uninterrupted(
     tmp_path: Path, num_ranks: int, more: dict[str, Any], async_save: bool
 ) -> None:
     # The model has dropout, and steps 3 is in the middle of an epoch: random states are part of it.
     options = {**OPTIONS["tight"], "async_save": async_save}
     run = run_ranks if num_ranks > 1 else _here
-    expected = run(_train_on, num_ranks, None, options, num_ranks, more, init_group=False)
+    expected = run(train_on, num_ranks, None, options, num_ranks, more, init_group=False)
     path = (tmp_path / "saved" / "step=3.ckpt").rename(tmp_path / "three.ckpt")
-    resumed = run(_train_on, num_ranks, path, options, num_ranks, more, init_group=False)
+    resumed = run(train_on, num_ranks, path, options, num_ranks, more, init_group=False)
     for (losses, after), (all_losses, reference) in zip(resumed, expected, strict=True):
         assert len(losses) < len(all_losses)
         assert losses == all_losses[-len(losses) :]
         if after[0]:
-            _assert_same(after, reference)
+            assert_same_dump(after, reference)
 
 
 @pytest.mark.parametrize(("first", "second"), [("tight", "all on nvme"), ("all on nvme", "cuda")])
@@ -283,12 +166,12 @@ def test_a_resumed_run_equals_the_uninterrupted_elsewhere(tmp_path: Path, first:
         if "nvme_offload_fraction" in options:
             options["nvme_offload_dir"] = str(tmp_path)
     more = {"precision": "bf16-mixed"}
-    all_losses, reference = _train_on(None, here, 1, more)
+    all_losses, reference = train_on(None, here, 1, more)
     path = (tmp_path / "saved" / "step=3.ckpt").rename(tmp_path / "three.ckpt")
-    losses, after = _train_on(path, there, 1, more)
+    losses, after = train_on(path, there, 1, more)
     assert len(losses) < len(all_losses)
     assert losses == all_losses[-len(losses) :]
-    _assert_same(after, reference)
+    assert_same_dump(after, reference)
 
 
 def _here(function: Any, world_size: int, *arguments: Any, init_group: bool) -> list[Any]:
@@ -299,7 +182,7 @@ def _here(function: Any, world_size: int, *arguments: Any, init_group: bool) -> 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("save", [_save, _save_cut_up])
+@pytest.mark.parametrize("save", [save, _save_cut_up])
 def test_plain_torch_reads_it(tmp_path: Path, save: Any) -> None:
     state, _ = _on_ranks(save, 2, tmp_path / "one", OPTIONS["tight"], MixedNet, {})
     read = {"state_dict": {name: torch.zeros_like(value) for name, value in state.items()}}
@@ -312,10 +195,11 @@ def test_plain_torch_reads_it(tmp_path: Path, save: Any) -> None:
     assert loaded["state_dict"]["_extra_state"] == {"calls": 4}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["lightning.pytorch", "lightning.fabric"])
 def test_consolidate_commands_of_lightning(tmp_path: Path, command: str) -> None:
     pytest.importorskip("lightning")
-    state, states = _save(tmp_path / "one", OPTIONS["tight"], ScheduledNet, 1, {})
+    state, states = save(tmp_path / "one", OPTIONS["tight"], ScheduledNet, 1, {})
     subprocess.run(
         [sys.executable, "-W", "ignore", "-m", f"{command}.utilities.consolidate_checkpoint", str(tmp_path / "one")],
         check=True,
@@ -330,7 +214,7 @@ def test_consolidate_commands_of_lightning(tmp_path: Path, command: str) -> None
 
 
 def test_our_consolidated_file_is_an_ordinary_checkpoint(tmp_path: Path) -> None:
-    state, states = _on_ranks(_save, 2, tmp_path / "one", OPTIONS["tight"], TiedNet, {})
+    state, states = _on_ranks(save, 2, tmp_path / "one", OPTIONS["tight"], TiedNet, {})
     assert main(["consolidate", str(tmp_path / "one"), "-o", str(tmp_path / "one.ckpt")]) == 0
     loaded = torch.load(tmp_path / "one.ckpt", weights_only=True)
     assert_same_state(loaded["state_dict"], state)
@@ -357,7 +241,7 @@ def test_our_consolidated_file_is_an_ordinary_checkpoint(tmp_path: Path) -> None
 
 def test_safetensors(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    state, _ = _on_ranks(_save, 2, tmp_path / "one", OPTIONS["tight"], MixedNet, {})
+    state, _ = _on_ranks(save, 2, tmp_path / "one", OPTIONS["tight"], MixedNet, {})
     assert main(["consolidate", str(tmp_path / "one"), "-o", str(tmp_path / "one.safetensors")]) == 0
     found = safetensors.load_file(tmp_path / "one.safetensors")
     assert_same_state({name: found[name] for name in state}, state)
@@ -375,7 +259,7 @@ def test_safetensors(tmp_path: Path) -> None:
 
 def test_a_part_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    state, _ = _save(tmp_path / "one", OPTIONS["tight"], MixedNet, 1, {})
+    state, _ = save(tmp_path / "one", OPTIONS["tight"], MixedNet, 1, {})
     command = ["consolidate", str(tmp_path / "one"), "--part", "layers.0", "-o"]
     assert main([*command, str(tmp_path / "part")]) == 0
     found = safetensors.load_file(tmp_path / "part" / "model.safetensors")
@@ -438,7 +322,7 @@ def test_hooks_see_and_change_the_state_dict(tmp_path: Path) -> None:
     assert not [name for name in frozen if f"state_dict.{name}" in metadata.state_dict_metadata]
     resumed = make_trainer(ElixirStrategy(**OPTIONS["cuda"]))
     resumed.fit(ThriftyNet(), make_data(), ckpt_path=str(tmp_path / "one"))
-    assert_same_state(_dump(resumed)[0], _dump(trainer)[0])
+    assert_same_state(dump(resumed)[0], dump(trainer)[0])
 
 
 class ForgetfulNet(Net):
@@ -453,7 +337,7 @@ class ForgetfulNet(Net):
 @pytest.mark.parametrize("make_model", [Net, ForgetfulNet])
 def test_what_is_not_read_of_a_chunk_stays(tmp_path: Path, make_model: Any) -> None:
     """And what belongs to no parameter is zeros."""
-    expected = _save(tmp_path / "one", OPTIONS["tight"], make_model, 1, {})[0]
+    expected = save(tmp_path / "one", OPTIONS["tight"], make_model, 1, {})[0]
     trainer = make_trainer(ElixirStrategy(**OPTIONS["tight"]))
     model = make_model()
     with torch.no_grad():
@@ -462,7 +346,7 @@ def test_what_is_not_read_of_a_chunk_stays(tmp_path: Path, make_model: Any) -> N
     trainer.fit(model, make_data(), ckpt_path=str(tmp_path / "one"))
     if make_model is ForgetfulNet:
         expected["layers.1.up.bias"] = torch.full_like(expected["layers.1.up.bias"], 9.0)
-    assert_same_state(_dump(trainer)[0], expected)
+    assert_same_state(dump(trainer)[0], expected)
     engine = EngineHandle.of(model).engine.engine
     num_gaps = 0
     for chunk in engine.chunks:
@@ -512,7 +396,7 @@ def test_meta_parameters_get_their_values_from_the_folder(tmp_path: Path) -> Non
     trainer.save_checkpoint(tmp_path / "one")
     other = make_trainer(ElixirStrategy(**OPTIONS["cuda"]))
     other.fit(MetaNet("meta"), make_data(), ckpt_path=str(tmp_path / "one"))
-    assert_same_state(_dump(other)[0], _dump(trainer)[0])
+    assert_same_state(dump(other)[0], dump(trainer)[0])
 
 
 def test_tuner_leaves_no_trace() -> None:

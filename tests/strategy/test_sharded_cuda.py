@@ -17,7 +17,7 @@ from lightning_elixir.checkpoint import CheckpointIndex
 from tests.helpers.cut_up import cut_up
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import CHUNK
-from tests.strategy.test_sharded_checkpoint import OPTIONS, SHARDED, MixedNet, _assert_same, _load, _save, _train_on
+from tests.strategy.sharded import OPTIONS, SHARDED, MixedNet, assert_same_dump, load, save, train_on
 
 pytestmark = pytest.mark.gpu
 
@@ -44,9 +44,9 @@ def _resumed(folder: Path, precision: str, placement: str, async_save: bool, dev
     if precision == "16-mixed":  # some steps are skipped, and the scale grows again: it is not what it began with
         options |= {"initial_scale": 2.0**21, "growth_interval": 2}
     more = {**CUDA, "precision": precision}
-    expected = _train_on(None, options, devices, more)
+    expected = train_on(None, options, devices, more)
     path = folder / "saved" / "step=3.ckpt"
-    resumed = _train_on(path, options, devices, more)
+    resumed = train_on(path, options, devices, more)
     return expected, resumed
 
 
@@ -54,7 +54,7 @@ def _assert_continued(expected: Any, resumed: Any) -> None:
     assert len(resumed[0]) < len(expected[0])
     assert resumed[0] == expected[0][-len(resumed[0]) :]
     if resumed[1][0]:
-        _assert_same(resumed[1], expected[1])
+        assert_same_dump(resumed[1], expected[1])
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -79,10 +79,10 @@ def test_the_loss_scale_is_part_of_it(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_from_the_gpu_to_the_cpu_and_back(tmp_path: Path, placement: str, cut: Any) -> None:
     path = tmp_path / "one.ckpt"
     with cut():
-        expected = _save(path, PLACEMENTS[placement], MixedNet, 1, CUDA)
-        _assert_same(_load(path, OPTIONS["tight"], MixedNet, 1, {}), expected)
-        _assert_same(_load(path, PLACEMENTS["all on nvme"], MixedNet, 1, CUDA), expected)
-        _assert_same(_load(path, PLACEMENTS["cuda"], MixedNet, 1, CUDA), expected)
+        expected = save(path, PLACEMENTS[placement], MixedNet, 1, CUDA)
+        assert_same_dump(load(path, OPTIONS["tight"], MixedNet, 1, {}), expected)
+        assert_same_dump(load(path, PLACEMENTS["all on nvme"], MixedNet, 1, CUDA), expected)
+        assert_same_dump(load(path, PLACEMENTS["cuda"], MixedNet, 1, CUDA), expected)
 
 
 @pytest.mark.parametrize(

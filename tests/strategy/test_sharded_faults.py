@@ -27,8 +27,9 @@ from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
 from tests.helpers.cut_up import cut_up
 from tests.helpers.dist import run_processes, run_ranks, start_processes
 from tests.helpers.failures import SOON_S
+from tests.helpers.tiers import full
 from tests.strategy.models import TIGHT, Net, assert_same_state, fit, make_data, make_trainer
-from tests.strategy.test_sharded_checkpoint import OPTIONS, Batches, _assert_same, _dump
+from tests.strategy.sharded import OPTIONS, Batches, assert_same_dump, dump
 
 
 def _after(owner: Any, name: str, calls: int, action: Any) -> None:
@@ -61,14 +62,14 @@ def save_and_die(moment: str, victim: str) -> None:
     """Run by a process of its own: saves, trains on, and dies in the second save, if it is the victim."""
     trainer, model, _ = fit(ElixirStrategy(**OPTIONS["tight"]), devices=2)
     trainer.save_checkpoint("one.ckpt")
-    first = _dump(trainer)[0]
+    first = dump(trainer)[0]
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, make_data())
     rank = os.environ["RANK"]
     if rank == "0":
-        torch.save((first, _dump(trainer)[0]), "expected.pt")
+        torch.save((first, dump(trainer)[0]), "expected.pt")
     else:
-        _dump(trainer)
+        dump(trainer)
     if victim in (rank, "all"):
         _after(*MOMENTS[moment], _die)
     started = time.monotonic()
@@ -84,9 +85,9 @@ def save_and_die(moment: str, victim: str) -> None:
     ("moment", "victim", "is_new"),
     [
         ("writing", "1", False),
-        ("writing", "all", False),
-        ("flushing", "0", False),
-        ("contents", "0", False),
+        full("writing", "all", False),
+        full("flushing", "0", False),
+        full("contents", "0", False),
         ("naming", "0", False),
         ("removing", "0", True),
     ],
@@ -104,7 +105,7 @@ def test_killed_in_a_save(tmp_path: Path, moment: str, victim: str, is_new: bool
     expected = torch.load("expected.pt")[int(is_new)]
     trainer = make_trainer(ElixirStrategy(**TIGHT), max_epochs=1 + is_new)
     trainer.fit(Net(), make_data(), ckpt_path="one.ckpt")
-    assert_same_state(_dump(trainer)[0], expected)
+    assert_same_state(dump(trainer)[0], expected)
     left = [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]
     assert len(left) == ("0" in victims)  # else rank 0 has tidied up
     if moment in ("writing", "flushing", "contents"):
@@ -146,7 +147,7 @@ def save_one_file_and_die(moment: str) -> None:
     """Run by a process of its own: saves, trains on, and dies in the second save."""
     trainer, model, _ = fit(ElixirStrategy(**TIGHT))
     trainer.save_checkpoint("one.ckpt")
-    torch.save(_dump(trainer)[0], "expected.pt")
+    torch.save(dump(trainer)[0], "expected.pt")
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, make_data())
     if moment == "moving":
@@ -170,7 +171,7 @@ def test_killed_in_a_save_of_one_file(tmp_path: Path, moment: str) -> None:
     assert Path(".one.ckpt.partial").exists()
     trainer = make_trainer(ElixirStrategy(**TIGHT), max_epochs=1)
     trainer.fit(Net(), make_data(), ckpt_path="one.ckpt")
-    assert_same_state(_dump(trainer)[0], torch.load("expected.pt"))
+    assert_same_state(dump(trainer)[0], torch.load("expected.pt"))
     trainer.save_checkpoint("one.ckpt")  # takes away what was left
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected.pt", "one.ckpt"]
 
@@ -264,12 +265,17 @@ def train_until(name: str, ranks: int, path: str | None, max_steps: int) -> Any:
         enable_checkpointing=True,
     )
     trainer.fit(Net(optimizer="hybrid"), Batches(ranks), ckpt_path=path)
-    return _dump(trainer)
+    return dump(trainer)
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "order", "gap_s"),
-    [("tight", 1, [0], 0.0), ("tight", 2, [0, 1], 0.0), ("tight", 2, [1, 0], 0.01), ("all on nvme", 2, [1], 0.0)],
+    [
+        full("tight", 1, [0], 0.0),
+        full("tight", 2, [0, 1], 0.0),
+        full("tight", 2, [1, 0], 0.01),
+        ("all on nvme", 2, [1], 0.0),
+    ],
 )
 def test_sigterm_saves_and_the_resumed_run_equals_the_uninterrupted(
     name: str, ranks: int, order: list[int], gap_s: float
@@ -293,7 +299,7 @@ def test_sigterm_saves_and_the_resumed_run_equals_the_uninterrupted(
         else [train_until(name, 1, start, step + 3)]
         for start in (str(path), None)
     ]
-    _assert_same(found[0][0], found[1][0])
+    assert_same_dump(found[0][0], found[1][0])
 
 
 def _save_on_full_disk(full_rank: int) -> Any:
@@ -398,7 +404,7 @@ class _Reference(pl.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         step = trainer.global_step
-        self.dumps[step] = _dump(trainer)
+        self.dumps[step] = dump(trainer)
         if step in (3, 4):
             self.seen_early.append(Path("saved/step=2.ckpt").exists())
         if step == 4:
@@ -416,7 +422,7 @@ def test_training_goes_on_while_a_thread_saves(monkeypatch: pytest.MonkeyPatch) 
     assert not torch.equal(before["layers.4.weight"], after["layers.4.weight"])
     other = make_trainer(ElixirStrategy(**TIGHT), max_epochs=1, max_steps=2)
     other.fit(Net(), make_data(), ckpt_path="saved/step=2.ckpt")
-    assert_same_state(_dump(other)[0], before)
+    assert_same_state(dump(other)[0], before)
 
 
 @pytest.mark.parametrize(
@@ -430,7 +436,7 @@ def test_training_goes_on_while_a_thread_saves(monkeypatch: pytest.MonkeyPatch) 
 def test_names_are_those_of_saves_that_are_waited_for(
     monkeypatch: pytest.MonkeyPatch, callbacks: list[dict[str, Any]]
 ) -> None:
-    _flush_with(monkeypatch, lambda path: time.sleep(0.05))
+    _flush_with(monkeypatch, lambda path: time.sleep(0.01))
     found = []
     for folder, options in (("sync", OPTIONS["tight"]), ("async", ASYNC)):
         made = [_keep(folder, **each) for each in callbacks]

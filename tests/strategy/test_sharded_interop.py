@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import TIGHT, Net, assert_same_state, fit, make_data, make_trainer
-from tests.strategy.test_sharded_checkpoint import SHARDED, _assert_same, _dump
+from tests.strategy.sharded import SHARDED, assert_same_dump, dump
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -78,7 +78,7 @@ def _by_number(states: Any) -> Any:
 def _load_by_us(path: Path, optimizer_name: str) -> Any:
     trainer = make_trainer(ElixirStrategy(**TIGHT), devices=_world_size(), max_epochs=0)
     trainer.fit(Net(optimizer_name), make_data(), ckpt_path=str(path))
-    return _dump(trainer)
+    return dump(trainer)
 
 
 def _world_size() -> int:
@@ -90,7 +90,7 @@ def _save_by_us(path: Path, optimizer_name: str) -> Any:
         ElixirStrategy(**TIGHT, **SHARDED), lambda: Net(optimizer_name), devices=_world_size(), max_epochs=1
     )
     trainer.save_checkpoint(path)
-    return _dump(trainer)
+    return dump(trainer)
 
 
 @pytest.mark.parametrize(("num_ranks", "optimizer"), [(1, "adamw"), (3, "hybrid")])
@@ -115,4 +115,4 @@ def test_fsdp2_loads_what_we_saved(tmp_path: Path, num_ranks: int, optimizer: st
     found = {**states["param_groups"][0], "params": groups[0]["params"]}
     found = {k: v for k, v in found.items() if k in groups[0]}
     actual = (state, {"state": _by_number(states), "param_groups": [found]})
-    _assert_same(actual, (expected[0], {**expected[1], "param_groups": groups}))
+    assert_same_dump(actual, (expected[0], {**expected[1], "param_groups": groups}))

@@ -15,9 +15,9 @@ from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
-from tests.runtime.test_update_timing import slow_updates
+from tests.helpers.update_timing import slow_updates
 from tests.strategy.models import TIGHT, Net, assert_same_run, fit, make_data
-from tests.strategy.test_retry import TightNet
+from tests.strategy.nets import TightNet
 
 BF16 = {"precision": "bf16-mixed"}
 

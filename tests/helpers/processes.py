@@ -1,0 +1,236 @@
+"""`start`: run Python code in a process by itself, without the seconds that importing torch and Lightning takes.
+
+The process is the fork of a server that has imported what tests need and done nothing else. It runs the code as its
+main program and ends as any interpreter does. Beside a GPU it is a new interpreter instead: CUDA does not work in forks
+of a process that has looked for devices, which some imports do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+ROOT = Path(__file__).parents[2]
+# Each with the module whose import here tells that what is started may need it.
+_SLOW_TO_IMPORT = {
+    "torch": "torch",
+    "lightning_elixir.strategy": "lightning_elixir.strategy",
+    "transformers.models.gpt2.modeling_gpt2": "tests.helpers.zoo",
+    "tests.helpers.dist": "tests.helpers.dist",
+}
+_LENGTH = struct.Struct("!Q")
+_MOST_FDS = 8
+
+
+class Process(Protocol):
+    """What tests use of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def start(
+    code: str,
+    environment: Mapping[str, str] | None = None,
+    *,
+    arguments: Sequence[str] = (),
+    pass_fds: Sequence[int] = (),
+    is_quiet: bool = False,
+) -> Process:
+    """Run code as the main program of a new process, in this working directory.
+
+    Args:
+        code: What follows `python -c`.
+        environment: All variables, but for `PYTHONPATH`, in which the project's root is; None: those of this process.
+        arguments: `sys.argv[1:]`.
+        pass_fds: Files to share; their numbers there come after the arguments.
+        is_quiet: Whether what it writes to its standard error is dropped.
+    """
+    environment = {**(os.environ if environment is None else environment), "PYTHONPATH": str(ROOT)}
+    if _has_gpu():
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *arguments, *map(str, pass_fds)],
+            env=environment,
+            pass_fds=pass_fds,
+            stderr=subprocess.DEVNULL if is_quiet else None,
+        )
+    if not _servers:
+        _servers.append(_Server())
+    return _servers[0].fork(_Request(code, environment, list(arguments), os.getcwd(), is_quiet), pass_fds)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One process to start: as `start`."""
+
+    code: str
+    environment: dict[str, str]
+    arguments: list[str]
+    cwd: str
+    is_quiet: bool
+
+
+class _Fork:
+    """A process that the server has started; the other end of `status` is kept by its keeper."""
+
+    def __init__(self, status: int) -> None:
+        self._status = os.fdopen(status, "rb", buffering=0)
+        self.pid = self._number()
+        self.returncode: int | None = None
+
+    def _number(self) -> int:
+        line = self._status.readline()
+        if not line:
+            raise RuntimeError("the server that starts processes has ended")
+        return int(line)
+
+    def poll(self) -> int | None:
+        return self._look(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._look(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
+
+    def _look(self, timeout_s: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], timeout_s)[0]:
+            self.returncode = self._number()
+            self._status.close()
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------------------------- the server
+
+
+class _Server:
+    """This end of it. It ends when this process does."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair()
+        names = [name for name, sign in _SLOW_TO_IMPORT.items() if sign in sys.modules]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), *names],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                pass_fds=[theirs.fileno()],
+            )
+
+    def fork(self, request: _Request, pass_fds: Sequence[int]) -> _Fork:
+        ours, theirs = os.pipe()
+        try:
+            data = json.dumps(asdict(request)).encode()
+            socket.send_fds(self._channel, [_LENGTH.pack(len(data))], [theirs, *pass_fds])
+            self._channel.sendall(data)
+        finally:
+            os.close(theirs)
+        return _Fork(ours)
+
+    def stop(self) -> None:
+        self._channel.close()
+        self._process.wait()
+
+
+_servers: list[_Server] = []
+"""One, from when it is first needed."""
+
+
+@atexit.register
+def _stop() -> None:
+    while _servers:
+        _servers.pop().stop()
+
+
+def _serve(channel: socket.socket) -> tuple[_Request, list[int]] | None:
+    """Fork for every request. Returns in the server when there will be no more, and in each process that was asked for
+    with what it is to run."""
+    while True:
+        header, fds, *_ = socket.recv_fds(channel, _LENGTH.size, _MOST_FDS)
+        if not header:
+            return None
+        data, (length,) = b"", _LENGTH.unpack(header)
+        while len(data) < length:
+            data += channel.recv(length - len(data))
+        if os.fork() == 0:
+            break
+        for fd in fds:
+            os.close(fd)
+    # The keeper, which tells the number of the process, and how it has ended.
+    channel.detach()
+    status, *passed = fds
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid:
+        for fd in passed:
+            os.close(fd)
+        os.write(status, b"%d\n" % pid)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.write(status, b"%d\n" % code)
+        os._exit(0)
+    os.close(status)
+    return _Request(**json.loads(data)), passed
+
+
+def _become(request: _Request, fds: Sequence[int]) -> None:
+    """Be as a process that was just started to run that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.cwd)
+    sys.argv = ["-c", *request.arguments, *map(str, fds)]
+    if request.is_quiet:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+
+
+def _main(channel: socket.socket, names: Sequence[str]) -> str | None:
+    """The server; what it returns is for a process that it has started to run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends with the process that has started it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers leave nothing to wait for
+    for name in names:
+        importlib.import_module(name)
+    found = _serve(channel)
+    if found is None:
+        return None
+    _become(*found)
+    return found[0].code
+
+
+if __name__ == "__main__":
+    program = _main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    if program is not None:
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
