@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_elixir.optim.hybrid_adam import HybridAdam
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.plans import make_plan
 from tests.helpers.zoo import make
 from tests.runtime.test_keep_fp32 import train_through_moves
 from tests.runtime.test_threads import train_beside_a_monitor

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
 from lightning_elixir.errors import PlanError, StateError
-from lightning_elixir.planning import make_plan
+from tests.helpers.plans import make_plan
 
 CPU = torch.device("cpu")
 

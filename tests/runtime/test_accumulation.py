@@ -24,10 +24,10 @@ from lightning_elixir.core.worker import Task
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.memory import STAGING_BUFFERS
 from lightning_elixir.plan.types import Tier, UpdateTiming
-from lightning_elixir.planning import make_plan
 from lightning_elixir.runtime import accumulation
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.zoo import ZOO, make
 from tests.runtime import test_streamed_updates as streamed
 from tests.runtime import test_update_timing as timed

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.zoo import make
 from tests.runtime import test_streamed_updates as bodies
 from tests.runtime.test_streamed_updates import CPU, HOWS, assert_same, result_of

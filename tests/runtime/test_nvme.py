@@ -33,11 +33,11 @@ from lightning_elixir.plan import memory
 from lightning_elixir.plan.memory import NVME_BUFFERS
 from lightning_elixir.plan.placement import with_states_on_nvme
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
-from lightning_elixir.planning import make_plan
 from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, StateFile, direct, mapped
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.metered import MeteredHostDevice
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed
 from tests.helpers.zoo import ZOO, make
 from tests.runtime import test_streamed_updates as bodies
@@ -844,7 +844,7 @@ PROGRAM = """
     from torch import nn
     from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
     from lightning_elixir.plan.placement import with_states_on_nvme
-    from lightning_elixir.planning import make_plan
+    from tests.helpers.plans import make_plan
     from tests.helpers.own_memory import own_bytes
 
     folder, fraction, then = sys.argv[1], float(sys.argv[2]), sys.argv[3]

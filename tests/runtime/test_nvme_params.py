@@ -23,11 +23,11 @@ from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
 from lightning_elixir.plan.memory import PARAM_BUFFERS, STAGING_BUFFERS
 from lightning_elixir.plan.types import Tier, UpdateTiming
-from lightning_elixir.planning import make_plan
 from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, put
 from lightning_elixir.storage.nvme import direct
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed
 from tests.helpers.zoo import ZOO, make
 from tests.runtime import test_nvme as nvme_bodies
@@ -276,7 +276,7 @@ PROGRAM = """
     import torch
     from torch import nn
     from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
-    from lightning_elixir.planning import make_plan
+    from tests.helpers.plans import make_plan
     from tests.helpers.own_memory import own_bytes
 
     folder, fraction = sys.argv[1], float(sys.argv[2])

@@ -29,10 +29,10 @@ from lightning_elixir.optim.execution import UpdateRunner
 from lightning_elixir.optim.speculation import Caution
 from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.types import Tier, UpdateTiming
-from lightning_elixir.planning import make_plan
 from lightning_elixir.storage.shards import ShardStore
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed
 from tests.helpers.zoo import ZOO
 from tests.runtime import test_streamed_updates as streamed_bodies

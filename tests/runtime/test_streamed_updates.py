@@ -20,9 +20,9 @@ from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.optim import CPUAdam, HybridAdam, execution
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed
 from tests.helpers.zoo import ZOO, make
 
