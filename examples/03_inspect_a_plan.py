@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_elixir import CapacityError, HardwareSpec, profile_memory
 from lightning_elixir.plan.io import save_plan
-from lightning_elixir.planning import make_plan, timeline_of
+from lightning_elixir.planning import Budget, make_plan, timeline_of
 from lightning_elixir.report import ReportData, render_report
 
 GIB = 2**30
@@ -45,8 +45,7 @@ def main() -> None:
             plan = make_plan(
                 model,
                 compute_dtype=torch.bfloat16,
-                gpu_bytes=gpu_gib * GIB,
-                cpu_bytes=128 * GIB,
+                budget=Budget(gpu_gib * GIB, 128 * GIB),
                 profile=profile,
                 hardware=hardware,
             )

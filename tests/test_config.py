@@ -13,6 +13,8 @@ import torch
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import HardwareSpec, save_hardware
+from lightning_elixir.plan.packing import ChunkSizes
+from lightning_elixir.plan.problem import PlacementRequest
 from lightning_elixir.plan.units import parse_bytes
 from lightning_elixir.storage.nvme import BACKENDS
 from lightning_elixir.strategy.config import ElixirConfig, NvmeBackendName
@@ -54,9 +56,27 @@ def test_sizes_of_options_are_given_in_bytes() -> None:
     config = ElixirConfig(
         chunk_size="64MiB", min_chunk_size=1024, chunk_search_range="1KiB", gpu_memory_limit="1GiB", cpu_memory_limit=7
     )
-    assert (config.chunk_bytes, config.min_chunk_bytes, config.chunk_search_range_bytes) == (2**26, 1024, 1024)
+    assert config.chunk_sizes == ChunkSizes(2**26, 1024, 128, 1024)
     assert (config.gpu_limit_bytes, config.cpu_limit_bytes) == (2**30, 7)
-    assert ElixirConfig().chunk_bytes is None
+    assert ElixirConfig().chunk_sizes == ChunkSizes()
+
+
+def test_options_of_the_placement_go_into_one_request() -> None:
+    config = ElixirConfig(
+        placement_policy="const",
+        shard_param_frac=0.1,
+        offload_optim_frac=0.2,
+        offload_param_frac=0.3,
+        enable_distributed_storage=False,
+        gpu_margin_mem_ratio=0.4,
+    )
+    request = PlacementRequest("const", 0.1, 0.2, 0.3, distributed_storage=False, gpu_margin_mem_ratio=0.4)
+    assert config.placement_request() == request
+    config = ElixirConfig(
+        placement_policy="cpu", prefetch=False, nvme_offload_fraction=0.5, nvme_offload_param_fraction=0.6
+    )
+    on_nvme = PlacementRequest("cpu", nvme_offload_fraction=0.5, nvme_offload_param_fraction=0.6, prefetch_depth=0)
+    assert config.placement_request() == on_nvme
 
 
 def test_unknown_policy_names_the_known_ones() -> None:

@@ -32,12 +32,12 @@ from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.plan.packing import PackedChunk
-from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, PlacementRequest, Placer, Site
+from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, Placer, Site
+from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.stream_buffers import STREAM_BYTES
 from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.plan.units import format_bytes
-from lightning_elixir.planning import data_bytes_of, make_plan, module_accesses, timeline_of
+from lightning_elixir.planning import ChunkSizes, TrainingRegime, make_plan, module_accesses, timeline_of
 
 _spec = importlib.util.spec_from_file_location("train_gpt", Path(__file__).parents[1] / "train_gpt.py")
 if _spec is None or _spec.loader is None:
@@ -84,9 +84,9 @@ class Bench:
         self.accesses = module_accesses(model)
         first = make_plan(
             model,
-            placement_policy="cpu",
+            PlacementRequest(policy="cpu"),
+            chunk_sizes=ChunkSizes(arguments.chunk_mib * 2**20 if arguments.chunk_mib else None),
             compute_dtype=torch.bfloat16,
-            chunk_size=arguments.chunk_mib * 2**20 if arguments.chunk_mib else None,
         )
         with torch.device("meta"):
             self.skeleton = train_gpt.GPT(replace(train_gpt.SIZES[arguments.size], seq_len=arguments.seq_len), True)
@@ -182,15 +182,7 @@ def by_hand(bench: Bench, profile: StepProfile, limit_bytes: int) -> list[tuple[
         plan.compute_dtype,
     )
     request = PlacementRequest(policy="const", prefetch_depth=4, accesses=bench.accesses)
-    placer = Placer(
-        layout,
-        request,
-        Budget(limit_bytes, None),
-        1,
-        data_bytes_of(master_weights=True),
-        profile=profile,
-        stream_bytes=STREAM_BYTES,
-    )
+    placer = Placer(layout, Problem(request, Budget(limit_bytes)), profile)
     n = len(layout.packed)
 
     def fits(sites: list[Site]) -> bool:
@@ -281,10 +273,10 @@ def main() -> None:
             bench.skeleton,
             compute_dtype=torch.bfloat16,
             layout=bench.engine.plan,
-            gpu_bytes=limit_bytes,
+            budget=Budget(limit_bytes),
+            regime=TrainingRegime(can_stream=True),
             profile=profile,
             hardware=bench.hardware,
-            can_stream=True,
         )
         print(f"\n{entry['limit']}\n{auto.explain()}", flush=True)
         plans = [("auto", auto), *by_hand(bench, profile, limit_bytes)]

@@ -24,7 +24,7 @@ from lightning_elixir.plan.io import plan_to_dict, save_plan
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.timeline import Timeline
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
-from lightning_elixir.planning import make_plan, timeline_of
+from lightning_elixir.planning import Budget, ChunkSizes, PlacementRequest, TrainingRegime, make_plan, timeline_of
 from lightning_elixir.profiling.fake_step import profile_memory
 from lightning_elixir.profiling.kept_fp32 import kept_parameters
 from lightning_elixir.profiling.parameters import dtype_name, param_specs
@@ -135,11 +135,23 @@ def find(options: argparse.Namespace) -> Found:
             keep_fp32=options.keep_fp32,
             master_weights=precision.is_mixed,
         )
+    regime = TrainingRegime(
+        master_weights=precision.is_mixed,
+        accumulates=options.accumulate > 1,
+        num_backwards=options.accumulate,
+        update_timing=update_timing_of(options),
+        needs_global_norm=options.precision == "16-mixed",
+        can_stream=options.optimizer == "hybrid",
+        can_reuse_compute_shard=precision.is_mixed,
+    )
     with _telling(options, "looking for the fastest placement"), speaking_of_options():
         plan = make_plan(
             subject.model,
-            placement_policy=options.policy,
-            chunk_size=chunk_size,
+            PlacementRequest(policy=options.policy),
+            chunk_sizes=ChunkSizes(chunk_size),
+            budget=Budget(machine.gpu_bytes, machine.cpu_bytes, nvme_bytes=machine.nvme_bytes),
+            regime=regime,
+            world_size=options.gpus,
             compute_dtype=dtype,
             keep_fp32=kept_parameters(
                 subject.model,
@@ -149,28 +161,10 @@ def find(options: argparse.Namespace) -> Found:
             )
             if dtype is not None
             else (),
-            master_weights=precision.is_mixed,
-            accumulates=options.accumulate > 1,
-            num_backwards=options.accumulate,
-            can_stream=options.optimizer == "hybrid",
-            update_timing=update_timing_of(options),
-            can_reuse_compute_shard=precision.is_mixed,
-            needs_global_norm=options.precision == "16-mixed",
-            world_size=options.gpus,
-            gpu_bytes=machine.gpu_bytes,
-            cpu_bytes=machine.cpu_bytes,
-            nvme_bytes=machine.nvme_bytes,
             profile=profile,
             hardware=machine.hardware,
         )
-        timeline = timeline_of(
-            plan,
-            profile,
-            machine.hardware,
-            master_weights=precision.is_mixed,
-            accumulates=options.accumulate > 1,
-            num_backwards=options.accumulate,
-        )
+        timeline = timeline_of(plan, profile, machine.hardware, regime)
     num_params = sum(spec.numel for spec in param_specs(subject.model))
     return Found(subject, machine, profile, plan, timeline, num_params, options.accumulate)
 

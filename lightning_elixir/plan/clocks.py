@@ -56,18 +56,15 @@ class Clocks:
         profile: StepProfile,
         hardware: HardwareSpec,
         scheme: Scheme,
-        accumulates: bool,
-        num_backwards: int,
         is_detailed: bool,
     ) -> None:
         self.plan, self.profile, self.hardware, self.scheme = plan, profile, hardware, scheme
-        self.num_backwards, self.accumulates, self.is_detailed = num_backwards, accumulates, is_detailed
+        self.is_detailed = is_detailed
+        self.num_backwards, self.accumulates = scheme.regime.num_backwards, scheme.regime.accumulates
         self.costs = Costs(hardware, scheme)
         self.trained = [c for c in plan.chunks if c.requires_grad]
         self.on_host = [c for c in self.trained if c.optim_tier is not Tier.GPU]
-        self.timing = plan.update_timing if self.on_host else UpdateTiming.AFTER_BACKWARD
-        if self.timing is UpdateTiming.INSIDE_BACKWARD and (accumulates or num_backwards > 1):
-            self.timing = UpdateTiming.BEHIND_FORWARD
+        self.timing = scheme.regime.allowed(plan.update_timing) if self.on_host else UpdateTiming.AFTER_BACKWARD
         self.is_overlapped = self.timing is not UpdateTiming.AFTER_BACKWARD
         self.slowdown = self._joint_slowdown()
         self.peak_blocks = 0
@@ -76,11 +73,10 @@ class Clocks:
         # Bytes that a picture of the device's memory shows.
         use = memory_use(plan.chunks, plan.rcache_blocks, scheme)
         shards = sum(scheme.grad_shard_bytes(c) for c in plan.chunks if c.optim_tier is Tier.GPU)
-        is_streaming = any(c.is_update_streamed for c in plan.chunks)
-        self.stream_bytes = scheme.stream_bytes if is_streaming else 0
+        self.stream_bytes = scheme.stream_bytes(plan.chunks)
         self.resident_bytes = use.gpu_param_bytes + use.gpu_state_bytes
         self.grad_block_bytes = use.gpu_grad_bytes - shards + (self.stream_bytes if self.is_overlapped else 0)
-        self.start_grad_bytes = shards if accumulates else 0
+        self.start_grad_bytes = shards if self.accumulates else 0
         # The clocks.
         self.now_s = 0.0
         """Of the compute stream."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Tier, UpdateTiming
+from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
+from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Tier
 
 GRAD_BLOCKS = 2
 """Blocks for gradients on the compute device: one fills up while another is being reduced. Where parameters of another
@@ -100,39 +101,6 @@ def problem_of_params_on_nvme(chunks: Iterable[ChunkSpec], world_size: int, is_s
 
 
 @dataclass(frozen=True)
-class ModelDataBytes:
-    """Bytes per element of everything that a trainable parameter drags along."""
-
-    compute: int
-    """The parameter in the compute dtype."""
-    grad: int
-    """The gradient shard."""
-    master: int
-    """The optimizer's own copy of the parameter; 0 if it works on the compute shard."""
-    states: int
-    """Optimizer states, all together."""
-
-    @property
-    def optim(self) -> int:
-        """What follows the optimizer tier: master, states and the gradient shard."""
-        return self.grad + self.master + self.states
-
-    @classmethod
-    def of(cls, dtype: str, *, has_master: bool, num_states: int = 2, grad_bytes: int | None = None) -> ModelDataBytes:
-        """The usual figures: 16-bit with an fp32 master 2, 2, 4, 8; fp32 4, 4, 0, 8; 16-bit without master 2, 2, 0, 4.
-
-        Args:
-            dtype: Compute dtype, key of `DTYPE_BYTES`.
-            has_master: Whether 16-bit parameters have an fp32 master.
-            num_states: Optimizer states per element (Adam 2, SGD with momentum 1).
-            grad_bytes: Bytes per element of the gradient shard; None: as the parameter.
-        """
-        compute = DTYPE_BYTES[dtype]
-        master = 4 if has_master and compute == 2 else 0
-        return cls(compute, compute if grad_bytes is None else grad_bytes, master, num_states * (master or compute))
-
-
-@dataclass(frozen=True)
 class Budget:
     """What one rank may use. None: not known, treated as unlimited."""
 
@@ -153,33 +121,27 @@ class Scheme:
     world_size: int
     is_storage_distributed: bool
     block_bytes: int
-    data_bytes: Mapping[str, ModelDataBytes]
-    """For every dtype of the chunks."""
-    stream_bytes: int = 0
-    """Device memory of the buffers through which streamed updates run, where there are any."""
-    update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD
-    """When those run, and so when the buffers are there."""
-    grad_reuses_compute_shard: bool = False
-    """As in the plan."""
-    has_spare_states: bool = False
-    """As in the plan."""
-    accumulates: bool = False
-    """Whether gradients of several backwards are added up."""
+    regime: TrainingRegime
+    updates: UpdateMode = UpdateMode()
 
     @property
     def is_shard_whole(self) -> bool:
         """Then a shard on the GPU is the whole replica, and dropping the one would keep the other."""
         return self.world_size == 1 or not self.is_storage_distributed
 
+    def stream_bytes(self, chunks: Iterable[ChunkSpec]) -> int:
+        """Device memory of the buffers through which updates are streamed, if any of these is."""
+        return self.regime.stream_bytes if any(c.is_update_streamed for c in chunks) else 0
+
     def param_shard_bytes(self, chunk: ChunkSpec) -> int:
         return chunk.nbytes if self.is_shard_whole else chunk.nbytes // self.world_size
 
     def grad_shard_bytes(self, chunk: ChunkSpec) -> int:
-        return chunk.numel // self.world_size * self.data_bytes[chunk.dtype].grad if chunk.requires_grad else 0
+        return chunk.numel // self.world_size * self.regime.data_bytes[chunk.dtype].grad if chunk.requires_grad else 0
 
     def host_grad_bytes(self, chunk: ChunkSpec) -> int:
         """What gradients take in host memory beside the compute shard."""
-        if chunk.optim_tier is Tier.GPU or (self.grad_reuses_compute_shard and self.can_reuse(chunk)):
+        if chunk.optim_tier is Tier.GPU or (self.updates.grad_reuses_compute_shard and self.can_reuse(chunk)):
             return 0
         return 0 if has_params_on_nvme(chunk) else self.grad_shard_bytes(chunk)
 
@@ -187,17 +149,17 @@ class Scheme:
         """Host memory of the buffers through which gradients come down to be added up, or to go on to NVMe; and of one
         sum that is read there, and written again."""
         on_nvme = [c for c in chunks if c.requires_grad and has_params_on_nvme(c)]
-        if not self.accumulates and not on_nvme:
+        if not self.regime.accumulates and not on_nvme:
             return 0
         number, nbytes = grad_staging(chunks, self.world_size)
-        sums = 2 * max(map(self.nvme_grad_bytes, on_nvme), default=0) if self.accumulates else 0
+        sums = 2 * max(map(self.nvme_grad_bytes, on_nvme), default=0) if self.regime.accumulates else 0
         return number * nbytes + sums
 
     def nvme_grad_bytes(self, chunk: ChunkSpec) -> int:
         """What gradients have reserved on NVMe: they may become sums in fp32."""
         if not chunk.requires_grad or not has_params_on_nvme(chunk):
             return 0
-        return chunk.numel // self.world_size * max(4, self.data_bytes[chunk.dtype].compute)
+        return chunk.numel // self.world_size * max(4, self.regime.data_bytes[chunk.dtype].compute)
 
     def nvme_bytes(self, chunk: ChunkSpec) -> int:
         """All that a chunk takes on NVMe."""
@@ -215,13 +177,13 @@ class Scheme:
 
     def can_reuse(self, chunk: ChunkSpec) -> bool:
         """Whether a chunk's gradients could land in its compute shard."""
-        data = self.data_bytes[chunk.dtype]
+        data = self.regime.data_bytes[chunk.dtype]
         is_on_host = chunk.param_tier is Tier.CPU and chunk.optim_tier is Tier.CPU
         return is_on_host and data.master > 0 and data.grad <= data.compute
 
     def state_bytes(self, chunk: ChunkSpec) -> int:
         """Master and optimizer states of one rank."""
-        data = self.data_bytes[chunk.dtype]
+        data = self.regime.data_bytes[chunk.dtype]
         return chunk.numel // self.world_size * (data.master + data.states) if chunk.requires_grad else 0
 
     def spare_bytes(self, chunk: ChunkSpec) -> int:
@@ -231,10 +193,10 @@ class Scheme:
     def has_spares(self, chunk: ChunkSpec) -> bool:
         """Whether the plan gives the chunk spare states."""
         is_on_host = chunk.requires_grad and chunk.optim_tier is Tier.CPU
-        return self.has_spare_states and is_on_host and self.data_bytes[chunk.dtype].master > 0
+        return self.updates.has_spare_states and is_on_host and self.regime.data_bytes[chunk.dtype].master > 0
 
     def _value_bytes(self, chunk: ChunkSpec) -> int:
-        return chunk.numel // self.world_size * self.data_bytes[chunk.dtype].compute
+        return chunk.numel // self.world_size * self.regime.data_bytes[chunk.dtype].compute
 
     def grad_block_bytes(self, chunks: Sequence[ChunkSpec]) -> int:
         """The blocks that gradients are gathered in."""

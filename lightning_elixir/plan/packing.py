@@ -13,6 +13,8 @@ from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, Member, ParamS
 MIN_CHUNK_BYTES = 32 * 2**20
 """Least chunk size that the search looks at: smaller copies do not reach the bandwidth of the bus."""
 
+DEFAULT_N_GRIDS = 128
+
 _TINY_CHUNK_BYTES = 64 * 2**10
 # A chunk size is only worth having if the rCache can hold some chunks and not others: a model below
 # `_AIMED_CHUNKS * MIN_CHUNK_BYTES` gets smaller chunks, and no candidate makes fewer than `_FEWEST_CHUNKS` of it.
@@ -41,6 +43,47 @@ class PackedChunk:
     def used_bytes(self) -> int:
         """Bytes that hold parameters."""
         return sum(m.numel for m in self.members) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class ChunkSizes:
+    """Which chunk sizes a plan may have, in bytes of the compute dtype."""
+
+    chunk_size: int | None = None
+    """The one. None: several are simulated (policy "auto"), or the one with the least waste is taken, and smaller ones
+    where the GPU cannot hold the blocks of the best."""
+    search_range: int | None = None
+    """Bytes above the smallest candidate to search; None: to three times of it."""
+    n_grids: int = DEFAULT_N_GRIDS
+    """How many chunk sizes to look at for their waste."""
+    min_chunk_size: int | None = None
+    """Of the smallest candidate; None: 32 MiB, less for a small model."""
+    is_searched: bool = True
+    """False: the size with the least waste, without simulating others."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the user has left them to us."""
+        return self.chunk_size is None and self.search_range is None and self.min_chunk_size is None
+
+    def candidates(self, specs: Sequence[ParamSpec], world_size: int, compute_dtype: str) -> tuple[int, ...]:
+        """Elements of a chunk; the size with the least waste first.
+
+        Raises:
+            PlanError: No parameter can be put into such chunks.
+        """
+        if self.chunk_size is not None:
+            if self.chunk_size < 1:
+                raise PlanError(f"chunk_size must be at least 1 byte, got {self.chunk_size}")
+            return (max(1, self.chunk_size // DTYPE_BYTES[compute_dtype]),)
+        return candidate_chunk_numels(
+            specs,
+            world_size,
+            compute_dtype=compute_dtype,
+            search_range_bytes=self.search_range,
+            n_grids=self.n_grids,
+            min_chunk_bytes=self.min_chunk_size,
+        )
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -129,7 +172,7 @@ def search_chunk_numel(
     *,
     compute_dtype: str = "float32",
     search_range_bytes: int | None = None,
-    n_grids: int = 128,
+    n_grids: int = DEFAULT_N_GRIDS,
     min_chunk_bytes: int | None = None,
 ) -> int:
     """The chunk size with the least waste; of equal ones the smallest.
@@ -179,7 +222,7 @@ def candidate_chunk_numels(
     *,
     compute_dtype: str = "float32",
     search_range_bytes: int | None = None,
-    n_grids: int = 128,
+    n_grids: int = DEFAULT_N_GRIDS,
     min_chunk_bytes: int | None = None,
 ) -> tuple[int, ...]:
     """Chunk sizes worth simulating: the one with the least waste first, then the least wasteful of each octave of the

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_elixir.errors import CapacityError, PlanError
-from lightning_elixir.plan.memory import (
-    Budget,
-    MemoryUse,
-    ModelDataBytes,
-    Scheme,
-    memory_use,
-    num_grad_blocks,
-    problem_of_params_on_nvme,
-)
-from lightning_elixir.plan.packing import PackedChunk, padding_bytes, waste_bytes
+from lightning_elixir.plan.memory import MemoryUse, memory_use, num_grad_blocks, problem_of_params_on_nvme
+from lightning_elixir.plan.packing import PackedChunk, pack, padding_bytes, regular_block_bytes, waste_bytes
+from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.spilling import can_move_params
 from lightning_elixir.plan.timeline import beside_rcache_bytes, moments
-from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
-
-POLICIES = ("auto", "cpu", "cuda", "const", "static")
 
 
 @dataclass(frozen=True)
@@ -34,6 +25,12 @@ class Layout:
     block_bytes: int
     """Bytes of one rCache block."""
     compute_dtype: str
+
+    @classmethod
+    def of(cls, specs: Sequence[ParamSpec], chunk_numel: int, world_size: int, compute_dtype: str) -> Layout:
+        """Parameters in chunks of at most so many elements, as far as each fits into one."""
+        packed = pack(specs, chunk_numel, world_size, compute_dtype)
+        return cls(packed, regular_block_bytes(packed, chunk_numel, world_size, compute_dtype), compute_dtype)
 
 
 @dataclass(frozen=True)
@@ -55,59 +52,13 @@ RESIDENT = Site(Tier.GPU, Tier.GPU, True)
 OFFLOADED = Site(Tier.CPU, Tier.CPU, False)
 
 
-@dataclass(frozen=True)
-class PlacementRequest:
-    """What the user asked for."""
-
-    policy: str = "auto"
-    """One of `POLICIES` ("static" is another name of "const")."""
-    shard_param_frac: float = 1.0
-    """const: share of the parameter bytes that is sharded and fetched when needed; the rest is persistent."""
-    offload_optim_frac: float = 0.0
-    """const: share of the optimizer bytes that lives on the host."""
-    offload_param_frac: float = 0.0
-    """const: share of the parameter bytes whose shards live on the host (and so are not persistent)."""
-    nvme_offload_fraction: float = 0.0
-    """Other than auto: share of the states in host memory, by elements, that goes on to NVMe."""
-    nvme_offload_param_fraction: float = 0.0
-    """Other than auto: share of the parameters in host memory whose states are on NVMe, or that are frozen, by
-    elements, that goes there as well."""
-    prefetch_depth: int = 0
-    """How many chunks to fetch ahead; 0: no prefetching."""
-    distributed_storage: bool = True
-    """False: every rank keeps its parameter shards whole."""
-    gpu_margin_mem_ratio: float | None = None
-    """auto: share of the GPU memory beside the rCache that optimizer states may take. None: all of it."""
-    accesses: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """(module name, FQNs of the parameters that it owns directly), for the smallest rCache."""
-
-
-def place(
-    layout: Layout,
-    request: PlacementRequest,
-    budget: Budget,
-    world_size: int,
-    data_bytes: Mapping[str, ModelDataBytes],
-    *,
-    profile: StepProfile | None = None,
-    accumulates: bool = False,
-    update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD,
-    grad_reuses_compute_shard: bool = False,
-    has_spare_states: bool = False,
-) -> Plan:
+def place(layout: Layout, problem: Problem, profile: StepProfile | None = None) -> Plan:
     """Place chunks by a fixed policy, within the budget; for "auto", see `plan/search.py`.
 
     Args:
         layout: The chunks.
-        request: Policy and options.
-        budget: Limits of one rank.
-        world_size: Ranks that share a chunk.
-        data_bytes: Bytes per element, for every dtype of the chunks.
+        problem: Policy, limits, and how updates are to run.
         profile: What a step takes beside the chunks, when; None: `budget.non_model_bytes` all the time.
-        accumulates: Gradients of several backwards are added up, so they are there in forward as well.
-        update_timing: When updates by the host may run.
-        grad_reuses_compute_shard: As in the plan.
-        has_spare_states: Likewise, if there is any chunk for it.
 
     Returns:
         The plan; `notes` holds the predicted bytes of one rank by kind (`MemoryUse`).
@@ -116,19 +67,8 @@ def place(
         PlanError: An unknown policy, or a fraction outside [0, 1].
         CapacityError: A limit cannot hold what the policy needs.
     """
-    check_request(request, world_size)
-    placer = Placer(
-        layout,
-        request,
-        budget,
-        world_size,
-        data_bytes,
-        profile=profile,
-        accumulates=accumulates,
-        update_timing=update_timing,
-        grad_reuses_compute_shard=grad_reuses_compute_shard,
-        has_spare_states=has_spare_states,
-    )
+    problem.check()
+    request, placer = problem.request, Placer(layout, problem, profile)
     policy = {"static": "const"}.get(request.policy, request.policy)
     if policy == "cuda":
         sites = [RESIDENT] * len(layout.packed)
@@ -140,35 +80,16 @@ def place(
         raise PlanError(f"policy {request.policy!r} is searched for, not placed")
     chunks = with_states_on_nvme(placer.chunks(sites), request.nvme_offload_fraction)
     chunks = with_params_on_nvme(chunks, request.nvme_offload_param_fraction)
-    problem = problem_of_params_on_nvme(chunks, world_size, request.distributed_storage)
-    if problem is not None:
-        raise PlanError(problem)
+    refusal = problem_of_params_on_nvme(chunks, problem.world_size, request.distributed_storage)
+    if refusal is not None:
+        raise PlanError(refusal)
     return placer.plan(sites_of(chunks), policy)
-
-
-def check_request(request: PlacementRequest, world_size: int) -> None:
-    """Raises `PlanError` for an unknown policy or an option out of its range."""
-    if request.policy not in POLICIES:
-        raise PlanError(f"unknown placement policy {request.policy!r}; known are {', '.join(map(repr, POLICIES))}")
-    for name in (
-        "shard_param_frac",
-        "offload_optim_frac",
-        "offload_param_frac",
-        "nvme_offload_fraction",
-        "nvme_offload_param_fraction",
-        "gpu_margin_mem_ratio",
-    ):
-        value = getattr(request, name)
-        if value is not None and not 0.0 <= value <= 1.0:
-            raise PlanError(f"{name} must be between 0 and 1, got {value}")
-    if request.prefetch_depth < 0 or world_size < 1:
-        raise PlanError(f"prefetch_depth ({request.prefetch_depth}) or world_size ({world_size}) is too small")
 
 
 def _const_sites(placer: Placer) -> list[Site]:
     request, packed = placer.request, placer.layout.packed
     param_bytes = [c.nbytes for c in packed]
-    optim_bytes = [c.numel * placer.scheme.data_bytes[c.dtype].optim if c.requires_grad else 0 for c in packed]
+    optim_bytes = [c.numel * placer.scheme.regime.data_bytes[c.dtype].optim if c.requires_grad else 0 for c in packed]
     sharded = _highest(param_bytes, request.shard_param_frac)
     offloaded = _highest(param_bytes, request.offload_param_frac)
     optim_offloaded = _highest(optim_bytes, request.offload_optim_frac)
@@ -236,43 +157,15 @@ class Needs:
 
 
 class Placer:
-    """From sites to plans of one layout, within limits. Arguments as for `place`.
+    """From sites to plans of one layout, within limits. Arguments as for `place`."""
 
-    Args:
-        stream_bytes: Device memory of the buffers of streamed updates.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        request: PlacementRequest,
-        budget: Budget,
-        world_size: int,
-        data_bytes: Mapping[str, ModelDataBytes],
-        *,
-        profile: StepProfile | None = None,
-        accumulates: bool = False,
-        stream_bytes: int = 0,
-        update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD,
-        grad_reuses_compute_shard: bool = False,
-        has_spare_states: bool = False,
-    ) -> None:
-        self.layout, self.request, self.budget = layout, request, budget
-        self.profile, self.accumulates = profile, accumulates
+    def __init__(self, layout: Layout, problem: Problem, profile: StepProfile | None = None) -> None:
+        self.layout, self.profile = layout, profile
+        self.request, self.budget = problem.request, problem.budget
+        self.scheme = problem.scheme(layout.block_bytes)
         self._moments = () if profile is None else moments(profile)
-        self.scheme = Scheme(
-            world_size,
-            request.distributed_storage,
-            layout.block_bytes,
-            data_bytes,
-            stream_bytes,
-            update_timing,
-            grad_reuses_compute_shard,
-            has_spare_states,
-            accumulates,
-        )
         trace = None if profile is None else profile.trace
-        self.needs = Needs(layout.packed, request.accesses, layout.block_bytes, trace)
+        self.needs = Needs(layout.packed, problem.request.accesses, layout.block_bytes, trace)
 
     def chunks(self, sites: Sequence[Site]) -> tuple[ChunkSpec, ...]:
         return tuple(
@@ -294,7 +187,7 @@ class Placer:
         """Device bytes at the highest moment of a step, without the rCache."""
         if self.profile is None:
             return memory_use(chunks, 0, self.scheme, self.budget.non_model_bytes).gpu_bytes
-        return beside_rcache_bytes(chunks, self._moments, self.scheme, accumulates=self.accumulates)
+        return beside_rcache_bytes(chunks, self._moments, self.scheme)
 
     def smallest(self, chunks: Sequence[ChunkSpec]) -> int:
         return self.needs.smallest(_managed(chunks))[0]
@@ -331,24 +224,15 @@ class Placer:
         gpu_bytes = self.gpu_bytes(chunks, blocks)
         self._check_gpu(use, gpu_bytes, chunks, blocks)
         self._check_host(use, chunks)
-        return Plan(
-            world_size=self.scheme.world_size,
-            compute_dtype=self.layout.compute_dtype,
-            block_bytes=self.layout.block_bytes,
-            rcache_blocks=blocks,
-            prefetch_depth=self.request.prefetch_depth if prefetch_depth is None else prefetch_depth,
-            chunks=chunks,
-            is_storage_distributed=self.request.distributed_storage,
-            update_timing=self.scheme.update_timing,
-            grad_reuses_compute_shard=self.scheme.grad_reuses_compute_shard,
-            has_spare_states=self.scheme.has_spare_states,
-            policy=policy,
+        depth = self.request.prefetch_depth if prefetch_depth is None else prefetch_depth
+        return replace(
+            self.bare_plan(chunks, blocks, depth, policy),
             notes={
                 "gpu_param_bytes": use.gpu_param_bytes,
                 "gpu_state_bytes": use.gpu_state_bytes,
                 "gpu_grad_bytes": use.gpu_grad_bytes,
                 "rcache_bytes": use.rcache_bytes,
-                "gpu_stream_bytes": self.scheme.stream_bytes if any(c.is_update_streamed for c in chunks) else 0,
+                "gpu_stream_bytes": self.scheme.stream_bytes(chunks),
                 "gpu_bytes": gpu_bytes,
                 "host_param_bytes": use.host_param_bytes,
                 "host_state_bytes": use.host_state_bytes,
@@ -361,6 +245,22 @@ class Placer:
                 "padding_bytes": padding_bytes(self.layout.packed),
                 "waste_bytes": waste_bytes(self.layout.packed, self.layout.block_bytes),
             },
+        )
+
+    def bare_plan(self, chunks: tuple[ChunkSpec, ...], blocks: int, prefetch_depth: int, policy: str) -> Plan:
+        """The plan without what is predicted of it, whether or not it fits."""
+        return Plan(
+            world_size=self.scheme.world_size,
+            compute_dtype=self.layout.compute_dtype,
+            block_bytes=self.layout.block_bytes,
+            rcache_blocks=blocks,
+            prefetch_depth=prefetch_depth,
+            chunks=chunks,
+            is_storage_distributed=self.scheme.is_storage_distributed,
+            update_timing=self.scheme.updates.timing,
+            grad_reuses_compute_shard=self.scheme.updates.grad_reuses_compute_shard,
+            has_spare_states=self.scheme.updates.has_spare_states,
+            policy=policy,
         )
 
     # Limits

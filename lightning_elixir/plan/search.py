@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, product
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
-from lightning_elixir.plan.memory import memory_use, uses_nvme
-from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, Site, check_request, host_parts, sites_of
+from lightning_elixir.plan.fallbacks import SAME, needs_disk, plan_with_fallbacks
+from lightning_elixir.plan.memory import memory_use
+from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, Site, host_parts, sites_of
+from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.space import (
     PATTERNS,
@@ -26,7 +28,6 @@ from lightning_elixir.plan.space import (
     Candidate,
     Choice,
     Outcome,
-    Problem,
     Space,
     is_all_on_gpu,
     rank,
@@ -37,9 +38,6 @@ from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, 
 from lightning_elixir.plan.units import format_bytes, format_seconds
 
 _NUM_ALTERNATIVES = 6
-_SAME = 1e-3  # relative difference of predictions below which two placements are as fast
-_WORTH_A_DISK = 0.05
-"""Part of the step that states on NVMe have to save where another placement needs none: disks are shared, and wear."""
 _HIDDEN = 5e-3  # part of the step below which nobody has to be told of a cost
 # Activations cannot be cut to less than this part: of a batch of eight, one sample and checkpointing would be left.
 _LEAST_ACTIVATIONS = 10
@@ -64,7 +62,7 @@ def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
         PlanError: An option out of its range, no candidate, or NVMe space without figures of its speed.
         CapacityError: No placement fits; the message names the binding limit and the nearest change that fits.
     """
-    check_request(problem.request, problem.world_size)
+    problem.check()
     if not candidates:
         raise PlanError("there is no chunk size to search")
     if problem.budget.nvme_bytes and problem.hardware.nvme_adam_numel_per_s is None:
@@ -72,51 +70,7 @@ def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
             f"states may take {format_bytes(problem.budget.nvme_bytes)} of NVMe, but nobody has measured how fast it is"
             ": run `lightning-elixir bench-hardware --nvme-dir FOLDER`"
         )
-    plan = _frugal(candidates, problem.waiting())
-    if not could_speculate(plan, problem):
-        return plan
-    try:
-        ahead = _searched(candidates, problem.speculating())
-    except CapacityError:
-        return plan
-    return ahead if _seconds(ahead) < _seconds(plan) * (1 - _SAME) else plan
-
-
-def could_speculate(plan: Plan, problem: Problem) -> bool:
-    """Whether updates of a plan without spare states would begin earlier with them, had the host the memory."""
-    scheme = scheme_of(replace(plan, has_spare_states=True), problem.data_bytes)
-    is_short = plan.grad_reuses_compute_shard or needs_disk(plan)
-    return problem.can_speculate and not is_short and any(scheme.has_spares(c) for c in plan.chunks)
-
-
-def needs_disk(plan: Plan) -> bool:
-    return any(uses_nvme(c) for c in plan.chunks)
-
-
-def _frugal(candidates: Sequence[Candidate], problem: Problem) -> Plan:
-    """The fastest plan without spare states; with states on NVMe only where that is worth it, or nothing else fits."""
-    plan = _reusing_if_short(candidates, problem)
-    if needs_disk(plan):
-        with suppress(CapacityError):
-            other = _reusing_if_short(candidates, problem.in_memory())
-            if _seconds(plan) >= _seconds(other) * (1 - _WORTH_A_DISK):
-                return other
-    return plan
-
-
-def _reusing_if_short(candidates: Sequence[Candidate], problem: Problem) -> Plan:
-    """The fastest plan, gradients in compute shards where nothing else fits but with states on NVMe."""
-    try:
-        plan = _searched(candidates, problem)
-    except CapacityError as error:
-        if error.resource != "host" or not problem.can_reuse_compute_shard:
-            raise
-        return _searched(candidates, problem.reusing())
-    if problem.can_reuse_compute_shard and needs_disk(plan):
-        other = _searched(candidates, problem.reusing())
-        if _seconds(other) < _seconds(plan):
-            return other
-    return plan
+    return plan_with_fallbacks(problem, partial(_searched, candidates), is_choosing=True)
 
 
 def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
@@ -143,10 +97,6 @@ def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
     return one.plan_of(outcome, [(s, o) for s in searches for o in s.outcomes.values()])
 
 
-def _seconds(plan: Plan) -> float:
-    return math.inf if plan.forecast is None else plan.forecast.times.total_s
-
-
 def distance(refusal: CapacityError) -> tuple[bool, int]:
     """How far a chunk size is from fitting, to compare it with others: what the GPU lacks, another size may do without;
     where the GPU has enough, the host is what is left."""
@@ -158,15 +108,8 @@ def with_forecast(plan: Plan, profile: StepProfile, problem: Problem) -> Plan:
     that nobody has measured."""
     if needs_disk(plan) and problem.hardware.nvme_adam_numel_per_s is None:
         return plan
-    scheme = scheme_of(plan, problem.data_bytes, problem.stream_bytes, accumulates=problem.accumulates)
-    timeline = simulate_step(
-        plan,
-        profile,
-        problem.hardware,
-        scheme,
-        accumulates=problem.accumulates,
-        num_backwards=problem.num_backwards,
-    )
+    scheme = scheme_of(plan, problem.regime)
+    timeline = simulate_step(plan, profile, problem.hardware, scheme)
     forecast = Forecast(
         times=timeline.times,
         peak_gpu_bytes=timeline.peak_gpu_bytes,
@@ -275,7 +218,7 @@ class _LayoutSearch(Space):
                 yield replace(base, kept=kept * half // 2)
         # Where chunks differ in size, others may fit; and more of them without the buffers of the stream.
         bases = [Choice(pattern=pattern, streamed_share=share, depth=depth) for pattern in PATTERNS[1:]]
-        if share and self.problem.update_timing is not UpdateTiming.AFTER_BACKWARD:  # perhaps the host alone hides all
+        if share and self.problem.updates.timing is not UpdateTiming.AFTER_BACKWARD:  # perhaps the host alone hides all
             most = self._most_resident(Choice())
             bases += [Choice(resident=most * quarter // 4, depth=depth) for quarter in range(4)]
         for base in (*bases, Choice(depth=depth)):
@@ -339,7 +282,7 @@ class _LayoutSearch(Space):
             sites.append(self.kept)
             if self.is_shared and self.kept != SHARDED_PARAMS:
                 sites.append(SHARDED_PARAMS)
-            if self.problem.can_stream:
+            if self.problem.regime.can_stream:
                 sites += [replace(s, is_update_streamed=True) for s in sites if s.optim_tier is Tier.CPU]
         return sites
 
@@ -505,7 +448,7 @@ def _alternatives(
     """The fastest of each kind that lost, and the simplest that does not fit."""
     kinds: dict[tuple[object, ...], tuple[_LayoutSearch, Outcome]] = {}
     for one, outcome in others:
-        if outcome is best or outcome.timeline is None or outcome.total_s <= best.total_s * (1 + _SAME):
+        if outcome is best or outcome.timeline is None or outcome.total_s <= best.total_s * (1 + SAME):
             continue
         choice = outcome.choice
         kind = (
@@ -549,6 +492,6 @@ def _why(loser: Outcome, best: Outcome) -> str:
     parts = [
         f"{format_seconds(abs(seconds))} {'more' if seconds > 0 else 'less'} {name}"
         for name, seconds in sorted(more.items(), key=lambda item: -item[1])
-        if abs(seconds) > ours.total_s * _SAME / 10
+        if abs(seconds) > ours.total_s * SAME / 10
     ]
     return ", ".join(parts) or "as fast"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.memory import Budget, ModelDataBytes, memory_use
-from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, PlacementRequest, Placer, Site
+from lightning_elixir.plan.memory import memory_use
+from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, Placer, Site
+from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.spilling import spilled, spilled_with_params
 from lightning_elixir.plan.timeline import Timeline, compressed, simulate_step
-from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.types import ChunkSpec, Tier, UpdateTiming
 
 KEPT = Site(Tier.GPU, Tier.CPU, True)
 SHARDED = Site(Tier.GPU, Tier.GPU, False)
@@ -26,63 +26,6 @@ class Candidate:
 
     layout: Layout
     profile: StepProfile
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is given."""
-
-    request: PlacementRequest
-    budget: Budget
-    world_size: int
-    data_bytes: Mapping[str, ModelDataBytes]
-    hardware: HardwareSpec
-    can_stream: bool = False
-    """Whether the optimizer's update may run on the device for states that live on the host."""
-    stream_bytes: int = 0
-    """Device memory of the buffers that this takes."""
-    accumulates: bool = False
-    """Gradients of several backwards are added up."""
-    num_backwards: int = 1
-    """Micro-batches before each update, as far as that is known."""
-    is_time_guessed: bool = False
-    """Nobody has measured the computing; it is assumed to take as long as fetching."""
-    update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD
-    """When updates beside the device may run, as far as the training allows it."""
-    can_reuse_compute_shard: bool = False
-    """Whether gradients may land in compute shards, where the host's memory would not suffice otherwise."""
-    grad_reuses_compute_shard: bool = False
-    """They do: as in the plan."""
-    needs_global_norm: bool = False
-    """An update has to know something of all gradients (clipping by norm, a loss scale): it may begin inside backward
-    only if it can be taken back."""
-    has_spare_states: bool = False
-    """It can: as in the plan."""
-
-    @property
-    def can_speculate(self) -> bool:
-        """Whether spare states would let updates begin earlier."""
-        return self.needs_global_norm and self.update_timing is UpdateTiming.INSIDE_BACKWARD
-
-    def waiting(self) -> Problem:
-        """The same without spare states."""
-        timing = UpdateTiming.BEHIND_FORWARD if self.can_speculate else self.update_timing
-        return replace(self, update_timing=timing, has_spare_states=False)
-
-    def speculating(self) -> Problem:
-        """The same with spare states for all chunks that can have them, and no states on NVMe to make room for them."""
-        return replace(self.in_memory(), has_spare_states=True)
-
-    def in_memory(self) -> Problem:
-        """The same without states on NVMe."""
-        return replace(self, budget=replace(self.budget, nvme_bytes=0))
-
-    def reusing(self) -> Problem:
-        """The same with gradients in compute shards; those must stay as they are while backward runs."""
-        timing = self.update_timing
-        if timing is UpdateTiming.INSIDE_BACKWARD:
-            timing = UpdateTiming.BEHIND_FORWARD
-        return replace(self, grad_reuses_compute_shard=True, update_timing=timing)
 
 
 @dataclass(frozen=True)
@@ -128,19 +71,7 @@ class Space:
         self.layout = candidate.layout
         self.profile = candidate.profile
         self.brief = compressed(candidate.profile)
-        self.placer = Placer(
-            candidate.layout,
-            problem.request,
-            problem.budget,
-            problem.world_size,
-            problem.data_bytes,
-            profile=candidate.profile,
-            accumulates=problem.accumulates,
-            stream_bytes=problem.stream_bytes,
-            update_timing=problem.update_timing,
-            grad_reuses_compute_shard=problem.grad_reuses_compute_shard,
-            has_spare_states=problem.has_spare_states,
-        )
+        self.placer = Placer(candidate.layout, problem, candidate.profile)
         packed = candidate.layout.packed
         self.trainable = [i for i, c in enumerate(packed) if c.requires_grad]
         self.num_trainable = len(self.trainable)
@@ -149,7 +80,7 @@ class Space:
         # Replicas that several ranks keep are gathered at the step. Hosts wait there for the update, if that is not
         # over, and the device runs dry meanwhile (seen: 1.29 instead of 1.15 s a step on two H200s, for one chunk).
         # Shards wait until there is a need.
-        is_waited_for = self.is_shared and problem.update_timing is not UpdateTiming.AFTER_BACKWARD
+        is_waited_for = self.is_shared and problem.updates.timing is not UpdateTiming.AFTER_BACKWARD
         self.kept = SHARDED_PARAMS if is_waited_for else KEPT
         self.outcomes: dict[Choice, Outcome] = {}
         self._by_sites: dict[tuple[tuple[Site, ...], int], Outcome] = {}
@@ -164,14 +95,14 @@ class Space:
         return DEPTHS if self.problem.request.prefetch_depth else (0,)
 
     def _shares(self) -> tuple[float, ...]:
-        if not self.problem.can_stream:
+        if not self.problem.regime.can_stream:
             return (0.0,)
         balanced = self._balanced_share()
         return (0.0, balanced * 0.8, balanced, 0.5 * (1 + balanced), 1.0)
 
     def _balanced_share(self) -> float:
         """Both the host and the stream end at the same time."""
-        if not self.problem.can_stream:
+        if not self.problem.regime.can_stream:
             return 0.0
         hardware = self.problem.hardware
         streamed, host = hardware.streamed_adam_numel_per_s, hardware.cpu_adam_numel_per_s
@@ -237,29 +168,8 @@ class Space:
         return Outcome(choice, chunks, gpu_bytes, use.host_bytes, use.nvme_bytes, blocks, timeline)
 
     def _simulate(self, chunks: tuple[ChunkSpec, ...], blocks: int, depth: int, profile: StepProfile) -> Timeline:
-        return simulate_step(
-            self._bare_plan(chunks, blocks, depth),
-            profile,
-            self.problem.hardware,
-            self.placer.scheme,
-            accumulates=self.problem.accumulates,
-            num_backwards=self.problem.num_backwards,
-        )
-
-    def _bare_plan(self, chunks: tuple[ChunkSpec, ...], blocks: int, depth: int) -> Plan:
-        return Plan(
-            world_size=self.problem.world_size,
-            compute_dtype=self.layout.compute_dtype,
-            block_bytes=self.layout.block_bytes,
-            rcache_blocks=blocks,
-            prefetch_depth=depth,
-            chunks=chunks,
-            is_storage_distributed=self.problem.request.distributed_storage,
-            update_timing=self.problem.update_timing,
-            grad_reuses_compute_shard=self.problem.grad_reuses_compute_shard,
-            has_spare_states=self.problem.has_spare_states,
-            policy="auto",
-        )
+        plan = self.placer.bare_plan(chunks, blocks, depth, "auto")
+        return simulate_step(plan, profile, self.problem.hardware, self.placer.scheme)
 
     def _fits_gpu(self, chunks: Sequence[ChunkSpec]) -> bool:
         limit = self.problem.budget.gpu_bytes

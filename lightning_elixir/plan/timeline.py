@@ -10,12 +10,13 @@ begin when the plan's `update_timing` says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lightning_elixir.plan.clocks import Clocks
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.memory import ModelDataBytes, Scheme, memory_use
+from lightning_elixir.plan.memory import Scheme, memory_use
 from lightning_elixir.plan.profile import StepInterval, StepProfile
+from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
 from lightning_elixir.plan.spans import MemoryPoint, Span, Timeline
 from lightning_elixir.plan.types import AccessTrace, Acquire, ChunkSpec, Drop, Plan, Tier, UpdateTiming
 
@@ -31,21 +32,10 @@ __all__ = [
 ]
 
 
-def scheme_of(
-    plan: Plan, data_bytes: Mapping[str, ModelDataBytes], stream_bytes: int = 0, *, accumulates: bool = False
-) -> Scheme:
+def scheme_of(plan: Plan, regime: TrainingRegime) -> Scheme:
     """The scheme that a plan was made under."""
-    return Scheme(
-        plan.world_size,
-        plan.is_storage_distributed,
-        plan.block_bytes,
-        data_bytes,
-        stream_bytes,
-        plan.update_timing,
-        plan.grad_reuses_compute_shard,
-        plan.has_spare_states,
-        accumulates,
-    )
+    updates = UpdateMode(plan.update_timing, plan.grad_reuses_compute_shard, plan.has_spare_states)
+    return Scheme(plan.world_size, plan.is_storage_distributed, plan.block_bytes, regime, updates)
 
 
 def simulate_step(
@@ -54,8 +44,6 @@ def simulate_step(
     hardware: HardwareSpec,
     scheme: Scheme,
     *,
-    accumulates: bool = False,
-    num_backwards: int = 1,
     is_detailed: bool = False,
 ) -> Timeline:
     """Run one step of a plan without its bytes.
@@ -64,17 +52,15 @@ def simulate_step(
         plan: Chunks, tiers and rCache.
         profile: What forward and backward touch, and how long they compute.
         hardware: Measured figures of one rank.
-        scheme: Bytes per element.
-        accumulates: Gradients of earlier backwards are there from the start, and stay.
-        num_backwards: Micro-batches before each update. `times` are those of all of them and the update; spans and
-            memory show the last one, and the first where that waits for updates.
+        scheme: What training does to chunks. Of several micro-batches before each update, `times` are those of all
+            of them and the update; spans and memory show the last one, and the first where that waits for updates.
         is_detailed: Whether to give `spans` and `memory`.
 
     Returns:
         The timeline of a step with its trace known, as all but the first are.
     """
-    step = Clocks(plan, profile, hardware, scheme, accumulates, num_backwards, is_detailed).run()
-    beside = beside_rcache_bytes(plan.chunks, moments(profile), scheme, accumulates=accumulates)
+    step = Clocks(plan, profile, hardware, scheme, is_detailed).run()
+    beside = beside_rcache_bytes(plan.chunks, moments(profile), scheme)
     peak = beside + max(plan.rcache_blocks, step.peak_blocks) * plan.block_bytes
     return Timeline(step.times, peak, step.backward_end_s, step.spans, step.memory)
 
@@ -91,27 +77,23 @@ def moments(profile: StepProfile) -> tuple[tuple[tuple[int, ...], int], ...]:
 
 
 def beside_rcache_bytes(
-    chunks: Sequence[ChunkSpec],
-    moments: Sequence[tuple[tuple[int, ...], int]],
-    scheme: Scheme,
-    *,
-    accumulates: bool = False,
+    chunks: Sequence[ChunkSpec], moments: Sequence[tuple[tuple[int, ...], int]], scheme: Scheme
 ) -> int:
     """Highest moment of everything on the device but the rCache: gradients come while activations go.
 
     Args:
         chunks: With their tiers.
         moments: Of the profile of the step.
-        scheme: Bytes per element.
-        accumulates: Gradients of earlier backwards are there from the start.
+        scheme: What training does to them.
     """
     grads = {c.id: scheme.grad_shard_bytes(c) for c in chunks if c.optim_tier is Tier.GPU}
     shards = sum(grads.values())
     fixed = memory_use(chunks, 0, scheme).gpu_bytes - shards
+    accumulates = scheme.regime.accumulates  # gradients of earlier backwards are there from the start
     held = shards if accumulates else 0
-    stream_bytes = scheme.stream_bytes if any(c.is_update_streamed for c in chunks) else 0
+    stream_bytes = scheme.stream_bytes(chunks)
     peak = fixed + shards + stream_bytes  # the update
-    if scheme.update_timing is not UpdateTiming.AFTER_BACKWARD:
+    if scheme.updates.timing is not UpdateTiming.AFTER_BACKWARD:
         fixed += stream_bytes
     for finished, non_model_bytes in moments:
         if not accumulates:

@@ -13,7 +13,9 @@ import torch
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware
 from lightning_elixir.plan.io import load_plan
+from lightning_elixir.plan.packing import DEFAULT_N_GRIDS, ChunkSizes
 from lightning_elixir.plan.placement import check_fraction
+from lightning_elixir.plan.problem import DEFAULT_PREFETCH_DEPTH, PlacementRequest
 from lightning_elixir.plan.selection import Entry, entries_of
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.plan.units import parse_bytes
@@ -57,7 +59,7 @@ class ElixirConfig:
     offload_param_frac: float = 0.0
     chunk_size: int | str | None = None
     chunk_search_range: int | str | None = None
-    chunk_search_n_grids: int = 128
+    chunk_search_n_grids: int = DEFAULT_N_GRIDS
     min_chunk_size: int | str | None = None
     enable_distributed_storage: bool = True
     pin_memory: bool = True
@@ -196,16 +198,32 @@ class ElixirConfig:
     # The values above in the types that the rest of the package works with
 
     @property
-    def chunk_bytes(self) -> int | None:
-        return _as_bytes(self.chunk_size)
+    def chunk_sizes(self) -> ChunkSizes:
+        return ChunkSizes(
+            _as_bytes(self.chunk_size),
+            _as_bytes(self.chunk_search_range),
+            self.chunk_search_n_grids,
+            _as_bytes(self.min_chunk_size),
+        )
+
+    def placement_request(self) -> PlacementRequest:
+        """Where chunks are to live, without the model's part of it."""
+        return PlacementRequest(
+            policy=self.placement_policy,
+            shard_param_frac=self.shard_param_frac,
+            offload_optim_frac=self.offload_optim_frac,
+            offload_param_frac=self.offload_param_frac,
+            nvme_offload_fraction=self.nvme_offload_fraction,
+            nvme_offload_param_fraction=self.nvme_offload_param_fraction,
+            prefetch_depth=DEFAULT_PREFETCH_DEPTH if self.prefetch else 0,
+            distributed_storage=self.enable_distributed_storage,
+            gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
+        )
 
     @property
-    def min_chunk_bytes(self) -> int | None:
-        return _as_bytes(self.min_chunk_size)
-
-    @property
-    def chunk_search_range_bytes(self) -> int | None:
-        return _as_bytes(self.chunk_search_range)
+    def is_placement_searched(self) -> bool:
+        """Whether where chunks live is ours to decide: neither a plan nor a fixed policy was given."""
+        return self.placement_policy == "auto" and self.plan is None
 
     @property
     def gpu_limit_bytes(self) -> int | None:

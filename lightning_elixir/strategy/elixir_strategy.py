@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -42,9 +42,10 @@ from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optim import HybridAdam
+from lightning_elixir.plan.fallbacks import needs_disk
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.search import needs_disk
-from lightning_elixir.plan.types import Plan
+from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.profiling.measured_hardware import profile_hardware, with_disk_rates
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.storage.nvme import is_in_memory
@@ -72,7 +73,7 @@ from lightning_elixir.strategy.precision import (
 from lightning_elixir.strategy.processes import ProcessStrategy, StartMethod
 from lightning_elixir.strategy.run_report import RunReport
 from lightning_elixir.strategy.sharded_checkpoints import SavesOnException, ShardedCheckpoints, sees_saves
-from lightning_elixir.strategy.shared_plans import OptimizerFacts, Planner, disk_options
+from lightning_elixir.strategy.shared_plans import Planner, disk_options
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
 log = logging.getLogger(__name__)
@@ -221,11 +222,10 @@ class ElixirStrategy(ProcessStrategy):
             PlanError: An option that cannot be used as given.
         """
         given = locals()
-        self._config = ElixirConfig(**{option.name: given[option.name] for option in dataclasses.fields(ElixirConfig)})
+        self._config = ElixirConfig(**{option.name: given[option.name] for option in fields(ElixirConfig)})
         self._elixir_optimizer: ElixirOptimizer | None = None
         self._hardware: HardwareSpec | None = None
-        self._accumulates = False
-        self._num_backwards = 1
+        self._regime = TrainingRegime()
         self._threads: ThreadPlan | None = None
         self._is_timing_told = False
         self._evaluation: RepeatableStep | None = None
@@ -333,8 +333,7 @@ class ElixirStrategy(ProcessStrategy):
             self._layer_sync.apply(module)  # for good: another module would lose the engine's hooks
         self._fit_run = None
         self._hardware = self._obtain_hardware(is_training)
-        self._accumulates = is_training and accumulates_gradients(trainer, module)
-        self._num_backwards = trainer.accumulate_grad_batches if is_training else 1
+        self._regime = self._regime_of(trainer)
         self.model = self._obtain_engine(module, is_training)
         self._sharded.load_awaited_model(self._engine)
         self._in_place = contextlib.ExitStack()
@@ -347,17 +346,8 @@ class ElixirStrategy(ProcessStrategy):
         if is_training:
             self._in_place.enter_context(GracefulStop(trainer, self._comm).installed())
             self.setup_optimizers(trainer)
-            self._fit_run = FitRun(
-                trainer,
-                module,
-                self._handle,
-                self._wrapped_optimizer,
-                self._planner(),
-                self._comm,
-                self._hardware,
-                self._config,
-                self._facts(),
-            )
+            self._regime = self._regime_of(trainer)  # again: the optimizer's setup is the user's code
+            self._fit_run = FitRun(trainer, module, self._handle, self._wrapped_optimizer, self._planner())
         self.setup_precision_plugin()
 
     @override
@@ -385,7 +375,7 @@ class ElixirStrategy(ProcessStrategy):
         config, device = self._config, self.root_device
         found = run_together(self._comm, config.given_hardware if self.is_global_zero else lambda: None)
         given: HardwareSpec | None = self._comm.exchange_objects(found)[0]
-        is_searched = config.placement_policy == "auto" and config.plan is None
+        is_searched = config.is_placement_searched
         disk = config.nvme_offload_dir if is_searched else None
         known = given or self._hardware
         is_wanted = is_training and (is_searched or config.report_dir is not None)
@@ -407,9 +397,7 @@ class ElixirStrategy(ProcessStrategy):
         plugin.convert_module(module, run_together(self._comm, lambda: planner.kept_fp32(module)))
         planner.check_model(module, is_training=is_training)
         budget = planner.budget(module)
-        plan, is_final = planner.first_plan(
-            module, budget, is_training=is_training, optimizer=self._facts() if is_training else None
-        )
+        plan, is_final = planner.first_plan(module, budget, is_training=is_training)
         skeleton, disk = skeleton_of(module), disk_options(config)
         engine = ElixirModule(
             module,
@@ -432,35 +420,45 @@ class ElixirStrategy(ProcessStrategy):
         handle.attach()
         return handle
 
-    def _facts(self) -> OptimizerFacts:
-        """When updates may run, as far as that is known without the optimizer."""
-        config, plugin = self._config, self.precision_plugin
+    def _build_options(self) -> BuildOptions:
+        plugin = self.precision_plugin
+        return BuildOptions(self._config, plugin.precision, plugin.has_autocast, self.root_device, self.world_size)
+
+    def _regime_of(self, trainer: Trainer) -> TrainingRegime:
+        """What training is like, as far as that is known without the optimizer."""
+        config, plugin, module = self._config, self.precision_plugin, self._module
+        regime = TrainingRegime(
+            master_weights=plugin.is_mixed,
+            can_reuse_compute_shard=plugin.is_mixed,
+            update_timing=UpdateTiming.BEHIND_FORWARD,
+        )
+        if trainer.state.fn != TrainerFn.FITTING:
+            return regime
         wanted = config.update_timing
         can_begin_early = (
             plugin.is_mixed
             and plugin.precision != "16-mixed"
             and config.reduction_dtype is None
-            and is_update_unobserved(self._module)
+            and is_update_unobserved(module)
         )
-        is_inside_wanted = wanted in ("auto", "inside_backward")
-        needs_global_norm = not can_begin_early and plugin.is_mixed and needs_norm_or_scale(self._module)
-        is_impossible = wanted == "inside_backward" and not can_begin_early and not needs_global_norm
-        if is_impossible and not self._is_timing_told:
+        needs_global_norm = not can_begin_early and plugin.is_mixed and needs_norm_or_scale(module)
+        is_possible = can_begin_early or needs_global_norm
+        if wanted == "inside_backward" and not is_possible and not self._is_timing_told:
             self._is_timing_told = True
             log.warning(
                 "update_timing='inside_backward' is not possible here (it takes bf16-mixed precision, automatic "
                 "optimization, no clipping by value, no reduce_dtype and no hook between backward and step): updates "
                 "run behind the next forward"
             )
-        return OptimizerFacts(
-            can_update_behind_forward=wanted != "after_backward",
-            can_update_inside_backward=is_inside_wanted and can_begin_early,
+        is_inside_wanted = wanted in ("auto", "inside_backward")
+        timing = UpdateTiming.INSIDE_BACKWARD if is_inside_wanted and is_possible else UpdateTiming.BEHIND_FORWARD
+        return replace(
+            regime,
+            accumulates=accumulates_gradients(trainer, module),
+            num_backwards=trainer.accumulate_grad_batches,
+            update_timing=UpdateTiming.AFTER_BACKWARD if wanted == "after_backward" else timing,
             needs_global_norm=is_inside_wanted and needs_global_norm,
         )
-
-    def _build_options(self) -> BuildOptions:
-        plugin = self.precision_plugin
-        return BuildOptions(self._config, plugin.precision, plugin.has_autocast, self.root_device, self.world_size)
 
     def _planner(self) -> Planner:
         plugin = self.precision_plugin
@@ -470,11 +468,9 @@ class ElixirStrategy(ProcessStrategy):
             self.root_device,
             self.node_rank,
             plugin.compute_dtype,
-            plugin.is_mixed,
             plugin.has_autocast,
+            self._regime,
             self._hardware,
-            self._accumulates,
-            self._num_backwards,
         )
 
     @staticmethod
@@ -549,9 +545,9 @@ class ElixirStrategy(ProcessStrategy):
     def _avoid_nvme_for(self, optimizer: Optimizer) -> None:
         """Where placements are searched for, one that is no Adam of ours goes without NVMe."""
         config, handle = self._config, self._handle
-        if isinstance(optimizer, HybridAdam) or config.placement_policy != "auto" or config.plan is not None:
+        if isinstance(optimizer, HybridAdam) or not config.is_placement_searched:
             return
-        handle.budget = dataclasses.replace(handle.budget, nvme_bytes=0)
+        handle.budget = replace(handle.budget, nvme_bytes=0)
         plan = handle.engine.plan
         if needs_disk(plan):
             log.info("%s cannot update states on NVMe: placing them without it", type(optimizer).__name__)

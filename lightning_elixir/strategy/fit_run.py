@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from lightning_elixir._lightning import GradientAccumulationScheduler, LightningModule, Trainer
-from lightning_elixir.core.comm import Comm
 from lightning_elixir.optimizer import ElixirOptimizer
-from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.timeline import Timeline
+from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.report import ReportData
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
-from lightning_elixir.strategy.config import ElixirConfig
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.oom_retry import RepeatableStep
 from lightning_elixir.strategy.run_report import RunReport
-from lightning_elixir.strategy.shared_plans import OptimizerFacts, Planner
+from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.step_meter import StepMeter
 from lightning_elixir.strategy.warm_up import WarmUp
 
@@ -38,6 +38,16 @@ def _most_backwards(trainer: Trainer) -> int:
     return max([trainer.accumulate_grad_batches, *(n for s in schedulers for n in s.scheduling.values())])
 
 
+def _with_optimizer(regime: TrainingRegime, optimizer: ElixirOptimizer) -> TrainingRegime:
+    """What training is like with this optimizer, as it is now: states come with its first step."""
+    return replace(
+        regime,
+        can_stream=optimizer.can_stream,
+        num_states=optimizer.num_states,
+        update_timing=regime.update_timing if optimizer.can_stream else UpdateTiming.AFTER_BACKWARD,
+    )
+
+
 class FitRun:
     """One fit.
 
@@ -47,10 +57,6 @@ class FitRun:
         handle: Its engine.
         optimizer: The one that was set up for this fit.
         planner: Makes the plans of the warm-up.
-        comm: The ranks.
-        hardware: The figures that plans are made with.
-        config: The user's options.
-        facts: When updates may run.
     """
 
     def __init__(
@@ -60,35 +66,18 @@ class FitRun:
         handle: EngineHandle,
         optimizer: ElixirOptimizer,
         planner: Planner,
-        comm: Comm,
-        hardware: HardwareSpec | None,
-        config: ElixirConfig,
-        facts: OptimizerFacts,
     ) -> None:
         self._trainer = trainer
         self._module = module
         self._handle = handle
         self._planner = planner
-        self._optimizer = optimizer
-        self._hardware = hardware
-        self._report = None if config.report_dir is None else RunReport(config.report_dir)
+        # Not a method: in a cycle, the states would stay until the collector comes.
+        self._regime = partial(_with_optimizer, planner.regime, optimizer)
+        self._report = None if planner.config.report_dir is None else RunReport(planner.config.report_dir)
         engine = handle.engine.engine
         engine.set_memory_limit(handle.budget.gpu_bytes)
         engine.reducer.expect_accumulation(module.automatic_optimization and _most_backwards(trainer) > 1)
-        self.warm_up = WarmUp(
-            handle,
-            planner,
-            comm,
-            # Not a method: in a cycle, the states would stay until the collector comes.
-            optimizer=lambda: replace(
-                facts,
-                can_stream=optimizer.can_stream,
-                num_states=optimizer.num_states,
-                can_update_behind_forward=facts.can_update_behind_forward and optimizer.can_stream,
-            ),
-            is_searched=config.placement_policy == "auto" and config.plan is None,
-            is_profile_wanted=config.report_dir is not None,
-        )
+        self.warm_up = WarmUp(handle, planner, self._regime)
         self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.start_over)
         self._meter: StepMeter | None = None
         self._optimizer_name = type(optimizer.optimizer).__name__
@@ -166,7 +155,7 @@ class FitRun:
             data = ReportData(
                 title=type(self._module).__name__,
                 plan=self._handle.engine.plan,
-                hardware=self._hardware,
+                hardware=self._planner.hardware,
                 timeline=self._timeline(),
                 measured=measured,
                 num_samples=self._num_samples(),
@@ -180,7 +169,7 @@ class FitRun:
         profile = self.warm_up.profile
         if profile is None:
             return None
-        return self._planner.simulated(self._handle.engine.plan, profile, self._optimizer.num_states)
+        return self._planner.simulated(self._handle.engine.plan, profile, self._regime())
 
     def _num_samples(self) -> int | None:
         """Of one step over all ranks, where the data loader tells."""

@@ -22,10 +22,11 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.kept_dtypes import with_kept
 from lightning_elixir.plan.memory import Budget, memory_use
 from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.timeline import Timeline, scheme_of
 from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes
-from lightning_elixir.planning import data_bytes_of, make_plan, param_specs, timeline_of
+from lightning_elixir.planning import make_plan, param_specs, timeline_of
 from lightning_elixir.profiling.kept_fp32 import is_nothing, kept_parameters
 from lightning_elixir.storage.nvme import DiskOptions
 from lightning_elixir.strategy.config import ElixirConfig
@@ -56,29 +57,6 @@ def disk_options(config: ElixirConfig) -> DiskOptions:
 
 
 @dataclass(frozen=True)
-class OptimizerFacts:
-    """What a placement has to know of the optimizer."""
-
-    can_stream: bool = False
-    """Whether its updates may be streamed to the device."""
-    num_states: int = 2
-    """States for each element of a parameter."""
-    can_update_behind_forward: bool = True
-    """Whether its updates on the host may go on while the next forward runs."""
-    can_update_inside_backward: bool = False
-    """Whether an update needs nothing but its own chunk's gradients: no clipping, no loss scale."""
-    needs_global_norm: bool = False
-    """Whether it could begin inside backward all the same, if it could be taken back (spare states)."""
-
-    @property
-    def update_timing(self) -> UpdateTiming:
-        if not self.can_update_behind_forward:
-            return UpdateTiming.AFTER_BACKWARD
-        is_inside = self.can_update_inside_backward or self.needs_global_norm
-        return UpdateTiming.INSIDE_BACKWARD if is_inside else UpdateTiming.BEHIND_FORWARD
-
-
-@dataclass(frozen=True)
 class _RankMemory:
     """One rank's view of the memory that there is."""
 
@@ -100,11 +78,9 @@ class Planner:
         device: The compute device.
         node_rank: Which host this is.
         compute_dtype: Dtype of forward and backward; None: each parameter keeps its own.
-        master_weights: Whether 16-bit parameters have an fp32 master.
         has_autocast: Whether steps run under `torch.autocast`.
+        regime: What training is like, as far as that is known without the optimizer.
         hardware: Measured figures to predict times with; None: `HardwareSpec.nominal()`.
-        accumulates: Whether gradients of several backwards are added up before a step.
-        num_backwards: How many, as far as that is known.
     """
 
     def __init__(
@@ -114,22 +90,18 @@ class Planner:
         device: torch.device,
         node_rank: int,
         compute_dtype: torch.dtype | None,
-        master_weights: bool,
         has_autocast: bool,
+        regime: TrainingRegime,
         hardware: HardwareSpec | None = None,
-        accumulates: bool = False,
-        num_backwards: int = 1,
     ) -> None:
-        self._config = config
-        self._comm = comm
+        self.config = config
+        self.comm = comm
+        self.regime = regime
+        self.hardware = hardware
         self._device = device
         self._node_rank = node_rank
         self._compute_dtype = compute_dtype
-        self._master_weights = master_weights
         self._has_autocast = has_autocast
-        self._hardware = hardware
-        self._accumulates = accumulates
-        self._num_backwards = num_backwards
 
     def check_model(self, model: nn.Module, *, is_training: bool) -> None:
         """Look at the parameters of all ranks, before memory is taken.
@@ -137,8 +109,8 @@ class Planner:
         Raises:
             PlanError: Parameters that no plan can hold, none that trains, or other parameters than on rank 0.
         """
-        specs = run_together(self._comm, lambda: param_specs(model, self._compute_dtype, self.kept_fp32(model)))
-        check_same_model(self._comm, specs)
+        specs = run_together(self.comm, lambda: param_specs(model, self._compute_dtype, self.kept_fp32(model)))
+        check_same_model(self.comm, specs)
         if not is_training:
             return
         sparse = [name for name, m in model.named_modules() if getattr(m, "sparse", False) is True]
@@ -161,7 +133,7 @@ class Planner:
             model: As the user built it; its own host memory counts as free, since the shards will take it over.
         """
         own = {p.untyped_storage().data_ptr(): p for p in model.parameters() if p.device.type == "cpu"}
-        everyone: list[_RankMemory] = self._comm.exchange_objects(
+        everyone: list[_RankMemory] = self.comm.exchange_objects(
             _RankMemory(
                 self._node_rank,
                 available_host_bytes(),
@@ -170,49 +142,46 @@ class Planner:
                 self._free_nvme_bytes(),
             )
         )
-        limit = self._config.cpu_limit_bytes
+        limit = self.config.cpu_limit_bytes
         per_rank = []
         for node in {memory.node_rank for memory in everyone}:
             ranks = [memory for memory in everyone if memory.node_rank == node]
             host = min(m.host_bytes for m in ranks) + sum(m.model_bytes for m in ranks)
             per_rank.append((host if limit is None else min(host, limit)) // len(ranks))
         device = [m.device_bytes for m in everyone if m.device_bytes is not None]
-        if self._config.gpu_limit_bytes is not None:
-            device.append(self._config.gpu_limit_bytes)
+        if self.config.gpu_limit_bytes is not None:
+            device.append(self.config.gpu_limit_bytes)
         on_disk = [m.nvme_bytes // sum(n.node_rank == m.node_rank for n in everyone) for m in everyone]
         # Half: where the engine moves to another placement, states may be there twice for a moment.
         return Budget(min(device, default=None), min(per_rank), nvme_bytes=min(on_disk) // 2)
 
     def _free_nvme_bytes(self) -> int:
         """Looked for where the search may use it."""
-        config = self._config
+        config = self.config
         if config.placement_policy != "auto" or config.nvme_offload_dir is None:
             return 0
         return shutil.disk_usage(disk_options(config).existing_folder()).free
 
-    def first_plan(
-        self, model: nn.Module, budget: Budget, *, is_training: bool, optimizer: OptimizerFacts | None = None
-    ) -> tuple[Plan, bool]:
+    def first_plan(self, model: nn.Module, budget: Budget, *, is_training: bool) -> tuple[Plan, bool]:
         """The plan to build with, and whether it is final.
 
         Args:
             model: For the parameters and the order of its modules.
             budget: Limits of one rank.
             is_training: Whether a fit follows.
-            optimizer: What matters of it; None: there is none yet.
 
         Raises:
             PlanError: An option or a given plan does not suit the model.
             CapacityError: A limit cannot hold what the policy needs.
         """
-        return self._share(lambda: self._decide(model, budget, is_training, optimizer))
+        return self._share(lambda: self._decide(model, budget, is_training))
 
     def warm_up_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
         """A placement of `current`'s chunks that needs as little device memory as possible."""
         return self._share(lambda: self._safe_plan(model, current, budget))
 
     def final_plan(
-        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, optimizer: OptimizerFacts
+        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, regime: TrainingRegime
     ) -> Plan:
         """Place `current`'s chunks anew, knowing what a training step does.
 
@@ -221,14 +190,14 @@ class Planner:
             current: The plan in force.
             budget: Limits of one rank.
             profile: What this rank saw in a step, over `current`'s chunks.
-            optimizer: What matters of it.
+            regime: What training is like, with the optimizer.
         """
         shared = self._shared_profile(profile, current)
         log.info("one step took up to %s beside the chunks: placing them", format_bytes(shared.peak_non_model_bytes))
-        return self._share(lambda: self._final_plan(model, current, budget, shared, optimizer))
+        return self._share(lambda: self._final_plan(model, current, budget, shared, regime))
 
     def refined_plan(
-        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, optimizer: OptimizerFacts
+        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, regime: TrainingRegime
     ) -> Plan | None:
         """A plan that is faster than `current` by more than `LEAST_GAIN` of the step, by what is known now; None if
         there is none. Arguments as for `final_plan`."""
@@ -236,8 +205,8 @@ class Planner:
 
         def decide() -> Plan | None:
             try:
-                better = self._make(model, budget, layout=current, profile=shared, optimizer=optimizer)
-                now_s = self.simulated(current, shared, optimizer.num_states).times.total_s
+                better = self._make(model, budget, regime, layout=current, profile=shared)
+                now_s = self.simulated(current, shared, regime).times.total_s
             except CapacityError:
                 return None
             if better.forecast is None or better.forecast.times.total_s > now_s * (1 - LEAST_GAIN):
@@ -246,21 +215,13 @@ class Planner:
 
         return self._share(decide)
 
-    def simulated(self, plan: Plan, profile: StepProfile, num_states: int = 2) -> Timeline:
+    def simulated(self, plan: Plan, profile: StepProfile, regime: TrainingRegime) -> Timeline:
         """The predicted step of a plan, with spans and memory. Not collective."""
-        return timeline_of(
-            plan,
-            profile,
-            self._hardware or HardwareSpec.nominal(),
-            master_weights=self._master_weights,
-            num_states=num_states,
-            accumulates=self._accumulates,
-            num_backwards=self._num_backwards,
-        )
+        return timeline_of(plan, profile, self.hardware or HardwareSpec.nominal(), regime)
 
     def _shared_profile(self, profile: StepProfile, current: Plan) -> StepProfile:
         """Rank 0's, with the most memory that any rank saw, and a margin."""
-        everyone: list[StepProfile] = self._comm.exchange_objects(profile)
+        everyone: list[StepProfile] = self.comm.exchange_objects(profile)
         first = everyone[0]
         if all(len(p.intervals) == len(first.intervals) for p in everyone):
             intervals = tuple(
@@ -273,19 +234,17 @@ class Planner:
             first = replace(first, intervals=tuple(replace(i, non_model_bytes=peak) for i in first.intervals))
         return first.with_margin(current.block_bytes)
 
-    def _decide(
-        self, model: nn.Module, budget: Budget, is_training: bool, optimizer: OptimizerFacts | None
-    ) -> tuple[Plan, bool]:
-        given = self._config.given_plan()
+    def _decide(self, model: nn.Module, budget: Budget, is_training: bool) -> tuple[Plan, bool]:
+        given = self.config.given_plan()
         if given is not None:
             given = self._with_kept(given, model)
             self._check_given(given, budget)
             return given, True
-        plan = self._make(model, budget, optimizer=optimizer)
-        is_fixed = self._config.placement_policy == "cuda" or plan.is_all_resident
-        if self._config.placement_policy == "auto":
+        plan = self._make(model, budget, self.regime)
+        is_fixed = self.config.placement_policy == "cuda" or plan.is_all_resident
+        if self.config.placement_policy == "auto":
             is_fixed = budget.gpu_bytes is None
-        if is_fixed or (self._device.type == "cpu" and self._config.placement_policy != "auto"):
+        if is_fixed or (self._device.type == "cpu" and self.config.placement_policy != "auto"):
             return plan, True  # nothing is left to decide, or no activations share the memory
         if is_training:
             return self._safe_plan(model, plan, budget), False
@@ -293,9 +252,7 @@ class Planner:
 
     def _check_given(self, plan: Plan, budget: Budget) -> None:
         """Raises `CapacityError` if a plan of the user's takes more than there is, activations not counted."""
-        data_bytes = data_bytes_of(master_weights=self._master_weights, accumulates=self._accumulates)
-        scheme = scheme_of(plan, data_bytes, accumulates=self._accumulates)
-        use = memory_use(plan.chunks, plan.rcache_blocks, scheme)
+        use = memory_use(plan.chunks, plan.rcache_blocks, scheme_of(plan, self.regime))
         with self._true_words():
             for name, nbytes, limit in (
                 ("GPU memory", use.gpu_bytes, budget.gpu_bytes),
@@ -321,10 +278,10 @@ class Planner:
             raise CapacityError(text, resource=error.resource, lacking_bytes=error.lacking_bytes) from error.__cause__
 
     def _final_plan(
-        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, optimizer: OptimizerFacts
+        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, regime: TrainingRegime
     ) -> Plan:
         try:
-            return self._make(model, budget, layout=current, profile=profile, optimizer=optimizer)
+            return self._make(model, budget, regime, layout=current, profile=profile)
         except CapacityError as error:  # and yet the step has run
             log.warning("going on with the plan of the first step, the smallest there is: %s", error)
             return current
@@ -332,24 +289,22 @@ class Planner:
     def _safe_plan(self, model: nn.Module, plan: Plan, budget: Budget) -> Plan:
         """As little on the device as possible: nobody knows yet what the activations take. Updates run when `plan` has
         them run, but for spare states, which a few steps are not worth."""
-        facts = OptimizerFacts(
-            can_update_behind_forward=plan.update_timing is not UpdateTiming.AFTER_BACKWARD,
-            can_update_inside_backward=plan.update_timing is UpdateTiming.INSIDE_BACKWARD and not plan.has_spare_states,
-        )
+        timing = UpdateTiming.BEHIND_FORWARD if plan.has_spare_states else plan.update_timing
+        regime = replace(self.regime, update_timing=timing, needs_global_norm=False)
         try:
-            largest = self._make(model, budget, layout=plan, policy="cpu", optimizer=facts)
-            smallest = self._make(model, replace(budget, gpu_bytes=None), layout=plan, policy="cpu", optimizer=facts)
+            largest = self._make(model, budget, regime, layout=plan, policy="cpu")
+            smallest = self._make(model, replace(budget, gpu_bytes=None), regime, layout=plan, policy="cpu")
         except CapacityError as error:  # the host cannot hold everything
             log.info("no room to start with everything on the host (%s)", error)
-            return self._roomy_plan(model, plan, budget, facts)
+            return self._roomy_plan(model, plan, budget, regime)
         return replace(largest, rcache_blocks=min(largest.rcache_blocks, smallest.rcache_blocks))
 
-    def _roomy_plan(self, model: nn.Module, plan: Plan, budget: Budget, facts: OptimizerFacts) -> Plan:
+    def _roomy_plan(self, model: nn.Module, plan: Plan, budget: Budget, regime: TrainingRegime) -> Plan:
         """As `_safe_plan`, where the device must take what the host cannot: leaves as much to activations as it can."""
         for share in _SHARES_LEFT:
             try:
                 roomy = replace(budget, non_model_bytes=int((budget.gpu_bytes or 0) * share))
-                return self._make(model, roomy, layout=plan, optimizer=facts)
+                return self._make(model, roomy, regime, layout=plan)
             except CapacityError:
                 continue
         return plan
@@ -358,7 +313,7 @@ class Planner:
         """Half of the device for activations, which are small without a backward."""
         try:
             half = replace(budget, non_model_bytes=(budget.gpu_bytes or 0) // 2)
-            return self._make(model, half, layout=plan)
+            return self._make(model, half, self.regime, layout=plan)
         except CapacityError:
             return self._safe_plan(model, plan, budget)
 
@@ -366,47 +321,25 @@ class Planner:
         self,
         model: nn.Module,
         budget: Budget,
+        regime: TrainingRegime,
         *,
         layout: Plan | None = None,
         policy: str | None = None,
         profile: StepProfile | None = None,
-        optimizer: OptimizerFacts | None = None,
     ) -> Plan:
-        config = self._config
-        facts = optimizer or OptimizerFacts()
+        request = self.config.placement_request()
         with self._true_words():
             return make_plan(
                 model,
-                placement_policy=policy or config.placement_policy,
-                shard_param_frac=config.shard_param_frac,
-                offload_optim_frac=config.offload_optim_frac,
-                offload_param_frac=config.offload_param_frac,
-                chunk_size=config.chunk_bytes,
-                chunk_search_range=config.chunk_search_range_bytes,
-                chunk_search_n_grids=config.chunk_search_n_grids,
-                min_chunk_size=config.min_chunk_bytes,
-                enable_distributed_storage=config.enable_distributed_storage,
-                prefetch=config.prefetch,
-                gpu_margin_mem_ratio=config.gpu_margin_mem_ratio,
+                request if policy is None else replace(request, policy=policy),
+                chunk_sizes=self.config.chunk_sizes,
+                budget=budget,
+                regime=regime,
+                world_size=self.comm.world_size,
                 compute_dtype=self._compute_dtype,
                 keep_fp32=self.kept_fp32(model) if layout is None else (),
-                master_weights=self._master_weights,
-                world_size=self._comm.world_size,
-                gpu_bytes=budget.gpu_bytes,
-                cpu_bytes=budget.cpu_bytes,
-                nvme_bytes=budget.nvme_bytes,
-                nvme_offload_fraction=config.nvme_offload_fraction,
-                nvme_offload_param_fraction=config.nvme_offload_param_fraction,
-                non_model_bytes=budget.non_model_bytes,
-                num_states=facts.num_states,
-                accumulates=self._accumulates,
-                num_backwards=self._num_backwards,
-                can_stream=facts.can_stream,
-                update_timing=facts.update_timing,
-                can_reuse_compute_shard=self._master_weights,
-                needs_global_norm=facts.needs_global_norm,
                 profile=profile,
-                hardware=self._hardware,
+                hardware=self.hardware,
                 layout=layout,
             )
 
@@ -422,24 +355,24 @@ class Planner:
         """
         kept = kept_parameters(
             model,
-            self._config.keep_fp32,
+            self.config.keep_fp32,
             has_autocast=self._has_autocast,
             # On a GPU autocast casts the operands of norms itself.
             leaves_norms=self._has_autocast and self._device.type == "cpu",
-            has_defaults=self._master_weights,
+            has_defaults=self.regime.master_weights,
         )
         is_half = self._compute_dtype is not None and self._compute_dtype.itemsize == 2
         return kept if is_half else frozenset()
 
     def _with_kept(self, given: Plan, model: nn.Module) -> Plan:
         """A plan of the user's, with what is to stay in fp32 beside what the plan itself has in fp32."""
-        plan = with_kept(given, self.kept_fp32(model), is_exact=is_nothing(self._config.keep_fp32))
+        plan = with_kept(given, self.kept_fp32(model), is_exact=is_nothing(self.config.keep_fp32))
         if plan is not given:
             log.info("the given plan has other dtypes of parameters than keep_fp32 says: they get chunks of their own")
         return plan
 
     def _share(self, decide: Callable[[], T]) -> T:
         """Rank 0 decides, everyone gets it; an error there is an error everywhere."""
-        decision = run_together(self._comm, decide if self._comm.rank == 0 else lambda: None)
-        shared: T = self._comm.exchange_objects(decision)[0]
+        decision = run_together(self.comm, decide if self.comm.rank == 0 else lambda: None)
+        shared: T = self.comm.exchange_objects(decision)[0]
         return shared

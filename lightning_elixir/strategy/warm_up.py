@@ -16,13 +16,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_elixir.core.comm import Comm
 from lightning_elixir.plan.profile import StepInterval, StepProfile
+from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import AccessTrace, Plan
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy.engine_handle import EngineHandle
-from lightning_elixir.strategy.shared_plans import OptimizerFacts, Planner
+from lightning_elixir.strategy.shared_plans import Planner
 
 log = logging.getLogger(__name__)
 
@@ -50,27 +50,21 @@ class WarmUp:
     Args:
         handle: Whose engine it is, and how far it has come in earlier fits.
         planner: Makes the plans.
-        comm: The ranks.
-        optimizer: What plans have to know of it; asked when a plan is made, since states come with the first step.
-        is_searched: Where chunks live is ours to decide: neither a plan nor a fixed policy was given.
-        is_profile_wanted: A step is to be watched even where no plan depends on it.
+        regime: What training is like; asked when a plan is made, since states come with the first step.
     """
 
     def __init__(
         self,
         handle: EngineHandle,
         planner: Planner,
-        comm: Comm,
-        *,
-        optimizer: Callable[[], OptimizerFacts],
-        is_searched: bool,
-        is_profile_wanted: bool,
+        regime: Callable[[], TrainingRegime],
     ) -> None:
         self._handle = handle
         self._planner = planner
-        self._comm = comm
-        self._optimizer = optimizer
-        self._is_searched = is_searched
+        self._comm = planner.comm
+        self._regime = regime
+        self._is_searched = planner.config.is_placement_searched
+        is_profile_wanted = planner.config.report_dir is not None
         self._is_timed_for_others = False
         self._num_steps = 0
         self._least_bytes = 0  # what every plan must leave beside the chunks from now on
@@ -168,7 +162,7 @@ class WarmUp:
         if profile is None or not is_known:
             profile = StepProfile(AccessTrace(()), (StepInterval(0.0, engine.peak_non_model_bytes),))
         self.profile = profile = _with_peak(profile, self._least_bytes)
-        plan = self._planner.final_plan(handle.skeleton, engine.plan, handle.budget, profile, self._optimizer())
+        plan = self._planner.final_plan(handle.skeleton, engine.plan, handle.budget, profile, self._regime())
         handle.is_warm = handle.has_memory_samples = True
         # Where everything is on the device nothing can be gained; and fixed policies leave nothing to choose.
         handle.is_refinable = is_known and plan.policy == "auto" and not plan.is_all_resident
@@ -186,7 +180,7 @@ class WarmUp:
         if not handle.is_refinable or profile is None or not is_known:
             return
         handle.is_refinable = False
-        plan = self._planner.refined_plan(handle.skeleton, engine.plan, handle.budget, profile, self._optimizer())
+        plan = self._planner.refined_plan(handle.skeleton, engine.plan, handle.budget, profile, self._regime())
         if plan is not None:
             self._move_to(plan)
             log.info("the times of a later step promise more from another plan: %s", _first_lines(plan))

@@ -15,7 +15,6 @@ from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
 from lightning_elixir.checkpoint import CheckpointIndex, PendingFolder
 from lightning_elixir.checkpoint.direct_file import NUM_PIECES, PIECE_BYTES
 from lightning_elixir.core.comm import SoloComm
-from lightning_elixir.planning import make_plan
 from lightning_elixir.strategy.engine_state import (
     SavePlan,
     StandIns,
@@ -25,6 +24,7 @@ from lightning_elixir.strategy.engine_state import (
     optimizer_state,
 )
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import telling
 
 MIB = 2**20

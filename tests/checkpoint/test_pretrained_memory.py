@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_elixir import ElixirModule, pretrained
-from lightning_elixir.planning import make_plan
 from tests.helpers.dist import run_ranks
 from tests.helpers.own_memory import Peak
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed
 
 save_file = pytest.importorskip("safetensors.torch").save_file

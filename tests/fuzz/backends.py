@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.types import Plan, UpdateTiming
-from lightning_elixir.planning import make_plan, norm_parameters
+from lightning_elixir.planning import norm_parameters
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.fuzz.build import Net, make_model, make_optimizer, make_schedule
 from tests.fuzz.programs import Program
+from tests.helpers.plans import make_plan
 
 COUNTED = ("fetches", "prefetches", "hits", "evictions", "overflows", "misses_of_trace", "nvme_read_bytes")
 

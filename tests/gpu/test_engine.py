@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.ranks import OPTIONS, averaged_plain, train_rank
 from tests.helpers.training import Scheme, different_names, train_elixir, train_plain
 from tests.helpers.zoo import ZOO, make

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.plans import make_plan
 
 pytestmark = pytest.mark.gpu
 

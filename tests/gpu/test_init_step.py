@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.plans import make_plan
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lightning_elixir.optim.hybrid_adam import HybridAdam
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.keep_fp32 import train_through_moves
+from tests.helpers.plans import make_plan
 from tests.helpers.threads import train_beside_a_monitor
 from tests.helpers.visible_gradients import ACTIONS, PLACEMENTS, train
 from tests.helpers.zoo import make

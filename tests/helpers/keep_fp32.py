@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.optim.hybrid_adam import HybridAdam
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.plans import make_plan
 
 HALF = torch.bfloat16
 WIDTH = 32

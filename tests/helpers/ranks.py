@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.once import computed_once
+from tests.helpers.plans import make_plan
 from tests.helpers.zoo import ZOO, make
 
 STEPS = 3

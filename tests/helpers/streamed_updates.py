@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lightning_elixir.optim import CPUAdam, HybridAdam, execution
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.once import computed_once
+from tests.helpers.plans import make_plan
 from tests.helpers.zoo import ZOO, make
 
 CPU = torch.device("cpu")

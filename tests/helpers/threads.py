@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.plans import make_plan
 from tests.helpers.training import step_side_by_side
 
 WIDTH = 64

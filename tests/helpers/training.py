@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.once import computed_once
+from tests.helpers.plans import make_plan
 from tests.helpers.zoo import ZOO, make
 
 STEPS = 4

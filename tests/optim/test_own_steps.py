@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
 from lightning_elixir.errors import PlanError, StateError
-from lightning_elixir.planning import make_plan
 from tests.helpers.own_steps import CLASSES, Counts, noted
+from tests.helpers.plans import make_plan
 
 CPU = torch.device("cpu")
 

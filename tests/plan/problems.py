@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from random import Random
 from typing import Any
 
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
-from lightning_elixir.plan.memory import Budget, ModelDataBytes, memory_use
+from lightning_elixir.plan.memory import Budget, memory_use
 from lightning_elixir.plan.packing import pack, regular_block_bytes
-from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, PlacementRequest, Placer, Site, place
+from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, Placer, Site, place
+from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepInterval, StepProfile
+from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.search import search
-from lightning_elixir.plan.space import Candidate, Problem
+from lightning_elixir.plan.space import Candidate
 from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.timeline import Timeline, simulate_step
-from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.types import AccessTrace, ChunkSpec, ParamSpec, Plan, Tier, UpdateTiming
 from tests.plan.models import accesses_of, spec
 
 KIB = 1024
-MIXED = {d: ModelDataBytes.of(d, has_master=True) for d in DTYPE_BYTES}
+MIXED = TrainingRegime(stream_bytes=0)
+"""Buffers of the usual size would fill the small GPUs of these tests."""
 
 KEPT = Site(Tier.GPU, Tier.CPU, True)
 SHARDED = Site(Tier.GPU, Tier.GPU, False)
@@ -47,21 +50,33 @@ def place_specs(
     gpu: int | None = None,
     cpu: int | None = None,
     other: int = 0,
-    data: Mapping[str, ModelDataBytes] | None = None,
+    regime: TrainingRegime = MIXED,
     hardware: HardwareSpec | None = None,
     can_stream: bool = False,
     **options: Any,
 ) -> Plan:
     """The plan of a policy; options are those of `PlacementRequest`."""
     layout = layout_of(specs, chunk_numel, world_size)
-    request = PlacementRequest(policy=policy, **{"accesses": accesses_of(list(specs)), **options})
-    budget = Budget(gpu, cpu, other)
-    if policy != "auto":
-        return place(layout, request, budget, world_size, data or MIXED)
+    request = asked(policy=policy, **{"accesses": accesses_of(list(specs)), **options})
+    regime = replace(regime, can_stream=can_stream)
     hardware = hardware or HardwareSpec.nominal()
+    problem = Problem(request, Budget(gpu, cpu, other), world_size, regime, hardware, is_time_guessed=True)
+    if policy != "auto":
+        return place(layout, problem)
     profile = structural_profile(layout, request.accesses, hardware, other)
-    problem = Problem(request, budget, world_size, data or MIXED, hardware, can_stream, is_time_guessed=True)
     return search([Candidate(layout, profile)], problem)
+
+
+def asked(**options: Any) -> PlacementRequest:
+    """Without prefetching, unless that is asked for."""
+    return PlacementRequest(**{"prefetch_depth": 0, **options})
+
+
+def changed(problem: Problem, **changes: Any) -> Problem:
+    """With other fields, of the problem or of its regime."""
+    own = {f.name for f in fields(TrainingRegime)}
+    regime = replace(problem.regime, **{name: value for name, value in changes.items() if name in own})
+    return replace(problem, regime=regime, **{name: value for name, value in changes.items() if name not in own})
 
 
 def tiers(plan: Plan) -> list[str]:
@@ -95,27 +110,14 @@ class Case:
 
     @property
     def placer(self) -> Placer:
-        p = self.problem
-        return Placer(
-            self.layout,
-            p.request,
-            p.budget,
-            p.world_size,
-            p.data_bytes,
-            profile=self.profile,
-            accumulates=p.accumulates,
-            stream_bytes=p.stream_bytes,
-            update_timing=p.update_timing,
-            grad_reuses_compute_shard=p.grad_reuses_compute_shard,
-        )
+        waiting = self.problem.with_updates(self.problem.regime.waiting())
+        return Placer(self.layout, waiting, self.profile)
 
     def search(self) -> Plan:
         return search([Candidate(self.layout, self.profile)], self.problem)
 
     def simulate(self, plan: Plan, **options: Any) -> Timeline:
-        p = self.problem
-        scheme = self.placer.scheme
-        return simulate_step(plan, self.profile, p.hardware, scheme, accumulates=p.accumulates, **options)
+        return simulate_step(plan, self.profile, self.problem.hardware, self.placer.scheme, **options)
 
     def with_budget(self, **limits: Any) -> Case:
         return replace(self, problem=replace(self.problem, budget=replace(self.problem.budget, **limits)))
@@ -137,25 +139,14 @@ def plan_of(case: Case, sites: Sequence[Site], depth: int) -> Plan | None:
 
 
 def bare_plan(case: Case, chunks: Sequence[ChunkSpec], blocks: int, depth: int) -> Plan:
-    return Plan(
-        world_size=case.problem.world_size,
-        compute_dtype=case.layout.compute_dtype,
-        block_bytes=case.layout.block_bytes,
-        rcache_blocks=blocks,
-        prefetch_depth=depth,
-        chunks=tuple(chunks),
-        is_storage_distributed=case.problem.request.distributed_storage,
-        update_timing=case.problem.update_timing,
-        grad_reuses_compute_shard=case.problem.grad_reuses_compute_shard,
-        policy="auto",
-    )
+    return case.placer.bare_plan(tuple(chunks), blocks, depth, "auto")
 
 
 def every_placement(case: Case, depths: Sequence[int]) -> Iterator[Plan]:
     """All that fit: every chunk at every site, its update streamed or not, at every depth. What several ranks keep
     whole has its states there, too, where updates overlap: see `Space.kept`."""
     is_shared = not case.placer.scheme.is_shard_whole
-    is_waited_for = is_shared and case.problem.update_timing is not UpdateTiming.AFTER_BACKWARD
+    is_waited_for = is_shared and case.problem.regime.waiting().timing is not UpdateTiming.AFTER_BACKWARD
     choices = []
     for chunk in case.layout.packed:
         sites = [RESIDENT, OFFLOADED]
@@ -165,7 +156,7 @@ def every_placement(case: Case, depths: Sequence[int]) -> Iterator[Plan]:
             sites.append(SHARDED)
             if chunk.requires_grad:
                 sites.append(SHARDED_PARAMS)
-        if chunk.requires_grad and case.problem.can_stream:
+        if chunk.requires_grad and case.problem.regime.can_stream:
             sites += [replace(s, is_update_streamed=True) for s in sites if s.optim_tier is Tier.CPU]
         if chunk.requires_grad and case.problem.budget.nvme_bytes:
             resident = [s for s in sites if s.optim_tier is Tier.CPU and not s.is_update_streamed]
@@ -224,17 +215,14 @@ def random_case(
     activations = random.choice((0, 0, layout.block_bytes, 4 * layout.block_bytes))
     accesses = accesses_of(specs)
     profile = random_times(random, structural_profile(layout, accesses, hardware, 0), activations)
-    request = PlacementRequest(accesses=accesses, prefetch_depth=2, **options)
-    problem = Problem(
-        request,
-        Budget(),
-        world_size,
+    request = PlacementRequest(accesses=accesses, **options)
+    regime = replace(
         MIXED,
-        hardware,
         can_stream=random.random() < 0.6 if can_stream is None else can_stream,
         stream_bytes=random.choice((0, layout.block_bytes)),
         accumulates=random.random() < 0.3,
     )
+    problem = Problem(request, Budget(), world_size, regime, hardware)
     case = Case(layout, profile, problem)
     return with_random_limits(random, case)
 

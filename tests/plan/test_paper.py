@@ -117,7 +117,7 @@ def our_benefit_of_states(n: int) -> float:
     """Simulated: of a block's worth of memory on every rank spent on chunks of 16 bytes an element."""
     hardware = hardware_of(n)
     saved = seconds(plan_of(n, BLOCKS), hardware) - seconds(plan_of(n, BLOCKS, on_gpu=1), hardware)
-    data = MIXED["float16"]
+    data = MIXED.data_bytes["float16"]
     return saved / NUMEL * GB * n * PARAM_BYTES / (data.compute + data.optim)
 
 

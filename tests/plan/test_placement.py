@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -13,15 +13,15 @@ from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
 from lightning_elixir.plan.memory import (
     NVME_BUFFER_BYTES,
     NVME_BUFFERS,
-    Budget,
-    ModelDataBytes,
     Scheme,
     memory_use,
     nvme_buffers,
 )
 from lightning_elixir.plan.packing import PackedChunk, pack
-from lightning_elixir.plan.placement import Needs, PlacementRequest, place, with_states_on_nvme
-from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, ParamSpec, Plan, Tier
+from lightning_elixir.plan.placement import Needs, place, with_states_on_nvme
+from lightning_elixir.plan.problem import PlacementRequest, Problem
+from lightning_elixir.plan.regime import ModelDataBytes, UpdateMode
+from lightning_elixir.plan.types import ChunkSpec, ParamSpec, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 from tests.plan.models import accesses_of, random_specs, spec
 from tests.plan.problems import KIB, MIXED, layers, layout_of, place_specs, tiers
@@ -66,7 +66,7 @@ def test_cpu_fills_the_gpu_with_blocks() -> None:
 def test_auto_is_searched_for() -> None:
     layout = layout_of(layers(1))
     with pytest.raises(PlanError, match="policy 'auto' is searched for, not placed"):
-        place(layout, PlacementRequest(policy="auto"), Budget(), 1, MIXED)
+        place(layout, Problem(PlacementRequest(policy="auto")))
 
 
 def test_const_splits_by_bytes_highest_chunks_first() -> None:
@@ -221,7 +221,7 @@ def test_whole_shards_on_the_host_are_not_divided() -> None:
     assert not plan.is_storage_distributed
 
 
-def account(plan: Plan, data: dict[str, ModelDataBytes], other: int) -> tuple[int, int, int]:
+def account(plan: Plan, data: Mapping[str, ModelDataBytes], other: int) -> tuple[int, int, int]:
     """GPU bytes with gradients, GPU bytes without, and host bytes of one rank, counted anew from the plan alone."""
     world = plan.world_size
     gpu, grads, host = other + plan.rcache_blocks * plan.block_bytes, 0, 0
@@ -254,7 +254,7 @@ def test_every_plan_keeps_its_promises() -> None:
     for _ in range(600):
         specs = random_specs(random, largest=9000)
         world_size = random.choice((1, 1, 2, 3))
-        data = random.choice((MIXED, {d: ModelDataBytes.of(d, has_master=False) for d in DTYPE_BYTES}))
+        regime = random.choice((MIXED, replace(MIXED, master_weights=False)))
         total = sum(s.numel for s in specs) * 16 + 20_000
         gpu = random.choice((None, random.randint(1, total)))
         cpu = random.choice((None, random.randint(1, total * 2)))
@@ -274,7 +274,7 @@ def test_every_plan_keeps_its_promises() -> None:
             "gpu": gpu,
             "cpu": cpu,
             "other": other,
-            "data": data,
+            "regime": regime,
             **options,
         }
         try:
@@ -285,7 +285,7 @@ def test_every_plan_keeps_its_promises() -> None:
             continue
         plans += 1
         assert plan_from_dict(plan_to_dict(plan)) == plan  # which also checks what the runtime relies on
-        at_once, without_grads, used_host = account(plan, data, other)
+        at_once, without_grads, used_host = account(plan, regime.data_bytes, other)
         used_gpu = int(plan.notes["gpu_bytes"])
         assert plan.notes["host_bytes"] == used_host
         if policy == "auto":  # a step is looked at moment by moment: when all gradients are there, activations are gone
@@ -397,7 +397,7 @@ def test_buffers_are_as_large_as_the_largest_and_no_more_than_chunks() -> None:
 
 def test_spare_states_take_fourteen_bytes_a_parameter() -> None:
     """A master, two moments, and the new values in 16 bits; nothing where the states are on the device."""
-    scheme = Scheme(1, True, 4 * KIB, MIXED, has_spare_states=True)
+    scheme = Scheme(1, True, 4 * KIB, MIXED, UpdateMode(has_spare_states=True))
     specs = [spec("a", 1024, dtype="bfloat16")]
     assert memory_use(place_specs(specs, "cpu").chunks, 0, scheme).host_spare_bytes == 14 * 1024
     assert memory_use(place_specs(specs, "cuda").chunks, 0, scheme).host_spare_bytes == 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -13,10 +14,10 @@ from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
 from lightning_elixir.plan.types import ALIGN_NUMEL, AccessTrace, Plan, Tier, UpdateTiming
 from lightning_elixir.planning import (
     detect_budget,
-    make_plan,
     minimum_waste_search,
     optimal_search,
     param_specs,
@@ -24,8 +25,8 @@ from lightning_elixir.planning import (
     timeline_of,
 )
 from lightning_elixir.profiling.fake_step import profile_memory
-from lightning_elixir.strategy.shared_plans import OptimizerFacts
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 
 KIB = 1024
 MIB = 2**20
@@ -259,12 +260,20 @@ def test_updates_inside_backward_need_one_backward(options: dict[str, Any]) -> N
         assert make_plan(encoder(), placement_policy=policy).update_timing is UpdateTiming.AFTER_BACKWARD
 
 
-def test_what_an_optimizer_allows() -> None:
-    assert OptimizerFacts().update_timing is UpdateTiming.BEHIND_FORWARD
-    assert OptimizerFacts(can_update_inside_backward=True).update_timing is UpdateTiming.INSIDE_BACKWARD
-    assert OptimizerFacts(needs_global_norm=True).update_timing is UpdateTiming.INSIDE_BACKWARD  # if taken back
-    none = OptimizerFacts(can_update_behind_forward=False, can_update_inside_backward=True)
-    assert none.update_timing is UpdateTiming.AFTER_BACKWARD
+def test_the_ways_in_which_updates_may_run() -> None:
+    after, behind, inside = UpdateTiming
+    early = TrainingRegime(update_timing=inside, can_reuse_compute_shard=True)
+    assert early.waiting() == UpdateMode(inside)
+    assert early.reusing() == UpdateMode(behind, grad_reuses_compute_shard=True)
+    assert (early.can_reuse, early.can_speculate) == (True, False)
+    clipped = replace(early, needs_global_norm=True)
+    assert clipped.waiting() == UpdateMode(behind)
+    assert clipped.can_speculate
+    assert clipped.speculating() == UpdateMode(inside, has_spare_states=True)
+    for several in (replace(clipped, num_backwards=2), replace(clipped, accumulates=True)):
+        assert several.waiting() == UpdateMode(behind)
+        assert (several.can_reuse, several.can_speculate) == (False, False)
+    assert replace(clipped, update_timing=after).waiting() == UpdateMode(after)
 
 
 def test_a_host_too_small_for_gradients_of_their_own() -> None:

@@ -16,10 +16,12 @@ from lightning_elixir.plan import space as space_module
 from lightning_elixir.plan.explain import explain, step_parts
 from lightning_elixir.plan.memory import Budget, MemoryUse, memory_use
 from lightning_elixir.plan.packing import candidate_chunk_numels, pack, regular_block_bytes
-from lightning_elixir.plan.placement import OFFLOADED, Layout, PlacementRequest, host_parts
+from lightning_elixir.plan.placement import OFFLOADED, Layout, host_parts
+from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepInterval, StepProfile
+from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.search import search
-from lightning_elixir.plan.space import Candidate, Problem
+from lightning_elixir.plan.space import Candidate
 from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.timeline import simulate_step
 from lightning_elixir.plan.types import AccessTrace, Acquire, Forecast, ParamSpec, Plan, Tier, UpdateTiming
@@ -30,6 +32,8 @@ from tests.plan.problems import (
     KIB,
     MIXED,
     Case,
+    asked,
+    changed,
     constant_hardware,
     every_placement,
     layers,
@@ -110,12 +114,10 @@ def test_activations_that_go_make_room_for_gradients() -> None:
         ),
     )
     whole = 10 * 16 * KIB + 8 * KIB
-    problem = Problem(
-        PlacementRequest(accesses=accesses), Budget(whole), 1, MIXED, HARDWARE["nominal"], is_time_guessed=True
-    )
+    problem = Problem(asked(accesses=accesses), Budget(whole), 1, MIXED, HARDWARE["nominal"], is_time_guessed=True)
     assert tiers(search([Candidate(layout, falling)], problem)) == ["gg*"] * 10
     # Where gradients of earlier backwards are there from the start, nothing is shared.
-    plan = search([Candidate(layout, falling)], replace(problem, accumulates=True))
+    plan = search([Candidate(layout, falling)], changed(problem, accumulates=True))
     assert int(plan.notes["gpu_bytes"]) <= whole
     assert tiers(plan) != ["gg*"] * 10
     assert tiers(search([Candidate(layout, flat)], problem)) != ["gg*"] * 10
@@ -156,8 +158,8 @@ def test_what_several_ranks_keep_whole_has_its_states_there_too() -> None:
     seen = 0
     for _ in range(30):
         case = random_case(random, most_chunks=8, world_size=2)
-        problem = replace(case.problem, update_timing=random.choice(list(UpdateTiming)[1:]))
-        assert problem.update_timing is not UpdateTiming.AFTER_BACKWARD
+        problem = changed(case.problem, update_timing=random.choice(list(UpdateTiming)[1:]))
+        assert problem.regime.update_timing is not UpdateTiming.AFTER_BACKWARD
         try:
             plan = replace(case, problem=problem).search()
         except CapacityError:
@@ -195,12 +197,12 @@ def test_streaming_is_chosen_where_it_is_faster() -> None:
         host = replace(case.problem.hardware, cpu_adam_numel_per_s=1e9)
         everything = case.placer.needs.all_blocks(range(len(case.layout.packed))) * case.layout.block_bytes
         gpu = case.profile.peak_non_model_bytes + 8 * everything
-        case = replace(case, problem=replace(case.problem, hardware=host, stream_bytes=0))
+        case = replace(case, problem=changed(case.problem, hardware=host, stream_bytes=0))
         case = case.with_budget(gpu_bytes=min(gpu, case.problem.budget.gpu_bytes or gpu), cpu_bytes=None)
         streamed = [c.is_update_streamed for c in case.search().chunks if c.optim_tier is Tier.CPU]
         if wanted:
             assert any(streamed), name
-        off = replace(case, problem=replace(case.problem, can_stream=False))
+        off = replace(case, problem=changed(case.problem, can_stream=False))
         assert not any(c.is_update_streamed for c in off.search().chunks)
 
 
@@ -208,7 +210,7 @@ def test_the_better_of_two_chunk_sizes_is_taken() -> None:
     specs = layers(8)
     accesses = accesses_of(specs)
     hardware = HARDWARE["latency"]  # where small transfers are slow
-    problem = Problem(PlacementRequest(accesses=accesses, prefetch_depth=2), Budget(60 * KIB), 1, MIXED, hardware)
+    problem = Problem(PlacementRequest(accesses=accesses), Budget(60 * KIB), 1, MIXED, hardware)
     candidates = []
     for numel in (1024, 2048):
         layout = layout_of(specs, numel)
@@ -263,7 +265,7 @@ def test_every_limit_is_kept(count: int, most_chunks: int, least: int) -> None:
                 assert not chunk.is_update_streamed
             if case.placer.scheme.is_shard_whole and chunk.param_tier is Tier.GPU:
                 assert chunk.is_persistent
-            assert case.problem.can_stream or not chunk.is_update_streamed
+            assert case.problem.regime.can_stream or not chunk.is_update_streamed
     assert found > least
 
 
@@ -272,7 +274,7 @@ def test_nvme_takes_what_the_host_cannot() -> None:
     accesses = accesses_of(specs)
     layout = layout_of(specs)
     profile = structural_profile(layout, accesses, DISK)
-    problem = Problem(PlacementRequest(accesses=accesses), Budget(12 * KIB, 9 * 16 * KIB - 20 * KIB), 1, MIXED, DISK)
+    problem = Problem(asked(accesses=accesses), Budget(12 * KIB, 9 * 16 * KIB - 20 * KIB), 1, MIXED, DISK)
     with pytest.raises(CapacityError, match=r"20\.0 KiB more host memory.*48\.0 KiB of NVMe"):
         search([Candidate(layout, profile)], problem)
     with_disk = replace(problem, budget=replace(problem.budget, nvme_bytes=48 * KIB))
@@ -299,9 +301,7 @@ def disk_problem(read_bytes_per_s: float, cpu_bytes: int, **options: Any) -> tup
     profile = structural_profile(layout, accesses, hardware)
     profile = replace(profile, intervals=tuple(replace(i, compute_s=1 / 18) for i in profile.intervals))
     budget = Budget(3 * 2 * MIB, cpu_bytes, 0, 2**30)
-    return Candidate(layout, profile), Problem(
-        PlacementRequest(accesses=accesses), budget, 1, MIXED, hardware, **options
-    )
+    return Candidate(layout, profile), Problem(asked(accesses=accesses), budget, 1, replace(MIXED, **options), hardware)
 
 
 def test_a_slow_disk_is_said_to_set_the_pace_and_what_would_help() -> None:
@@ -329,7 +329,7 @@ def test_states_stay_in_memory_where_they_fit_or_the_disk_brings_little() -> Non
     specs = [spec(f"l{i}.w", 512 * 1024, dtype="bfloat16") for i in range(9)]
     layout = Layout(layout_of(specs, 512 * 1024).packed, MIB, "bfloat16")
     profile = structural_profile(layout, accesses_of(specs), problem.hardware)
-    problem = replace(problem, budget=replace(problem.budget, cpu_bytes=9 * 7 * MIB), can_reuse_compute_shard=True)
+    problem = changed(problem, budget=replace(problem.budget, cpu_bytes=9 * 7 * MIB), can_reuse_compute_shard=True)
     plan = search([Candidate(layout, profile)], problem)
     assert plan.grad_reuses_compute_shard
     assert plan.notes["nvme_bytes"] == 0
@@ -349,7 +349,6 @@ def test_equal_problems_have_equal_plans() -> None:
         again = pickle.loads(pickle.dumps(case)).search()
         turned = replace(
             case.problem,
-            data_bytes=dict(reversed(list(MIXED.items()))),
             hardware=replace(
                 case.problem.hardware,
                 matmul_flops_per_s=dict(reversed(list(case.problem.hardware.matmul_flops_per_s.items()))),
@@ -462,7 +461,7 @@ def test_the_missing_host_memory_is_told_to_the_byte() -> None:
 def host_case(random: Random, world_size: int, specs: list[ParamSpec], budget: Budget) -> Case:
     layout = layout_of(specs, specs[0].numel, world_size)
     accesses = accesses_of(specs)
-    request = PlacementRequest(accesses=accesses, prefetch_depth=2)
+    request = PlacementRequest(accesses=accesses)
     return Case(layout, structural_profile(layout, accesses, DISK), Problem(request, budget, world_size, MIXED, DISK))
 
 
@@ -498,7 +497,7 @@ def test_the_parts_of_the_missing_host_memory_add_up() -> None:
     accesses = accesses_of(specs)
     layout = layout_of(specs)
     candidate = Candidate(layout, structural_profile(layout, accesses, DISK))
-    problem = Problem(PlacementRequest(accesses=accesses), Budget(12 * KIB, 60 * KIB, 0, 2**30), 1, MIXED, DISK)
+    problem = Problem(asked(accesses=accesses), Budget(12 * KIB, 60 * KIB, 0, 2**30), 1, MIXED, DISK)
     with pytest.raises(CapacityError, match=r"still needs 96\.0 KiB .*; buffers for states on NVMe 24\.0 KiB") as auto:
         search([candidate], problem)
     with pytest.raises(CapacityError, match="buffers for states on NVMe") as fixed:
@@ -553,7 +552,7 @@ def test_a_refused_option() -> None:
     with pytest.raises(PlanError, match="gpu_margin_mem_ratio must be between 0 and 1"):
         place_specs(layers(1), gpu_margin_mem_ratio=2.0)
     with pytest.raises(PlanError, match="there is no chunk size to search"):
-        search([], Problem(PlacementRequest(), Budget(), 1, MIXED, HARDWARE["nominal"]))
+        search([], Problem(asked(), Budget(), 1, MIXED, HARDWARE["nominal"]))
 
 
 # In words
@@ -666,10 +665,9 @@ def test_a_model_of_175_billion_takes_a_bounded_number_of_simulations(
 
     monkeypatch.setattr(space_module, "simulate_step", counted)
     budget = Budget(139 * 2**30, 3200 * 2**30 // world_size)
-    request = PlacementRequest(accesses=accesses, prefetch_depth=2)
-    problem = Problem(
-        request, budget, world_size, MIXED, hardware, can_stream=True, stream_bytes=2**29, update_timing=timing
-    )
+    request = PlacementRequest(accesses=accesses)
+    regime = TrainingRegime(can_stream=True, stream_bytes=2**29, update_timing=timing)
+    problem = Problem(request, budget, world_size, regime, hardware)
     plan = search(candidates, problem)
     assert int(plan.notes["gpu_bytes"]) <= 139 * 2**30
     assert any(c.optim_tier is Tier.CPU for c in plan.chunks)
@@ -727,6 +725,6 @@ def test_random_models_are_searched_within_limits() -> None:
 def test_the_empty_trace() -> None:
     layout = layout_of(layers(2))
     profile = StepProfile(AccessTrace(()), (StepInterval(0.0, 5),))
-    problem = Problem(PlacementRequest(), Budget(16 * KIB), 1, MIXED, HARDWARE["nominal"])
+    problem = Problem(asked(), Budget(16 * KIB), 1, MIXED, HARDWARE["nominal"])
     plan = search([Candidate(layout, profile)], problem)
     assert forecast_of(plan).times.compute_s == 0

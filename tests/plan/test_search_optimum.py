@@ -9,13 +9,15 @@ import pytest
 
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.memory import memory_use
-from lightning_elixir.plan.placement import OFFLOADED, PlacementRequest
+from lightning_elixir.plan.placement import OFFLOADED
+from lightning_elixir.plan.problem import PlacementRequest
 from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.types import Tier, UpdateTiming
 from tests.plan.models import accesses_of, spec
 from tests.plan.problems import (
     HARDWARE,
     Case,
+    changed,
     constant_hardware,
     every_placement,
     layout_of,
@@ -65,7 +67,7 @@ OVERLAPPED = (UpdateTiming.BEHIND_FORWARD, UpdateTiming.INSIDE_BACKWARD)
 
 
 def overlapped(case: Case, timing: UpdateTiming) -> Case:
-    return replace(case, problem=replace(case.problem, update_timing=timing))
+    return replace(case, problem=changed(case.problem, update_timing=timing))
 
 
 @pytest.mark.parametrize("timing", OVERLAPPED)
@@ -105,7 +107,7 @@ def test_the_search_finds_the_best_placement_with_a_disk(timing: UpdateTiming) -
         rates = {f"nvme_{what}_bytes_per_s": random.uniform(2e9, 2e10) for what in ("read", "write")}
         case = overlapped(random_case(random, hardware=constant_hardware(**rates), can_stream=False), timing)
         specs = [spec(f"l{i}.w", 512 * 200 * random.choice((1, 1, 1, 2))) for i in range(5)]
-        request = PlacementRequest(accesses=accesses_of(specs), prefetch_depth=2)
+        request = PlacementRequest(accesses=accesses_of(specs))
         layout = layout_of(specs, 512 * 200)
         profile = random_times(random, structural_profile(layout, request.accesses, case.problem.hardware, 0), 0)
         case = replace(case, layout=layout, profile=profile, problem=replace(case.problem, request=request))

@@ -11,8 +11,8 @@ from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.simulate import simulate
 from lightning_elixir.plan.types import AccessTrace, Acquire, Drop, Tier
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule
+from tests.helpers.plans import make_plan
 from tests.plan.traces import BLOCK_BYTES, fewest_fetches, make_chunk, make_plan_of, random_trace, unpinned
 
 

@@ -8,6 +8,7 @@ from itertools import chain, combinations
 from random import Random
 
 from lightning_elixir.plan.memory import Scheme, memory_use
+from lightning_elixir.plan.regime import UpdateMode
 from lightning_elixir.plan.spilling import in_host_memory, spilled, spilled_with_params
 from lightning_elixir.plan.types import ChunkSpec, Tier
 from tests.plan.models import spec
@@ -63,7 +64,7 @@ def test_streamed_updates_end_there() -> None:
 
 
 def test_gradients_in_compute_shards_need_memory_of_their_own_again() -> None:
-    reusing = replace(SCHEME, grad_reuses_compute_shard=True)
+    reusing = replace(SCHEME, updates=UpdateMode(grad_reuses_compute_shard=True))
     chunks = place_specs([spec(f"l{i}.w", 1024, dtype="bfloat16") for i in range(8)], "cpu").chunks
     # 12 KiB of states each, of which 2 KiB come back as gradients: five bring 50, and the buffers take 36.
     assert sent(chunks, 14 * KIB, scheme=reusing) == [3, 4, 5, 6, 7]

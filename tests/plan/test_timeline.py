@@ -12,8 +12,9 @@ import pytest
 
 from lightning_elixir.plan.cost import Costs
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
-from lightning_elixir.plan.memory import NVME_BUFFERS, ModelDataBytes, Scheme
+from lightning_elixir.plan.memory import NVME_BUFFERS, Scheme
 from lightning_elixir.plan.profile import StepInterval, StepProfile
+from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulate import simulate
 from lightning_elixir.plan.timeline import Timeline, compressed, moments, scheme_of, simulate_step
 from lightning_elixir.plan.types import AccessTrace, Acquire, Plan, Tier, UpdateTiming
@@ -25,8 +26,8 @@ from tests.plan.traces import BLOCK_BYTES, make_plan_of, random_trace, unpinned
 def run(
     plan: Plan, profile: StepProfile, hardware: HardwareSpec, *, is_detailed: bool = False, accumulates: bool = False
 ) -> Timeline:
-    scheme = scheme_of(plan, MIXED)
-    return simulate_step(plan, profile, hardware, scheme, accumulates=accumulates, is_detailed=is_detailed)
+    scheme = scheme_of(plan, replace(MIXED, accumulates=accumulates))
+    return simulate_step(plan, profile, hardware, scheme, is_detailed=is_detailed)
 
 
 # Closed forms
@@ -161,8 +162,8 @@ def test_parameters_on_nvme_are_read_for_every_fetch(timing: UpdateTiming, num_b
     plan = replace(make_plan_of(chunks, 1), update_timing=timing)
     each = NUMEL * 4  # bytes of parameters and gradients; there is no master, and there are two states
     hardware = machine(nvme_read_bytes_per_s=each / 1e-3, nvme_write_bytes_per_s=each / 2e-3)
-    scheme = scheme_of(plan, MIXED)
-    timeline = simulate_step(plan, there_and_back(4), hardware, scheme, num_backwards=num_backwards, is_detailed=True)
+    scheme = scheme_of(plan, replace(MIXED, num_backwards=num_backwards))
+    timeline = simulate_step(plan, there_and_back(4), hardware, scheme, is_detailed=True)
     lane = sorted((s for s in timeline.spans if s.lane == "nvme"), key=lambda s: s.start_s)
     assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(lane))
     update_s = 4 * (3 * 1e-3 + 3 * 2e-3)
@@ -372,18 +373,20 @@ def test_the_peak_is_moment_by_moment() -> None:
     assert run(plan, profile, machine()).peak_gpu_bytes == peak
     assert run(plan, profile, machine(), accumulates=True).peak_gpu_bytes == fixed + 9000 + 3 * shard
     streamed = make_plan_of(chunks_at(replace(OFFLOADED, is_update_streamed=True), 3), 1)
-    scheme = Scheme(1, True, BLOCK_BYTES, MIXED, stream_bytes=20_000)
+    scheme = Scheme(1, True, BLOCK_BYTES, TrainingRegime(stream_bytes=20_000))
     timeline = simulate_step(streamed, profile, machine(), scheme)
     assert timeline.peak_gpu_bytes == 3 * BLOCK_BYTES + 20_000  # when activations are gone
-    scheme = replace(scheme, stream_bytes=5_000)
+    scheme = replace(scheme, regime=TrainingRegime(stream_bytes=5_000))
     assert simulate_step(streamed, profile, machine(), scheme).peak_gpu_bytes == 3 * BLOCK_BYTES + 9_000
 
 
 def test_gradients_in_fp32_take_their_bytes() -> None:
-    data = {"float32": ModelDataBytes(4, 40, 0, 8)}
-    plan = make_plan_of(chunks_at(RESIDENT, 1), 0)
-    timeline = simulate_step(plan, there_and_back(1), machine(), Scheme(1, True, BLOCK_BYTES, data))
-    assert timeline.peak_gpu_bytes == NUMEL * (4 + 8 + 40) + BLOCK_BYTES
+    """Of 16-bit parameters, with a master and two states."""
+    (chunk,) = (replace(c, dtype="bfloat16") for c in chunks_at(RESIDENT, 1))
+    plan = make_plan_of([chunk], 0)
+    for accumulates, grad_bytes in ((False, 2), (True, 4)):
+        timeline = run(plan, there_and_back(1), machine(), accumulates=accumulates)
+        assert timeline.peak_gpu_bytes == NUMEL * (2 + 12 + grad_bytes) + BLOCK_BYTES
 
 
 # The brief profile

@@ -13,7 +13,9 @@ from lightning_elixir.plan import clocks as clocks_module
 from lightning_elixir.plan.cost import Costs
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget, Scheme, memory_use
+from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
 from lightning_elixir.plan.spans import Timeline
 from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.timeline import scheme_of, simulate_step
@@ -28,8 +30,7 @@ from tests.plan.problems import (
     RESIDENT,
     SHARDED_PARAMS,
     Candidate,
-    PlacementRequest,
-    Problem,
+    changed,
     constant_hardware,
     layers,
     layout_of,
@@ -43,8 +44,10 @@ STREAMED = replace(OFFLOADED, is_update_streamed=True)
 
 
 def run(plan: Plan, timing: UpdateTiming, profile: StepProfile, hardware: HardwareSpec, **options: Any) -> Timeline:
-    plan = replace(plan, update_timing=timing)
-    return simulate_step(plan, profile, hardware, scheme_of(plan, MIXED), **options)
+    """The options are those of the regime, and `is_detailed`."""
+    plan, is_detailed = replace(plan, update_timing=timing), options.pop("is_detailed", False)
+    scheme = scheme_of(plan, replace(MIXED, **options))
+    return simulate_step(plan, profile, hardware, scheme, is_detailed=is_detailed)
 
 
 def offloaded(count: int, site: Any = OFFLOADED, **options: Any) -> Plan:
@@ -240,7 +243,7 @@ def test_the_buffers_of_the_stream_stay_while_it_may_be_needed() -> None:
     profile = replace(profile, intervals=tuple(replace(i, non_model_bytes=9_000) for i in profile.intervals))
     peaks = []
     for timing in UpdateTiming:
-        scheme = Scheme(1, True, BLOCK_BYTES, MIXED, stream_bytes=5_000, update_timing=timing)
+        scheme = Scheme(1, True, BLOCK_BYTES, TrainingRegime(stream_bytes=5_000), UpdateMode(timing))
         timed = replace(plan, update_timing=timing)
         timeline = simulate_step(timed, profile, machine(), scheme, is_detailed=True)
         peaks.append(timeline.peak_gpu_bytes)
@@ -251,13 +254,13 @@ def test_the_buffers_of_the_stream_stay_while_it_may_be_needed() -> None:
 def test_gradients_in_compute_shards_take_no_host_memory() -> None:
     chunks = [replace(c, dtype="bfloat16") for c in chunks_at(OFFLOADED, 2)]
     scheme = Scheme(1, True, BLOCK_BYTES, MIXED)
-    reusing = replace(scheme, grad_reuses_compute_shard=True)
+    reusing = replace(scheme, updates=UpdateMode(grad_reuses_compute_shard=True))
     assert memory_use(chunks, 2, scheme).host_bytes == 2 * NUMEL * 16
     assert memory_use(chunks, 2, reusing).host_bytes == 2 * NUMEL * 14
     for others in (chunks_at(OFFLOADED, 2), [replace(c, dtype="bfloat16") for c in chunks_at(KEPT, 2)]):
         assert memory_use(others, 2, reusing) == memory_use(others, 2, scheme)  # no master; no compute shard there
-    in_fp32 = {d: replace(data, grad=4) for d, data in MIXED.items()}
-    scheme, reusing = replace(scheme, data_bytes=in_fp32), replace(reusing, data_bytes=in_fp32)
+    in_fp32 = replace(MIXED, accumulates=True)
+    scheme, reusing = replace(scheme, regime=in_fp32), replace(reusing, regime=in_fp32)
     assert memory_use(chunks, 2, reusing) == memory_use(chunks, 2, scheme)  # they would not fit
 
 
@@ -270,8 +273,8 @@ def problem_of(host_bytes: int | None, **options: Any) -> tuple[list[Candidate],
     layout, accesses = layout_of(specs), accesses_of(specs)
     hardware = options.pop("hardware", HARDWARE["nominal"])
     profile = structural_profile(layout, accesses, hardware)
-    request = PlacementRequest(accesses=accesses, prefetch_depth=2)
-    problem = Problem(request, Budget(6 * KIB, host_bytes), 1, MIXED, hardware, **options)
+    request = PlacementRequest(accesses=accesses)
+    problem = Problem(request, Budget(6 * KIB, host_bytes), 1, replace(MIXED, **options), hardware)
     return [Candidate(layout, profile)], problem
 
 
@@ -288,7 +291,7 @@ def test_gradients_go_to_compute_shards_only_where_memory_would_not_suffice() ->
         assert plan.forecast.host_bytes == 8 * 14 * KIB
         assert "which saves 2 bytes each" in plan.explain()
         with pytest.raises(CapacityError, match="host memory"):
-            search(candidates, replace(problem, can_reuse_compute_shard=False))
+            search(candidates, changed(problem, can_reuse_compute_shard=False))
     candidates, problem = problem_of(8 * 14 * KIB - 1, can_reuse_compute_shard=True)
     with pytest.raises(CapacityError, match=r"needs 112\.0 KiB on the host"):
         search(candidates, problem)
@@ -300,7 +303,7 @@ def test_gradients_go_to_compute_shards_rather_than_states_to_nvme() -> None:
     problem = replace(problem, budget=replace(problem.budget, nvme_bytes=100 * KIB))
     on_disk = search(candidates, problem)
     assert any(c.optim_tier is Tier.NVME for c in on_disk.chunks)
-    plan = search(candidates, replace(problem, can_reuse_compute_shard=True))
+    plan = search(candidates, changed(problem, can_reuse_compute_shard=True))
     assert plan.grad_reuses_compute_shard
     assert not any(c.optim_tier is Tier.NVME for c in plan.chunks)
 
@@ -326,7 +329,7 @@ def test_what_hides_more_is_never_predicted_to_be_slower() -> None:
 def test_spare_states_take_host_memory_where_there_is_a_master() -> None:
     chunks = [replace(c, dtype="bfloat16") for c in chunks_at(OFFLOADED, 2)]
     scheme = Scheme(1, True, BLOCK_BYTES, MIXED)
-    sparing = replace(scheme, has_spare_states=True)
+    sparing = replace(scheme, updates=UpdateMode(has_spare_states=True))
     assert memory_use(chunks, 2, sparing).host_bytes == 2 * NUMEL * (16 + 14)
     assert memory_use(chunks, 2, sparing).host_spare_bytes == 2 * NUMEL * 14
     assert memory_use(chunks, 2, sparing).gpu_bytes == memory_use(chunks, 2, scheme).gpu_bytes
@@ -357,7 +360,7 @@ def test_spare_states_come_where_a_norm_is_needed_and_the_host_has_memory() -> N
     for changes in ({"needs_global_norm": False}, {"update_timing": BEHIND}, {"update_timing": AFTER}):
         candidates, problem = problem_of(None, **{**options, "needs_global_norm": True, **changes})
         plan = search(candidates, problem)
-        assert (plan.has_spare_states, plan.update_timing) == (False, problem.update_timing)
+        assert (plan.has_spare_states, plan.update_timing) == (False, problem.regime.update_timing)
 
 
 def test_a_step_with_spare_states_is_predicted_like_one_that_needs_no_norm() -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_elixir.planning import make_plan, minimum_waste_search, optimal_search
+from lightning_elixir.planning import minimum_waste_search, optimal_search
 from lightning_elixir.profiling.fake_step import profile_memory
 from lightning_elixir.profiling.kept_fp32 import compute_in_fp32, kept_parameters
 from lightning_elixir.wrapper import ElixirModule
+from tests.helpers.plans import make_plan
 
 HALF = torch.bfloat16
 

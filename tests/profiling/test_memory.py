@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_elixir import cuda_memory_profiling, profile_memory
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.profile import MemoryProfile
-from lightning_elixir.planning import make_plan
 from lightning_elixir.profiling.parameters import param_specs
 from lightning_elixir.wrapper import ElixirModule
+from tests.helpers.plans import make_plan
 from tests.helpers.zoo import ZOO, make
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -17,7 +17,6 @@ import torch
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.memory import STAGING_BUFFERS
 from lightning_elixir.plan.types import Tier, UpdateTiming
-from lightning_elixir.planning import make_plan
 from lightning_elixir.runtime import accumulation
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import streamed_updates as streamed
@@ -37,6 +36,7 @@ from tests.helpers.accumulation import (
     train_rank,
 )
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.streamed_updates import CPU, HOWS, How, assert_same, result_of
 from tests.helpers.tiers import crossed, full, telling
 from tests.helpers.zoo import ZOO, make

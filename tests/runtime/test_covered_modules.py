@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.optim import HybridAdam
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.plans import make_plan
 
 CPU = torch.device("cpu")
 WIDTH = 16

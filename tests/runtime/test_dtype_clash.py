@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule
+from tests.helpers.plans import make_plan
 
 HALF = torch.bfloat16
 

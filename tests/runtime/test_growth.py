@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from lightning_elixir.core.device import Device
 from lightning_elixir.errors import CapacityError, StateError
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.metered import MeteredCpuDevice, use_metered_device
+from tests.helpers.plans import make_plan
 from tests.helpers.training import new_optimizer
 from tests.helpers.zoo import gpt2
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim import HybridAdam, execution
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.plans import make_plan
 
 
 def build(optimizer_class: type[torch.optim.Optimizer]) -> tuple[ElixirModule, ElixirOptimizer]:

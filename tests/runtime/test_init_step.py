@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_elixir import HybridAdam
 from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace
 from lightning_elixir.plan.types import Tier
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed
 
 STEPS = 4

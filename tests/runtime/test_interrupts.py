@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
 from lightning_elixir.errors import ElixirError
 from lightning_elixir.plan.types import UpdateTiming
-from lightning_elixir.planning import make_plan
+from tests.helpers.plans import make_plan
 from tests.helpers.streamed_updates import SITES
 
 WIDTH = 16

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_elixir.errors import PlanError
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.keep_fp32 import HALF, WIDTH, Mixture, Net, optimizer_over, train_through_moves
+from tests.helpers.plans import make_plan
 
 
 @pytest.mark.parametrize(

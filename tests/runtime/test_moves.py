@@ -14,10 +14,10 @@ import torch.distributed as dist
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import streamed_updates as bodies
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.streamed_updates import CPU, HOWS, assert_same, result_of
 from tests.helpers.zoo import make
 

@@ -31,7 +31,6 @@ from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk
 from lightning_elixir.plan.memory import NVME_BUFFERS
 from lightning_elixir.plan.placement import with_states_on_nvme
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
-from lightning_elixir.planning import make_plan
 from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, StateFile, direct, mapped
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import streamed_updates as bodies
@@ -54,6 +53,7 @@ from tests.helpers.nvme import (
     use_small_buffers,
     whole_write,
 )
+from tests.helpers.plans import make_plan
 from tests.helpers.streamed_updates import CPU, HOWS, How, Result, assert_same, result_of, use_small_slots
 from tests.helpers.tiers import crossed, full, telling
 from tests.helpers.update_timing import held_updates
@@ -741,7 +741,7 @@ PROGRAM = """
     from torch import nn
     from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
     from lightning_elixir.plan.placement import with_states_on_nvme
-    from lightning_elixir.planning import make_plan
+    from tests.helpers.plans import make_plan
     from tests.helpers.own_memory import own_bytes
 
     folder, fraction, then = sys.argv[1], float(sys.argv[2]), sys.argv[3]

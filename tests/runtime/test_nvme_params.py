@@ -23,7 +23,6 @@ from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
 from lightning_elixir.plan.memory import PARAM_BUFFERS, STAGING_BUFFERS
 from lightning_elixir.plan.types import Tier, UpdateTiming
-from lightning_elixir.planning import make_plan
 from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, put
 from lightning_elixir.storage.nvme import direct
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -32,6 +31,7 @@ from tests.helpers import streamed_updates as bodies
 from tests.helpers.accumulation import held_until_waited_for
 from tests.helpers.dist import run_ranks
 from tests.helpers.nvme import BF16, WRITES, failing, new_training, step, train_rank, whole_write
+from tests.helpers.plans import make_plan
 from tests.helpers.streamed_updates import CPU, HOWS, How, assert_same, result_of, use_small_slots
 from tests.helpers.tiers import crossed, telling
 from tests.helpers.zoo import ZOO, make
@@ -305,7 +305,7 @@ PROGRAM = """
     import torch
     from torch import nn
     from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
-    from lightning_elixir.planning import make_plan
+    from tests.helpers.plans import make_plan
     from tests.helpers.own_memory import own_bytes
 
     folder, fraction = sys.argv[1], float(sys.argv[2])

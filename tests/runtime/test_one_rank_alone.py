@@ -18,9 +18,9 @@ from torch import nn
 
 from lightning_elixir.core import waits
 from lightning_elixir.errors import DivergenceError, PeerLostError
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_processes, run_ranks, start_processes
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed, full, telling
 
 # From the call to the error on a busy machine; a deadlock would last as long as the group's timeout.

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_elixir.errors import DivergenceError, PlanError
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.ranks import OPTIONS, STEPS, averaged_plain, train_rank
 from tests.helpers.tiers import crossed, telling
 from tests.helpers.zoo import ZOO, make

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lightning_elixir.core import device as core_device
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.types import Acquire
-from lightning_elixir.planning import make_plan
 from lightning_elixir.runtime.steps import Steps
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.metered import MeteredCpuDevice, use_metered_device
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed
 from tests.helpers.training import Scheme, different_names, train_elixir, train_plain
 from tests.helpers.zoo import ZOO

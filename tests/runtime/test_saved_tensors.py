@@ -16,8 +16,8 @@ from torch.utils.dlpack import to_dlpack
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_elixir.errors import StateError
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed
 from tests.helpers.training import step_side_by_side
 

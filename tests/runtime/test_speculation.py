@@ -29,13 +29,13 @@ from lightning_elixir.optim.execution import UpdateRunner
 from lightning_elixir.optim.speculation import Caution
 from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.types import Tier
-from lightning_elixir.planning import make_plan
 from lightning_elixir.storage.shards import ShardStore
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import streamed_updates as streamed_bodies
 from tests.helpers import update_timing as timing_bodies
 from tests.helpers.accumulation import additions as slow_additions
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.speculation import (
     ACTIONS,
     AFTER,

@@ -13,8 +13,8 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, line
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_elixir.errors import StateError
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed
 
 TIGHT: dict[str, Any] = {"placement_policy": "cpu", "chunk_size": 1024}

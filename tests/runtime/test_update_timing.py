@@ -25,11 +25,11 @@ from lightning_elixir.errors import StateError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.types import Tier, UpdateTiming
-from lightning_elixir.planning import make_plan
 from lightning_elixir.storage.shards import ShardStore
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import streamed_updates as bodies
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.streamed_updates import CPU, HOWS, How, Result, assert_same, use_small_slots
 from tests.helpers.tiers import crossed, telling
 from tests.helpers.update_timing import SITES, TIMINGS, Twice, held_updates, new_training, slow_updates, step, train

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.errors import PlanError, StateError
-from lightning_elixir.planning import make_plan
 from lightning_elixir.runtime.hooks import innermost_pack
 from lightning_elixir.runtime.spans import Packing
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.plans import make_plan
 from tests.helpers.user_access import CPU, PLACEMENTS, RESIDENT, TIGHT, step, wrapped
 from tests.helpers.zoo import ZOO, make
 

@@ -14,9 +14,9 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_elixir.errors import PlanError, StateError
-from lightning_elixir.planning import make_plan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.user_access import CPU, PLACEMENTS, TIGHT, step, wrapped
 from tests.helpers.zoo import ZOO, make
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.plan.types import UpdateTiming
-from lightning_elixir.planning import make_plan
 from lightning_elixir.runtime.gradients import Gradients
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed
 from tests.helpers.training import clip_exactly
 from tests.helpers.visible_gradients import (

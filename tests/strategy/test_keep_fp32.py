@@ -16,9 +16,9 @@ from lightning_elixir import HybridAdam
 from lightning_elixir._lightning import pl
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.kept_dtypes import kept_in
-from lightning_elixir.planning import make_plan
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.strategy.models import TIGHT, Block, Net, fit, make_data, make_layers, make_optimizer
 
 WIDTH = 32

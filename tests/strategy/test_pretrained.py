@@ -20,10 +20,10 @@ from lightning_elixir._lightning import LightningModule
 from lightning_elixir.checkpoint import StoredWeight
 from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError, StorageError
-from lightning_elixir.planning import make_plan
 from lightning_elixir.strategy.model_init import parameters_on_meta
 from tests.helpers.dist import run_ranks
 from tests.helpers.own_memory import Peak
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed, full, telling
 from tests.strategy.models import assert_same_run, assert_same_state, fit, make_optimizer, make_trainer
 

@@ -24,13 +24,13 @@ from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.shard_segments import segments_of
-from lightning_elixir.planning import make_plan
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.cut_up import NUM_THREADS, cut_up
 from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed, full
 from tests.strategy.models import TIGHT, LateNet, Net, assert_same_state, fit, make_data, make_trainer
 from tests.strategy.nets import FrozenNet, GroupsNet, ScheduledNet, TiedNet

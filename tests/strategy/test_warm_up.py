@@ -241,7 +241,7 @@ def test_whether_gradients_add_up_is_told_to_the_planner(monkeypatch: pytest.Mon
 
     def init(self: Planner, *args: Any, **options: Any) -> None:
         original(self, *args, **options)
-        told.append(self._accumulates)
+        told.append(self.regime.accumulates)
 
     monkeypatch.setattr(Planner, "__init__", init)
     scheduler = pl.callbacks.GradientAccumulationScheduler(scheduling={0: 1, 3: 4})

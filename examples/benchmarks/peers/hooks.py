@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.planning import make_plan
+from lightning_elixir.planning import PlacementRequest, make_plan
 from peers.elixir_systems import ManualStep
 from peers.jobs import Job
 from peers.model import GPT, batches
@@ -25,7 +25,7 @@ FEW_TOKENS = 16
 
 def resident_plan(model: GPT, dtype: torch.dtype) -> Plan:
     """Everything stays on the device: no hook runs."""
-    return make_plan(model, placement_policy="cuda", compute_dtype=dtype)
+    return make_plan(model, PlacementRequest(policy="cuda"), compute_dtype=dtype)
 
 
 def hooked_plan(model: GPT, dtype: torch.dtype) -> Plan:

@@ -1,0 +1,90 @@
+"""What is tried in turn: other ways in which updates run, and NVMe, where the host's memory is short or has room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from lightning_elixir.errors import CapacityError
+from lightning_elixir.plan.memory import uses_nvme
+from lightning_elixir.plan.problem import Problem
+from lightning_elixir.plan.timeline import scheme_of
+from lightning_elixir.plan.types import Plan
+
+SAME = 1e-3
+"""Relative difference of predictions below which two placements are as fast."""
+_WORTH_A_DISK = 0.05
+"""Part of the step that states on NVMe have to save where another placement needs none: disks are shared, and wear."""
+
+Make = Callable[[Problem], Plan]
+"""Raises `CapacityError` where nothing fits."""
+
+
+def needs_disk(plan: Plan) -> bool:
+    return any(uses_nvme(c) for c in plan.chunks)
+
+
+def plan_with_fallbacks(problem: Problem, make: Make, *, is_choosing: bool) -> Plan:
+    """A plan under the way of updates that suits the host's memory: gradients in compute shards where that is short,
+    spare states where it has room for them.
+
+    Args:
+        problem: What is given; how updates run is found here.
+        make: Makes the plan of a problem.
+        is_choosing: The fastest is wanted, of all ways that fit, and NVMe only where it is worth that. Otherwise, for
+            placements that the user has fixed, the first way that fits, with spare states if they fit.
+
+    Raises:
+        CapacityError: Nothing fits.
+    """
+    waiting = problem.with_updates(problem.regime.waiting())
+    plan = _frugal(waiting, make) if is_choosing else _reusing_if_short(waiting, make, is_choosing=False)
+    if not _could_speculate(plan, problem):
+        return plan
+    with suppress(CapacityError):
+        # No states go to NVMe to make room for spare ones.
+        ahead = make(problem.in_memory().with_updates(problem.regime.speculating()))
+        if not is_choosing or _seconds(ahead) < _seconds(plan) * (1 - SAME):
+            return ahead
+    return plan
+
+
+def _could_speculate(plan: Plan, problem: Problem) -> bool:
+    """Whether updates of a plan without spare states would begin earlier with them, had the host the memory."""
+    scheme = scheme_of(replace(plan, has_spare_states=True), problem.regime)
+    is_short = plan.grad_reuses_compute_shard or needs_disk(plan)
+    return problem.regime.can_speculate and not is_short and any(scheme.has_spares(c) for c in plan.chunks)
+
+
+def _frugal(problem: Problem, make: Make) -> Plan:
+    """The fastest plan; with states on NVMe only where that is worth it, or nothing else fits."""
+    plan = _reusing_if_short(problem, make, is_choosing=True)
+    if needs_disk(plan):
+        with suppress(CapacityError):
+            other = _reusing_if_short(problem.in_memory(), make, is_choosing=True)
+            if _seconds(plan) >= _seconds(other) * (1 - _WORTH_A_DISK):
+                return other
+    return plan
+
+
+def _reusing_if_short(problem: Problem, make: Make, *, is_choosing: bool) -> Plan:
+    """A plan with gradients in compute shards where nothing else fits, or only what has states on NVMe and is no
+    faster."""
+    regime = problem.regime
+    try:
+        plan = make(problem)
+    except CapacityError as error:
+        if error.resource != "host" or not regime.can_reuse:
+            raise
+        return make(problem.with_updates(regime.reusing()))
+    if is_choosing and regime.can_reuse and needs_disk(plan):
+        other = make(problem.with_updates(regime.reusing()))
+        if _seconds(other) < _seconds(plan):
+            return other
+    return plan
+
+
+def _seconds(plan: Plan) -> float:
+    return math.inf if plan.forecast is None else plan.forecast.times.total_s

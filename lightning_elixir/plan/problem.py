@@ -1,0 +1,87 @@
+"""What a plan is made for: what the user asks, within which limits, trained how, on what machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.memory import Budget, Scheme
+from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
+
+POLICIES = ("auto", "cpu", "cuda", "const", "static")
+
+DEFAULT_PREFETCH_DEPTH = 2
+
+
+@dataclass(frozen=True)
+class PlacementRequest:
+    """What the user asked for."""
+
+    policy: str = "auto"
+    """One of `POLICIES` ("static" is another name of "const")."""
+    shard_param_frac: float = 1.0
+    """const: share of the parameter bytes that is sharded and fetched when needed; the rest is persistent."""
+    offload_optim_frac: float = 0.0
+    """const: share of the optimizer bytes that lives on the host."""
+    offload_param_frac: float = 0.0
+    """const: share of the parameter bytes whose shards live on the host (and so are not persistent)."""
+    nvme_offload_fraction: float = 0.0
+    """Other than auto: share of the states in host memory, by elements, that goes on to NVMe."""
+    nvme_offload_param_fraction: float = 0.0
+    """Other than auto: share of the parameters in host memory whose states are on NVMe, or that are frozen, by
+    elements, that goes there as well, gradients with them."""
+    prefetch_depth: int = DEFAULT_PREFETCH_DEPTH
+    """How many chunks to fetch ahead ("auto" finds its own); 0: no prefetching."""
+    distributed_storage: bool = True
+    """False: every rank keeps its parameter shards whole."""
+    gpu_margin_mem_ratio: float | None = None
+    """auto: share of the GPU memory beside the rCache that optimizer states may take. None: all of it."""
+    accesses: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """(module name, FQNs of the parameters that it owns directly), for the smallest rCache."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is given."""
+
+    request: PlacementRequest
+    budget: Budget = Budget()
+    world_size: int = 1
+    """Ranks that share a chunk."""
+    regime: TrainingRegime = TrainingRegime()
+    hardware: HardwareSpec = field(default_factory=HardwareSpec.nominal)
+    is_time_guessed: bool = False
+    """Nobody has measured the computing; it is assumed to take as long as fetching."""
+    updates: UpdateMode = UpdateMode()
+    """How updates beside the device are to run."""
+
+    def check(self) -> None:
+        """Raises `PlanError` for an unknown policy or an option out of its range."""
+        request = self.request
+        if request.policy not in POLICIES:
+            raise PlanError(f"unknown placement policy {request.policy!r}; known are {', '.join(map(repr, POLICIES))}")
+        for name in (
+            "shard_param_frac",
+            "offload_optim_frac",
+            "offload_param_frac",
+            "nvme_offload_fraction",
+            "nvme_offload_param_fraction",
+            "gpu_margin_mem_ratio",
+        ):
+            value = getattr(request, name)
+            if value is not None and not 0.0 <= value <= 1.0:
+                raise PlanError(f"{name} must be between 0 and 1, got {value}")
+        if request.prefetch_depth < 0 or self.world_size < 1:
+            raise PlanError(f"prefetch_depth ({request.prefetch_depth}) or world_size ({self.world_size}) is too small")
+
+    def scheme(self, block_bytes: int) -> Scheme:
+        """What training does to chunks that are fetched into such blocks."""
+        return Scheme(self.world_size, self.request.distributed_storage, block_bytes, self.regime, self.updates)
+
+    def with_updates(self, updates: UpdateMode) -> Problem:
+        return replace(self, updates=updates)
+
+    def in_memory(self) -> Problem:
+        """The same without states on NVMe."""
+        return replace(self, budget=replace(self.budget, nvme_bytes=0))

@@ -1,0 +1,133 @@
+"""What training is like: what a plan has to know of precision, optimizer and micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_elixir.plan.stream_buffers import STREAM_BYTES
+from lightning_elixir.plan.types import DTYPE_BYTES, UpdateTiming
+
+
+@dataclass(frozen=True)
+class ModelDataBytes:
+    """Bytes per element of everything that a trainable parameter drags along."""
+
+    compute: int
+    """The parameter in the compute dtype."""
+    grad: int
+    """The gradient shard."""
+    master: int
+    """The optimizer's own copy of the parameter; 0 if it works on the compute shard."""
+    states: int
+    """Optimizer states, all together."""
+
+    @property
+    def optim(self) -> int:
+        """What follows the optimizer tier: master, states and the gradient shard."""
+        return self.grad + self.master + self.states
+
+    @classmethod
+    def of(cls, dtype: str, *, has_master: bool, num_states: int = 2, grad_bytes: int | None = None) -> ModelDataBytes:
+        """The usual figures: 16-bit with an fp32 master 2, 2, 4, 8; fp32 4, 4, 0, 8; 16-bit without master 2, 2, 0, 4.
+
+        Args:
+            dtype: Compute dtype, key of `DTYPE_BYTES`.
+            has_master: Whether 16-bit parameters have an fp32 master.
+            num_states: Optimizer states per element (Adam 2, SGD with momentum 1).
+            grad_bytes: Bytes per element of the gradient shard; None: as the parameter.
+        """
+        compute = DTYPE_BYTES[dtype]
+        master = 4 if has_master and compute == 2 else 0
+        return cls(compute, compute if grad_bytes is None else grad_bytes, master, num_states * (master or compute))
+
+
+@dataclass(frozen=True)
+class UpdateMode:
+    """How a plan has updates of states beside the device run."""
+
+    timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD
+    grad_reuses_compute_shard: bool = False
+    """Gradients land in compute shards."""
+    has_spare_states: bool = False
+    """Updates inside backward are written beside the states, and can be taken back."""
+
+
+@dataclass(frozen=True)
+class TrainingRegime:
+    """What training is like, whatever the placement."""
+
+    master_weights: bool = True
+    """Whether 16-bit parameters have an fp32 master."""
+    num_states: int = 2
+    """Optimizer states per element (Adam 2, SGD with momentum 1, without 0)."""
+    accumulates: bool = False
+    """Gradients of several backwards are added up, in fp32."""
+    num_backwards: int = 1
+    """Micro-batches before each update, as far as that is known; they count in the predicted step."""
+    update_timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD
+    """When updates of states beside the device may run; what `num_backwards` and `accumulates` do not allow is left
+    out."""
+    needs_global_norm: bool = False
+    """Gradients are clipped by their norm, or the loss is scaled: updates begin inside backward only into spare states,
+    for which the host must have memory; otherwise behind the next forward."""
+    can_stream: bool = False
+    """Whether the optimizer's updates may be streamed to the device (`HybridAdam`, `CPUAdam`)."""
+    stream_bytes: int = STREAM_BYTES
+    """Device memory of the buffers that this takes."""
+    can_reuse_compute_shard: bool = False
+    """Whether gradients may land in compute shards where host memory would not suffice otherwise; with several
+    backwards before an update they never do."""
+
+    @cached_property
+    def data_bytes(self) -> Mapping[str, ModelDataBytes]:
+        """Bytes per element, by compute dtype."""
+        return {
+            dtype: ModelDataBytes.of(
+                dtype,
+                has_master=self.master_weights,
+                num_states=self.num_states,
+                grad_bytes=max(4, itemsize) if self.accumulates else None,
+            )
+            for dtype, itemsize in DTYPE_BYTES.items()
+        }
+
+    @property
+    def has_one_backward(self) -> bool:
+        """Whether every gradient is complete when its backward has made it."""
+        return self.num_backwards == 1 and not self.accumulates
+
+    def allowed(self, timing: UpdateTiming) -> UpdateTiming:
+        """The same, or what comes next to it: gradients that are still to be added to cannot be used yet."""
+        if timing is UpdateTiming.INSIDE_BACKWARD and not self.has_one_backward:
+            return UpdateTiming.BEHIND_FORWARD
+        return timing
+
+    # The ways in which updates may run
+
+    @property
+    def can_speculate(self) -> bool:
+        """Whether spare states would let updates begin earlier."""
+        return self.needs_global_norm and self.allowed(self.update_timing) is UpdateTiming.INSIDE_BACKWARD
+
+    @property
+    def can_reuse(self) -> bool:
+        """Whether gradients may land in compute shards."""
+        return self.can_reuse_compute_shard and self.has_one_backward
+
+    def waiting(self) -> UpdateMode:
+        """As early as updates may run that cannot be taken back."""
+        is_early = not self.can_speculate
+        return UpdateMode(self.allowed(self.update_timing) if is_early else UpdateTiming.BEHIND_FORWARD)
+
+    def speculating(self) -> UpdateMode:
+        """Inside backward, with spare states for all chunks that can have them."""
+        return UpdateMode(UpdateTiming.INSIDE_BACKWARD, has_spare_states=True)
+
+    def reusing(self) -> UpdateMode:
+        """With gradients in compute shards; those must stay as they are while backward runs."""
+        timing = self.waiting().timing
+        if timing is UpdateTiming.INSIDE_BACKWARD:
+            timing = UpdateTiming.BEHIND_FORWARD
+        return UpdateMode(timing, grad_reuses_compute_shard=True)
