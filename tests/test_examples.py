@@ -20,6 +20,7 @@ TOKENS = torch.arange(32).view(1, 32)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*`isinstance.treespec, LeafSpec.` is depr",  # Lightning 2.6 on torch 2.13
     "ignore:.*is deprecated and will be removed in v6:FutureWarning",  # transformers, of what peft calls
+    "ignore:You're resuming from a checkpoint that ended before the epoch",  # as the example says
     "ignore:fan_in_fan_out is set to False",  # peft, of GPT-2's own layers
 )
 
