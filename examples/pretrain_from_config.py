@@ -4,9 +4,10 @@
     python examples/pretrain_from_config.py --config llama_7b.json --text corpus.txt --gpu-memory-limit 24GiB
     python examples/pretrain_from_config.py --steps 40 --resume                # go on from the last checkpoint
 
-`--resume` restores weights, optimizer, schedule and random states; the data begin again from the first batch of an epoch,
-unless your data loader can be resumed (torchdata's StatefulDataLoader), about which Lightning warns. The config is the file `config.json` that comes with a model, or one that you write. Tokens are bytes here; put your
-own tokens in the place of `ByteWindows`.
+`--resume` restores weights, optimizer, schedule and random states. Data begin again from the first batch of an epoch,
+unless your data loader can be resumed (torchdata's StatefulDataLoader), about which Lightning warns. The config is the
+file `config.json` that comes with a model, or one that you write. Tokens are bytes here; put your own in the place of
+`ByteWindows`.
 """
 
 from __future__ import annotations
