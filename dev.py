@@ -122,7 +122,7 @@ def docs(python: str) -> int:
     site = ROOT / "build" / "docs"
     code = build_site(python, str(site))
     if code == 0:
-        print(f"dev.py: open {site / 'index.html'}", flush=True)
+        print(f"dev.py: open {site / 'index.html'}; its search needs a server: python3 -m http.server -d {site}")
     return code
 
 
