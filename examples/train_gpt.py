@@ -350,6 +350,8 @@ def describe_chunks(strategy: Any) -> Iterator[str]:
         kinds[kind] += 1
         sizes[kind] += chunk.nbytes
     yield f"the parameters live in {len(plan.chunks)} chunks of up to {mib(plan.block_bytes)} ({plan.compute_dtype}):"
+    if strategy.root_device.type == "cpu":
+        yield '  (there is no GPU: "GPU" is the part of host memory that gpu_memory_limit limits)'
     yield from (f"  {count:3d} chunks, {mib(sizes[kind]):>12}: {kind}" for kind, count in sorted(kinds.items()))
     if plan.rcache_blocks:
         yield f"those that come and go share room for {plan.rcache_blocks} chunks on the GPU (the rCache)"
