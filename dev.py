@@ -5,6 +5,7 @@
     python3 dev.py test                    (linters, and the tests that find nearly everything)
     python3 dev.py test --full             (linters, and all tests; with the package tensornvme, see below)
     python3 dev.py test [--full] [arguments of pytest]
+    python3 dev.py docs                    (builds the documentation's site into build/docs)
     python3 dev.py tensornvme              (compiles and installs the package tensornvme, for its tests)
 
 All make the environment `.venv` when it is missing, bring it up to date when `pyproject.toml` has changed, and
@@ -28,7 +29,7 @@ import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
@@ -44,6 +45,7 @@ TORCH_WITH_GPU = "torch>=2.11"
 RUN_NEEDS = (("torch", (2, 11)), ("lightning|pytorch-lightning", (2, 6)), ("psutil", (5, 9)))
 TEST_NEEDS = (*RUN_NEEDS, ("pytest", (8, 2)))
 LINTERS = ("ruff", "mypy", "codespell_lib")
+SITE_BUILDERS = ("mkdocs", "material", "mkdocstrings_handlers")
 
 
 def main(arguments: list[str]) -> int:
@@ -54,6 +56,8 @@ def main(arguments: list[str]) -> int:
         return run([python, str(ROOT / "examples" / "train_gpt.py"), *arguments[1:]])
     if arguments[:1] == ["test"]:
         return test(interpreter(extra="test"), arguments[1:])
+    if arguments == ["docs"]:
+        return docs(interpreter(extra="test"))
     if arguments == ["tensornvme"]:
         return install_tensornvme(interpreter(extra="test"))
     print(__doc__)
@@ -99,7 +103,34 @@ def lint(python: str) -> list[str]:
                 unclean.append(f"{title} (missing)")
         elif run([python, "-m", *command]):
             unclean.append(title)
+    lacking = [name for name in SITE_BUILDERS if not has_module(python, name)]
+    if lacking:
+        print(f"lint: the site of docs/ skipped, {', '.join(lacking)} not installed here", flush=True)
+        if os.environ.get("CI") == "true":
+            unclean.append("docs (missing)")
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            if build_site(python, folder):
+                unclean.append("docs")
     return unclean
+
+
+# ----------------------------------------------------------------------------------------------------------- docs
+
+
+def docs(python: str) -> int:
+    site = ROOT / "build" / "docs"
+    code = build_site(python, str(site))
+    if code == 0:
+        print(f"dev.py: open {site / 'index.html'}; its search needs a server: python3 -m http.server -d {site}")
+    return code
+
+
+def build_site(python: str, folder: str) -> int:
+    """Build the site of docs/ into a folder; a broken link or an unknown name is an error."""
+    command = [python, "-m", "mkdocs", "build", "--quiet", "--strict", "-f", str(ROOT / ".mkdocs.yml")]
+    # Else Material warns at every start of a version of mkdocs that pyproject.toml excludes.
+    return run([*command, "--site-dir", folder], {"NO_MKDOCS_2_WARNING": "1"})
 
 
 # ---------------------------------------------------------------------------------------------------- environment
@@ -108,7 +139,9 @@ def lint(python: str) -> list[str]:
 def interpreter(extra: str) -> str:
     """Path of a Python that has the package's requirements and those of `extra`."""
     needs = TEST_NEEDS if extra == "test" else RUN_NEEDS
-    lacks_linters = extra == "test" and os.environ.get("CI") == "true" and not all(map(is_importable, LINTERS))
+    lacks_linters = (
+        extra == "test" and os.environ.get("CI") == "true" and not all(map(is_importable, (*LINTERS, *SITE_BUILDERS)))
+    )
     if all(is_served(names, least) for names, least in needs) and not lacks_linters:
         return sys.executable
     return venv_interpreter(extra)
@@ -148,15 +181,14 @@ def venv_interpreter(extra: str) -> str:
     # Only what this file made is ever cleared: half installed, or made by another Python.
     is_ours = stamp.get("is_ours", not VENV.exists())
     is_whole = python.exists() and stamp.get("installed") != "" and stamp.get("python", sys.version) == sys.version
-    print(f"installing into {VENV} (takes minutes the first time)", flush=True)
+    print(f"dev.py: installing into {VENV}; this takes minutes the first time", flush=True)
     if is_ours and not is_whole:
         make_venv()
     write_stamp(is_ours=is_ours, python=sys.version, installed="", extras=extras)
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
-    if not sys.stdout.isatty():
-        pip.append("--quiet")
-    install([*pip, torch])
-    install([*pip, torch, "--editable", f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)])
+    install([*pip, torch], f"installing {torch}")
+    project = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
+    install([*pip, torch, "--editable", project], "installing lightning_elixir and what it needs")
     write_stamp(is_ours=is_ours, python=sys.version, installed=wanted, extras=extras)
     return str(python)
 
@@ -173,12 +205,17 @@ def make_venv() -> None:
     shutil.rmtree(VENV, ignore_errors=True)
     VENV.mkdir()
     write_stamp(is_ours=True, python=sys.version, installed="", extras=[])  # first, so that an interruption is seen
-    install([sys.executable, "-m", "venv", str(VENV)])
+    install([sys.executable, "-m", "venv", str(VENV)], "making the environment")
 
 
-def install(command: list[str]) -> None:
-    if run(command):
-        sys.exit(fail(f"`{' '.join(command)}` failed (its message is above); run me again to try again"))
+def install(command: list[str], what: str) -> None:
+    """Run a command, whose output is shown only if it fails."""
+    print(f"dev.py: {what} ...", flush=True)
+    with tempfile.TemporaryFile() as output:
+        if run(command, output=output):
+            output.seek(0)
+            sys.stderr.write(output.read().decode(errors="replace"))
+            sys.exit(fail(f"`{' '.join(command)}` failed (its message is above); run me again to try again"))
 
 
 def read_stamp() -> dict[str, Any]:
@@ -271,15 +308,21 @@ def path_with(python: str) -> str:
 # ------------------------------------------------------------------------------------------------------ processes
 
 
-def run(command: list[str], variables: Mapping[str, str] | None = None) -> int:
-    """Run a command with this folder's package on its path, and with these variables; returns its exit code."""
+def run(command: list[str], variables: Mapping[str, str] | None = None, output: IO[bytes] | None = None) -> int:
+    """Run a command with this folder's package on its path, and with these variables; returns its exit code.
+
+    Args:
+        output: Where what it prints goes; None: to the terminal.
+    """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(variables or {})}
     if not has_gpu():
         # Threads that wait give their core away. Spinning, on a machine that has other things to do as well, was
         # seen to turn steps of 0.15 s into steps of 3 s.
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    process = subprocess.Popen(command, env=environment)
+    process = subprocess.Popen(
+        command, env=environment, stdout=output, stderr=None if output is None else subprocess.STDOUT
+    )
     while True:
         try:
             code = process.wait()

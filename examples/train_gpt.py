@@ -1,18 +1,20 @@
 """Train a byte-level GPT on the Python standard library's own sources with `Trainer(strategy="elixir")`.
 
     python3 dev.py example                                    # about two minutes on two CPU cores
-    python3 dev.py example --gpu-memory-limit 4MiB            # the same with too little memory: chunks come and go
-    python3 dev.py example --size 7b --precision bf16-mixed --checkpointing --policy auto --gpu-memory-limit 24GiB
+    python3 dev.py example --policy cuda                      # the same with room for everything: no chunk moves
     python3 dev.py example --plain                            # the same model and data without lightning_elixir
+    python3 dev.py example --size 7b --precision bf16-mixed --checkpointing --policy auto --gpu-memory-limit 24GiB
 
-It prints the validation loss (nats a byte) as it falls, where the chunks of the model live, and a sample of what the
-model has learned to write.
+The small model is trained with less GPU memory than its parameters take (without a GPU, a part of host memory plays
+it), so its chunks come and go. The program prints the validation loss (nats a byte) as it falls, where the chunks
+lived and what was moved, and a sample of what the model has learned to write.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import platform
 import resource
@@ -46,6 +48,7 @@ BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
 MAX_VALIDATIONS = 7  # besides the one before training
+TIGHT_LIMIT = "2MiB"  # the tiny model's parameters alone take 3.2 MiB
 
 
 # ------------------------------------------------------------------------------------------------------- the model
@@ -66,7 +69,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(4, 128, 4, seq_len=128, batch_size=16, steps=700, lr=3e-3, val_batches=16),
+    "tiny": Size(4, 128, 4, seq_len=128, batch_size=16, steps=500, lr=3e-3, val_batches=16),
     "350m": Size(24, 1024, 16),
     "1.3b": Size(24, 2048, 16),
     "2.7b": Size(32, 2560, 32),
@@ -324,7 +327,8 @@ class Recorder(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loss = float(trainer.callback_metrics["val_loss"])
         self.val_losses.append((trainer.global_step, loss))
-        pl_module.print(f"step {trainer.global_step:5d}: validation loss {loss:.3f}")
+        pace = f", {statistics.median(self.step_s[-20:]):.2f} s a step" if self.step_s else ""
+        pl_module.print(f"step {trainer.global_step:5d}: validation loss {loss:.3f}{pace}")
 
 
 # ------------------------------------------------------------------------------------------------------ the report
@@ -335,31 +339,31 @@ def mib(num_bytes: float) -> str:
 
 
 def describe_chunks(strategy: Any) -> Iterator[str]:
-    """Where the chunks live by the strategy's plan, what the plan predicted, and what the rCache did."""
-    plan, stats = strategy.plan, strategy.stats().as_dict()
-    yield (
-        f"plan: policy {plan.policy}, {plan.world_size} rank(s), {len(plan.chunks)} chunks in {plan.compute_dtype} "
-        f"of up to {mib(plan.block_bytes)}; rCache of {plan.rcache_blocks} blocks, prefetch depth {plan.prefetch_depth}"
-    )
-    if strategy.root_device.type == "cpu":
-        yield '  (without a GPU, "GPU" is the part of host memory that gpu_memory_limit limits)'
+    """Where the chunks lived by the strategy's plan, what moved, and what the plan predicted."""
+    plan, stats = strategy.plan, strategy.stats()
     kinds: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for chunk in plan.chunks:
-        states = chunk.optim_tier.name if chunk.requires_grad else "nowhere (frozen)"
-        residence = "always resident" if chunk.is_persistent else "through the rCache"
-        kind = f"parameters on {chunk.param_tier.name}, {residence}; master and states on {states}"
+        states = f"Adam's states on {chunk.optim_tier.name}" if chunk.requires_grad else "frozen"
+        residence = "always on the GPU" if chunk.is_persistent else f"on {chunk.param_tier.name}, come and go"
+        kind = f"parameters {residence}; {states}"
         kinds[kind] += 1
         sizes[kind] += chunk.nbytes
-    yield from (f"  {count} chunks, {mib(sizes[kind])}: {kind}" for kind, count in sorted(kinds.items()))
-    predicted = {name.removesuffix("_bytes"): value for name, value in plan.notes.items() if name.endswith("_bytes")}
-    for title, num_bytes in (("predicted", predicted), ("held now", stats["held_bytes"])):
-        yield f"{title}: " + ", ".join(f"{name} {mib(value)}" for name, value in num_bytes.items() if value)
-    counted = {name: value for name, value in stats.items() if value and name != "held_bytes"}
-    if counted:
-        yield "counted in training: " + ", ".join(
-            f"{name} {mib(value) if name.endswith('_bytes') else value}" for name, value in counted.items()
-        )
+    yield f"the parameters live in {len(plan.chunks)} chunks of up to {mib(plan.block_bytes)} ({plan.compute_dtype}):"
+    if strategy.root_device.type == "cpu":
+        yield '  (there is no GPU: "GPU" is the part of host memory that gpu_memory_limit limits)'
+    yield from (f"  {count:3d} chunks, {mib(sizes[kind]):>12}: {kind}" for kind, count in sorted(kinds.items()))
+    if plan.rcache_blocks:
+        yield f"those that come and go share room for {plan.rcache_blocks} chunks on the GPU (the rCache)"
+    yield (
+        f"chunks fetched {stats.fetches + stats.prefetches:,} times, {stats.prefetches:,} of them ahead of need; "
+        f"evicted {stats.evictions:,} times"
+    )
+    yield f"bytes moved: {mib(stats.h2d_bytes)} to the GPU, {mib(stats.d2h_bytes)} back"
+    notes = plan.notes
+    yield f"predicted: {mib(notes.get('gpu_bytes', 0))} on the GPU, {mib(notes.get('host_bytes', 0))} on the host"
+    held = ", ".join(f"{name} {mib(value)}" for name, value in stats.held_bytes.items() if value)
+    yield f"held now: {held}"
 
 
 def peak_bytes() -> dict[str, int]:
@@ -399,12 +403,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_strategy(arguments: argparse.Namespace) -> Any:
-    """ "elixir" as a name where no option is given, else an `ElixirStrategy`; "auto" for --plain."""
-    if arguments.plain:
-        return "auto"
-    import lightning_elixir  # registers "elixir"
-
+def placement_options(arguments: argparse.Namespace) -> dict[str, str]:
+    """Options of `ElixirStrategy` that were given, or that make the small model's chunks move."""
     options = {
         "placement_policy": arguments.policy,
         "gpu_memory_limit": arguments.gpu_memory_limit,
@@ -412,8 +412,45 @@ def make_strategy(arguments: argparse.Namespace) -> Any:
         "chunk_size": arguments.chunk_size,
         "report_dir": arguments.report_dir,
     }
-    given = {name: value for name, value in options.items() if value is not None}
-    return lightning_elixir.ElixirStrategy(**given) if given else "elixir"
+    if arguments.size == "tiny" and arguments.policy is None and arguments.gpu_memory_limit is None:
+        # It would fit anywhere, and nothing would move.
+        is_gpu = arguments.accelerator in ("gpu", "cuda") or (
+            arguments.accelerator == "auto" and torch.cuda.is_available()
+        )
+        options |= {"placement_policy": "cpu"} if is_gpu else {"gpu_memory_limit": TIGHT_LIMIT}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def make_strategy(arguments: argparse.Namespace) -> Any:
+    """ "elixir" as a name where there is no option, else an `ElixirStrategy`; "auto" for --plain."""
+    if arguments.plain:
+        return "auto"
+    import lightning_elixir  # registers "elixir"
+
+    options = placement_options(arguments)
+    return lightning_elixir.ElixirStrategy(**options) if options else "elixir"  # type: ignore[arg-type]
+
+
+def opening(size: Size, arguments: argparse.Namespace) -> str:
+    """What is about to be trained, and within what."""
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in GPT(size).parameters())
+    param_bytes = numel * {"64-true": 8, "32-true": 4}.get(arguments.precision, 2)
+    all_bytes = numel * {"64-true": 32, "16-true": 8, "bf16-true": 8}.get(arguments.precision, 16)
+    options = {} if arguments.plain else placement_options(arguments)
+    within = ", ".join(f"{name}={value}" for name, value in options.items())
+    return (
+        f"a GPT of {numel:,} parameters, {arguments.precision}: {mib(param_bytes)} of parameters, {mib(all_bytes)} with"
+        f" gradients and Adam's states; {within or 'no limits'}"
+    )
+
+
+def quieten() -> None:
+    """Leave the terminal to what this program prints."""
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # slicing bytes needs none
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning 2.6 on torch 2.13
+    for name in (pl.__name__, "lightning.fabric", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def main() -> None:
@@ -423,11 +460,10 @@ def main() -> None:
     sample_bytes = arguments.sample_bytes
     if sample_bytes is None:
         sample_bytes = 400 if arguments.size == "tiny" else 0
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # slicing bytes needs none
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning 2.6 on torch 2.13
+    quieten()
     torch.set_float32_matmul_precision("high")
 
-    pl.seed_everything(arguments.seed)
+    pl.seed_everything(arguments.seed, verbose=False)
     recorder = Recorder(is_timed=arguments.json is not None)
     trainer = pl.Trainer(
         strategy=make_strategy(arguments),
@@ -443,6 +479,8 @@ def main() -> None:
         callbacks=[recorder],
         logger=False,
         enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     if arguments.plain:
         is_gpu = trainer.strategy.root_device.type == "cuda"
@@ -452,6 +490,8 @@ def main() -> None:
         module = LitGPT(size, arguments.checkpointing, sample_bytes)
 
     train, val = make_loaders(size, arguments.seed)
+    if trainer.is_global_zero:
+        print(opening(size, arguments))
     start_s = time.perf_counter()
     trainer.fit(module, train, val)
     fit_s = time.perf_counter() - start_s
@@ -461,11 +501,10 @@ def main() -> None:
     median_s = statistics.median(recorder.step_s)
     if trainer.is_global_zero:
         tokens_per_s = size.batch_size * size.seq_len * trainer.world_size / median_s
-        print(
-            f"\ntrained {len(recorder.losses)} steps in {fit_s:.0f} s, building included; {tokens_per_s:,.0f} bytes/s"
-        )
-        print(*(f"{name}: {mib(value)}" for name, value in peaks.items()), sep="\n")
+        print(f"\ntrained {len(recorder.losses)} steps in {fit_s:.0f} s, {tokens_per_s:,.0f} bytes/s at the usual step")
         print(*chunks, sep="\n")
+        peaks_text = ", ".join(f"{name.removesuffix('_bytes')} {mib(value)}" for name, value in peaks.items())
+        print(f"of the whole process: {peaks_text}")
         if arguments.json:
             report = {
                 "arguments": {name: str(value) for name, value in vars(arguments).items()},

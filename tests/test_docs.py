@@ -1,0 +1,145 @@
+"""What README.md and docs/ show works: Python blocks run, commands and options exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_elixir.cli.options import TRAINING_COMMANDS, make_parser
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    path.stem if path.name != "README.md" else "README": path
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+}
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
+
+
+def _blocks(page: str, language: str) -> list[str]:
+    """Code blocks of a page, but for files of examples/ that it includes: tests of their own run those."""
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXTS[page], flags=re.DOTALL | re.MULTILINE)
+
+
+def _anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers",
+    "ignore:.*`isinstance.treespec, LeafSpec.` is depr",  # Lightning 2.6 on torch 2.13
+    "ignore:Precision bf16-mixed is not supported by the model summary",
+    "ignore:Be aware that when using `ckpt_path`",
+)
+@pytest.mark.parametrize("page", [page for page in sorted(PAGES) if _blocks(page, "python")])
+def test_python_blocks_of_a_page_run_one_after_the_other(page: str) -> None:
+    pytest.importorskip("lightning", reason="the pages import lightning, and only pytorch_lightning is installed")
+    if any("transformers" in block for block in _blocks(page, "python")):
+        pytest.importorskip("transformers")
+    torch.set_grad_enabled(True)
+    names = {"__name__": "page"}
+    for block in _blocks(page, "python"):
+        exec(compile(block, str(PAGES[page]), "exec"), names)
+
+
+@pytest.mark.parametrize("page", [page for page in sorted(PAGES) if _blocks(page, "bash")])
+def test_commands_of_a_page_exist(page: str) -> None:
+    script = "".join(_blocks(page, "bash")).replace("\\\n", " ")
+    for line in filter(None, map(str.strip, script.splitlines())):
+        words = shlex.split(line, comments=True)
+        if words[0] == "lightning-elixir" and words[1] not in TRAINING_COMMANDS:
+            make_parser().parse_args(words[1:])
+        elif words[:2] == ["python3", "dev.py"]:
+            assert words[2] in ("docs", "example", "tensornvme", "test")
+        else:
+            assert words[0] in ("lightning-elixir", "python"), line
+
+
+def test_options_that_are_shown_exist() -> None:
+    from lightning_elixir import ElixirStrategy
+
+    options = set(inspect.signature(ElixirStrategy).parameters)
+    rows = TEXTS["README"].partition("| option of `ElixirStrategy`")[2].partition("\n\n")[0].splitlines()[2:]
+    shown = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    shown |= set(re.findall(r"^ {6}(\w+):", "".join(_blocks("quick-start", "yaml")), flags=re.MULTILINE))
+    assert "placement_policy" in shown
+    assert shown <= options
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_links_and_files_that_a_page_names_exist(page: str) -> None:
+    folder = PAGES[page].parent
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", TEXTS[page]):
+        assert link or anchor
+        target = folder / link if link else PAGES[page]
+        assert target.exists(), link
+        if anchor:
+            assert anchor in _anchors(target.read_text(encoding="utf-8")), f"{link}#{anchor}"
+    named = re.findall(r"`(examples/[\w./]+\.(?:py|md)|lightning_elixir/ARCHITECTURE.md)`", TEXTS[page])
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    files = re.findall(r"`(\w[\w.-]+_20\d\d-\d\d-\d\d\.(?:json|md))`", TEXTS[page])
+    results = ROOT / "examples" / "benchmarks" / "results"
+    assert [name for name in files if not (results / name).exists()] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    settings = (ROOT / ".mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r"([\w-]+)\.md$", settings, flags=re.MULTILINE))
+    assert listed == set(PAGES) - {"README"}
+
+
+def test_every_error_class_is_explained() -> None:
+    from lightning_elixir import errors
+
+    classes = {
+        name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__
+    }
+    assert "ElixirError" in classes
+    assert [name for name in classes if f"`{name}" not in TEXTS["errors"]] == []
+
+
+def test_everything_that_is_exported_is_in_the_reference() -> None:
+    import lightning_elixir
+
+    shown = set(re.findall(r"^::: lightning_elixir\.(\w+)$", TEXTS["api"] + TEXTS["options"], flags=re.MULTILINE))
+    other_names = {"__version__", "cuda_memory_profiling"}
+    assert shown == set(lightning_elixir.__all__) - other_names
+
+
+def test_figures_are_what_the_results_say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["draw_figures.py", "--check"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / "benchmarks" / "draw_figures.py"), run_name="__main__")
+    assert ended.value.code == 0, f"run examples/benchmarks/draw_figures.py: {capsys.readouterr().out}"
+
+
+def test_readme_is_short() -> None:
+    assert len(TEXTS["README"]) <= 10_000
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install '.[docs]'")
+def test_the_site_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    """Linters build it; here, what it loads."""
+    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
+    command = [*build, "-f", str(ROOT / ".mkdocs.yml"), "-d", str(tmp_path / "site")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert (done.returncode, done.stderr) == (0, "")
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > len(PAGES) - 1
+    loads = re.compile(
+        r"<(?:script|img|iframe|source)[^>]+src=\"(?:https?:)?//|<link[^>]+rel=\"(?:stylesheet|preconnect)\"[^>]+href=\"https?:"
+    )
+    assert [page.name for page in pages if loads.search(page.read_text(encoding="utf-8"))] == []
