@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_elixir import CapacityError, HardwareSpec, Plan, profile_memory
 from lightning_elixir.plan.hardware import load_hardware
 from lightning_elixir.plan.types import Tier
-from lightning_elixir.planning import make_plan
+from lightning_elixir.planning import Budget, TrainingRegime, make_plan
 
 GIB = 2**30
 GPT2_XL: dict[str, Any] = {"model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25}
@@ -94,10 +94,8 @@ def main() -> None:
             plan = make_plan(
                 model,
                 compute_dtype=torch.bfloat16,
-                gpu_bytes=hardware.gpu_bytes,
-                cpu_bytes=hardware.host_bytes,
-                can_stream=True,  # the optimizer is HybridAdam
-                can_reuse_compute_shard=True,  # one backward a step
+                budget=Budget(hardware.gpu_bytes, hardware.host_bytes),
+                regime=TrainingRegime(can_stream=True, can_reuse_compute_shard=True),  # HybridAdam, one backward a step
                 profile=profile,
                 hardware=hardware,
             )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from lightning_elixir.core import comm as comm_module
 from lightning_elixir.core.comm import GroupComm, make_comm
 from lightning_elixir.core.peers import Process, Roster, Watch
+from tests.helpers import processes
 from tests.helpers.dist import run_ranks
 
 
@@ -91,7 +90,7 @@ def test_a_program_ends_with_a_watch_at_work(work: str, how: str, told: str) -> 
         f"watch = Watch(lambda: {work}, lambda: None, lambda: print('orderly'), look_every_s=0.0, grace_s=0.0)\n"
         f"time.sleep(0.1); {how}"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = processes.run(code)
     assert (done.returncode, done.stdout) == (int("raise" in how), told)
     assert how.startswith("raise") == bool(done.stderr)
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_elixir.core.worker import LateEvent, Task, TaskEvent, Worker
+from tests.helpers.processes import run
 
 
 class Moment:
@@ -50,12 +47,6 @@ def held_worker(**options: Any) -> tuple[Worker, threading.Event]:
 
 def noting(log: list[str], name: str) -> Callable[[], None]:
     return lambda: log.append(name)
-
-
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
 
 
 def test_a_task_that_has_not_begun_is_cancelled() -> None:

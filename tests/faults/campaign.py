@@ -64,7 +64,7 @@ def look_for(fault: Fault, tier: str, limits: Limits, *, is_near_first: bool) ->
         stages: list[tuple[Stage, Sequence[str]]] = [("all", ())]
         if is_near_first:
             near = near_files(copy, fault.path)
-            stages = [("near", near), ("rest", rest_of(copy, near))]
+            stages = [("near", near), ("rest", rest_of(copy, near, fault.path))]
         for stage, files in stages:
             if stage == "near" and not files:
                 continue
@@ -81,7 +81,8 @@ def look_for(fault: Fault, tier: str, limits: Limits, *, is_near_first: bool) ->
 
 
 def near_files(root: Path, path: str) -> list[str]:
-    """Test files that are named after a module of the package, or import it; the ones with its name first."""
+    """Test files that are named after a module of the package, or import it, by themselves or through modules of tests
+    that they import; the ones with its name first."""
     module = Path(path).with_suffix("")
     dotted = ".".join((PACKAGE, *module.parts))
     package, _, name = dotted.rpartition(".")
@@ -89,15 +90,26 @@ def near_files(root: Path, path: str) -> list[str]:
         rf"(?:from|import) {re.escape(dotted)}\b|from {re.escape(package)} import [^\n]*\b{re.escape(name)}\b"
     )
     files = _test_files(root)
+    shared = {f for f in (root / "tests").rglob("*.py") if f not in files and imported.search(f.read_text())}
+    shared = {".".join(f.relative_to(root).with_suffix("").parts) for f in shared}
     named = [f for f in files if re.fullmatch(rf"test_{re.escape(name)}(?:_\w+)?\.py", f.name)]
-    others = [f for f in files if f not in named and imported.search(f.read_text())]
+    others = [f for f in files if f not in named and (imported.search(f.read_text()) or shared & _tests_used(f))]
     return [str(f.relative_to(root)) for f in (*named, *others)]
 
 
-def rest_of(root: Path, near: Sequence[str]) -> list[str]:
-    """All other test files."""
-    names = (str(f.relative_to(root)) for f in _test_files(root))
-    return [name for name in names if name not in near]
+def _tests_used(file: Path) -> set[str]:
+    """Dotted names of what it imports of `tests`, modules among them."""
+    found = re.findall(r"^from (tests[\w.]*) import (\w+)", file.read_text(), re.MULTILINE)
+    return {name for module, member in found for name in (module, f"{module}.{member}")}
+
+
+def rest_of(root: Path, near: Sequence[str], path: str) -> list[str]:
+    """All other test files, those of the module's room first."""
+    names = [str(f.relative_to(root)) for f in _test_files(root)]
+    room, is_in_room = Path(path).parts[0], Path(path).parent != Path()
+    rooms = (room,) if is_in_room else ("runtime", "strategy", "checkpoint", "optim")
+    rest = [name for name in names if name not in near]
+    return sorted(rest, key=lambda name: Path(name).parts[1] not in rooms)
 
 
 def _test_files(root: Path) -> list[Path]:

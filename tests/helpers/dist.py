@@ -348,7 +348,9 @@ def start_processes(code: str, world_size: int) -> list[Process]:
         group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)}
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         environment = {**os.environ, **(group | place if world_size > 1 else {}), "OMP_NUM_THREADS": "1"}
-        processes.append(start(f"import warnings; warnings.simplefilter('ignore')\n{code}", environment, is_quiet=True))
+        with open(os.devnull, "wb") as nowhere:
+            quiet = f"import warnings; warnings.simplefilter('ignore')\n{code}"
+            processes.append(start(quiet, environment, stderr=nowhere.fileno()))
     return processes
 
 

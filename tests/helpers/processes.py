@@ -17,6 +17,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,7 +56,8 @@ def start(
     *,
     arguments: Sequence[str] = (),
     pass_fds: Sequence[int] = (),
-    is_quiet: bool = False,
+    stdout: int | None = None,
+    stderr: int | None = None,
 ) -> Process:
     """Run code as the main program of a new process, in this working directory.
 
@@ -64,7 +66,7 @@ def start(
         environment: All variables, but for `PYTHONPATH`, in which the project's root is; None: those of this process.
         arguments: `sys.argv[1:]`.
         pass_fds: Files to share; their numbers there come after the arguments.
-        is_quiet: Whether what it writes to its standard error is dropped.
+        stdout, stderr: Files that it writes to; None: those of this process.
     """
     environment = {**(os.environ if environment is None else environment), "PYTHONPATH": str(ROOT)}
     if _has_gpu():
@@ -72,11 +74,38 @@ def start(
             [sys.executable, "-c", code, *arguments, *map(str, pass_fds)],
             env=environment,
             pass_fds=pass_fds,
-            stderr=subprocess.DEVNULL if is_quiet else None,
+            stdout=stdout,
+            stderr=stderr,
         )
     if not _servers:
         _servers.append(_Server())
-    return _servers[0].fork(_Request(code, environment, list(arguments), os.getcwd(), is_quiet), pass_fds)
+    redirected = {number: fd for number, fd in ((1, stdout), (2, stderr)) if fd is not None}
+    request = _Request(code, environment, list(arguments), os.getcwd(), list(redirected))
+    return _servers[0].fork(request, [*redirected.values(), *pass_fds])
+
+
+def run(code: str, environment: Mapping[str, str] | None = None, timeout_s: float = 60.0) -> Ended:
+    """As `start`, until it has ended; after so long it is killed."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        process = start(code, environment, stdout=out.fileno(), stderr=errors.fileno())
+        try:
+            returncode = process.wait(timeout_s)
+        finally:
+            process.kill()
+        texts = []
+        for file in (out, errors):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return Ended(returncode, *texts)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended, and what it has written."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 def _has_gpu() -> bool:
@@ -93,7 +122,8 @@ class _Request:
     environment: dict[str, str]
     arguments: list[str]
     cwd: str
-    is_quiet: bool
+    redirected: list[int]
+    """Standard files in place of which those come that are passed first."""
 
 
 class _Fork:
@@ -210,11 +240,10 @@ def _become(request: _Request, fds: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.cwd)
-    sys.argv = ["-c", *request.arguments, *map(str, fds)]
-    if request.is_quiet:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
+    for number, fd in zip(request.redirected, fds, strict=False):
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.argv = ["-c", *request.arguments, *map(str, fds[len(request.redirected) :])]
 
 
 def _main(channel: socket.socket, names: Sequence[str]) -> str | None:

@@ -446,6 +446,7 @@ def test_cpu_adam_refuses_other_devices() -> None:
         CPUAdam([nn.Parameter(torch.ones(3, device="meta"))])
 
 
+@pytest.mark.full
 def test_import_and_step_do_not_initialise_cuda() -> None:
     program = (
         "import torch; from lightning_elixir.optim import HybridAdam; p = torch.nn.Parameter(torch.ones(2));"

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.optim import CPUAdam, HybridAdam, nvme_moments, nvme_states
 from lightning_elixir.storage.nvme import ALIGNMENT, BACKENDS, OffloadFile, folders, temporary_folder
+from tests.helpers.tiers import crossed
 from tests.storage.conftest import needs_tensornvme
 
 KIB, MIB = 2**10, 2**20
@@ -413,9 +414,7 @@ def failing(real: Callable[..., int], number: int, after: int) -> Callable[..., 
     return call
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize("after", [0, 3])
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@crossed(together=1, call=["preadv", "pwritev"], after=[0, 3], number=[errno.EIO, errno.ENOSPC])
 def test_a_disk_that_fails_in_a_step(
     call: str, after: int, number: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

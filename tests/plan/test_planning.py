@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
@@ -358,14 +359,17 @@ def test_searches_have_gradients_take_the_place_of_parameters_where_the_host_is_
     def least_host_bytes(dtype: torch.dtype) -> tuple[int, Plan]:
         """In steps of an eighth of the model's bytes, and the plan there."""
         unit = sum(p.numel() for p in encoder().parameters()) * dtype.itemsize // 8
-        for count in range(1, 200):
+
+        def plan_with(count: int) -> Plan | None:
             try:
-                return count * unit, simple_search(
-                    encoder(), unified_dtype=dtype, gpu_bytes=MIB, cpu_bytes=count * unit
-                )
+                return simple_search(encoder(), unified_dtype=dtype, gpu_bytes=MIB, cpu_bytes=count * unit)
             except CapacityError:
-                continue
-        raise AssertionError("no plan")
+                return None
+
+        count = bisect.bisect_left(range(200), True, lo=1, key=lambda count: plan_with(count) is not None)
+        plan = plan_with(count)
+        assert plan is not None
+        return count * unit, plan
 
     _, plan = least_host_bytes(torch.bfloat16)
     assert plan.grad_reuses_compute_shard

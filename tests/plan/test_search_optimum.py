@@ -13,6 +13,7 @@ from lightning_elixir.plan.placement import OFFLOADED
 from lightning_elixir.plan.problem import PlacementRequest
 from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.types import Tier, UpdateTiming
+from tests.helpers.tiers import crossed, telling
 from tests.plan.models import accesses_of, spec
 from tests.plan.problems import (
     HARDWARE,
@@ -49,14 +50,18 @@ def check(case: Case, rel: float = 0.02) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", HARDWARE)
+@pytest.mark.parametrize(
+    "name", telling(HARDWARE, "nominal", "slow collectives", "slow host Adam", "streaming is fast")
+)
 def test_the_search_finds_the_best_placement(name: str) -> None:
     random = Random(name)
     found = sum(check(random_case(random, most_chunks=4, hardware=HARDWARE[name])) for _ in range(10))
     assert found >= 3
 
 
-@pytest.mark.parametrize("name", ["nominal", "slow collectives", "collectives", "slow host Adam"])
+@pytest.mark.parametrize(
+    "name", telling(["nominal", "slow collectives", "collectives", "slow host Adam"], "nominal", "collectives")
+)
 def test_the_search_finds_the_best_placement_on_two_ranks(name: str) -> None:
     random = Random(name)
     cases = [random_case(random, most_chunks=3, world_size=2, hardware=HARDWARE[name]) for _ in range(6)]
@@ -70,8 +75,7 @@ def overlapped(case: Case, timing: UpdateTiming) -> Case:
     return replace(case, problem=changed(case.problem, update_timing=timing))
 
 
-@pytest.mark.parametrize("timing", OVERLAPPED)
-@pytest.mark.parametrize("name", ["nominal", "slow host Adam", "streaming is fast"])
+@crossed(name=["nominal", "slow host Adam", "streaming is fast"], timing=OVERLAPPED)
 def test_the_search_finds_the_best_placement_where_updates_overlap(name: str, timing: UpdateTiming) -> None:
     random = Random(name)
     cases = [random_case(random, most_chunks=3, hardware=HARDWARE[name]) for _ in range(8)]

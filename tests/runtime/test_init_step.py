@@ -138,8 +138,7 @@ def _train_all(init_step: bool, has_stepped: bool) -> dict[tuple[str, str], tupl
     return results
 
 
-@pytest.mark.parametrize("has_stepped", [False, True])
-@pytest.mark.parametrize("init_step", [False, True])
+@crossed(init_step=[False, True], has_stepped=[False, True])
 def test_equals_plain_torch_with_two_ranks(init_step: bool, has_stepped: bool) -> None:
     results = run_ranks(_train_all, 2, init_step, has_stepped)[0]
     for (name, placement), (values, states) in results.items():

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -157,6 +158,7 @@ def bombard(how: How, folder: str, seed: int, seconds: float) -> dict[str, Any]:
     return {**counts, "messages": sorted(messages)}
 
 
+@pytest.mark.full
 def test_ctrl_c_at_any_moment(tmp_path: Path) -> None:
     code = f"""
 import json

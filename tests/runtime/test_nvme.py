@@ -1,6 +1,6 @@
 """States on NVMe give, bit for bit, what states in host memory give; a disk that fails is told of, and ends the run.
 
-The bodies take the device, so that `tests/gpu` runs them with real lanes and page-locked memory.
+The bodies, in `helpers`, take the device, so that `tests/gpu` runs them with real lanes and page-locked memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Updates that begin inside backward and can be taken back give bit for bit what those inside the step give.
 
-The bodies take the device, so that `tests/gpu` runs them with real lanes and page-locked memory.
+The bodies, in `helpers`, take the device, so that `tests/gpu` runs them with real lanes and page-locked memory.
 """
 
 from __future__ import annotations

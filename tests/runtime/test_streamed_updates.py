@@ -1,6 +1,7 @@
 """Updates streamed to the device give, bit for bit, what the host and the device itself give.
 
-The bodies take the device, so that `tests/gpu` runs them with real lanes, page-locked memory and device memory.
+The bodies, in `helpers`, take the device, so that `tests/gpu` runs them with real lanes, page-locked memory and device
+memory.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.fetcher import Fetcher
 from lightning_elixir.runtime.hooks import innermost_pack
 from lightning_elixir.runtime.spans import Packing
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -509,6 +511,33 @@ def test_torch_optimizers_with_groups_schedules_and_resume(kind: str) -> None:
     other_optimizer.load_state_dict(expected)
     for seed in range(3, 5):
         assert step(other_module, other_optimizer, seed) == step(plain, plain_optimizer, seed)
+
+
+def test_a_replica_that_a_view_holds_makes_no_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory stays taken, also while chunks are fetched ahead: it counts, and does not come again."""
+    _, module, optimizer = wrapped(**TIGHT)
+    module.replan(replace(module.plan, rcache_blocks=6, prefetch_depth=2))
+    for seed in range(2):
+        step(module, optimizer, seed)
+    held = module.engine.chunks[2]
+    view = held.parameters[0].data
+    fetch, fetched = Fetcher.fetch, []
+
+    def noted(self: Fetcher, chunk: Chunk) -> None:
+        fetched.append(chunk.id)
+        fetch(self, chunk)
+
+    monkeypatch.setattr(Fetcher, "fetch", noted)
+    module.reset_stats()
+    optimizer.backward(ZOO["gpt2"].loss(module, 2))
+    stats = module.stats()
+    assert stats.prefetches > 0
+    assert stats.evictions > 0
+    assert len(fetched) > len(module.plan.chunks)
+    assert held.id not in fetched
+    assert held.is_aliased()
+    del view
+    module.close()
 
 
 def test_layers_have_no_hooks_where_everything_is_resident() -> None:

@@ -215,9 +215,9 @@ def _train_rank(action: Any, placement: str) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("placement", ["cpu", "cuda"])
-@pytest.mark.parametrize(
-    "action", [look, scale_in_place, assign, assign_to_some, drop_some, clip_norm], ids=lambda f: f.__name__
+@crossed(
+    action=[look, scale_in_place, assign, assign_to_some, drop_some, clip_norm],
+    placement=["cpu", "cuda"],
 )
 def test_several_ranks(action: Any, placement: str) -> None:
     plain = make("gpt2")

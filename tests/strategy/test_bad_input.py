@@ -257,6 +257,7 @@ def test_before_anything_has_run() -> None:
         strategy.plan  # noqa: B018 - the property raises
 
 
+@pytest.mark.full
 def test_strategy_name_without_the_import() -> None:
     code = f"from {pl.__name__} import Trainer; Trainer(strategy='elixir', accelerator='cpu')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

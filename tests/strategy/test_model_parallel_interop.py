@@ -18,6 +18,7 @@ from lightning_elixir.cli import main
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import full, telling
 from tests.strategy.models import TIGHT, LateNet, make_optimizer, make_trainer
 from tests.strategy.sharded import Batches
 
@@ -200,10 +201,10 @@ _ELSEWHERE = pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize(
     ("num_ranks", "kind", "more"),
     [
-        (1, "sharded", {}),
+        full(1, "sharded", {}),
         (2, "sharded", {"accumulate_grad_batches": 2}),
-        (1, "consolidated", {}),
-        (1, "full", {"accumulate_grad_batches": 2}),
+        full(1, "consolidated", {}),
+        full(1, "full", {"accumulate_grad_batches": 2}),
         (2, "full", {}),
     ],
     ids=str,
@@ -218,7 +219,7 @@ def test_the_other_goes_on_bit_for_bit(
     _assert_goes_on(other, whole, _equal)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("kind", telling(["sharded", "full"], "sharded"))
 @_BOTH_WAYS
 @_ELSEWHERE
 def test_hybrid_adam_and_adamw_go_on_from_each_other(tmp_path: Path, saver: str, loader: str, kind: str) -> None:
