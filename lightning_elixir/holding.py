@@ -10,9 +10,9 @@ from torch import nn
 
 from lightning_elixir.building import replace_parameters
 from lightning_elixir.config import ElixirConfig
+from lightning_elixir.core.module_hooks import without_hooks
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.runtime.agreement import Meeting
-from lightning_elixir.runtime.hooks import without_hooks
 
 if TYPE_CHECKING:
     from lightning_elixir.wrapper import ElixirModule
