@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_elixir.core.comm import make_comm
 from lightning_elixir.core.device import make_device
+from lightning_elixir.core.module_hooks import without_hooks
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
@@ -23,7 +24,6 @@ from lightning_elixir.profiling.kept_fp32 import KeepFp32, compute_in_fp32, is_n
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.build import Precision
 from lightning_elixir.runtime.engine import Engine
-from lightning_elixir.runtime.hooks import without_hooks
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.runtime.whole import whole_grads, write_whole
 from lightning_elixir.storage.nvme import DiskOptions

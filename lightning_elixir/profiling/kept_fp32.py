@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.hooks import RemovableHandle
 
+from lightning_elixir.core.module_hooks import OwnHook
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.selection import Entry, entries_of, matching, near_misses
 from lightning_elixir.profiling.parameters import norm_parameters
@@ -171,8 +172,8 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-class _Island:
-    """The hooks of one module. They do nothing in copies, whose parameters are all in fp32.
+class _Island(OwnHook):
+    """The hooks of one module. They do nothing in copies, whose parameters are all in fp32; deep copies are without.
 
     Args:
         dtype: The 16-bit dtype around it.

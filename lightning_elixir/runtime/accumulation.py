@@ -125,8 +125,9 @@ class HostSums:
         self._worker.rest()
 
     def close(self) -> None:
-        """Do what is left, and end the thread."""
+        """Do what is left, end the thread and free the buffers, with what has failed."""
         self._worker.close()
+        self._slots.clear()
 
     def _free_slot(self) -> _Slot:
         if not self._slots:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_elixir.core.module_hooks import OwnHook
 from lightning_elixir.runtime.chunk import Chunk
 
 
@@ -41,7 +42,7 @@ class StateDictEvents(Protocol):
     def exit_state_dict(self) -> None: ...
 
 
-class _ModuleHook:
+class _ModuleHook(OwnHook):
     """A hook that does nothing in copies of a module, and knows no engine there. Shallow copies share it: the engine
     knows its own modules only.
 
@@ -63,20 +64,6 @@ class _ModuleHook:
 
 def _nothing(*args: Any) -> None:
     return
-
-
-def without_hooks(modules: Iterable[nn.Module], memo: Mapping[int, Any]) -> None:
-    """Take our hooks, which do nothing there, out of deep copies: TorchScript cannot compile them.
-
-    Args:
-        modules: The originals.
-        memo: Of `copy.deepcopy`, which has come past the copies.
-    """
-    for module in modules:
-        for name in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks"):
-            hooks: dict[int, Any] = memo.get(id(getattr(module, name))) or {}
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _ModuleHook)]:
-                del hooks[key]
 
 
 class Hooks:

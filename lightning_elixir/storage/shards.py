@@ -348,8 +348,11 @@ class ShardStore:
     def close(self) -> None:
         """Drop everything."""
         self._shards.clear()
-        if self.states is not None:
-            self.states.close()
+        # It keeps the error that it has failed with, and that the frames of all to whom it was raised, with their
+        # losses, whose graphs keep the engine: a cycle in which the garbage collector does not see the last step.
+        states, self.states = self.states, None
+        if states is not None:
+            states.close()
 
 
 def _lost(what: str, error: BaseException) -> ElixirError:

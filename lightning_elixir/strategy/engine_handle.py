@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lightning_elixir.core.module_hooks import without_hooks
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.runtime.agreement import Meeting
-from lightning_elixir.runtime.hooks import without_hooks
 from lightning_elixir.strategy.config import ElixirConfig
 from lightning_elixir.strategy.model_init import replace_parameters
 

@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -679,6 +680,35 @@ def failing_copy(after: int, seen: list[Any]) -> Callable[..., None]:
         real(self, other, part)
 
     return copy_from
+
+
+@pytest.mark.parametrize("site", ["nvme", "nvme_param"])
+def test_a_failed_disk_keeps_nothing_alive(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its error has gone through frames that hold a loss, whose graph leads to the engine."""
+
+    def train() -> weakref.ref[Any]:
+        module, optimizer = training = new_training(site=site)
+        for number in range(2):
+            step(training, BF16, number)
+        optimizer.synchronize()
+        with monkeypatch.context() as patch:
+            patch.setattr(direct.os, "pwritev", failing("pwritev", errno.EIO))
+
+            def go_on() -> None:
+                for number in range(2, 4):
+                    loss = ZOO[BF16.name].loss(module, number)
+                    optimizer.backward(loss, retain_graph=True)
+                    optimizer.step()
+
+            with pytest.raises(StorageError, match="Input/output error"):
+                go_on()
+        module.close()
+        return weakref.ref(module.engine)
+
+    engine = train()
+    for _ in range(2):  # a graph is freed by the first
+        gc.collect()
+    assert engine() is None
 
 
 # What is refused
