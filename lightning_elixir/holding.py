@@ -70,8 +70,14 @@ class Holding:
     @staticmethod
     def of(module: nn.Module | None) -> Holding | None:
         """The live holding of `module`, if there is one."""
+        holding = Holding.left_in(module)
+        return holding if holding is not None and not holding.engine.is_closed else None
+
+    @staticmethod
+    def left_in(module: nn.Module | None) -> Holding | None:
+        """As `of`, also where the engine has given up or was closed."""
         holding = vars(module).get(_ATTRIBUTE) if module is not None else None
-        return holding if isinstance(holding, Holding) and not holding.engine.is_closed else None
+        return holding if isinstance(holding, Holding) else None
 
     def attach(self) -> None:
         object.__setattr__(self.engine.module, _ATTRIBUTE, self)

@@ -668,7 +668,15 @@ class ElixirStrategy(ProcessStrategy):
         self._sharded.close()
         super().teardown()
         self._rest()
+        self._free_lost()
         self._sharded.finish()
+
+    def _free_lost(self) -> None:
+        """An engine that has failed is of no use to anybody: what it holds goes now. Left to the garbage collector, it
+        would stay: its errors keep frames, these losses, and their graphs, of which that sees nothing, the engine."""
+        holding = Holding.left_in(self.lightning_module)
+        if holding is not None and holding.engine.engine.is_lost:
+            holding.engine.close()
 
     def _rest(self) -> None:
         """No thread of ours goes on when a run is over."""
@@ -836,7 +844,7 @@ class ElixirStrategy(ProcessStrategy):
     def close(self) -> None:
         """Free everything that the engine holds, and end its threads. The model's parameters have no values afterwards.
         Collective."""
-        holding = Holding.of(self.lightning_module)
+        holding = Holding.left_in(self.lightning_module)
         self.optimizers, self._elixir_optimizer, self._evaluation = [], None, None
         self.precision_plugin.attach_optimizer(None)
         if holding is not None:

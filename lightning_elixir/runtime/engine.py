@@ -1234,6 +1234,11 @@ class Engine:
     def is_closed(self) -> bool:
         return self.phase is Phase.CLOSED
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing can be trained on or saved any more. Waits for nothing."""
+        return self.is_closed or self.store.has_failed
+
     def sample_activations(self, is_on: bool) -> None:
         """Watch the device's memory at every access of forward and backward (slow: for a warm-up step)."""
         self.iterations.watch(memory=is_on)
