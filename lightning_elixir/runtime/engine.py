@@ -541,6 +541,11 @@ class Engine:
                 self.active.agreement.meet(Meeting.STATE_DICT)
             return whole_values(self, on_all_ranks=on_all_ranks)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing can be trained on or saved any more. Waits for nothing."""
+        return self.is_closed or self.store.has_failed
+
     def sample_activations(self, is_on: bool) -> None:
         """Watch the device's memory at every access of forward and backward (slow: for a warm-up step)."""
         self.iterations.watch(memory=is_on)

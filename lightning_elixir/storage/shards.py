@@ -223,6 +223,13 @@ class ShardStore:
             raise first
         self._ask_states(StateFile.synchronize)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an update, or the disk, is known to have failed: values are lost. Waits for nothing."""
+        updates = [shard.update for shard in self._shards.values() if shard.update is not None]
+        is_disk_lost = self.states is not None and self.states.has_failed
+        return is_disk_lost or any(update.is_over() and update.error is not None for update in updates)
+
     def check_states(self) -> None:
         """Raises `StorageError` if states on a disk are known to be lost; waits for nothing."""
         self._ask_states(StateFile.check)
@@ -348,11 +355,8 @@ class ShardStore:
     def close(self) -> None:
         """Drop everything."""
         self._shards.clear()
-        # It keeps the error that it has failed with, and that the frames of all to whom it was raised, with their
-        # losses, whose graphs keep the engine: a cycle in which the garbage collector does not see the last step.
-        states, self.states = self.states, None
-        if states is not None:
-            states.close()
+        if self.states is not None:
+            self.states.close()
 
 
 def _lost(what: str, error: BaseException) -> ElixirError:

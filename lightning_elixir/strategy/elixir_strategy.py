@@ -664,7 +664,15 @@ class ElixirStrategy(ProcessStrategy):
         self._sharded.close()
         super().teardown()
         self._rest()
+        self._free_lost()
         self._sharded.finish()
+
+    def _free_lost(self) -> None:
+        """Free what an engine that has failed holds. The garbage collector could not: errors keep frames, these losses,
+        and the graphs of losses, into which it cannot look, the engine."""
+        handle = EngineHandle.left_in(self.lightning_module)
+        if handle is not None and handle.engine.engine.is_lost:
+            handle.engine.close()
 
     def _rest(self) -> None:
         """No thread of ours goes on when a run is over."""
@@ -832,7 +840,7 @@ class ElixirStrategy(ProcessStrategy):
     def close(self) -> None:
         """Free everything that the engine holds, and end its threads. The model's parameters have no values afterwards.
         Collective."""
-        handle = EngineHandle.of(self.lightning_module)
+        handle = EngineHandle.left_in(self.lightning_module)
         self.optimizers, self._elixir_optimizer, self._evaluation = [], None, None
         self.precision_plugin.attach_optimizer(None)
         if handle is not None:

@@ -70,8 +70,14 @@ class EngineHandle:
     @staticmethod
     def of(module: nn.Module | None) -> EngineHandle | None:
         """The live handle of `module`, if there is one."""
+        handle = EngineHandle.left_in(module)
+        return handle if handle is not None and not handle.engine.is_closed else None
+
+    @staticmethod
+    def left_in(module: nn.Module | None) -> EngineHandle | None:
+        """As `of`, also where the engine has given up or was closed."""
         handle = vars(module).get(_ATTRIBUTE) if module is not None else None
-        return handle if isinstance(handle, EngineHandle) and not handle.engine.is_closed else None
+        return handle if isinstance(handle, EngineHandle) else None
 
     def attach(self) -> None:
         object.__setattr__(self.engine.module, _ATTRIBUTE, self)

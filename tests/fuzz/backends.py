@@ -125,9 +125,10 @@ class Plain:
         self.named[name].grad = None
 
     def zero_grad(self) -> None:
-        self.sums.clear()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.model.zero_grad()
+        sets_to_none = self.program.sets_to_none
+        self.sums = {} if sets_to_none else {name: torch.zeros_like(g) for name, g in self.sums.items()}
+        self.optimizer.zero_grad(sets_to_none)
+        self.model.zero_grad(sets_to_none)
 
     def _for_optimizer(self) -> None:
         """Gradients to where the optimizer looks for them."""

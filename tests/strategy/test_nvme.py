@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +364,29 @@ def test_a_failing_disk_ends_the_run_and_leaves_the_checkpoint_whole(
     trainer = make_trainer(ElixirStrategy(**on_nvme(tmp_path)))
     trainer.fit(resumed, make_data(), ckpt_path=str(tmp_path / "before.ckpt"), weights_only=False)
     assert trainer.global_step == 8
+
+
+def test_what_has_failed_is_freed_at_the_end_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Break(pl.Callback):
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+            if trainer.global_step == 3:
+                patch.setattr(direct.os, "pwritev", failing("pwritev", errno.EIO))
+
+    def train() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
+        model = hybrid()()
+        trainer = make_trainer(ElixirStrategy(**on_nvme(tmp_path)), callbacks=[Break()])
+        with pytest.raises(StorageError, match="Input/output error"):
+            trainer.fit(model, make_data())
+        files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        assert not [file for file in files if str(tmp_path / "disk") in file]  # whoever keeps the model
+        trainer.strategy.close()
+        return weakref.ref(model), weakref.ref(trainer)
+
+    with monkeypatch.context() as patch:
+        references = train()
+    for _ in range(3):  # graphs of losses are freed by the first
+        gc.collect()
+    assert [reference() for reference in references] == [None, None]
 
 
 # The rest of a run

@@ -84,6 +84,8 @@ class DirectBackend:
         for task in self._waiting:
             task.cancel()
         self._worker.close()
+        self._waiting.clear()
+        self._latest.clear()  # with what has failed: see `StateFile.close`
         self._file.close()
 
 

@@ -403,6 +403,11 @@ class StateFile:
             self._go_on()
         return visit
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether `check` raises."""
+        return self._failure is not None
+
     def check(self) -> None:
         """Raises what has made the states unusable, if anything has."""
         if self._failure is not None:
@@ -424,6 +429,10 @@ class StateFile:
 
     def close(self) -> None:
         """Free the disk and the buffers. Visits that wait are over, and have failed."""
+        if self._failure is not None:
+            # The error keeps the frames of all to whom it was raised, with their losses, whose graphs keep the engine,
+            # and that this: a cycle of which the garbage collector does not see all.
+            self._failure = StorageError(str(self._failure))
         with deferred():
             with self._lock:
                 if self._is_closed:
