@@ -128,6 +128,7 @@ def docs(python: str) -> int:
 
 def build_site(python: str, folder: str) -> int:
     """Build the site of docs/ into a folder; a broken link or an unknown name is an error."""
+    os.chdir(ROOT)  # what .mkdocs.yml names is looked for from here
     command = [python, "-m", "mkdocs", "build", "--quiet", "--strict", "-f", str(ROOT / ".mkdocs.yml")]
     # Else Material warns at every start of a version of mkdocs that pyproject.toml excludes.
     return run([*command, "--site-dir", folder], {"NO_MKDOCS_2_WARNING": "1"})

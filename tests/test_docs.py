@@ -135,7 +135,7 @@ def test_the_site_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
     command = [*build, "-f", str(ROOT / ".mkdocs.yml"), "-d", str(tmp_path / "site")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) > len(PAGES) - 1

