@@ -64,7 +64,7 @@ def look_for(fault: Fault, tier: str, limits: Limits, *, is_near_first: bool) ->
         stages: list[tuple[Stage, Sequence[str]]] = [("all", ())]
         if is_near_first:
             near = near_files(copy, fault.path)
-            stages = [("near", near), ("rest", rest_of(copy, near, fault.path))]
+            stages = [("near", near), ("rest", rest_of(copy, near, fault))]
         for stage, files in stages:
             if stage == "near" and not files:
                 continue
@@ -103,13 +103,15 @@ def _tests_used(file: Path) -> set[str]:
     return {name for module, member in found for name in (module, f"{module}.{member}")}
 
 
-def rest_of(root: Path, near: Sequence[str], path: str) -> list[str]:
-    """All other test files, those of the module's room first."""
+def rest_of(root: Path, near: Sequence[str], fault: Fault) -> list[str]:
+    """All other test files: those about what the fault is about first, as their names tell, and of them those of the
+    module's room; then the others of that room."""
+    folder, *inside = Path(fault.path).parts
+    rooms = (folder,) if inside else ("runtime", "strategy")
+    about = fault.room.removesuffix("s")
     names = [str(f.relative_to(root)) for f in _test_files(root)]
-    room, is_in_room = Path(path).parts[0], Path(path).parent != Path()
-    rooms = (room,) if is_in_room else ("runtime", "strategy", "checkpoint", "optim")
     rest = [name for name in names if name not in near]
-    return sorted(rest, key=lambda name: Path(name).parts[1] not in rooms)
+    return sorted(rest, key=lambda name: (about not in Path(name).name, Path(name).parts[1] not in rooms))
 
 
 def _test_files(root: Path) -> list[Path]:
