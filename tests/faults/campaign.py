@@ -28,7 +28,7 @@ _RESULT = re.compile(r"^(tests/\S+(?:::.*?)?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL
 _STARTED = re.compile(r"^(tests/\S+::.*?) ?$")
 _AT_COLLECTION = re.compile(r"^ERROR (tests/\S+)", re.MULTILINE)
 
-Stage = Literal["near", "rest", "all"]
+Stage = Literal["first", "near", "rest", "all"]
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,20 @@ class Finding:
     seconds: float = 0.0
 
 
-def look_for(fault: Fault, tier: str, limits: Limits, *, is_near_first: bool) -> Finding:
-    """Run the tests of a tier over a copy of the tree with the fault. What fails must pass without it."""
+def look_for(fault: Fault, tier: str, limits: Limits, *, is_near_first: bool, first: Sequence[str] = ()) -> Finding:
+    """Run the tests of a tier over a copy of the tree with the fault, those in the files `first` before all others.
+    What fails must pass without it."""
     with _copy(ROOT) as copy:
         path = copy / PACKAGE / fault.path
         text = path.read_text()
         path.write_text(fault.planted(text))
         begin_s = time.monotonic()
         stages: list[tuple[Stage, Sequence[str]]] = [("all", ())]
-        if is_near_first:
-            near = near_files(copy, fault.path)
-            stages = [("near", near), ("rest", rest_of(copy, near, fault))]
+        if first or is_near_first:
+            near = [name for name in near_files(copy, fault.path) if name not in first] if is_near_first else []
+            stages = [("first", first), ("near", near), ("rest", rest_of(copy, [*first, *near], fault))]
         for stage, files in stages:
-            if stage == "near" and not files:
+            if stage != "all" and not files:
                 continue
             left = replace(limits, fault_s=limits.fault_s - (time.monotonic() - begin_s))
             test, how = _run_tests(copy, files, tier, left, fault.name)
