@@ -34,7 +34,7 @@ def main() -> int:
     limits = Limits(options.test_seconds, options.seconds or _FAULT_S[options.tier])
 
     def look(fault: Fault) -> Finding:
-        finding = look_for(fault, options.tier, limits, is_near_first=options.near)
+        finding = look_for(fault, options.tier, limits, is_near_first=options.near, first=options.first)
         print(
             f"{fault.name}: {finding.test or '-'} ({finding.how}, {finding.stage}, {finding.seconds:.0f} s)", flush=True
         )
@@ -54,6 +54,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tier", choices=TIERS, default="default")
     parser.add_argument("--jobs", type=int, default=1, help="faults side by side")
     parser.add_argument("--near", action="store_true", help="first the tests of the module that is changed")
+    parser.add_argument("--first", nargs="+", default=[], metavar="FILE", help="test files to run before all others")
     parser.add_argument("--list", action="store_true", help="show the faults")
     parser.add_argument("--check", action="store_true", help="see whether they still apply")
     parser.add_argument("--test-seconds", type=float, default=120.0, help="that one test may take")

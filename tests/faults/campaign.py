@@ -28,7 +28,7 @@ _RESULT = re.compile(r"^(tests/\S+(?:::.*?)?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL
 _STARTED = re.compile(r"^(tests/\S+::.*?) ?$")
 _AT_COLLECTION = re.compile(r"^ERROR (tests/\S+)", re.MULTILINE)
 
-Stage = Literal["near", "rest", "all"]
+Stage = Literal["first", "near", "rest", "all"]
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,20 @@ class Finding:
     seconds: float = 0.0
 
 
-def look_for(fault: Fault, tier: str, limits: Limits, *, is_near_first: bool) -> Finding:
-    """Run the tests of a tier over a copy of the tree with the fault. What fails must pass without it."""
+def look_for(fault: Fault, tier: str, limits: Limits, *, is_near_first: bool, first: Sequence[str] = ()) -> Finding:
+    """Run the tests of a tier over a copy of the tree with the fault, those in the files `first` before all others.
+    What fails must pass without it."""
     with _copy(ROOT) as copy:
         path = copy / PACKAGE / fault.path
         text = path.read_text()
         path.write_text(fault.planted(text))
         begin_s = time.monotonic()
         stages: list[tuple[Stage, Sequence[str]]] = [("all", ())]
-        if is_near_first:
-            near = near_files(copy, fault.path)
-            stages = [("near", near), ("rest", rest_of(copy, near, fault.path))]
+        if first or is_near_first:
+            near = [name for name in near_files(copy, fault.path) if name not in first] if is_near_first else []
+            stages = [("first", first), ("near", near), ("rest", rest_of(copy, [*first, *near], fault))]
         for stage, files in stages:
-            if stage == "near" and not files:
+            if stage != "all" and not files:
                 continue
             left = replace(limits, fault_s=limits.fault_s - (time.monotonic() - begin_s))
             test, how = _run_tests(copy, files, tier, left, fault.name)
@@ -103,13 +104,15 @@ def _tests_used(file: Path) -> set[str]:
     return {name for module, member in found for name in (module, f"{module}.{member}")}
 
 
-def rest_of(root: Path, near: Sequence[str], path: str) -> list[str]:
-    """All other test files, those of the module's room first."""
+def rest_of(root: Path, near: Sequence[str], fault: Fault) -> list[str]:
+    """All other test files: those about what the fault is about first, as their names tell, and of them those of the
+    module's room; then the others of that room."""
+    folder, *inside = Path(fault.path).parts
+    rooms = (folder,) if inside else ("runtime", "strategy")
+    about = fault.room.removesuffix("s")
     names = [str(f.relative_to(root)) for f in _test_files(root)]
-    room, is_in_room = Path(path).parts[0], Path(path).parent != Path()
-    rooms = (room,) if is_in_room else ("runtime", "strategy", "checkpoint", "optim")
     rest = [name for name in names if name not in near]
-    return sorted(rest, key=lambda name: Path(name).parts[1] not in rooms)
+    return sorted(rest, key=lambda name: (about not in Path(name).name, Path(name).parts[1] not in rooms))
 
 
 def _test_files(root: Path) -> list[Path]:

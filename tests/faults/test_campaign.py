@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.campaign import ROOT, near_files, rest_of, verdict
+from tests.faults.table import FAULTS
 
 PASSED = "tests/a.py::test_one[all on nvme-2] PASSED [ 50%]"
 
@@ -33,11 +34,12 @@ def test_a_test_that_hangs_is_named() -> None:
 
 
 def test_tests_of_a_module_are_those_named_after_it_and_those_that_import_it() -> None:
-    near = near_files(ROOT, "plan/rcache.py")
+    fault = next(fault for fault in FAULTS if fault.path == "plan/rcache.py")
+    near = near_files(ROOT, fault.path)
     assert near[0] == "tests/plan/test_rcache.py"
     assert "tests/plan/test_policy.py" not in near
     assert "tests/runtime/test_nvme.py" in near_files(ROOT, "storage/nvme/direct.py")  # its helper imports that
-    rest = rest_of(ROOT, near, "plan/rcache.py")
+    rest = rest_of(ROOT, near, fault)
     assert rest[0].startswith("tests/plan/")
     assert not {*near} & {*rest}
     assert not any(name.startswith("tests/faults/") for name in (*near, *rest))
