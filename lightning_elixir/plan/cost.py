@@ -65,7 +65,7 @@ class Costs:
     def stream_s(self, chunk: ChunkSpec) -> tuple[int, float, float]:
         """A streamed update that shares the bus: in how many pieces, and how long one of them has the bus up and
         down; no longer than the measured rate allows."""
-        data = self.scheme.regime.data_bytes[chunk.dtype]
+        data = self.scheme.data_bytes[chunk.dtype]
         numel = chunk.numel // self.scheme.world_size
         piece_numel = min(numel, max(1, SLOT_BYTES // (data.optim + data.compute)))
         most_s = piece_numel / self.hardware.streamed_adam_numel_per_s
@@ -79,7 +79,7 @@ class Costs:
         parameter with 16-bit gradients and values beside fp32 states."""
         if chunk.optim_tier is Tier.GPU or not chunk.requires_grad:
             return 0
-        data = self.scheme.regime.data_bytes[chunk.dtype]
+        data = self.scheme.data_bytes[chunk.dtype]
         each = data.grad + 2 * (data.master + data.states) + data.compute
         if chunk.param_tier is Tier.GPU:  # values go up again, or never come down
             each += -data.compute if chunk.is_update_streamed else data.compute

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
+from lightning_elixir.plan.regime import ModelDataBytes, TrainingRegime, UpdateMode
 from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Tier
 
 GRAD_BLOCKS = 2
@@ -124,6 +125,11 @@ class Scheme:
     regime: TrainingRegime
     updates: UpdateMode = UpdateMode()
 
+    @cached_property
+    def data_bytes(self) -> Mapping[str, ModelDataBytes]:
+        """Bytes per element, by compute dtype."""
+        return self.regime.data_bytes
+
     @property
     def is_shard_whole(self) -> bool:
         """Then a shard on the GPU is the whole replica, and dropping the one would keep the other."""
@@ -137,7 +143,7 @@ class Scheme:
         return chunk.nbytes if self.is_shard_whole else chunk.nbytes // self.world_size
 
     def grad_shard_bytes(self, chunk: ChunkSpec) -> int:
-        return chunk.numel // self.world_size * self.regime.data_bytes[chunk.dtype].grad if chunk.requires_grad else 0
+        return chunk.numel // self.world_size * self.data_bytes[chunk.dtype].grad if chunk.requires_grad else 0
 
     def host_grad_bytes(self, chunk: ChunkSpec) -> int:
         """What gradients take in host memory beside the compute shard."""
@@ -159,7 +165,7 @@ class Scheme:
         """What gradients have reserved on NVMe: they may become sums in fp32."""
         if not chunk.requires_grad or not has_params_on_nvme(chunk):
             return 0
-        return chunk.numel // self.world_size * max(4, self.regime.data_bytes[chunk.dtype].compute)
+        return chunk.numel // self.world_size * max(4, self.data_bytes[chunk.dtype].compute)
 
     def nvme_bytes(self, chunk: ChunkSpec) -> int:
         """All that a chunk takes on NVMe."""
@@ -177,13 +183,13 @@ class Scheme:
 
     def can_reuse(self, chunk: ChunkSpec) -> bool:
         """Whether a chunk's gradients could land in its compute shard."""
-        data = self.regime.data_bytes[chunk.dtype]
+        data = self.data_bytes[chunk.dtype]
         is_on_host = chunk.param_tier is Tier.CPU and chunk.optim_tier is Tier.CPU
         return is_on_host and data.master > 0 and data.grad <= data.compute
 
     def state_bytes(self, chunk: ChunkSpec) -> int:
         """Master and optimizer states of one rank."""
-        data = self.regime.data_bytes[chunk.dtype]
+        data = self.data_bytes[chunk.dtype]
         return chunk.numel // self.world_size * (data.master + data.states) if chunk.requires_grad else 0
 
     def spare_bytes(self, chunk: ChunkSpec) -> int:
@@ -193,10 +199,10 @@ class Scheme:
     def has_spares(self, chunk: ChunkSpec) -> bool:
         """Whether the plan gives the chunk spare states."""
         is_on_host = chunk.requires_grad and chunk.optim_tier is Tier.CPU
-        return self.updates.has_spare_states and is_on_host and self.regime.data_bytes[chunk.dtype].master > 0
+        return self.updates.has_spare_states and is_on_host and self.data_bytes[chunk.dtype].master > 0
 
     def _value_bytes(self, chunk: ChunkSpec) -> int:
-        return chunk.numel // self.world_size * self.regime.data_bytes[chunk.dtype].compute
+        return chunk.numel // self.world_size * self.data_bytes[chunk.dtype].compute
 
     def grad_block_bytes(self, chunks: Sequence[ChunkSpec]) -> int:
         """The blocks that gradients are gathered in."""

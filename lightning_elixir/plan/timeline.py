@@ -1,23 +1,23 @@
 """When everything in one training step happens: the simulated run of a plan, with measured figures.
 
-The rCache is the runtime's own class and decides as it will. Around it `plan/clocks.py` keeps the clocks of what works
-in parallel: the compute stream, the lane that fetches, the lane that reduces and downloads, the host's worker and the
-stream of updates, and the two directions of the bus that they share. The rules are those of the runtime ([Note: stream
-rule], `core/device.py`): a fetch begins when it was issued and all that the compute stream was given before is done,
-and not before its chunk's update; a gradient block is free when the reduction before the last one has ended; updates
-begin when the plan's `update_timing` says.
+The rCache is the runtime's own class and decides as it will (`plan/rcache_script.py`). Around it are the clocks of what
+works in parallel: the compute stream, the lane that fetches, the lane that reduces and downloads, the host's worker and
+the stream of updates, and the two directions of the bus that they share. The rules are those of the runtime ([Note:
+stream rule], `core/device.py`): a fetch begins when it was issued and all that the compute stream was given before is
+done, and not before its chunk's update; a gradient block is free when the reduction before the last one has ended;
+updates begin when the plan's `update_timing` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_elixir.plan.clocks import Clocks
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Scheme, memory_use
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
 from lightning_elixir.plan.spans import MemoryPoint, Span, Timeline
+from lightning_elixir.plan.step_simulator import StepSimulator
 from lightning_elixir.plan.types import AccessTrace, Acquire, ChunkSpec, Drop, Plan, Tier, UpdateTiming
 
 __all__ = [
@@ -59,7 +59,7 @@ def simulate_step(
     Returns:
         The timeline of a step with its trace known, as all but the first are.
     """
-    step = Clocks(plan, profile, hardware, scheme, is_detailed).run()
+    step = StepSimulator(plan, profile, hardware, scheme, is_detailed=is_detailed).run()
     beside = beside_rcache_bytes(plan.chunks, moments(profile), scheme)
     peak = beside + max(plan.rcache_blocks, step.peak_blocks) * plan.block_bytes
     return Timeline(step.times, peak, step.backward_end_s, step.spans, step.memory)

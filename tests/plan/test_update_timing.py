@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_elixir.errors import CapacityError
-from lightning_elixir.plan import clocks as clocks_module
+from lightning_elixir.plan import step_simulator
 from lightning_elixir.plan.cost import Costs
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget, Scheme, memory_use
@@ -225,8 +225,8 @@ def test_further_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         plan, profile, hardware = random_problem(random)
         timing = random.choice((BEHIND, INSIDE))
         few = run(plan, timing, profile, hardware).times
-        monkeypatch.setattr(clocks_module, "_SAME", -1.0)
-        monkeypatch.setattr(clocks_module, "_MOST_STEPS", 9)
+        monkeypatch.setattr(step_simulator, "_SAME", -1.0)
+        monkeypatch.setattr(step_simulator, "_MOST_STEPS", 9)
         many = run(plan, timing, profile, hardware).times
         monkeypatch.undo()
         odd += few.total_s != pytest.approx(many.total_s, rel=0.02)

@@ -1,0 +1,83 @@
+"""What the rCache does in a step whose trace it knows: the same in every step, and so found once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_elixir.plan.policy import CachePolicy
+from lightning_elixir.plan.rcache import RCache
+from lightning_elixir.plan.types import AccessTrace, Acquire, Drop, Plan
+
+
+@dataclass(frozen=True)
+class ScriptedAccess:
+    """One acquire of the trace, and what the rCache does about it."""
+
+    ids: tuple[int, ...]
+    fetches: tuple[tuple[int, bool], ...]
+    """(chunk, whether its whole shard has to be gathered first), needed ones before those fetched ahead."""
+    used_blocks: int
+
+
+@dataclass(frozen=True)
+class RCacheScript:
+    """All accesses of one step, in order."""
+
+    accesses: tuple[ScriptedAccess, ...]
+    peak_blocks: int
+    """Most blocks in use at once."""
+
+    def order_of_need(self) -> dict[int, int]:
+        """Chunk -> how many others are needed before it."""
+        order: dict[int, int] = {}
+        for access in self.accesses:
+            for chunk_id in access.ids:
+                order.setdefault(chunk_id, len(order))
+        return order
+
+
+def rcache_script(plan: Plan, trace: AccessTrace) -> RCacheScript:
+    """Drive the runtime's own rCache through a step after which all that trains is outdated.
+
+    Args:
+        plan: Chunks, tiers and rCache.
+        trace: What the step touches; the rCache knows it.
+    """
+    cost_blocks = {c.id: plan.blocks_of(c.id) for c in plan.chunks if not c.is_persistent}
+    rcache = RCache(cost_blocks, plan.rcache_blocks, plan.prefetch_depth)
+    policy = CachePolicy(trace)
+    accesses = _step(plan, trace, rcache, policy)
+    if any(not c.is_persistent and not c.requires_grad for c in plan.chunks):
+        accesses = _step(plan, trace, rcache, policy)  # frozen replicas survive the step
+    return RCacheScript(accesses, rcache.peak_blocks)
+
+
+def _step(plan: Plan, trace: AccessTrace, rcache: RCache, policy: CachePolicy) -> tuple[ScriptedAccess, ...]:
+    trained = [c for c in plan.chunks if c.requires_grad]
+    is_outdating = plan.world_size > 1 and not plan.is_storage_distributed
+    outdated = {c.id for c in trained} if is_outdating else set()
+    rcache.begin(policy)
+    accesses = []
+    for event in trace.events:
+        if isinstance(event, Drop):
+            rcache.drop(event.ids)
+        else:
+            accesses.append(_access(plan, rcache, event, outdated))
+    rcache.unpin_all()
+    rcache.release([c.id for c in trained if not c.is_persistent])
+    return tuple(accesses)
+
+
+def _access(plan: Plan, rcache: RCache, event: Acquire, outdated: set[int]) -> ScriptedAccess:
+    decision = rcache.acquire(event.ids, pin=event.is_pinned, held=event.held)
+    fetched = list(decision.fetch)
+    # Ranks meet, and so agree on what to prefetch, only where they gather something on demand.
+    is_met = bool(fetched) if plan.is_storage_distributed else any(i in outdated for i in fetched)
+    if plan.world_size == 1 or is_met:
+        held = {*event.held, *event.ids}
+        candidates = rcache.prefetch_candidates(held)
+        if candidates:
+            fetched += rcache.prefetch(candidates, held).fetch
+    fetches = tuple((i, i in outdated) for i in fetched)
+    outdated.difference_update(fetched)
+    return ScriptedAccess(event.ids, fetches, rcache.used_blocks)

@@ -1,0 +1,80 @@
+"""What people look at of a simulated step: what kept which lane busy, and the device's memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_elixir.plan.memory import Scheme, memory_use
+from lightning_elixir.plan.spans import MemoryPoint, Span
+from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
+
+
+class StepRecord:
+    """Spans and memory, where they are wanted.
+
+    Args:
+        plan: What is simulated.
+        scheme: What training does to its chunks.
+        timing: When its updates beside the device run.
+        is_detailed: Whether anything is to be kept.
+    """
+
+    def __init__(self, plan: Plan, scheme: Scheme, timing: UpdateTiming, *, is_detailed: bool) -> None:
+        self.is_detailed = is_detailed
+        use = memory_use(plan.chunks, plan.rcache_blocks, scheme)
+        shards = sum(scheme.grad_shard_bytes(c) for c in plan.chunks if c.optim_tier is Tier.GPU)
+        self._scheme = scheme
+        self._block_bytes = plan.block_bytes
+        self._stream_bytes = scheme.stream_bytes(plan.chunks)
+        self._resident_bytes = use.gpu_param_bytes + use.gpu_state_bytes
+        stays = timing is not UpdateTiming.AFTER_BACKWARD  # the buffers of streamed updates
+        self._grad_block_bytes = use.gpu_grad_bytes - shards + (self._stream_bytes if stays else 0)
+        self._start_grad_bytes = shards if scheme.regime.accumulates else 0
+        self._grad_bytes = 0
+        self._used_blocks = 0
+        self._spans: list[Span] = []
+        self._memory: list[MemoryPoint] = []
+        self._first_point = 0
+
+    def begin_step(self) -> None:
+        self._first_point = len(self._memory)
+
+    def begin_micro_batch(self) -> None:
+        self._grad_bytes, self._used_blocks = self._start_grad_bytes, 0
+
+    def access(self, used_blocks: int) -> None:
+        """So many blocks of the rCache are in use from now on."""
+        self._used_blocks = used_blocks
+
+    def gradient(self, chunk: ChunkSpec) -> None:
+        """A chunk's gradients are complete."""
+        if chunk.optim_tier is Tier.GPU and not self._scheme.regime.accumulates:
+            self._grad_bytes += self._scheme.grad_shard_bytes(chunk)
+
+    def begin_update(self, at_s: float, *, is_after_backward: bool) -> None:
+        """Activations are gone; gradients go with the update."""
+        self.remember(at_s, 0, self._stream_bytes if is_after_backward else 0)
+        self._grad_bytes = self._start_grad_bytes
+
+    def span(self, lane: str, start_s: float, end_s: float, label: str) -> None:
+        if self.is_detailed and end_s > start_s:
+            self._spans.append(Span(lane, start_s, end_s, label))
+
+    def remember(self, at_s: float, non_model_bytes: int, stream_bytes: int = 0) -> None:
+        """The device's memory from a moment on."""
+        if self.is_detailed:
+            rcache_bytes = self._used_blocks * self._block_bytes
+            grad_bytes = self._grad_block_bytes + self._grad_bytes + stream_bytes
+            self._memory.append(MemoryPoint(at_s, self._resident_bytes, rcache_bytes, grad_bytes, non_model_bytes))
+
+    def spans(self, begin_s: float, end_s: float) -> tuple[Span, ...]:
+        """Those of a step, and what it was left by the one before, counted from its beginning."""
+        return tuple(
+            Span(s.lane, max(0.0, s.start_s - begin_s), min(s.end_s, end_s) - begin_s, s.label)
+            for s in self._spans
+            if s.start_s < end_s and s.end_s > begin_s
+        )
+
+    def memory(self, begin_s: float) -> tuple[MemoryPoint, ...]:
+        """Of the step under way, counted from its beginning."""
+        return tuple(replace(p, at_s=p.at_s - begin_s) for p in self._memory[self._first_point :])

@@ -1,0 +1,151 @@
+"""Updates in a simulated step: on the device, by the host, and streamed; beside forward and backward, or after them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_elixir.plan.backlog import Work
+from lightning_elixir.plan.clocks import Clocks
+from lightning_elixir.plan.cost import Costs
+from lightning_elixir.plan.memory import has_params_on_nvme
+from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
+
+
+class Updates:
+    """All updates of one step after the other.
+
+    Args:
+        plan: Chunks, and where and when they are updated.
+        costs: What that costs each.
+        timing: When updates beside the device run.
+        needed: The order in which forward needs the chunks.
+        clocks: Of the simulated step.
+    """
+
+    def __init__(
+        self, plan: Plan, costs: Costs, timing: UpdateTiming, needed: Mapping[int, int], clocks: Clocks
+    ) -> None:
+        self._plan, self._costs, self._clocks = plan, costs, clocks
+        self._timing, self._needed = timing, needed
+        self.trained = [c for c in plan.chunks if c.requires_grad]
+        self.beside_device = [c for c in self.trained if c.optim_tier is not Tier.GPU]
+        self._slowdown = self._joint_slowdown()
+        self._landed_s: dict[int, float] = {}  # when a chunk's gradients were where its update wants them
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether updates beside the device run beside forward."""
+        return self._timing is not UpdateTiming.AFTER_BACKWARD
+
+    @property
+    def adam_s(self) -> float:
+        """Of a step, wherever they run."""
+        return sum(self._update_s(c) for c in self.trained)
+
+    def land(self, chunk: ChunkSpec, in_host_memory_s: float, stored_s: float) -> None:
+        """A chunk's gradients have come down: to the host's memory, and to where they stay."""
+        if self._is_early(chunk):
+            self._clocks.backlog.add(self._work(chunk), in_host_memory_s, is_before_step=True)
+        self._landed_s[chunk.id] = stored_s
+
+    def run(self, begin_s: float) -> None:
+        """The end of the step that began at `begin_s`; then the next forward may begin."""
+        clocks = self._clocks
+        clocks.record.begin_update(clocks.now_s, is_after_backward=not self.is_overlapped)
+        if self.is_overlapped:
+            self._start()
+        else:
+            self._finish()
+        clocks.forget(begin_s)
+
+    # Beside forward and backward
+
+    def _start(self) -> None:
+        """Updates on the device, then the next forward begins; the others are in the backlog, in the order of need."""
+        clocks = self._clocks
+        begin_s, backlog = clocks.now_s, clocks.backlog
+        for chunk in self.beside_device:
+            if not self._is_early(chunk):
+                backlog.add(self._work(chunk), max(begin_s, self._landed_s.get(chunk.id, 0.0)))
+        backlog.step(self._needed, begin_s)
+        self._update_on_device()
+        if self._plan.world_size > 1:  # replicas that all keep are gathered at once, by hosts that wait for them
+            for chunk in self.beside_device:
+                if chunk.is_persistent and chunk.id in backlog:
+                    clocks.wait(backlog.done_s(chunk.id, clocks.now_s), f"wait for the update of chunk {chunk.id}")
+
+    def _is_early(self, chunk: ChunkSpec) -> bool:
+        """Whether its update may begin inside backward, which reads parameters on NVMe until it is over."""
+        return self._timing is UpdateTiming.INSIDE_BACKWARD and not has_params_on_nvme(chunk)
+
+    def _work(self, chunk: ChunkSpec) -> Work:
+        work = Work(chunk.id, self._update_s(chunk), self._costs.write_back_s(chunk))
+        work.read_s, work.write_s = self._costs.nvme_s(chunk)
+        work.known_s = self._clocks.now_s
+        if chunk.is_update_streamed:
+            work.num_pieces, work.up_s, work.down_s = self._costs.stream_s(chunk)
+        return work
+
+    def _update_on_device(self) -> None:
+        for chunk in self.trained:
+            if chunk.optim_tier is Tier.GPU:
+                self._clocks.compute(self._costs.update_s(chunk), f"update {chunk.id}")
+
+    def _update_s(self, chunk: ChunkSpec) -> float:
+        seconds = self._costs.update_s(chunk)
+        return seconds if chunk.optim_tier is Tier.GPU else seconds * self._slowdown
+
+    # After backward
+
+    def _finish(self) -> None:
+        """Updates on the device, streamed ones and those of the host run side by side, each kind in turn; the last two
+        share the host's memory, and slow each other down."""
+        clocks, record, backlog = self._clocks, self._clocks.record, self._clocks.backlog
+        begin_s = last_s = clocks.now_s
+        streamed: list[tuple[float, str]] = []
+        written: list[tuple[float, float, str]] = []  # when the host has made the new values, seconds of the bus
+        for chunk in self.beside_device:
+            seconds, label = self._update_s(chunk), f"update {chunk.id}"
+            if chunk.is_update_streamed:
+                streamed.append((seconds, label))
+                continue
+            work = self._work(chunk)
+            if work.is_on_disk:
+                backlog.add(work, max(begin_s, self._landed_s.get(chunk.id, 0.0)))
+                continue
+            start_s, last_s = backlog.cpu.reserve(last_s, seconds)
+            record.span("cpu", start_s, last_s, label)
+            if work.write_back_s:
+                written.append((last_s, work.write_back_s, f"write back {chunk.id}"))
+        self._update_on_device()
+        clocks.now_s = max(clocks.now_s, last_s, self._share_bus(begin_s, streamed, written))
+        for chunk in self.beside_device:
+            if chunk.id in backlog:
+                clocks.now_s = max(clocks.now_s, backlog.done_s(chunk.id, begin_s))
+
+    def _share_bus(
+        self, now_s: float, streamed: list[tuple[float, str]], written: list[tuple[float, float, str]]
+    ) -> float:
+        """New values go up as soon as they are there, and what is streamed in between. Returns the end."""
+        streamed, written = streamed[::-1], written[::-1]
+        while streamed or written:
+            if written and (not streamed or written[-1][0] <= now_s):
+                ready_s, seconds, label = written.pop()
+                now_s = max(now_s, ready_s)
+            else:
+                seconds, label = streamed.pop()
+            self._clocks.record.span("h2d", now_s, now_s + seconds, label)
+            now_s += seconds
+        return now_s
+
+    def _joint_slowdown(self) -> float:
+        """How much longer updates by the host and streamed ones take beside each other."""
+        seconds = [self._host_s(is_streamed=streamed) for streamed in (False, True)]
+        if not all(seconds):
+            return 1.0
+        numel = sum(c.numel // self._plan.world_size for c in self.beside_device)
+        return max(1.0, numel / self._costs.hardware.joint_adam_numel_per_s / max(seconds))
+
+    def _host_s(self, *, is_streamed: bool) -> float:
+        """All updates of one of the two kinds, one after the other."""
+        return sum(self._costs.update_s(c) for c in self.beside_device if c.is_update_streamed is is_streamed)
