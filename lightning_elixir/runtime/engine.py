@@ -23,6 +23,7 @@ from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import AccessTrace, Drop, Plan, Tier, UpdateTiming
 from lightning_elixir.runtime.agreement import Agreement, Meeting
+from lightning_elixir.runtime.attached import AttachedOptimizer, AttachedOptimizers
 from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all_ranks, states_on_nvme
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.chunk_optimizers import hand_over
@@ -35,7 +36,7 @@ from lightning_elixir.runtime.iterations import Iterations
 from lightning_elixir.runtime.param_reads import ParamReads
 from lightning_elixir.runtime.reducer import Reducer
 from lightning_elixir.runtime.released import tensors_in
-from lightning_elixir.runtime.replan import AttachedOptimizer, check_layout, move_chunks
+from lightning_elixir.runtime.replan import check_layout, move_chunks
 from lightning_elixir.runtime.residency import Residency
 from lightning_elixir.runtime.sampling import StepSeconds
 from lightning_elixir.runtime.stats import Stats, take_stats
@@ -241,7 +242,7 @@ class Engine:
         self._touched: set[int] = set()
         self._aliased_ids: list[int] = []  # on any rank, at the beginning of the step
         self._is_order_known = False
-        self._optimizers: list[AttachedOptimizer] = []
+        self._optimizers = AttachedOptimizers()
         self._dropped_by_others: set[tuple[int, int]] = set()  # gradients that one's step dropped and another's needs
         self._holders: list[weakref.WeakMethod[Callable[[], dict[str, int]]]] = []
         self._statistics = [m for m in module.modules() if getattr(m, "track_running_stats", False)]
@@ -979,26 +980,25 @@ class Engine:
         """Whether a member, which is none of `members`, is another optimizer's."""
         if index in members.get(chunk_id, ()):
             return False
-        states = [known.states for known in self._optimizers if known.states is not None]
-        return any(index in one.members.get(chunk_id, ()) for one in states)
+        return any(index in one.members.get(chunk_id, ()) for one in self._optimizers.states)
 
     def _forget_gradient_changes(self) -> None:
         for known in self._optimizers:
-            known.forget_gradient_changes()
+            known.gradients.forget()
 
     def change_of_gradient(self, chunk_id: int, index: int) -> Change | None:
         """What an optimizer has been told to do to the gradient of a member in its step, as far as users are to see it;
         None: nothing."""
         for known in self._optimizers:
-            if (change := known.change_of_gradient(chunk_id, index)) is not None:
+            if (change := known.gradients.change_of(chunk_id, index)) is not None:
                 return change
         return None
 
     def apply_gradient_changes(self, chunk_id: int, index: int) -> None:
         """Have the optimizer of a member do it now, to all its gradients."""
         for known in self._optimizers:
-            if known.change_of_gradient(chunk_id, index) is not None:
-                known.apply_gradient_changes()
+            if known.gradients.change_of(chunk_id, index) is not None:
+                known.gradients.apply()
 
     def first_needs(self) -> dict[int, int]:
         """Chunk id -> its place in the order in which a forward needs the chunks, as far as that is known."""
@@ -1067,9 +1067,8 @@ class Engine:
     def _replan(self, plan: Plan) -> None:
         check_layout(self.plan, plan)
         check_same_on_all_ranks(self.comm, plan)
-        self._optimizers = [known for known in self._optimizers if known.states is not None]
         for known in self._optimizers:
-            known.check(plan)
+            known.states.check_plan(plan)
         if self.reducer.used:
             raise StateError(
                 "the placement cannot change while gradients wait for a step: call step() or zero_grad() first"
@@ -1084,14 +1083,14 @@ class Engine:
         self.give_back()  # what lasts shall not come to lie in the gaps that activations have left
         try:
             for known in self._optimizers:
-                known.prepare()
+                known.prepare_move()
             self.hand_over_states(plan)
             before, self.store = self.store, self._new_store(plan, states)
-            move_chunks(self, plan, before, self._optimizers)
+            move_chunks(self, plan, before, self._optimizers.states)
             self.device.synchronize()  # uploads still read the shards that go now
             self._adopt(plan, self.store)
             for known in self._optimizers:
-                known.finish()
+                known.finish_move()
         except BaseException as error:
             if states is not None and states is not self.store.states:
                 states.close()
@@ -1146,12 +1145,11 @@ class Engine:
 
     def hand_over_states(self, plan: Plan | None = None) -> None:
         """See `hand_over`; by default for the plan in force."""
-        states = [known.states for known in self._optimizers if known.states is not None]
-        hand_over(self.chunks, plan or self.plan, states)
+        hand_over(self.chunks, plan or self.plan, self._optimizers.states)
 
     def attach(self, optimizer: AttachedOptimizer) -> None:
         """The optimizer's states move with the chunks from now on, for as long as they live."""
-        self._optimizers.append(optimizer)
+        self._optimizers.add(optimizer)
         self.hand_over_states()
 
     def own_shard(self, chunk: Chunk) -> Tensor:

@@ -26,10 +26,12 @@ from lightning_elixir.core.worker import Task
 from lightning_elixir.errors import DivergenceError, StateError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.execution import UpdateRunner
-from lightning_elixir.optim.speculation import Caution
 from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.types import Tier, UpdateTiming
 from lightning_elixir.planning import make_plan
+from lightning_elixir.stepping.describing import UpdateDescriber
+from lightning_elixir.stepping.scheduler import UpdateScheduler
+from lightning_elixir.stepping.speculation import Caution
 from lightning_elixir.storage.shards import ShardStore
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
@@ -388,11 +390,11 @@ ACTIONS: dict[str, tuple[Action, str]] = {
 def check_action(name: str, how: How, site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     action, kept = ACTIONS[name]
     commits: list[int] = []
-    commit = ElixirOptimizer._commit
+    take_up = UpdateDescriber.take_up_spares
 
-    def counted(self: ElixirOptimizer, chunk: Any, *rest: Any) -> None:
+    def counted(self: UpdateDescriber, chunk: Any) -> None:
         commits.append(chunk.id)
-        commit(self, chunk, *rest)
+        take_up(self, chunk)
 
     counts: list[int] = []
 
@@ -405,7 +407,7 @@ def check_action(name: str, how: How, site: str, device: torch.device, monkeypat
         counts.append(len(commits))
 
     with monkeypatch.context() as patch:
-        patch.setattr(ElixirOptimizer, "_commit", counted)
+        patch.setattr(UpdateDescriber, "take_up_spares", counted)
         seen = check_between(how, [noted, after, None, noted, after], monkeypatch, site, device)
     num_chunks = seen.num_ahead[2]
     assert num_chunks > 0
@@ -632,7 +634,7 @@ def test_an_update_that_failed_before_its_step_runs_again(monkeypatch: pytest.Mo
     for training in trainings:
         with failing_updates(monkeypatch):
             backward(training, how, 0)
-            for begun in list(training[1]._speculation._begun.values()):
+            for begun in list(training[1]._updates._speculation._begun.values()):
                 begun.task.join()
         training[1].step()
         one_step(training, how, 1)
@@ -722,7 +724,10 @@ def test_ctrl_c_leaves_a_whole_step_or_none(when: str, monkeypatch: pytest.Monke
     how = NEVER_CLIPPED
     trainings = warm_pair(how)
     module, optimizer = trainings[1]
-    name = {"inside_step": "_confirmed", "inside_backward": "_updates_ahead"}.get(when)
+    places: dict[str, tuple[type, str]] = {
+        "inside_step": (UpdateScheduler, "_take_begun"),
+        "inside_backward": (UpdateDescriber, "ahead"),
+    }
 
     def train_on() -> None:
         backward(trainings[1], how, 0)
@@ -734,14 +739,15 @@ def test_ctrl_c_leaves_a_whole_step_or_none(when: str, monkeypatch: pytest.Monke
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with monkeypatch.context() as patch, slow_updates(monkeypatch):
-            if name is not None:
-                found = getattr(ElixirOptimizer, name)
+            if when in places:
+                cls, name = places[when]
+                found = getattr(cls, name)
 
-                def interrupted(self: ElixirOptimizer, *args: Any) -> Any:
+                def interrupted(self: object, *args: Any) -> Any:
                     os.kill(os.getpid(), signal.SIGINT)
                     return found(self, *args)
 
-                patch.setattr(ElixirOptimizer, name, interrupted)
+                patch.setattr(cls, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 train_on()
     finally:
@@ -1087,7 +1093,7 @@ def _one_rank_alone(what: str) -> int:
                     if what == "drops":
                         module.engine.reducer.withdraw()
                     elif what == "fails":
-                        for begun in optimizer._speculation._begun.values():
+                        for begun in optimizer._updates._speculation._begun.values():
                             begun.task.join()
                             begun.task.error = RuntimeError("no such luck")
                 if number in (2, 4) and what == "goes_elsewhere":
