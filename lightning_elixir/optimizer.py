@@ -104,7 +104,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._runner = UpdateRunner(self._engine.device, num_update_threads)
         self._updates = UpdateScheduler(self._engine, self._states, self._gradients, self._runner)
         self._engine.reducer.track_square_sums(self.scaler.enabled or max_norm > 0)
-        self._updates.finish_move()
+        self._engine.reducer.watch(self._updates)
         self._engine.attach(self._updates)
         self._engine.on_held_bytes(self._states.state_bytes)
         self._engine.on_held_bytes(self._runner.held_bytes)

@@ -98,7 +98,7 @@ class UpdateScheduler:
         self.states.group_by(self.states.groups if groups is None else groups)
 
     def finish_move(self) -> None:
-        """They have, or are there for the first time: updates begin as gradients land from now on."""
+        """They have: updates begin as gradients land there from now on."""
         self.states.note_followed()
         self._engine.reducer.watch(self)
 

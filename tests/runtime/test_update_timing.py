@@ -569,7 +569,7 @@ def test_late_gradients_do_not_come_to_lie_where_parameters_are(what: str, monke
             engine.reducer._reduced_now = set(engine.reducer.order)
             engine.reducer.abandon()
         else:
-            engine.end_step([])
+            engine.end_step({}, {})
         lane.catch_up()
     for chunk in engine.chunks:
         shard = engine.store[chunk.id]
