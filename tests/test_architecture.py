@@ -25,7 +25,8 @@ ARROWS: dict[str, set[str]] = {
     "runtime": {"core", "plan", "storage", "optim"},
     "report": {"plan"},
     "planning": {"core", "plan", "profiling"},
-    "optimizer": {"core", "plan", "optim", "runtime", "wrapper"},
+    "stepping": {"core", "plan", "optim", "runtime"},
+    "optimizer": {"core", "plan", "optim", "runtime", "stepping", "wrapper"},
     "wrapper": {"core", "plan", "profiling", "runtime", "storage", "optimizer"},
     # Lightning itself comes in through `_lightning` alone.
     "_lightning": set(),

@@ -3,7 +3,7 @@
 [Note: updates under way] What the device keeps is updated on the compute stream, in its turn. Everything else is done
 by threads: one kind runs the host's own updates, chunk after chunk (two threads, so that the next update is there when
 one ends, although both may have to wait for the interpreter), another issues streamed ones. A chunk's update is one
-`Task`: whoever needs the new values waits for that and for nothing else, so the order of the tasks matters, and may
+`Task`: what needs the new values waits for that and for nothing else, so the order of the tasks matters, and may
 change while they wait. Results do not depend on any of this: an update reads and writes its own chunk alone.
 """
 
@@ -53,7 +53,7 @@ class UpdateTimes:
 
 
 class UpdateRecord:
-    """What one step's updates have come to."""
+    """What the updates of one step, or some of them, have come to; the step begins when it is made."""
 
     def __init__(self) -> None:
         self._start_s = time.perf_counter()
@@ -62,10 +62,6 @@ class UpdateRecord:
         self._adopted: list[UpdateRecord] = []
         self._tasks: list[Task] = []
         self.gpu_numel = self.streamed_numel = self.cpu_numel = 0
-
-    def start(self) -> None:
-        """The step is called; its first updates may have begun before."""
-        self._start_s = self._end_s = time.perf_counter()
 
     def note_adam(self, seconds: float) -> None:
         self._adam_s.append(seconds)
@@ -124,7 +120,7 @@ class ChunkUpdate:
     is_streamed: bool = False
     """The device does it; otherwise the host."""
     ready: tuple[Event, ...] = ()
-    """Moments to wait for first: gradients are there, nobody reads what will be written."""
+    """Moments to wait for first: gradients are there, and what will be written is not read any more."""
     may_write: Event | None = None
     """When the compute stream has stopped reading what the update, or an upload, writes on the device."""
     uploads: Sequence[tuple[Tensor, Tensor]] = ()
@@ -269,7 +265,7 @@ class UpdateRunner:
         """One task for each piece of the states, and one that is over after all of them."""
         has_landed = event is None or _has_come(event)
         pieces: list[tuple[Task, Visit]] = []
-        with deferred():  # or nobody releases them
+        with deferred():  # a task that was held and is not noted would never be released
             close: Work = partial(_close_visits, job, pieces)
             whole = self._host.submit(close, order=order, is_brief=job.cast is None, is_held=True)
             try:
@@ -351,7 +347,7 @@ class UpdateRunner:
             job.on_disk.prepare(visit)
         updates = [update.over(visit) for update in job.updates]
         end = self._update_on_host(replace(job, updates=updates), record)
-        visit.end()  # new values are in the compute dtype's memory already: nobody waits for this
+        visit.end()  # new values are in the compute dtype's memory already: nothing waits for this
         return end
 
     def _send_up(self, uploads: Sequence[tuple[Tensor, Tensor]]) -> Event:

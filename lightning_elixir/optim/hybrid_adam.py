@@ -64,7 +64,7 @@ class HybridAdam(Optimizer):
         simd_log: Log which implementation updates the parameters.
         amsgrad: Must be False; there for compatibility.
         maximize: Climb instead of descend.
-        nvme_backend: Who reads and writes: "direct", threads of our own that pass the page cache by, or "tensornvme",
+        nvme_backend: What reads and writes: "direct", threads of our own that pass the page cache by, or "tensornvme",
             the package of that name.
 
     Raises:

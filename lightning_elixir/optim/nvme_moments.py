@@ -165,7 +165,7 @@ class MomentsOnNvme:
         if self._states is None:
             return
         flat: list[Tensor] = []
-        # Those that somebody has put beside them are newer.
+        # Those that were put beside them are newer.
         for part, *moments in self._states.read(lambda p: p in states and "exp_avg" not in states[p]):
             p = part.param
             if part.is_first:

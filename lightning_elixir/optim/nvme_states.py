@@ -183,7 +183,7 @@ class NvmeStates:
                     writes[turn] = region.file.write(region.index, buffer)
             for request in writes.values():
                 request.wait()
-        finally:  # whoever comes next uses the same buffers
+        finally:  # the next call uses the same buffers
             for request in (*reads.values(), *writes.values()):
                 with suppress(StorageError):
                     request.wait()

@@ -25,7 +25,7 @@ Segment = tuple[int, int]
 class LossScaler:
     """The dynamic loss scale, step by step that of `torch.amp.GradScaler` with the default bounds and hysteresis.
 
-    Plain numbers without a tensor: whoever uses it has read the overflow flag on the host anyway.
+    Plain numbers without a tensor: the step has read the overflow flag on the host anyway.
     """
 
     initial_scale: float = 2.0**16

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.optim.gradient_change import GradientChange
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.optim.own_steps import check_own_steps
 from lightning_elixir.optim.state_layout import elementwise_state_dtypes, is_scalar_state
@@ -78,7 +79,7 @@ class SegmentOptimizer:
     pieces; the states that it shows are views of them. Other optimizers make theirs themselves.
 
     Moments on a disk are tensors on `meta` here: an update is described over those, and carried out where they have
-    come to (`StatesOnDisk`). Whoever needs their values opens them (`opened`).
+    come to (`StatesOnDisk`). What needs their values opens them (`opened`).
 
     Args:
         cls: From `elementwise_class`.
@@ -166,7 +167,7 @@ class SegmentOptimizer:
 
     @property
     def is_adam(self) -> bool:
-        """Whether updates are described by `adam_updates` rather than carried out by `step`."""
+        """Whether updates are described by `describe` rather than carried out by `step`."""
         return isinstance(self._inner, HybridAdam)
 
     @property
@@ -184,7 +185,7 @@ class SegmentOptimizer:
         return all(i in self._counts for i, place in enumerate(self.places) if place.member_index in members)
 
     def spans(self, members: Collection[int]) -> list[slice]:
-        """Where in the shard the used segments lie, runs of them as one; what `adam_updates` describes."""
+        """Where in the shard the used segments lie, runs of them as one; what `describe` describes."""
         runs = self._runs(members)
         return [_span(self.places[run[0]], self.places[run[-1]]) for run in runs]
 
@@ -277,34 +278,6 @@ class SegmentOptimizer:
                 if self._on_disk is not None:
                     self._blank.add(position)
 
-    def adam_updates(
-        self,
-        grad: Tensor,
-        members: Collection[int],
-        groups: Sequence[Mapping[str, Any]],
-        *,
-        grad_factor: float = 1.0,
-        change_grad: Callable[[Tensor], None] | None = None,
-        compute: Tensor | None = None,
-        is_compute_on_device: bool = False,
-    ) -> list[FlatUpdate]:
-        """Count one more step of Adam and describe it, one update for each run of used segments. Arguments as for
-        `describe`; segments that have no states get them."""
-        if not self.is_adam:
-            return []
-        self.start_states(members)
-        updates = self.describe(
-            grad,
-            members,
-            groups,
-            grad_factor=grad_factor,
-            change_grad=change_grad,
-            compute=compute,
-            is_compute_on_device=is_compute_on_device,
-        )
-        self.count_step(members)
-        return updates
-
     def count_step(self, members: Collection[int]) -> None:
         """The described update of these members is their next step."""
         for position, place in enumerate(self.places):
@@ -316,9 +289,8 @@ class SegmentOptimizer:
         grad: Tensor,
         members: Collection[int],
         groups: Sequence[Mapping[str, Any]],
+        change: GradientChange,
         *,
-        grad_factor: float = 1.0,
-        change_grad: Callable[[Tensor], None] | None = None,
         compute: Tensor | None = None,
         is_compute_on_device: bool = False,
         apart: Tensor | None = None,
@@ -329,10 +301,9 @@ class SegmentOptimizer:
             grad: 1-D, numel of `work`, same device; read only.
             members: Member indices that have a gradient; the other segments stay untouched.
             groups: The user's groups, whose settings are read now.
-            grad_factor: See `FlatUpdate`, as are the rest.
-            change_grad: Likewise.
-            compute: 1-D, numel of `work`, any device.
-            is_compute_on_device: Likewise.
+            change: What the step does to gradients.
+            compute: See `FlatUpdate`; 1-D, numel of `work`, any device.
+            is_compute_on_device: See `FlatUpdate`.
             apart: 1-D, as `work`: receives the new values in its place, and the spare moments those of the moments.
         """
         hyper = {g: HybridAdam.hyper_parameters(groups[g]) for g in self._group_indices}
@@ -357,8 +328,8 @@ class SegmentOptimizer:
                     exp_avg,
                     exp_avg_sq,
                     tuple(parts),
-                    grad_factor,
-                    change_grad,
+                    change.grad_factor,
+                    change.change_grad,
                     None if compute is None else compute[span],
                     is_compute_on_device,
                     outputs,

@@ -82,7 +82,7 @@ class StateStream:
                 self._slots = [self._allocate(self._slot_bytes) for _ in range(NUM_SLOTS)]
                 self._scratch = self._allocate(self._scratch_bytes)
                 for lane in (self._up_lane, self._update_lane, self._down_lane):
-                    with lane.issue():  # whoever had this memory before is done
+                    with lane.issue():  # what used this memory before is done
                         pass
             except torch.OutOfMemoryError as error:
                 self._slots = []

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_elixir.errors import StateError
+from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace
 from lightning_elixir.plan.memory import is_on_nvme
 from lightning_elixir.plan.shard_segments import Segment, segments_of
@@ -26,9 +28,12 @@ class ChunkOptimizers:
         engine: Whose chunks.
         cls: From `elementwise_class`.
         groups: The user's parameter groups.
+
+    Raises:
+        PlanError: The plan updates chunks where such an optimizer cannot.
     """
 
-    def __init__(self, engine: Engine, cls: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, engine: Engine, cls: type[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]) -> None:
         self._engine = engine
         self._cls = cls
         self.inner: dict[int, SegmentOptimizer] = {}
@@ -38,13 +43,66 @@ class ChunkOptimizers:
         self.members: dict[int, set[int]] = {}
         """Members that have a parameter group, by chunk id."""
         self._lost: set[int] = set()
+        self.check_plan(engine.plan)
         self.group_by(groups)
         self.follow_all()
+        self.note_followed()
 
-    def group_by(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    @property
+    def is_adam(self) -> bool:
+        """Whether updates are Adam's, described before they run: then they have the same bits wherever that is, and
+        their states may be on a disk."""
+        return self._cls is HybridAdam
+
+    @property
+    def num_states(self) -> int:
+        """States for each element of a parameter (Adam 2), rounded up; 2 before there are any."""
+        inners = [inner for inner in self.inner.values() if inner.state_bytes()]
+        if not inners:
+            return 2
+        # Step counts and the like are too small to count as a state.
+        return math.ceil(sum(i.state_bytes() for i in inners) / max(1, sum(i.work.nbytes for i in inners)) - 0.1)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of optimizer states on this rank, by tier; spare ones apart."""
+        held: dict[str, int] = {}
+        for chunk_id, inner in self.inner.items():
+            tier = self._engine.plan.chunks[chunk_id].optim_tier.value
+            held[f"{tier}_states"] = held.get(f"{tier}_states", 0) + inner.state_bytes()
+            if inner.has_spares:
+                held[f"{tier}_spare"] = held.get(f"{tier}_spare", 0) + inner.spare_bytes()
+        return held
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raises `PlanError` if the plan has updates run where this class cannot."""
+        on_nvme = [c for c in plan.chunks if is_on_nvme(c)]
+        if on_nvme and not self.is_adam:
+            raise PlanError(
+                f"the plan has the optimizer states of {len(on_nvme)} chunks on NVMe (nvme_offload_fraction, "
+                f"nvme_offload_dir), which {self._cls.__name__} cannot update there: use HybridAdam (with "
+                "adamw_mode=False for Adam), or leave these options out"
+            )
+        if any(c.is_update_streamed for c in on_nvme):
+            raise PlanError("the plan streams updates of states on NVMe to the device: those are the host's to update")
+        streamed = [c for c in plan.chunks if c.requires_grad and c.is_update_streamed]
+        if streamed and not self.is_adam:
+            raise PlanError(
+                f"the plan streams the updates of {len(streamed)} chunks to the device, which {self._cls.__name__} "
+                "cannot: its results on CPU and GPU differ. Use HybridAdam, or make the plan with can_stream=False"
+            )
+
+    def group_by(self, groups: Sequence[dict[str, Any]]) -> None:
         """The user's parameter groups, for chunks that are followed from now on."""
-        self._groups = groups
+        self.groups = groups
         self._group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
+
+    def note_followed(self) -> None:
+        """All chunks have been followed with the groups as they are."""
+        self._sizes = _sizes(self.groups)
+
+    def has_groups(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether all chunks have been followed with these groups, of as many parameters as they have now."""
+        return groups is self.groups and _sizes(groups) == self._sizes
 
     def follow_all(self) -> None:
         """As `follow`, every chunk: where nothing has moved, the same states over the segments that are in groups."""
@@ -88,7 +146,11 @@ class ChunkOptimizers:
         empty = partial(engine.store.empty, tier=chunk.spec.optim_tier)
         on_disk = engine.store[chunk.id].on_disk
         work = on_disk.stand_in() if on_disk is not None and on_disk.has_master else engine.own_shard(chunk)
-        return SegmentOptimizer(self._cls, work, places, self._groups, empty, on_disk)
+        return SegmentOptimizer(self._cls, work, places, self.groups, empty, on_disk)
+
+
+def _sizes(groups: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    return tuple(len(group["params"]) for group in groups)
 
 
 def hand_over(chunks: Sequence[Chunk], plan: Plan, optimizers: Sequence[ChunkOptimizers]) -> None:

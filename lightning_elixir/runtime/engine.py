@@ -364,9 +364,8 @@ class Engine:
     def _replan(self, plan: Plan) -> None:
         check_layout(self.plan, plan)
         check_same_on_all_ranks(self.comm, plan)
-        optimizers = self.steps.attached()
-        for known in optimizers:
-            known.check(plan)
+        for known in self.steps.optimizers:
+            known.states.check_plan(plan)
         if self.reducer.used:
             raise StateError(
                 "the placement cannot change while gradients wait for a step: call step() or zero_grad() first"
@@ -380,15 +379,15 @@ class Engine:
         self.iterations.end()
         self.give_back()  # what lasts shall not come to lie in the gaps that activations have left
         try:
-            for known in optimizers:
-                known.prepare()
+            for known in self.steps.optimizers:
+                known.prepare_move()
             self.steps.hand_over_states(plan)
             before, self.store = self.store, self._new_store(plan, states)
-            move_chunks(self, plan, before, optimizers)
+            move_chunks(self, plan, before, self.steps.optimizers.states)
             self.device.synchronize()  # uploads still read the shards that go now
             self._adopt(ActivePlan(self, plan, self.store, self.active))
-            for known in optimizers:
-                known.finish()
+            for known in self.steps.optimizers:
+                known.finish_move()
         except BaseException as error:
             if states is not None and states is not self.store.states:
                 states.close()

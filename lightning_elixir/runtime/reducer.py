@@ -8,10 +8,12 @@ already is added to by a thread (Note: sums beside backward, `runtime/accumulati
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +55,18 @@ class _InFlight:
     is_late: bool
     is_whole: bool  # every parameter that can have one had a gradient, on this rank
     earlier: Tensor | None = None  # what the result is added to: the lane reads it, the compute stream could reuse it
+
+
+class GradientWatcher(Protocol):
+    """What a reducer tells of gradients: an optimizer."""
+
+    def gradients_landed(self, chunk: Chunk) -> None:
+        """All gradients that a chunk can have are on their way to host memory: its update may begin. Where `note_begun`
+        tells of that, further gradients of it are an error; where not, `gradients_change` tells of them."""
+
+    def gradients_change(self, chunk_ids: Collection[int] | None) -> None:
+        """Called before the gradients of these chunks (None: of all), or what is updated with them, change or go: an
+        update that has begun with them and can be taken back is of no use any more."""
 
 
 class Reducer:
@@ -129,19 +143,35 @@ class Reducer:
         ] = {}  # chunk id -> members whose gradients lie in the shard and count no more
         self._single: set[int] = set()  # chunks with a sum in fp32 that holds the gradients of one backward alone
         self.has_lost_gradients = False  # a backward failed when earlier gradients had been mixed with its own
-        self.on_landed: Callable[[Chunk], None] | None = None
-        """Called when all gradients that a chunk can have are on their way to host memory: may begin its update. Where
-        `note_begun` tells of that, further gradients of it are an error; where not, `before_change` tells of them."""
-        self.is_step_next = False
-        """Whether no other backward comes before the step, as somebody has promised: what has come before decides
-        nothing then about how gradients land, and new values may be written over them."""
-        self.before_change: Callable[[Collection[int] | None], None] | None = None
-        """Called before the gradients of these chunks (None: of all), or what is updated with them, change or go: an
-        update that has begun with them and can be taken back is of no use any more."""
+        self._watcher: weakref.ref[GradientWatcher] | None = None
+        self._is_step_next = False  # see `step_next`
         self._begun: set[int] = set()  # chunks whose update has begun inside backward, until the step
         self._begun_before: set[int] = set()  # of these, those of an earlier, failed backward over the same batch
-        self.is_tracking_square_sums = False
+        self._is_tracking_square_sums = False
         self.square_sums: dict[int, Tensor] = {}  # chunk id -> fp64, one per segment, of the whole gradient shard
+
+    def watch(self, watcher: GradientWatcher) -> None:
+        """Tell this one from now on, and no other, for as long as it lives. What another one has begun is dropped."""
+        self.withdraw()
+        self._watcher = weakref.ref(watcher)
+
+    @property
+    def is_tracking_square_sums(self) -> bool:
+        return self._is_tracking_square_sums
+
+    def track_square_sums(self, is_on: bool = True) -> None:
+        """Have `square_sums` taken of gradients as they land, since a norm will be asked for."""
+        self._is_tracking_square_sums = is_on
+
+    @contextmanager
+    def step_next(self) -> Iterator[None]:
+        """Inside, no other backward comes before the step, as the caller promises: what has come before decides nothing
+        then about how gradients land, and new values may be written over them."""
+        self._is_step_next = True
+        try:
+            yield
+        finally:
+            self._is_step_next = False
 
     # During backward
 
@@ -243,8 +273,9 @@ class Reducer:
 
     def withdraw(self, chunk_ids: Collection[int] | None = None) -> None:
         """Have updates dropped that have begun and can be taken back: of these chunks, None: of all."""
-        if self.before_change is not None:
-            self.before_change(chunk_ids)
+        watcher = None if self._watcher is None else self._watcher()
+        if watcher is not None:
+            watcher.gradients_change(chunk_ids)
 
     def note_begun(self, chunk: Chunk) -> None:
         """The chunk's update has begun, with the gradients that it has now."""
@@ -457,7 +488,7 @@ class Reducer:
         """Go on with what an earlier reducer over the same chunks has learned."""
         self._expected = dict(earlier._expected)
         self.is_order_known = earlier.is_order_known
-        self.is_tracking_square_sums = earlier.is_tracking_square_sums
+        self._is_tracking_square_sums = earlier._is_tracking_square_sums
         self.accumulates = earlier.accumulates
         self._is_accumulation_expected = earlier._is_accumulation_expected
         self.zeroed, self.zeroed_ids, self._spent = set(earlier.zeroed), set(earlier.zeroed_ids), set(earlier._spent)
@@ -564,7 +595,7 @@ class Reducer:
         with self._device.reduce_lane.issue(), label("gradients"):
             if chunk.ready is not None:  # an upload that nobody needed yet: it may read what gradients overwrite
                 chunk.ready.wait()
-            if self.is_tracking_square_sums and shard.grad is None:
+            if self._is_tracking_square_sums and shard.grad is None:
                 bounds = [(s.shard_offset, s.numel) for s in self._segments(chunk)]
                 self.square_sums[chunk.id] = square_sums(result, bounds)
             else:
@@ -576,9 +607,10 @@ class Reducer:
             item.event, self._downloads[chunk.id] = self._land_on_host(chunk, result, item.is_late)
         self._moved.d2h += result.nbytes
         is_known = chunk.id in self._expected  # how many gradients it gets in one backward
-        is_last = self.is_step_next or not self._is_accumulation_expected
-        if self.on_landed is not None and is_last and is_known and item.is_whole and item.earlier is None:
-            self.on_landed(chunk)
+        is_last = self._is_step_next or not self._is_accumulation_expected
+        watcher = None if self._watcher is None else self._watcher()
+        if watcher is not None and is_last and is_known and item.is_whole and item.earlier is None:
+            watcher.gradients_landed(chunk)
 
     def _land_on_device(self, chunk: Chunk, result: Tensor, is_late: bool) -> None:
         """Add to earlier gradients: in fp32 across backwards; within one backward as autograd would, in its dtype."""
@@ -606,7 +638,7 @@ class Reducer:
         total = self._store[chunk.id].grad
         wide = torch.promote_types(torch.float32, result.dtype)
         if total is None:
-            if result.dtype == wide or not self.accumulates or self.is_step_next:
+            if result.dtype == wide or not self.accumulates or self._is_step_next:
                 with self._device.reduce_lane.resume():
                     self._store.set_grad(chunk.spec, result.dtype).copy_(result, non_blocking=True)
                     sent = self._device.reduce_lane.record()
@@ -634,7 +666,7 @@ class Reducer:
         after, addition = torch.promote_types(torch.float32, result.dtype), add
         if earlier is None:
             addition = put
-            if not self.accumulates or self.is_step_next or result.dtype == after:
+            if not self.accumulates or self._is_step_next or result.dtype == after:
                 after = result.dtype
             else:
                 self._single.add(chunk.id)

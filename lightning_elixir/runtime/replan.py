@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,6 @@ from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.build import dtype_of, storage_bytes
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
-from lightning_elixir.runtime.gradients import Change
 from lightning_elixir.runtime.whole import own_values
 from lightning_elixir.storage.nvme import MASTER
 from lightning_elixir.storage.shards import ShardStore
@@ -35,84 +33,7 @@ def check_layout(old: Plan, new: Plan) -> None:
         raise PlanError("enable_distributed_storage cannot change while an engine runs: close it and build a new one")
 
 
-class AttachedOptimizer:
-    """An optimizer over the engine's chunks. Keeps it from nothing: its states shall go with it.
-
-    Args:
-        states: What moves.
-        check: Bound method, called first: raises if the optimizer cannot go along with a new plan.
-        before: Bound method, called when nothing has moved and nothing can stop the move any more.
-        after: Bound method, called when everything is in its new place.
-        change_of_gradient: Bound method: what the optimizer will do in its step to the gradient of a member (chunk id,
-            index), as far as users are to see it; None: nothing, or not its own.
-        apply_gradient_changes: Bound method: do it now, to all its gradients.
-        finish_gradient_changes: Bound method: do it now, before further gradients are added.
-        forget_gradient_changes: Bound method: do it no more, since the gradients that it was for are dropped.
-    """
-
-    def __init__(
-        self,
-        states: ChunkOptimizers,
-        *,
-        check: Callable[[Plan], None],
-        before: Callable[[], None],
-        after: Callable[[], None],
-        change_of_gradient: Callable[[int, int], Change | None],
-        apply_gradient_changes: Callable[[], None],
-        finish_gradient_changes: Callable[[], None],
-        forget_gradient_changes: Callable[[], None],
-    ) -> None:
-        self._states = weakref.ref(states)
-        self._check = weakref.WeakMethod(check)
-        self._before = weakref.WeakMethod(before)
-        self._after = weakref.WeakMethod(after)
-        self._change_of_gradient = weakref.WeakMethod(change_of_gradient)
-        self._apply_gradient_changes = weakref.WeakMethod(apply_gradient_changes)
-        self._finish_gradient_changes = weakref.WeakMethod(finish_gradient_changes)
-        self._forget_gradient_changes = weakref.WeakMethod(forget_gradient_changes)
-
-    @property
-    def states(self) -> ChunkOptimizers | None:
-        """None: the optimizer is gone."""
-        return self._states()
-
-    def check(self, plan: Plan) -> None:
-        """Raises if the optimizer cannot go along with this plan."""
-        if (method := self._check()) is not None:
-            method(plan)
-
-    def prepare(self) -> None:
-        """The move begins."""
-        if (method := self._before()) is not None:
-            method()
-
-    def finish(self) -> None:
-        """Everything is in its new place."""
-        if (method := self._after()) is not None:
-            method()
-
-    def change_of_gradient(self, chunk_id: int, index: int) -> Change | None:
-        """See above."""
-        method = self._change_of_gradient()
-        return None if method is None else method(chunk_id, index)
-
-    def apply_gradient_changes(self) -> None:
-        """See above."""
-        if (method := self._apply_gradient_changes()) is not None:
-            method()
-
-    def finish_gradient_changes(self) -> None:
-        """See above."""
-        if (method := self._finish_gradient_changes()) is not None:
-            method()
-
-    def forget_gradient_changes(self) -> None:
-        """See above."""
-        if (method := self._forget_gradient_changes()) is not None:
-            method()
-
-
-def move_chunks(engine: Engine, plan: Plan, before: ShardStore, optimizers: Sequence[AttachedOptimizer]) -> None:
+def move_chunks(engine: Engine, plan: Plan, before: ShardStore, moving: Sequence[ChunkOptimizers]) -> None:
     """Move every chunk of `engine` to where `plan` wants it, out of `before` into the engine's store, and its optimizer
     states with it. Collective; no replica may be in use, and no gradients wait.
 
@@ -120,7 +41,6 @@ def move_chunks(engine: Engine, plan: Plan, before: ShardStore, optimizers: Sequ
     memory makes room for what comes to it. It is the same on every rank, since some moves are collective.
     """
     before.drop_grad_buffers()
-    moving = [attached.states for attached in optimizers if attached.states is not None]
     changes = [_change(engine, chunk.spec, plan.chunks[chunk.id]) for chunk in engine.chunks]
     for number in order_of_moves(changes):
         chunk = engine.chunks[number]

@@ -6,7 +6,7 @@ dropped is told.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,10 +15,10 @@ from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.types import AccessTrace, Plan
 from lightning_elixir.runtime.agreement import Meeting
+from lightning_elixir.runtime.attached import AttachedOptimizer, AttachedOptimizers
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
-from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers, hand_over
+from lightning_elixir.runtime.chunk_optimizers import hand_over
 from lightning_elixir.runtime.gradients import Change
-from lightning_elixir.runtime.replan import AttachedOptimizer
 
 if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
@@ -36,7 +36,8 @@ class Steps:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._attached: list[AttachedOptimizer] = []
+        self.optimizers = AttachedOptimizers()
+        """Those that are still there."""
         self._dropped: set[tuple[int, int]] = set()  # gradients that one's step dropped and another's needs
         self._aliased_ids: list[int] = []  # on any rank, at the beginning of the step
 
@@ -44,20 +45,12 @@ class Steps:
 
     def attach(self, optimizer: AttachedOptimizer) -> None:
         """The optimizer's states move with the chunks from now on, for as long as they live."""
-        self._attached.append(optimizer)
+        self.optimizers.add(optimizer)
         self.hand_over_states()
 
     def hand_over_states(self, plan: Plan | None = None) -> None:
         """See `hand_over`; by default for the plan in force."""
-        hand_over(self._engine.chunks, plan or self._engine.plan, list(self._states()))
-
-    def attached(self) -> list[AttachedOptimizer]:
-        """Those that are still there."""
-        self._attached = [known for known in self._attached if known.states is not None]
-        return self._attached
-
-    def _states(self) -> Iterator[ChunkOptimizers]:
-        return (known.states for known in self._attached if known.states is not None)
+        hand_over(self._engine.chunks, plan or self._engine.plan, self.optimizers.states)
 
     # The step
 
@@ -85,7 +78,7 @@ class Steps:
             members: All that the optimizer has.
         """
         engine = self._engine
-        if len(self._attached) > 1:
+        if len(self.optimizers) > 1:
             self._dropped |= {key for key in engine.reducer.used if self._is_of_another(*key, members)}
         engine.iterations.end()
         engine.forwards.leave_covered()
@@ -211,27 +204,27 @@ class Steps:
         """Whether a member, which is none of `members`, is another optimizer's."""
         if index in members.get(chunk_id, ()):
             return False
-        return any(index in states.members.get(chunk_id, ()) for states in self._states())
+        return any(index in states.members.get(chunk_id, ()) for states in self.optimizers.states)
 
     def _forget_changes(self) -> None:
-        for known in self._attached:
-            known.forget_gradient_changes()
+        for known in self.optimizers:
+            known.gradients.forget()
 
     def finish_gradient_changes(self) -> None:
         """More gradients come: have optimizers do now what they have been told to do to those that there are."""
-        for known in self._attached:
-            known.finish_gradient_changes()
+        for known in self.optimizers:
+            known.gradients.finish()
 
     def change_of_gradient(self, chunk_id: int, index: int) -> Change | None:
         """What an optimizer has been told to do to the gradient of a member in its step, as far as users are to see it;
         None: nothing."""
-        for known in self._attached:
-            if (change := known.change_of_gradient(chunk_id, index)) is not None:
+        for known in self.optimizers:
+            if (change := known.gradients.change_of(chunk_id, index)) is not None:
                 return change
         return None
 
     def apply_gradient_changes(self, chunk_id: int, index: int) -> None:
         """Have the optimizer of a member do it now, to all its gradients."""
-        for known in self._attached:
-            if known.change_of_gradient(chunk_id, index) is not None:
-                known.apply_gradient_changes()
+        for known in self.optimizers:
+            if known.gradients.change_of(chunk_id, index) is not None:
+                known.gradients.apply()

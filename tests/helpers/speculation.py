@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.plan.types import Tier, UpdateTiming
+from lightning_elixir.stepping.describing import UpdateDescriber
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import streamed_updates as streamed_bodies
 from tests.helpers import update_timing as timing_bodies
@@ -240,11 +241,11 @@ ACTIONS: dict[str, tuple[Action, str]] = {
 def check_action(name: str, how: How, site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     action, kept = ACTIONS[name]
     commits: list[int] = []
-    commit = ElixirOptimizer._commit
+    take_up = UpdateDescriber.take_up_spares
 
-    def counted(self: ElixirOptimizer, chunk: Any, *rest: Any) -> None:
+    def counted(self: UpdateDescriber, chunk: Any) -> None:
         commits.append(chunk.id)
-        commit(self, chunk, *rest)
+        take_up(self, chunk)
 
     counts: list[int] = []
 
@@ -257,7 +258,7 @@ def check_action(name: str, how: How, site: str, device: torch.device, monkeypat
         counts.append(len(commits))
 
     with monkeypatch.context() as patch:
-        patch.setattr(ElixirOptimizer, "_commit", counted)
+        patch.setattr(UpdateDescriber, "take_up_spares", counted)
         seen = check_between(how, [noted, after, None, noted, after], monkeypatch, site, device)
     num_chunks = seen.num_ahead[2]
     assert num_chunks > 0

@@ -26,9 +26,11 @@ from lightning_elixir.core.worker import Task
 from lightning_elixir.errors import DivergenceError, StateError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.execution import UpdateRunner
-from lightning_elixir.optim.speculation import Caution
 from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.types import Tier
+from lightning_elixir.stepping.describing import UpdateDescriber
+from lightning_elixir.stepping.scheduler import UpdateScheduler
+from lightning_elixir.stepping.speculation import Caution
 from lightning_elixir.storage.shards import ShardStore
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import streamed_updates as streamed_bodies
@@ -389,7 +391,7 @@ def test_an_update_that_failed_before_its_step_runs_again(monkeypatch: pytest.Mo
     for training in trainings:
         with failing_updates(monkeypatch):
             backward(training, how, 0)
-            for begun in list(training[1]._speculation._begun.values()):
+            for begun in list(training[1]._updates._speculation._begun.values()):
                 begun.task.join()
         training[1].step()
         one_step(training, how, 1)
@@ -479,7 +481,10 @@ def test_ctrl_c_leaves_a_whole_step_or_none(when: str, monkeypatch: pytest.Monke
     how = NEVER_CLIPPED
     trainings = warm_pair(how)
     module, optimizer = trainings[1]
-    name = {"inside_step": "_confirmed", "inside_backward": "_updates_ahead"}.get(when)
+    places: dict[str, tuple[type, str]] = {
+        "inside_step": (UpdateScheduler, "_take_begun"),
+        "inside_backward": (UpdateDescriber, "ahead"),
+    }
 
     def train_on() -> None:
         backward(trainings[1], how, 0)
@@ -491,14 +496,15 @@ def test_ctrl_c_leaves_a_whole_step_or_none(when: str, monkeypatch: pytest.Monke
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with monkeypatch.context() as patch, slow_updates(monkeypatch):
-            if name is not None:
-                found = getattr(ElixirOptimizer, name)
+            if when in places:
+                cls, name = places[when]
+                found = getattr(cls, name)
 
-                def interrupted(self: ElixirOptimizer, *args: Any) -> Any:
+                def interrupted(self: object, *args: Any) -> Any:
                     os.kill(os.getpid(), signal.SIGINT)
                     return found(self, *args)
 
-                patch.setattr(ElixirOptimizer, name, interrupted)
+                patch.setattr(cls, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 train_on()
     finally:
@@ -822,7 +828,7 @@ def _one_rank_alone(what: str) -> int:
                     if what == "drops":
                         module.engine.reducer.withdraw()
                     elif what == "fails":
-                        for begun in optimizer._speculation._begun.values():
+                        for begun in optimizer._updates._speculation._begun.values():
                             begun.task.join()
                             begun.task.error = RuntimeError("no such luck")
                 if number in (2, 4) and what == "goes_elsewhere":

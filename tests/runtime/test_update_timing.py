@@ -25,6 +25,7 @@ from lightning_elixir.errors import StateError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.types import Tier, UpdateTiming
+from lightning_elixir.stepping.scheduler import UpdateScheduler
 from lightning_elixir.storage.shards import ShardStore
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import streamed_updates as bodies
@@ -574,7 +575,7 @@ def test_the_norm_is_never_taken_of_new_parameters() -> None:
         module.engine.replan(module.engine.plan)
         for number in range(3):
             step(module, optimizer, how, number)
-        norms[timing] = optimizer._last_norm
+        norms[timing] = optimizer._gradients._last_norm
         module.close()
     assert norms[UpdateTiming.INSIDE_BACKWARD] == norms[UpdateTiming.AFTER_BACKWARD]
 
@@ -683,13 +684,13 @@ def test_closing_after_a_failed_update_waits_for_the_others(monkeypatch: pytest.
 def test_ctrl_c_waits_for_the_step(timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
     module, optimizer = trained(how, "host", CPU, timing)
-    update = type(optimizer)._update
+    update = UpdateScheduler.run
 
-    def interrupted(self: ElixirOptimizer, used: Any) -> None:
+    def interrupted(self: UpdateScheduler, used: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
-        update(self, used)
+        return update(self, used)
 
-    monkeypatch.setattr(type(optimizer), "_update", interrupted)
+    monkeypatch.setattr(UpdateScheduler, "run", interrupted)
 
     def interrupted_step() -> None:
         with optimizer.unobserved(timing is UpdateTiming.INSIDE_BACKWARD):

@@ -4,8 +4,8 @@
 nothing and overflow nowhere, so an update is begun as if that were known of this one: not in place, but into spare
 states, so that nothing is lost. The step then describes the update that it wants. Where that is the one which has begun
 (the same factor, settings, step counts, gradients and memory), spares and states change roles, and no bit tells when it
-ran; everywhere else the begun one is dropped, and the wanted one runs from the old states. So nobody has to promise
-anything about what happens between backward and step.
+ran; everywhere else the begun one is dropped, and the wanted one runs from the old states. So no promise is needed of
+what happens between backward and step.
 
 With several ranks, norm and overflow are the same on all of them, and so is what they do about it. Where something
 happened to one rank alone (a write, a failed thread), that rank alone runs its updates again: they are of its own
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from lightning_elixir.core.worker import Task
 from lightning_elixir.optim.execution import UpdateRecord
 from lightning_elixir.optim.updates import FlatUpdate
+from lightning_elixir.stepping.cases import Way
 
 _STEPS_SEEN = 8
 _MOST_FAILED = 3
@@ -28,7 +29,7 @@ _STEPS_OFF = 64
 
 
 class Caution:
-    """Stops speculating for some time where it fails too often: every failure costs an update that nobody needed."""
+    """Stops speculating for some time where it fails too often: every failure costs an update for nothing."""
 
     def __init__(self) -> None:
         self._has_failed: deque[bool] = deque(maxlen=_STEPS_SEEN)
@@ -52,15 +53,17 @@ class Caution:
 
 @dataclass(frozen=True)
 class Begun:
-    """One chunk's update into spare states."""
+    """One chunk's update that has begun inside backward."""
 
+    way: Way
     updates: Sequence[FlatUpdate]
     task: Task
     record: UpdateRecord
+    """Of this update alone, until a step takes it up."""
 
 
 class Speculation:
-    """The updates that have begun and that no step has taken up."""
+    """The updates that have begun into spare states, and that no step has taken up."""
 
     def __init__(self) -> None:
         self._begun: dict[int, Begun] = {}
@@ -80,20 +83,21 @@ class Speculation:
         """An update has begun."""
         self._begun[chunk_id] = begun
 
-    def find(self, chunk_id: int, wanted: Sequence[FlatUpdate]) -> Begun | None:
-        """What has begun for a chunk, if that is what the step wants, and has not failed as far as one can see."""
+    def is_right(self, chunk_id: int, wanted: Sequence[FlatUpdate]) -> bool:
+        """Whether what has begun for a chunk is what the step wants, and has not failed as far as can be seen."""
         begun = self._begun.get(chunk_id)
         if begun is None or begun.task.error is not None or len(begun.updates) != len(wanted):
-            return None
-        return begun if all(a.is_same_as(b) for a, b in zip(begun.updates, wanted, strict=True)) else None
+            return False
+        return all(a.is_same_as(b) for a, b in zip(begun.updates, wanted, strict=True))
 
-    def take(self, chunk_id: int) -> Begun:
-        """What has begun for a chunk is the step's from now on."""
-        return self._begun.pop(chunk_id)
+    def take(self) -> dict[int, Begun]:
+        """All that has begun and was not dropped, by chunk id: it is the step's from now on."""
+        begun, self._begun = self._begun, {}
+        return begun
 
     def withdraw(self, chunk_ids: Collection[int] | None = None, *, but: Collection[int] = ()) -> None:
         """Drop what has begun for these chunks (None: for all): what waits does not begin, what runs is waited for.
-        Where a signal ends the waiting, whoever drops anything next goes on with it."""
+        Where a signal ends the waiting, the next call goes on with it."""
         ids = self._begun if chunk_ids is None else chunk_ids
         for chunk_id in [i for i in ids if i in self._begun and i not in but]:
             self._has_withdrawn = True

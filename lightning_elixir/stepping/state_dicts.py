@@ -1,0 +1,181 @@
+"""Optimizer states in and out of an engine: whole, described, segment by segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.optim.state_layout import is_scalar_state
+from lightning_elixir.plan.shard_segments import Segment
+from lightning_elixir.plan.types import Tier
+from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
+from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.runtime.whole import gather_whole, in_memory_order
+
+Described = dict[tuple[int, int], dict[str, tuple[str, Any]]]
+"""(chunk id, member index) -> key -> ("tensor", dtype) or ("value", value)."""
+
+ReadSegment = Callable[[Chunk, Segment], Mapping[str, Any]]
+"""The state of a segment, as torch's optimizers have it, but element-wise ones 1-D, `[segment.numel]`; empty: none."""
+
+
+class StateDicts:
+    """Reads and replaces the states of one optimizer, between steps.
+
+    Args:
+        engine: Has the shards that they belong to.
+        states: Where they are.
+
+    Raises:
+        StateError: From every method: a later optimizer has taken the place of states on NVMe.
+    """
+
+    def __init__(self, engine: Engine, states: ChunkOptimizers) -> None:
+        self._engine = engine
+        self._states = states
+
+    # Out
+
+    def whole(self) -> dict[str, Any]:
+        """`state` and `param_groups` as torch's optimizers give them, with whole tensors on the CPU, on rank 0; `{}` on
+        other ranks. Collective."""
+        engine, states = self._engine, self._states
+        numbers, groups = self._numbered()
+        described = self.described()
+        whole: dict[str, dict[str, Tensor]] = {}
+        with engine.store.checkpoint_memory() or nullcontext() as memory:
+            for key in sorted({k for entries in described.values() for k, v in entries.items() if v[0] == "tensor"}):
+                pieces = ((c, self._piece(c, key, described)) for c in engine.chunks if c.id in states.inner)
+                for fqn, value in gather_whole(engine, pieces, on_all_ranks=False, memory=memory).items():
+                    whole.setdefault(fqn, {})[key] = value
+        if engine.comm.rank != 0:
+            return {}
+        state: dict[int, dict[str, Any]] = {}
+        for chunk in engine.chunks:
+            for index, parameter in enumerate(chunk.parameters):
+                entries = described.get((chunk.id, index))
+                if entries and id(parameter) in numbers:
+                    fqn = chunk.spec.members[index].fqn
+                    state[numbers[id(parameter)]] = {
+                        key: whole[fqn][key] if kind == "tensor" else value for key, (kind, value) in entries.items()
+                    }
+        return {"state": {n: state[n] for n in sorted(state)}, "param_groups": groups}
+
+    def described(self) -> Described:
+        """What states there are, over all ranks. Collective."""
+        self._states.check_kept()
+        mine: Described = {}
+        for chunk_id, inner in self._states.inner.items():
+            for position, place in enumerate(inner.places):
+                entries = {
+                    key: ("value", value) if is_scalar_state(key, value) else ("tensor", value.dtype)
+                    for key, value in inner.state_of(position).items()
+                }
+                if entries and not inner.has_only_reserved(position):
+                    mine[(chunk_id, place.member_index)] = entries
+        merged: Described = {}
+        for described in self._engine.comm.exchange_objects(mine):
+            merged.update(described)
+        return merged
+
+    def runs(self, chunk: Chunk, key: str, dtype: torch.dtype) -> dict[int, Tensor]:
+        """One element-wise state of this rank's segments of a chunk, 1-D, by member index: where it lies, unless that
+        is a disk. Zeros where there is none."""
+        inner = self._states.inner[chunk.id]
+        states = [inner.state_of(position).get(key) for position in range(len(inner.places))]
+        if any(state is not None and state.is_meta for state in states):
+            flat = inner.flat_state(key, dtype)
+            return {p.member_index: flat[p.shard_offset : p.shard_offset + p.numel] for p in inner.places}
+        return {
+            place.member_index: torch.zeros(place.numel, dtype=dtype) if state is None else state
+            for place, state in zip(inner.places, states, strict=True)
+        }
+
+    def _numbered(self) -> tuple[dict[int, int], list[dict[str, Any]]]:
+        """Numbers of parameters, by `id`, in the order of their groups; the groups with these."""
+        numbers: dict[int, int] = {}
+        groups = []
+        for group in self._states.groups:
+            for parameter in group["params"]:
+                numbers.setdefault(id(parameter), len(numbers))
+            packed = {k: v for k, v in group.items() if k != "params"}
+            groups.append({**packed, "params": [numbers[id(p)] for p in group["params"]]})
+        return numbers, groups
+
+    def _piece(self, chunk: Chunk, key: str, described: Described) -> Tensor | None:
+        """This rank's shard of one state of a chunk; None if no parameter of the chunk has it."""
+        dtypes = [e[key][1] for (chunk_id, _), e in described.items() if chunk_id == chunk.id and key in e]
+        if not dtypes:
+            return None
+        return self._states.inner[chunk.id].flat_state(key, dtypes[0])
+
+    # In
+
+    def take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the states of the user's own optimizer, which may have stepped before the model was wrapped."""
+        if optimizer.state:
+            parameters = [p for group in self._states.groups for p in group["params"]]
+            self.load(_reading({id(p): optimizer.state[p] for p in parameters if p in optimizer.state}))
+            optimizer.state.clear()
+
+    def load_whole(self, state_dict: Mapping[str, Any]) -> None:
+        """Take states and groups' settings as `whole` gives them, or torch's optimizer over the plain model.
+
+        Raises:
+            PlanError: Its groups or shapes are not those of this optimizer.
+        """
+        groups, saved_groups = self._states.groups, state_dict["param_groups"]
+        sizes, saved_sizes = ([len(group["params"]) for group in some] for some in (groups, saved_groups))
+        if sizes != saved_sizes:
+            raise PlanError(
+                f"the optimizer state has groups of {saved_sizes} parameters, this optimizer has {sizes}: load it into"
+                " an optimizer with the same groups"
+            )
+        saved: dict[int, Mapping[str, Any]] = {}
+        for group, saved_group in zip(groups, saved_groups, strict=True):
+            group.update({k: v for k, v in saved_group.items() if k not in ("params", "param_names")})
+            for parameter, number in zip(group["params"], saved_group["params"], strict=True):
+                if number in state_dict["state"]:
+                    saved[id(parameter)] = state_dict["state"][number]
+        self.load(_reading(saved))
+
+    def load(self, read: ReadSegment) -> None:
+        """Replace all states, one segment after the other."""
+        self._states.check_kept()
+        for chunk in self._engine.chunks:
+            if chunk.id in self._states.inner:
+                self._load_chunk(chunk, read)
+
+    def _load_chunk(self, chunk: Chunk, read: ReadSegment) -> None:
+        inner = self._states.inner[chunk.id]
+        if chunk.spec.optim_tier is Tier.NVME:
+            inner.allocate_moments()  # so that there is something to open
+        segments = {s.member_index: s for s in self._states.segments[chunk.id]}
+        with inner.opened(is_written=True):
+            for position, place in enumerate(inner.places):
+                inner.set_state(position, read(chunk, segments[place.member_index]))
+
+
+def _reading(saved: Mapping[int, Mapping[str, Any]]) -> ReadSegment:
+    """Reads segments out of whole states, by the `id` of their parameters."""
+
+    def read(chunk: Chunk, segment: Segment) -> Mapping[str, Any]:
+        member = chunk.spec.members[segment.member_index]
+        state = saved.get(id(chunk.parameters[segment.member_index]), {})
+        loaded: dict[str, Any] = {}
+        for key, value in state.items():
+            if is_scalar_state(key, value):
+                loaded[key] = value.clone() if isinstance(value, Tensor) else value
+                continue
+            if tuple(value.shape) != member.shape:
+                raise PlanError(f"{key} of {member.fqn} has shape {tuple(value.shape)}, expected {member.shape}")
+            loaded[key] = in_memory_order(chunk, segment.member_index, value)[segment.in_param]
+        return loaded
+
+    return read
