@@ -76,6 +76,18 @@ def test_every_update_is_possible_in_its_step(case: Case) -> None:
     assert way_of(case) is not None
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_memory_changes_roles_on_the_host_and_copies_go_where_the_parameters_are(case: Case) -> None:
+    way = way_of(case)
+    if way is not None:
+        homes = {
+            Delivery.EXCHANGE: [Params.HOST],
+            Delivery.CAST: [Params.HOST, Params.HOST_SLICE],
+            Delivery.UPLOAD: [Params.DEVICE],
+        }
+        assert case.params in homes.get(way.delivery, list(Params))
+
+
 def test_spares_and_gradients_save_a_copy_where_they_can() -> None:
     for is_streamed in (False, True):
         for grads in (Grads.LIKE_PARAMS, Grads.ELSEWHERE):
