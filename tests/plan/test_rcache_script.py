@@ -7,7 +7,7 @@ from random import Random
 
 from lightning_elixir.plan.rcache_script import rcache_script
 from lightning_elixir.plan.simulate import simulate
-from tests.plan.test_timeline import random_problem
+from tests.plan.steps import random_problem
 
 
 def test_the_script_is_a_later_step_of_the_simulation() -> None:
