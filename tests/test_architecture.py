@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_elixir"
+DOCUMENT = PACKAGE / "ARCHITECTURE.md"
 
 # What each room of the package may import of the others; every room may import itself and `errors`.
 ARROWS: dict[str, set[str]] = {
@@ -176,6 +177,37 @@ def test_data_is_assigned_where_chunks_bind_parameters_alone() -> None:
 
 def test_package_has_no_assert() -> None:
     assert _found(_uses_assert) == []
+
+
+def test_architecture_document_names_files_that_exist() -> None:
+    """A path is relative to the package or to the repository; a bare name is that of a module, in whatever room."""
+    named = re.findall(r"`([\w./-]+(?:\.py|\.md|/))`", DOCUMENT.read_text(encoding="utf-8"))
+    assert len(named) > 100
+    modules = {name.rpartition("/")[2] for name, _ in MODULES}
+    roots = (PACKAGE, PACKAGE.parent)
+    assert [n for n in named if n not in modules and not any((root / n).exists() for root in roots)] == []
+
+
+def test_architecture_document_is_short() -> None:
+    lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 250
+    assert [line for line in lines if len(line) > 135] == []
+
+
+def test_every_note_is_in_the_index_with_its_owner() -> None:
+    index = DOCUMENT.read_text(encoding="utf-8").partition("## Index of the notes")[2]
+    listed = {
+        (note, path.rpartition("/")[2])
+        for notes, path in re.findall(r"((?:\*[^*`]+\*,? )+)\(`([\w./]+)`\)", index)
+        for note in re.findall(r"\*([^*]+)\*", notes)
+    }
+    told = {
+        (note, name.rpartition("/")[2])
+        for name, tree in MODULES
+        for note in re.findall(r"^\[Note: ([^\]]+)\]", ast.get_docstring(tree) or "", re.MULTILINE)
+    }
+    assert told
+    assert listed == told
 
 
 def test_tests_import_no_test_module() -> None:

@@ -4,6 +4,9 @@
 `torch.distributed.checkpoint` know boxes only: offsets and sizes along each dimension. A run is cut into few of them:
 the end of a row, whole rows, the begin of a row, and so on inside those two rows; at most `2 * dimensions - 1`, where
 there is no bound on their size. They follow each other in the run, so each is a view of a slice of it.
+
+So every reader of that format reads ours, and resharding is the intersection of boxes: a rank that loads reads the
+stored boxes which meet its own, one at a time.
 """
 
 from __future__ import annotations

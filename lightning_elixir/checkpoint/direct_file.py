@@ -3,6 +3,9 @@
 Through the cache, every byte of a checkpoint is copied into memory that the system has to find first, and what else was
 in there goes; the disk begins late, and the flush at the end waits for it. Here threads hand pieces to the disk while
 the next one is being filled.
+
+Of every file two pieces of 4 MiB are on their way, to space that was reserved. A copy into memory that the system has
+to find first may be slower than the disk, so this is how a save goes that is waited for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What lies where in a sharded checkpoint, ours or another's, and reading it box by box."""
+"""What lies where in a sharded checkpoint, ours or another's, and reading it box by box.
+
+The table of contents is a pickle, read by an unpickler that makes tables of contents and nothing else. The sizes of all
+files are compared before anything is overwritten, and the checksum of every box that is read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""A sharded checkpoint on its way to the disk, by all ranks together."""
+"""A sharded checkpoint on its way to the disk, by all ranks together.
+
+[Note: two parts of a save] Rank 0 makes `.NAME.partial`; every rank writes its files there, rank 0 `meta.pt` too
+(`PendingFolder.write`). From then on nothing that training changes is needed. Then every rank flushes its files, rank 0
+writes the table of contents, flushes, and exchanges the two names in one system call (`renameat2`; where the file
+system cannot, two renames, which the next load repairs) (`PendingFolder.commit`). With `async_save` a thread does that
+second part, with messages over a process group of its own. We considered to let the thread read chunks, and updates
+wait for chunks not yet saved; but each of five kinds of update would have had to wait, and the file system's cache does
+it with no memory that the system cannot take back. After each part ranks exchange what has failed, and all raise.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,22 @@ signals are handled and what `core.waits` has found out is raised. A rank that g
 closes this rank's groups. Every collective that fails raises a `PeerLostError`, which names the ranks with whom that
 lies, and leaves likewise: see [Note: who is gone]. When every rank has left, groups are made anew at the next
 collective, so processes that live on (a notebook) may train again.
+
+Every message over the control group begins with a code of its call, which costs nothing: so `strategy.barrier()` is not
+taken for a broadcast. Lightning's reductions meet in such a message and then reduce, in place of a barrier of the
+device. A signal that came inside `deferred` waits 3 s for the other ranks, and is then handled there. The message of a
+rank that leaves is still under way: its group stays open for that (`_leave_open`), and the others hear by the store.
+
+Told are a disk that fails (`Engine.telling`), an engine that gives up, and every exception that passes through
+Lightning (`on_exception`). What a caller may get over (memory that ran out, an exception of the user's own loop) is
+not: the others wait until that rank comes again, or its process ends. With gloo the data group is one of ours, so that
+it can be closed beside the user's default group, and Lightning's reductions go over it. With NCCL communicators are
+aborted: kernels end that wait for a peer, and what the device has computed then goes nowhere, since the next message
+raises. Groups over some of the ranks cannot be made again after a rank has left: torch would give them their old names.
+
+A reduce-scatter is an exchange of slices and a local sum in rank order, in fp32 for 16-bit gradients: a ring starts at
+another rank for every slice, so its sums would depend on where in a chunk an element lies (seen with three gloo ranks:
+other bits for other chunk sizes).
 """
 
 from __future__ import annotations

@@ -10,6 +10,10 @@ that from what these have written, or name who has not written anything for some
 [Note: hosts that wait in their device] With NCCL a host may wait for a kernel that waits for a peer which is gone: no
 connection of the host's own fails, and the kernel spins until NCCL's timeout, half an hour. There a thread looks once a
 second (one question to the store), and ends the connections if the rank itself has not noticed for some seconds.
+
+Processes that end with nothing wrong say so, and are not missed. A host with one rank whose process is killed is not
+seen from other hosts in this way, unless it kept the store: those that wait in their device wait for NCCL's timeout. A
+rank in a collective of the user's own, or of torchmetrics, over the default group hears of it when that process ends.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ forward and backward, they are in place and do nothing of their own, and `deferr
 Between `deferred` blocks, what waits does so by acquiring a lock, which is done or is not: a lock's own `with` lets no
 handler run between taking it and the block. `Condition`, `Event` and `Future` do: a signal there leaves their inner
 lock taken for good. No thread that runs handlers waits for one.
+
+Seen with `Condition` and `Event` in place of plain locks: one hang in 50 to 110 interrupts.
 """
 
 from __future__ import annotations

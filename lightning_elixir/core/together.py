@@ -1,4 +1,8 @@
-"""What ranks do each by itself, where an error on one of them must be an error on all."""
+"""What ranks do each by itself, where an error on one of them must be an error on all.
+
+Whatever ranks can do by themselves is kept apart from collectives (building, loading and saving checkpoints): an error
+there is raised by all at a meeting point, and no rank has to leave.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,16 @@ so it is known, and since neither can go on, it stays true: nothing is guessed, 
 While all goes well nothing is written or asked. A thread looks once a second at what this process is in, since the one
 that waits may do so inside torch, for ever and deaf to signals; what ranks wait for by our own messages they wait for
 in slices, and so hear of this, and of signals, soon.
+
+What has lasted from one look to the next is written, with how many collectives of each group this rank has come to; a
+ring counts only if each rank in it was seen there after the reader's own wait began. All in it, and all that wait for
+them, raise the same `DivergenceError` 2 to 4 s after the last one has come. A wait of ours raises in its slice. One in
+torch cannot be ended from inside: its thread is told to raise when it is back (`PyThreadState_SetAsyncExc`), a barrier
+is ended by the rank that it waits for, which joins it, and anything else ends with the process of that rank. Not known
+are `send` and `recv`, `work.wait()` of the user's own, and whatever else user code may wait for (a file, a socket): to
+the others that is a rank that is slow. Groups are opened behind a question to the store in which all ranks come
+together, since torch makes them deaf to signals. A rank that ends its program, or closes its engine, says so; what
+waits for it raises a `PeerLostError`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,13 @@ Parameters are laid one after the other into regions of some MiB, so that no rea
 are, and no buffer large, however large they are: a small parameter shares its region with others, a large one has
 several. Of each part, a region holds the first moment and then the second. Three buffers go round: while one region is
 read, the one before is updated, and the one before that written.
+
+[Note: moments on a disk] This is `HybridAdam(nvme_offload_fraction=...)` without a strategy. A step visits the regions
+that hold a parameter with a gradient; parameters with moments in memory are updated while the first region is read, and
+what was never written is not read. The step ends when all is written, so that an error belongs to its own step: then
+parameters are partly new and moments lost, the file is given up, and everything but `load_state_dict` raises.
+`optimizer.state[p]` has the step count alone; moments that are put there (a loaded state dict, a copy of the optimizer)
+are brought to the disk before the next step.
 """
 
 from __future__ import annotations

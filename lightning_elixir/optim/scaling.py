@@ -1,4 +1,10 @@
-"""Loss scaling, gradient norms and clipping: what a step needs to know about all gradients before it updates any."""
+"""Loss scaling, gradient norms and clipping: what a step needs to know about all gradients before it updates any.
+
+[Note: norms] Norms show neither chunk size nor placement: squares are summed per parameter, over blocks of
+`ALIGN_NUMEL` elements from its start, in fp64 and in a written order, and parameters and shards begin at multiples of
+that, so no block is ever cut. Over parameters `math.fsum` adds, which is exact. `LossScaler` follows
+`torch.amp.GradScaler` step by step; one read by the host decides each step.
+"""
 
 from __future__ import annotations
 

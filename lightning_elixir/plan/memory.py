@@ -1,4 +1,9 @@
-"""Bytes of a placement, by kind, of one rank."""
+"""Bytes of a placement, by kind, of one rank.
+
+Per parameter: compute shard, gradient shard, master (beside 16 bits only) and states, divided by the ranks. Beside that
+rCache blocks, `GRAD_BLOCKS` gradient blocks (one collects while another is reduced; one more for each further dtype),
+on the device what is persistent, and on the host staging buffers where gradients are added up and buffers for NVMe.
+"""
 
 from __future__ import annotations
 

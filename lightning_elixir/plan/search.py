@@ -4,6 +4,12 @@ Every candidate is a whole plan that is simulated (`plan/timeline.py`), so that 
 would do. Candidates come from a grid of shares and a climb from its best point: how many chunks keep everything on the
 GPU, how many only their parameters, which ones, how many of the host's updates are streamed to the GPU, and how far
 ahead chunks are fetched. The rCache takes what memory is left. Everything is deterministic.
+
+Where updates need the norm of all gradients, plans with spare states, for all chunks with states on the host or none,
+are searched as well; they win if the host can hold them and the step is faster (`plan/fallbacks.py`). With several
+ranks, parameters that every rank keeps on the device while their states are on the host wait in the step, so the search
+keeps shards on the device where updates overlap (`Space.kept`). Nothing is random or timed, so equal inputs give equal
+plans, on rank 0, which shares them; a test compares them with every placement of small models.
 """
 
 from __future__ import annotations

@@ -6,6 +6,12 @@ the stream of updates, and the two directions of the bus that they share. The ru
 stream rule], `core/device.py`): a fetch begins when it was issued and all that the compute stream was given before is
 done, and not before its chunk's update; a gradient block is free when the reduction before the last one has ended;
 updates begin when the plan's `update_timing` says.
+
+Memory is the highest moment, not a sum of peaks: gradients come while activations go. Reads and writes of states,
+parameters and gradients on NVMe share the disk, a lane of its own; a step is never predicted to be shorter than what
+the disk has to do in it. Not predicted: steps that speculation has to run again, what clipping, loss scaling and adding
+up gradients on the host cost, the size of staging buffers under a wider `reduce_dtype`, and the fp32 master that fp32
+parameters on the GPU have beside states in host memory or on NVMe.
 """
 
 from __future__ import annotations

@@ -1,4 +1,17 @@
-"""Which parameters stay in fp32 under mixed precision, and how the modules that have them are computed there."""
+"""Which parameters stay in fp32 under mixed precision, and how the modules that have them are computed there.
+
+[Note: kept in fp32] By default: parameters of norms with running statistics, which work in the dtype of those; of
+modules under `spectral_norm` or `orthogonal`, which have no 16-bit form; under autocast, of routers, which many models
+compute in fp32 with autocast switched off, and for which autocast makes the same 16 bits in each forward otherwise; and
+on the CPU under autocast those of all norms, since that autocast leaves norms alone and torch refuses 16-bit norm
+weights beside an fp32 stream (the engine without Lightning leaves the last to the user). `keep_fp32` adds to that.
+
+What is kept is a matter of the plan alone: names become dtypes of `ParamSpec`s, packing is by dtype, and everything
+behind that goes by the dtype of a chunk. Plans are made with names that are found once, on the user's model (later ones
+take them from the plan in force, since a skeleton has no classes). A chunk of another dtype has as many bytes as a
+regular one, not as many elements, and one more gradient block fills up beside the others. Under autocast nothing is
+cast by us; without it, modules that are kept as a whole get two hooks, which cast their inputs and results.
+"""
 
 from __future__ import annotations
 

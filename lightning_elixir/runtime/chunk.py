@@ -5,6 +5,11 @@ always the same one: releasing resizes the storage to zero bytes, fetching resiz
 autograd saved and references that users hold therefore stay valid, and since `p` keeps its own version counter, the
 engine's writes through `flat` are invisible to autograd. While the chunk is released the parameters are taken off the
 storage (Note: released parameters, `runtime/unreadable.py`), so that nobody reads what is not there.
+
+A chunk may go only while nothing but its parameters and the engine shares its storage, which the storage's use count
+tells (`storage_use_count`): views, detached tensors, what checkpointing has recomputed and what users keep hold it.
+Between two steps replicas are refilled with equal values only, so a chunk may leave after forward and come back for
+backward at any time. Gradients go to blocks of their own: nothing is written over a replica that a backward can read.
 """
 
 from __future__ import annotations

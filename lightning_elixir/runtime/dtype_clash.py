@@ -7,6 +7,9 @@ the error itself, so that its type, and whoever catches it, stays the same.
 
 They must be true. So parameters are named only where the failing call has them among its operands, as the source line
 tells, or where torch says that there is no 16-bit form and the function reads them. Anything else stays as it is.
+
+What we do not do is to give a layer an fp32 copy of its 16 bits where it is called outside of autocast: it would run,
+with weights rounded to 16 bits where plain autocast has all of them, and nothing would tell.
 """
 
 from __future__ import annotations

@@ -2,6 +2,12 @@
 
 A forward of the model begins and ends a region, told by `ElixirModule` or, where the user calls a part of the model, by
 the hook of the outermost module. Inside, every module's hook has the chunks brought that its own forward needs.
+
+A module all of whose parameters, with those below it, lie in one chunk brings that chunk for the whole of its forward,
+and what is below it is *covered*: met there, nothing is left to be done. Once the trace is known, modules that were
+only ever met covered keep one light hook, which looks whether that is still so (it is not when such a module is called
+by itself, or under the user's own hooks for saved tensors) and takes the module back among the others if not. A hook
+costs some microseconds a call, an access some tens, and a GPT of 24 layers has 200 modules with parameters.
 """
 
 from __future__ import annotations

@@ -6,6 +6,13 @@ What is handed out stays the same tensor for as long as it is referred to, also 
 when `zero_grad(set_to_none=False)` fills it with zeros, until the gradient is dropped. What was written to it counts:
 before the gradients are used, this rank's slice is compared with its shard, bit by bit in the parameter's dtype, and
 the elements that differ are taken over. The others keep the bits that this dtype does not have.
+
+Values are compared because version counters do not show writes through `.data`. That is done at every meeting of ranks,
+at the next backward, and where clipping is asked for. At the end of a backward ranks tell each other what they have
+handed out, and what was added is shown in that. Zeros of `zero_grad(set_to_none=False)` take memory where a step, or a
+write, needs it (`Reducer.zeroed`). What an optimizer was told to do to gradients (unscale, clip) is shown in them; when
+users write to what they see of that, or a further backward begins, it is done to the shards first. Where an update has
+begun that cannot be taken back (`Reducer.note_begun`), reading is an error.
 """
 
 from __future__ import annotations

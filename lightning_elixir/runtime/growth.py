@@ -6,6 +6,18 @@ the sampled step had in use there, predicts from the ratio how high this step wi
 rCache if that would not fit, long before the peak. Blocks above the budget are evicted at once and their memory is
 given back to the device, or it would stay with the pool that replicas come from. After some steps that would have
 allowed it, the budget grows again. Every rank does this by itself: fetches are agreed, whatever each rank keeps.
+
+Bytes that have merely moved between the beginning of a step and its course (workspaces of cuBLAS) count as no growth.
+Evicted blocks alone help nothing: free blocks of a live `MemPool` stay with it, whatever `empty_cache` is told (seen on
+torch 2.11), and other allocations fail beside them. So the pool is dropped, which frees what is unused in it; blocks in
+use follow when they are freed and an allocation needs them. When the budget grows again, cached segments are given back
+first, while no activations lie in them: large segments with small tensors in them left no room for replicas (seen).
+
+Where memory runs out all the same, a replica that finds none takes the place of all others that can go; any other
+failure is the caller's, which may call `Engine.make_room()` between regions and run the batch again. For that, a fetch
+that fails leaves its chunk released and absent from the rCache, and a backward that fails leaves the gradients of
+earlier ones alone, unless some of its own were added to them: then all are dropped, and `step` raises until
+`zero_grad`. After a shortage the rCache stays at what the trace needs at least, for 16 steps, then 32, and so on.
 """
 
 from __future__ import annotations

@@ -3,6 +3,22 @@
 Each thread has a buffer, so that several reads are under way, and is free again when the copy to the device has begun;
 before its buffer is read into again, it waits for the end of that copy. Nobody waits for a buffer but these threads,
 and what they wait for needs none of them: the disk, the device, and an update that is over when their work begins.
+
+[Note: parameters on NVMe] Such a chunk's compute shard is one more part of its states in the file, and so are its
+gradients: if these stayed in host memory until their updates, a model larger than that would not train. The host holds
+only what is under way, however many chunks there are: `PARAM_BUFFERS` for fetches, `STAGING_BUFFERS` for gradients,
+`NVME_BUFFERS` for updates. A master of the compute dtype is the parameters, and has no second part; frozen chunks have
+parameters there alone.
+
+- *Fetch.* The read is held until the chunk's update is over, which has then asked for its writes, and the file keeps
+  order. A prefetch begins its read at once; eviction writes nothing. With several ranks the host waits for the read of
+  its slice, since a collective follows. A read that fails ends the run.
+- *Gradients* go by way of sums (Note: sums beside backward, `runtime/accumulation.py`), with the bits of sums in host
+  memory; 4 bytes a parameter are reserved for them. Square sums are taken on the device, of a gradient that has not
+  been added to; otherwise the norm reads it from the file. `Shard.grad` is on `meta`, and tells that there are some.
+- *Update.* A visit reads gradients with the states, once they have landed; new values are one more part of the buffer.
+  Where not every element gets one, values are made from the master first. Nothing begins inside backward, which reads
+  the old values: there is no second copy.
 """
 
 from __future__ import annotations

@@ -4,6 +4,24 @@ A gradient that autograd has accumulated is copied into its chunk's block at onc
 next operator runs. When all of a chunk's gradients are there and its turn has come (the same order on every rank), the
 block is reduced over the ranks into this rank's gradient shard and goes down to its tier. In host memory, what is there
 already is added to by a thread (Note: sums beside backward, `runtime/accumulation.py`).
+
+[Note: one order of reductions] By the plan at first, then as chunks completed in rank 0's first backward. A rank tells
+how far it is in that order, and what all ranks have ready is reduced: a collective that a peer joins only later can
+deadlock two GPUs (the kernel that waits blocks a memory allocation of the host that the peer waits for; seen). For the
+same reason NCCL's connections are made when the engine is built. Gradients that come after their chunk was reduced are
+added by a second reduction at the end. Parameters that no rank has used stay untouched; those that some have used count
+as zero on the others, as in DDP with unused parameters.
+
+[Note: updates inside backward] With spare states they can be taken back (Note: exact speculation). Without, one begins
+only if nothing looks in between: the strategy drives automatic optimization and no hook runs between backward and step
+(`is_update_unobserved`, `strategy/precision.py`), nothing global is needed (clipping, loss scale), there is one
+backward a step, as many gradients of the chunk have come as in the backward before, master and states are there, and
+nothing that users keep or have read of the chunk could still be written to. A further gradient for such a chunk, or an
+exception before the step, closes the engine: saving raises rather than writing half a step. Signals wait for the end of
+the step; a second one does not, and what it leaves half done raises from then on. A batch that runs again for want of
+memory finds the same gradients, so chunks whose update has begun drop them. Where several backwards a step are
+announced (`Reducer.expect_accumulation`), nothing begins; where they only happen, what began with the first is dropped
+before the second adds to its gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""What one real step takes: seconds of compute and device memory beside the chunks, between one access and the next."""
+"""What one real step takes: seconds of compute and device memory beside the chunks, between one access and the next.
+
+Device memory is its peak, less what the engine itself holds. Time marks stand before the compute stream waits for a
+chunk (or for a gradient block, or for ranks) and after, so that compute and exposed waiting are told apart; they are
+read only when they are asked for. `Engine.step_profile` joins bytes and times of steps with the same accesses.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
-"""Which thread uses an engine. [Note: turns]
+"""Which thread uses an engine.
 
-Forward, backward and step belong to one thread from begin to end, with those that autograd runs backward on; so does
-every call between them that looks at parameters, gradients or states. The thread that trains (it ran the last backward
-or step) waits while another one's call is served. Other threads wait for each other's calls, and are refused at once
-in the middle of a forward, a backward, a step or a `full_parameters` block: chunks come and go there, and if they
-waited, training could wait for them. What a thread leaves open when it ends is free.
+[Note: turns] Forward, backward and step belong to one thread from begin to end, with those that autograd runs backward
+on; so does every call between them that looks at parameters, gradients or states. The thread that trains (it ran the
+last backward or step) waits while another one's call is served. Other threads wait for each other's calls, and are
+refused at once in the middle of a forward, a backward, a step or a `full_parameters` block: chunks come and go there,
+and if they waited, training could wait for them. What a thread leaves open when it ends is free.
+
+With several ranks other threads are refused always. So what they do costs time at most. What is plain is not
+intercepted, for any thread: once another one has been seen, chunks that may go are not made plain any more, and the
+thread that trains passes by the interception with a guard of its own (`Interception._as_plain`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""What users write to parameters between steps, and what of a chunk they keep."""
+"""What users write to parameters between steps, and what of a chunk they keep.
+
+[Note: writes by users] Between steps every operation on a managed parameter is intercepted: its chunk is fetched, the
+operation runs, and the chunk counts as *touched*. Before anything reads shards or masters (step, forward, state dict,
+eviction), touched chunks are *absorbed*. Where there is a master, only elements whose bits in the compute dtype have
+changed are taken, so that reading, or writing back what was read, leaves the master's low bits alone; `p.copy_(fp32)`,
+and so `load_state_dict`, writes the master as given (Note: what is put back, `runtime/written.py`). Chunks of which a
+user keeps an alias are absorbed every time. Writes between a forward and its backward show in autograd's version
+counters, where the engine's own do not, and raise; so does what would unbind a parameter (`.half()`, `.to(device)`).
+"""
 
 from __future__ import annotations
 

@@ -14,6 +14,9 @@ checkpoint), of which the numbers must not depend. So what the master becomes is
 
 Both are kept from the first write that changes a value to the next update or load, in host memory (on a disk where the
 states are), for parameters that were written and for no others.
+
+Where the master is on a disk, the parameters now are compared with the compute shard first, which is the master, cast;
+the master is read and written only where they differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""All persistent bytes of this rank: compute shards, masters and gradient shards, by chunk."""
+"""All persistent bytes of this rank: compute shards, masters and gradient shards, by chunk.
+
+Shards on the host are exactly sized anonymous maps, page-locked by registration, with huge pages asked for. Persistent
+chunks on the GPU tier have no shard beside their replica. Gradient shards on the GPU come from the memory that
+activations leave, not from the pool of replicas, whose storages are all of one size.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,16 @@
 dictionaries of whole tensors. Here tensors on `meta` stand in for those of which every rank has a part; whoever takes
 one out, or gives it another name, has that respected, since each is known by itself. Values are read when they are
 written, one chunk's at a time.
+
+Tied parameters are written once and have an entry each; the whole model has entries under `state_dict.`
+(`ModelParallelStrategy`) and under `model.` (`FSDPStrategy`, and the command that consolidates), over the same bytes.
+Groups of `HybridAdam` get the settings that `torch.optim.AdamW` has beside, since FSDP2 asks for them. Buffers, step
+counts and settings are rank 0's. Where a rank has a replica of a chunk, or keeps all of it, its values are gathered
+once; otherwise loading sends no values between ranks.
+
+In a file of the whole state, optimizers number parameters in the order of their groups, as torch's do. Lightning's FSDP
+strategies take a number for the place in the model: they read such a file only of one group in the model's order with
+nothing frozen, and of theirs, states are taken wrongly where a group lists parameters in another order than the model.
 """
 
 from __future__ import annotations

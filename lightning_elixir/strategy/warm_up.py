@@ -7,6 +7,9 @@ placement then promises to be faster by more than `LEAST_GAIN`, the engine moves
 
 Later on a step may take more than the plan leaves even beside the smallest rCache ([Note: growth],
 `runtime/growth.py`). Then all this begins anew.
+
+In a fit the layout is chosen before the first step, from the order of the modules, with computing assumed to last as
+long as fetching. Moves keep it. A plan leaves room for what the allocator cannot use (`StepProfile.with_margin`).
 """
 
 from __future__ import annotations

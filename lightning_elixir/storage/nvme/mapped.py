@@ -2,6 +2,8 @@
 
 The system writes such pages to the disk, and forgets them, when somebody else needs the memory; a checkpoint is written
 from them as from any others. The file has no name, and is gone when the last of its tensors is.
+
+It lies on the disk of the states. Where that is full, ordinary memory takes its place.
 """
 
 from __future__ import annotations

@@ -14,6 +14,15 @@ whoever has waited for a chunk's update finds what that has written.
 
 After a read for an update or any write has failed, the states are not whole any more: whoever asks for any of them gets
 that error, and visits that wait are over at once, so that none of them waits for ever.
+
+An update is described while the states are on the disk, over tensors on `meta` that tell where in a part its slices
+lie, and cut into pieces that fit `NVME_BUFFER_BYTES`. A piece's task is *held* until its states have come
+(`Worker.submit`), and no thread waits for a visit: one that did could be one of the two that run the updates which free
+the buffers it waits for. The chunk's task is over when the values of all pieces are there; only what reads the states
+next waits for the write. Moments that were never made are not read: the first update finds zeros, and what
+`load_state_dict` has left out is remembered as blank. There are no spare states and no streamed updates for such
+chunks, and only Adam of ours, whose updates are described, can have them: of several optimizers the one that was made
+last (`hand_over`, `runtime/chunk_optimizers.py`). A read for a checkpoint that fails loses nothing, and says so.
 """
 
 from __future__ import annotations
