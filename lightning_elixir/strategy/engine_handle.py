@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +13,7 @@ from lightning_elixir.plan.memory import Budget
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.strategy.config import ElixirConfig
 from lightning_elixir.strategy.model_init import replace_parameters
-
-if TYPE_CHECKING:
-    from lightning_elixir.wrapper import ElixirModule
+from lightning_elixir.wrapper import ElixirModule
 
 # The one attribute that we set on a user's module. The engine must live as long as the module does, also when the
 # Trainer is gone, and must go with it: a table beside it, whose entries refer to the module, gives only one of these.
