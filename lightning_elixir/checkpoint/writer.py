@@ -9,8 +9,8 @@ writes several files (as torch's own writer may), each by one thread at a time, 
 elements. The caller's thread alone reads the engine's state; what lies on the device it sends to page-locked memory,
 and goes on with the next box. As many boxes are under way as there are files, and one more.
 
-Loading reads the boxes of a chunk by as many threads, each of which checks its box before it copies it; their buffers
-are used again, and no more than 256 MiB of boxes are under way.
+Loading reads the boxes of a chunk by as many threads as saving has, each of which checks its box before it copies it;
+their buffers are used again, and no more than 256 MiB of boxes are under way.
 """
 
 from __future__ import annotations

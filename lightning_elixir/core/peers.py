@@ -13,7 +13,8 @@ second (one question to the store), and ends the connections if the rank itself 
 
 Processes that end with nothing wrong say so, and are not missed. A host with one rank whose process is killed is not
 seen from other hosts in this way, unless it kept the store: those that wait in their device wait for NCCL's timeout. A
-rank in a collective of the user's own, or of torchmetrics, over the default group hears of it when that process ends.
+rank in a collective of the user's own, or of torchmetrics, over the default group hears of a lost peer when the peer's
+process ends.
 """
 
 from __future__ import annotations

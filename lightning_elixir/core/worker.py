@@ -1,4 +1,8 @@
-"""Threads that do what the main thread must not wait for, in an order that may change while the work waits."""
+"""Threads that do what the main thread must not wait for, in an order that may change while the work waits.
+
+What waits for the device to end a task looks for that end itself: the threads may be in the middle of other updates for
+tens of milliseconds.
+"""
 
 from __future__ import annotations
 

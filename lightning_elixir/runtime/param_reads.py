@@ -18,7 +18,8 @@ parameters there alone.
   been added to; otherwise the norm reads it from the file. `Shard.grad` is on `meta`, and tells that there are some.
 - *Update.* A visit reads gradients with the states, once they have landed; new values are one more part of the buffer.
   Where not every element gets one, values are made from the master first. Nothing begins inside backward, which reads
-  the old values: there is no second copy.
+  the old values: there is no second copy. What users look at between steps is compared with the file, which reads it
+  once more.
 """
 
 from __future__ import annotations

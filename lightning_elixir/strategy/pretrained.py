@@ -4,12 +4,11 @@
 leaves that with the parameter. The engine reads from there (`runtime/build.py`), so nobody ever holds the model. Where
 no engine is awaited, the same is done at once, one parameter after the other, and the model is an ordinary one.
 
-The place in the files is an attribute of the parameter (`runtime/sources.py`). A table by names on the module would not
-do: users keep a part of the model, wrap layers, or rename them before there is an engine. What the files lack gets
-values at once, on the first rank for good, drawn while all other parameters are on `meta` and so neither change nor use
-up random numbers: those of transformers' `from_pretrained`. In another memory order, all that lies between the first
-and the last element of a run is read. Whether an engine is awaited is known to the strategy's init context and asked by
-a function that the user calls inside it: a `ContextVar` (`model_init.awaiting_engine`), the only one, is what both see.
+What the files lack gets values at once, on the first rank for good, drawn while all other parameters are on `meta` and
+so neither change nor use up random numbers: those of transformers' `from_pretrained`. In another memory order, all that
+lies between the first and the last element of a run is read. Whether an engine is awaited is known to the strategy's
+init context and asked by a function that the user calls inside it: a `ContextVar` (`model_init.awaiting_engine`), the
+only one, is what both see.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ the buffers it waits for. The chunk's task is over when the values of all pieces
 next waits for the write. Moments that were never made are not read: the first update finds zeros, and what
 `load_state_dict` has left out is remembered as blank. There are no spare states and no streamed updates for such
 chunks, and only Adam of ours, whose updates are described, can have them: of several optimizers the one that was made
-last (`hand_over`, `runtime/chunk_optimizers.py`). A read for a checkpoint that fails loses nothing, and says so.
+last (`hand_over`, `runtime/chunk_optimizers.py`). States are read when their update is handed over, not ahead of that.
+A read for a checkpoint that fails loses nothing, and says so.
 """
 
 from __future__ import annotations
