@@ -94,7 +94,8 @@ def _write(results: Path, tier: str, findings: Mapping[str, Finding]) -> None:
 
 def _table(tier: str, findings: Mapping[str, Finding]) -> list[str]:
     num_found = sum(finding.test is not None for finding in findings.values())
-    lines = [f"## Tier {tier}: {num_found} of {len(findings)}", ""]
+    num_left = len(FAULTS) - len(findings)
+    lines = [f"## Tier {tier}: {num_found} of {len(FAULTS)}" + f", {num_left} not looked for yet" * (num_left > 0), ""]
     lines += ["| fault | room | kind | found by | how | among | s |", "|---|---|---|---|---|---|---:|"]
     for fault in FAULTS:
         one = findings.get(fault.name)
