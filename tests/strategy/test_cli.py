@@ -76,7 +76,7 @@ def test_fit_from_yaml(tmp_path: Path, kind: str) -> None:
     assert isinstance(strategy, ElixirStrategy)
     assert len(cli.model.losses) == 8
     if kind == "class_path":
-        assert strategy._config.chunk_bytes == 16 * 2**10
+        assert strategy._config.chunk_size == "16KiB"
         assert strategy.plan.prefetch_depth == 0
         assert strategy.stats().evictions > 0
 
