@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +61,19 @@ def test_a_file_has_no_disk_to_measure(tmp_path: Path) -> None:
     file.write_text("a file")
     with pytest.raises(StorageError, match=re.escape(f"the disk of {file} cannot be measured: it is a file, not a")):
         free_disk_bytes(file, SoloComm())
+
+
+def test_a_folder_that_another_rank_makes_meanwhile_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, look = tmp_path / "states", os.stat
+
+    def look_and_make(path: Any, **options: Any) -> os.stat_result:
+        try:
+            return look(path, **options)
+        finally:
+            with suppress(FileExistsError):
+                os.mkdir(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", look_and_make)
+        check_folder(folder)
+    assert folder.is_dir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -33,12 +34,17 @@ def temporary_folder() -> Path:
 def problem_of_folder(folder: Path) -> str | None:
     """Why there is no such folder, nor can be; None: there is one, or it may be made."""
     for place in (folder, *folder.parents):
-        if os.path.isdir(place):
-            return None
-        if os.path.lexists(place):
-            is_link = place.is_symlink()
-            kind = "file" if os.path.isfile(place) else "link to nothing" if is_link else "device or the like"
-            return f"{'it' if place == folder else place} is a {kind}, not a folder"
+        try:
+            mode = os.stat(place).st_mode  # one look: another rank may be making it
+        except OSError:
+            if not place.is_symlink():
+                continue
+            kind = "link to nothing"
+        else:
+            if stat.S_ISDIR(mode):
+                return None
+            kind = "file" if stat.S_ISREG(mode) else "device or the like"
+        return f"{'it' if place == folder else place} is a {kind}, not a folder"
     return None
 
 
