@@ -78,8 +78,9 @@ def test(python: str, arguments: list[str]) -> int:
         variables["LIGHTNING_ELIXIR_TEST_TENSORNVME"] = "1"  # its tests are not to be skipped
     command = [python, "-m", "pytest", *([] if is_full else ["-m", "not full"])]
     if has_module(python, "xdist") and not has_gpu():
-        # A file's tests share what they compute, and the processes of their ranks.
-        command += ["-n", str(num_cores()), "--dist", "loadfile"]
+        # A file's tests share what they compute, and the processes of their ranks. One process more than there are
+        # cores, since tests of ranks wait as long as they compute.
+        command += ["-n", str(num_cores() + 1), "--dist", "loadfile"]
     begin_s = time.monotonic()
     code = run([*command, *(chosen or ["-q", "--durations=15"])], variables)
     print(f"dev.py: {lint_s:.0f} s of linters, {time.monotonic() - begin_s:.0f} s of tests", flush=True)
