@@ -197,13 +197,10 @@ class Forwards:
 
     def enter_module(self, module: nn.Module, inputs: Any = None) -> None:
         """A module's forward begins."""
-        if self._turn.is_mine():
-            self._enter_next(module)
-        else:
+        if not self._turn.is_mine():
             with self.its_turn():  # until it has begun, which takes it for itself
-                self._enter_next(module)
-
-    def _enter_next(self, module: nn.Module) -> None:
+                self.enter_module(module, inputs)
+            return
         if self._phases.is_interrupted:
             self._engine.leave_interrupted()
         if self._frames:

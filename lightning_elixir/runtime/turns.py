@@ -47,6 +47,7 @@ class Turn:
         self._is_shared = is_shared
         self._condition = threading.Condition()
         self._owner: threading.Thread | None = None
+        self._owner_ident: int | None = None  # asked for at every module of a forward
         self._uses: list[Held] = []  # of the owner, begun and not ended
         self._trainer: threading.Thread | None = None
         self.was_contended = False
@@ -54,8 +55,9 @@ class Turn:
 
     def is_mine(self) -> bool:
         """Whether this thread has the engine."""
-        owner = self._owner
-        return owner is not None and (owner.ident == threading.get_ident() or owner is self._thread())
+        if self._owner_ident == threading.get_ident():
+            return True
+        return self._owner is not None and self._owner is self._thread()
 
     def call(self, what: str) -> Held:
         """Inside, have the engine for one call between steps, or inside a phase of this thread's.
@@ -107,7 +109,7 @@ class Turn:
                 if any(one.use is not _Use.CALL for one in self._uses) and not self._may_wait(me, use):
                     self._refuse(what, me)
                 self._condition.wait(_POLL_S)
-            self._owner = me
+            self._owner, self._owner_ident = me, me.ident
             self._uses.append(held)
             if held.is_of_trainer or (held.may_be_of_trainer and self._trainer is None):
                 self._trainer = me
@@ -122,7 +124,7 @@ class Turn:
             if held in self._uses:
                 self._uses.remove(held)
                 if not self._uses:
-                    self._owner = None
+                    self._owner = self._owner_ident = None
                     self._condition.notify_all()
 
     def _refuse(self, what: str, me: threading.Thread) -> NoReturn:
