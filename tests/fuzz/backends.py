@@ -125,7 +125,7 @@ class Plain:
         self.named[name].grad = None
 
     def zero_grad(self) -> None:
-        sets_to_none = self.program.sets_to_none
+        sets_to_none = self.program.sets_to_none or self.program.through == "trainer"  # which says nothing
         self.sums = {} if sets_to_none else {name: torch.zeros_like(g) for name, g in self.sums.items()}
         self.optimizer.zero_grad(sets_to_none)
         self.model.zero_grad(sets_to_none)
