@@ -109,7 +109,7 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """For who writes a checkpoint of one file: gives the path to write it to. After that it is brought to the disk, and
+    """For writing a checkpoint of one file: gives the path to write it to. After that it is brought to the disk, and
     then it has its name, in place of the file or folder that had it.
 
     What is neither a file nor a folder (a pipe, `/dev/null`) is written to as it is.
@@ -134,7 +134,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[None]:
-    """For who writes a file where a checkpoint folder may be, which goes when the file is there."""
+    """For writing a file where a checkpoint folder may be, which goes when the file is there."""
     if not path.is_dir():
         yield
         return

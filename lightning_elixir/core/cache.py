@@ -24,7 +24,7 @@ _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _UID_MAP = Path("/proc/self/uid_map")
 _OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
-_ALL_USERS = (0, 0, 2**32 - 1)  # each is who they are outside
+_ALL_USERS = (0, 0, 2**32 - 1)  # every user has the same number inside and outside
 _OTHER_TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - looked at before anything is put there
 
 
@@ -191,8 +191,8 @@ def _is_own_group(gid: int) -> bool:
 
 
 def _unmapped_user() -> int | None:
-    """Who folders of the system belong to in a container without root of its own: a number that stands for all users
-    whom it does not know. None outside of one, where that number is a user like any other."""
+    """The owner of system folders in a container without root of its own: a number that stands for all users
+    that it does not know. None outside of one, where that number is a user like any other."""
     try:
         rows = [tuple(map(int, row.split())) for row in _UID_MAP.read_text(encoding="ascii").splitlines()]
         unmapped = int(_OVERFLOW_UID.read_text(encoding="ascii"))

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def run_together(comm: Comm, action: Callable[[], T]) -> T:
-    """Run `action` on every rank; where it raises on one, every rank raises, so that nobody is left waiting.
+    """Run `action` on every rank; where it raises on one, every rank raises, so that none is left waiting.
 
     Args:
         action: What this rank does by itself: no collectives.

@@ -297,7 +297,7 @@ class Line:
         self.rest()
 
     def rest(self) -> None:
-        """Where there is no place left and nothing to wait for, nobody looks any more."""
+        """End the thread that looks, where there is no place left and nothing to wait for."""
         is_needed = bool(self._current) or next(iter(self._places), None) is not None
         if not is_needed and self._watch is not None:
             self._watch.stop()

@@ -89,7 +89,7 @@ class Costs:
 
     def nvme_s(self, chunk: ChunkSpec) -> tuple[float, float]:
         """Reading and writing master and states on NVMe for an update, gradients and new parameters that are there as
-        well; nothing where nobody has measured that."""
+        well; nothing where that was not measured."""
         read_rate, write_rate = self.hardware.nvme_read_bytes_per_s, self.hardware.nvme_write_bytes_per_s
         if not is_on_nvme(chunk) or not read_rate or not write_rate:
             return 0.0, 0.0
@@ -100,7 +100,7 @@ class Costs:
         return (nbytes + grad) / read_rate, (nbytes + values) / write_rate
 
     def param_read_s(self, chunk: ChunkSpec) -> float:
-        """Reading this rank's parameters from NVMe for a fetch; nothing where nobody has measured that."""
+        """Reading this rank's parameters from NVMe for a fetch; nothing where that was not measured."""
         rate = self.hardware.nvme_read_bytes_per_s
         return self.scheme.param_shard_bytes(chunk) / rate if has_params_on_nvme(chunk) and rate else 0.0
 

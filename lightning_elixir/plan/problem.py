@@ -52,7 +52,7 @@ class Problem:
     regime: TrainingRegime = TrainingRegime()
     hardware: HardwareSpec = field(default_factory=HardwareSpec.nominal)
     is_time_guessed: bool = False
-    """Nobody has measured the computing; it is assumed to take as long as fetching."""
+    """The computing was not measured; it is assumed to take as long as fetching."""
     updates: UpdateMode = UpdateMode()
     """How updates beside the device are to run."""
 

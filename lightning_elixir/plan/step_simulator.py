@@ -122,7 +122,7 @@ class StepSimulator:
         return seconds
 
     def _host_memory_s(self) -> float:
-        """How long the host's memory needs for all that a step moves in it; 0 where nobody has measured that."""
+        """How long the host's memory needs for all that a step moves in it; 0 where that was not measured."""
         if self._hardware.host_bytes_per_s is None:
             return 0.0
         updates = sum(self._costs.update_traffic_bytes(c) for c in self._updates.beside_device)

@@ -55,7 +55,6 @@ class Backwards:
 
     def _begin(self) -> None:
         engine = self._engine
-        engine.leave_stale()
         self._phases.check_open()
         if self._phases.current is not Phase.IDLE:
             raise StateError(f"backward cannot start in phase {self._phases.current.value}")

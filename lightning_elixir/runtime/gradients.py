@@ -52,12 +52,12 @@ class Gradients:
         self._spent: dict[tuple[int, int], Tensor] = {}
         """What users held at the last step, until the next backward: `zero_grad` may make it `.grad` again."""
         self._shown_ids: set[int] = set()
-        """Chunks of which a gradient was handed out or set since it was dropped, the same on every rank: somebody may
+        """Chunks of which a gradient was handed out or set since it was dropped, the same on every rank: user code may
         hold it, and see what is added to it."""
         self._spent_ids: set[int] = set()
         """Likewise, of those in `_spent`."""
         self._most_seen = 1
-        """So many of them, and those that nobody refers to any more are dropped."""
+        """So many of them, and those that are referred to from nowhere else are dropped."""
         self._unheld = _holders({(0, 0): torch.empty(1)}, (0, 0))
 
     def read(self, chunk: Chunk, index: int) -> Tensor | None:

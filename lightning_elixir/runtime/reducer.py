@@ -386,7 +386,7 @@ class Reducer:
                 self.rewrite(self._chunks[chunk_id], lambda shard: None, self._chunks[chunk_id].dtype)
 
     def carry_out_drops(self) -> None:
-        """Have the gradient shards without what `drop_member` has dropped, before anybody reads them: each is read and
+        """Have the gradient shards without what `drop_member` has dropped, before they are read: each is read and
         written once, or not at all where all of it goes."""
         whole = [i for i, members in self._dropped.items() if members >= self._trainable[i]]
         if whole:

@@ -67,14 +67,12 @@ class UserWrites:
 
     @contextmanager
     def resident(self, ids: Sequence[int], *, modify: bool) -> Iterator[None]:
-        """Keep chunks resident and their parameters plain inside; between steps only.
+        """Keep chunks resident and their parameters plain inside; in a meeting between steps.
 
         Args:
             modify: Take over what was written; otherwise it is undone.
         """
         engine = self._engine
-        engine.leave_stale()
-        engine.phases.check_idle("full_parameters()")
         is_there = False
         saved: dict[int, Tensor] = {}
         try:

@@ -75,9 +75,11 @@ class UpdateDescriber:
         )
 
     def _counted(self, chunk: Chunk, members: set[int], compute: Tensor | None, is_on_device: bool) -> list[FlatUpdate]:
-        """Args:
-        compute: Receives the values in the compute dtype.
-        is_on_device: Whether that is on the compute device.
+        """One more step of a chunk, which counts from now on.
+
+        Args:
+            compute: Receives the values in the compute dtype.
+            is_on_device: Whether that is on the compute device.
         """
         inner, grad = self._states.inner[chunk.id], self._engine.store[chunk.id].grad
         if grad is None:
