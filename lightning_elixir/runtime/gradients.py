@@ -10,7 +10,7 @@ the elements that differ are taken over. The others keep the bits that this dtyp
 Values are compared because version counters do not show writes through `.data`. That is done at every meeting of ranks,
 at the next backward, and where clipping is asked for. At the end of a backward ranks tell each other what they have
 handed out, and what was added is shown in that. Zeros of `zero_grad(set_to_none=False)` take memory where a step, or a
-write, needs it (`Reducer.zeroed`). What an optimizer was told to do to gradients (unscale, clip) is shown in them; when
+write, needs it (`ZeroGrads`). What an optimizer was told to do to gradients (unscale, clip) is shown in them; when
 users write to what they see of that, or a further backward begins, it is done to the shards first. Where an update has
 begun that cannot be taken back (`Reducer.note_begun`), reading is an error.
 """
@@ -68,7 +68,7 @@ class Gradients:
             DivergenceError: Another rank reads another gradient.
         """
         engine, key = self._engine, (chunk.id, index)
-        is_none = engine.store[chunk.id].grad is None and chunk.id not in engine.reducer.zeroed_ids
+        is_none = engine.store[chunk.id].grad is None and not engine.reducer.zeros.may_be_in(chunk.id)
         if not chunk.spec.requires_grad or (is_none and key not in self._seen):
             return None
         self._check_not_begun(chunk, index)
@@ -302,7 +302,7 @@ class Gradients:
                     part.copy_(torch.where(changed.to(part.device), values.to(part), part))
 
             engine.reducer.rewrite(chunk, write)
-        if is_written or is_new or key not in engine.reducer.zeroed:
+        if is_written or is_new or key not in engine.reducer.zeros:
             engine.reducer.used.add(key)
 
     def _let_go(self) -> None:

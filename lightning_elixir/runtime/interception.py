@@ -290,7 +290,7 @@ class Interception:
                 "backward and before the step (in on_after_backward or on_before_optimizer_step), or from a hook that "
                 "was registered at the parameter before the model was wrapped"
             )
-        if access is released.GradAccess.STEP and (engine.reducer.used or engine.reducer.zeroed):
+        if access is released.GradAccess.STEP and (engine.reducer.used or engine.reducer.zeros):
             raise StateError(
                 f"{self.name_of(parameter)} is managed by lightning_elixir and has its gradient in a shard: a plain "
                 "optimizer's step() would change it without its master. Step the ElixirOptimizer (the strategy's "

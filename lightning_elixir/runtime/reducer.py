@@ -48,6 +48,7 @@ from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, add_up, put
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.fetcher import TransferBytes
+from lightning_elixir.runtime.zero_grads import ZeroGrads
 from lightning_elixir.storage.nvme import aligned
 from lightning_elixir.storage.shards import ShardStore
 
@@ -151,16 +152,11 @@ class Reducer:
         # Since the last step
         self.used: set[tuple[int, int]] = set()  # (chunk id, member index) that got a gradient on this rank
         self._used_now: set[tuple[int, int]] = set()  # of these, in this backward for the first time
-        self.zeroed: set[tuple[int, int]] = set()
-        """Have a gradient of zeros since `zero_grad(set_to_none=False)`; memory for it is taken where it is needed."""
-        self.zeroed_ids: set[int] = set()
-        """Chunks some of whose parameters may be among them on any rank; the same on every rank."""
-        self._spent: set[tuple[int, int]] = set()  # had one at an earlier step, on any rank, which has dropped it
-        self._dropped: dict[
-            int, set[int]
-        ] = {}  # chunk id -> members whose gradients lie in the shard and count no more
+        self.zeros = ZeroGrads()
+        # Chunk id -> members whose gradients lie in the shard and count no more
+        self._dropped: dict[int, set[int]] = {}
         self._single: set[int] = set()  # chunks with a sum in fp32 that holds the gradients of one backward alone
-        self.has_lost_gradients = False  # a backward failed when earlier gradients had been mixed with its own
+        self._lost: set[tuple[int, int]] = set()  # a backward failed when these had been mixed with its own
         self._watcher: weakref.ref[GradientWatcher] | None = None
         self._is_step_next = False  # see `step_next`
         self._begun: set[int] = set()  # chunks whose update has begun inside backward, until the step
@@ -273,11 +269,11 @@ class Reducer:
         self._retire(0)
         self._collected.clear()
         self._drop_uncollected()
+        self.zeros.note_failure(self.used)
         self.used -= {key for key in self._used_now if key[0] not in self._begun}
         if self._reduced_now - self._begun:
-            is_lost = any(i not in self._begun for i, _ in self.used) or self.has_lost_gradients
+            self._lost |= {key for key in self.used if key[0] not in self._begun}
             self._drop([i for i in self.order if i not in self._begun])
-            self.has_lost_gradients = is_lost
         self._begun_before = set(self._begun)
         self._begin()
 
@@ -354,8 +350,12 @@ class Reducer:
             StateError: Its update has begun inside backward.
         """
         self._check_not_begun(chunk)
-        for known in (self.used, self.zeroed, self._spent):
-            known.discard((chunk.id, index))
+        self.zeros.forget((chunk.id, index))
+        self._drop_member(chunk, index)
+
+    def _drop_member(self, chunk: Chunk, index: int) -> None:
+        self.used.discard((chunk.id, index))
+        self._lost.discard((chunk.id, index))
         if self._store[chunk.id].grad is not None:
             self.withdraw((chunk.id,))
             self.square_sums.pop(chunk.id, None)
@@ -367,17 +367,20 @@ class Reducer:
         Args:
             is_set: Whether users have set one that is not in the shard yet.
         """
-        key = (chunk.id, index)
-        is_there = is_set or self.has_grad(*key) or key in self._spent
-        if is_set or self._store[chunk.id].grad is not None or any(i == chunk.id for i, _ in self._spent):
-            self.zeroed_ids.add(chunk.id)
-        self.drop_member(chunk, index)
-        if is_there:
-            self.zeroed.add(key)
+        self._check_not_begun(chunk)
+        key, is_in_chunk = (chunk.id, index), is_set or self._store[chunk.id].grad is not None
+        self.zeros.zero(key, has_grad=is_set or key in self.used, is_in_chunk=is_in_chunk)
+        self._drop_member(chunk, index)
+
+    @property
+    def has_lost_gradients(self) -> bool:
+        """Whether a backward has failed when earlier gradients had been mixed with its own, and some of these have not
+        been dropped since."""
+        return bool(self._lost)
 
     def has_grad(self, chunk_id: int, index: int) -> bool:
         """Whether a parameter has a gradient on this rank."""
-        return (chunk_id, index) in self.used or (chunk_id, index) in self.zeroed
+        return (chunk_id, index) in self.used or (chunk_id, index) in self.zeros
 
     def make_zeros(self, chunk_ids: Iterable[int]) -> None:
         """Have gradient shards of these chunks be there: what parameters got no gradient but zeros have."""
@@ -444,20 +447,17 @@ class Reducer:
     def clear(self) -> None:
         """Drop all gradients."""
         self._clear()
-        self._spent.clear()
+        self.zeros.forget_all()
 
     def zero(self, also: Collection[tuple[int, int]]) -> None:
-        """As `clear`, but every parameter that has a gradient, or had one at a step since the last `clear`, has one of
-        zeros then.
+        """As `clear`, but every parameter that has a gradient, or had one since `clear`, has one of zeros then.
 
         Args:
             also: Parameters whose gradient may not be in the shard yet.
         """
-        zeroed = self._spent | self.used | self.zeroed | set(also)
-        ids = {i for i in self.order if self._store[i].grad is not None}
-        ids |= self.zeroed_ids | {i for i, _ in (*self._spent, *also)}
-        self.clear()
-        self.zeroed, self.zeroed_ids = zeroed, ids
+        with_grads = [i for i in self.order if self._store[i].grad is not None]
+        self.zeros.zero_all({*self.used, *also}, self.order, [*with_grads, *(i for i, _ in also)])
+        self._clear()
 
     def end_step(self, used: Collection[tuple[int, int]]) -> None:
         """A step has used the gradients, and where updates had begun taken them over: they are dropped.
@@ -466,16 +466,14 @@ class Reducer:
             used: Of which parameters, on any rank.
         """
         self._clear()
-        self._spent.update(used)
+        self.zeros.note_step(used)
 
     def _clear(self) -> None:
         self._drop(self.order)
-        self.zeroed.clear()
-        self.zeroed_ids.clear()
         self._drop_uncollected()  # a backward that nobody told of may have failed before it was noticed
         self._begun.clear()
         self._begun_before.clear()
-        self.has_lost_gradients = False
+        self._lost.clear()
 
     def rest(self) -> None:
         """End the thread that adds gradients up until there is more to add."""
@@ -509,7 +507,7 @@ class Reducer:
         self._is_tracking_square_sums = earlier._is_tracking_square_sums
         self.accumulates = earlier.accumulates
         self._is_accumulation_expected = earlier._is_accumulation_expected
-        self.zeroed, self.zeroed_ids, self._spent = set(earlier.zeroed), set(earlier.zeroed_ids), set(earlier._spent)
+        self.zeros = earlier.zeros
 
     def expect_accumulation(self, is_expected: bool) -> None:
         """Say whether several backwards come before each step: then host memory for their sums is taken in the first

@@ -30,8 +30,8 @@ class Plain:
 
     is_engine = False
 
-    def __init__(self, program: Program, rank: int) -> None:
-        self.program, self.rank = program, rank
+    def __init__(self, program: Program, rank: int, *, is_jittered: bool = False) -> None:
+        self.program, self.rank, self._is_jittered = program, rank, is_jittered
         self.is_half = program.dtype == "bfloat16"
         self.is_mixed = self.is_half and program.option("master_weights", True)
         self.counters: Counter[str] = Counter()
@@ -39,6 +39,8 @@ class Plain:
 
     def build(self, variant: int = 0) -> None:
         self.model: Net = make_model(self.program)
+        if self._is_jittered:
+            _jitter(self.model)
         self._has_own_statistics = False
         self._adopt()
 
@@ -90,9 +92,16 @@ class Plain:
         earlier = {name: p.grad for name, p in self.named.items()}
         for p in self.named.values():
             p.grad = None
-        loss.backward(**options)
+        try:
+            loss.backward(**options)
+        except BaseException:  # what it has put down counts as a gradient: zero_grad(set_to_none=False) makes it zeros
+            self._add_to(earlier, {name: p.grad for name, p in self.named.items()})
+            raise
+        self._add_to(earlier, {name: self._averaged(p) for name, p in self.named.items()})
+
+    def _add_to(self, earlier: dict[str, Tensor | None], grads: dict[str, Tensor | None]) -> None:
         for name, p in self.named.items():
-            grad = self._averaged(p)
+            grad = grads[name]
             if self.is_half:
                 p.grad = None
                 if grad is not None:
@@ -261,6 +270,14 @@ class Plain:
 
     def close(self) -> None:
         pass
+
+
+@torch.no_grad()
+def _jitter(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        parameter.mul_(1.0 + torch.finfo(parameter.dtype).eps / 2 * noise)
 
 
 class Engine(Plain):

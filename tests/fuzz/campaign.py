@@ -51,7 +51,7 @@ def _through_trainer(program: Program, plain: list[list[Note]]) -> Outcome:
     return run_engine(program, plain[int(os.environ["RANK"])])
 
 
-_ORDER = ("equal", "close", "refused", "useless", "different", "failed")
+_ORDER = ("equal", "close", "chaotic", "refused", "useless", "different", "failed")
 
 
 @dataclass

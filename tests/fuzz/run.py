@@ -39,7 +39,8 @@ class Outcome:
 
     seed: int
     verdict: str = "equal"
-    """"equal" (bit for bit), "close", "refused" (an error of ours, where plain PyTorch goes on), "useless" (plain
+    """"equal" (bit for bit), "close", "chaotic" (close at first, and plain PyTorch differs from itself as much when the
+    start values are rounded differently), "refused" (an error of ours, where plain PyTorch goes on), "useless" (plain
     PyTorch cannot run it), "different", or "failed" (an error that is not of ours)."""
     detail: str = ""
     counters: dict[str, int] = field(default_factory=dict)
@@ -55,12 +56,16 @@ def run_program(program: Program) -> Outcome:
     return expected if isinstance(expected, Outcome) else run_engine(program, expected)
 
 
-def run_plain(program: Program) -> list[Note] | Outcome:
-    """What a user of plain PyTorch sees; an outcome, where that does not work."""
+def run_plain(program: Program, *, is_jittered: bool = False) -> list[Note] | Outcome:
+    """What a user of plain PyTorch sees; an outcome, where that does not work.
+
+    Args:
+        is_jittered: From start values that differ in the last bits.
+    """
     rank = dist.get_rank() if program.ranks > 1 else 0
     with surroundings():
         try:
-            expected = Player(program, Plain(program, rank)).run()
+            expected = Player(program, Plain(program, rank, is_jittered=is_jittered)).run()
         except Exception:
             return Outcome(program.seed, "useless", traceback.format_exc(limit=-4))
         finally:
@@ -169,7 +174,9 @@ def _judge(program: Program, outcome: Outcome, expected: Sequence[Note], found: 
             return
         verdict, detail = _compare(ours, plain, tolerance)
         if verdict == "different":
-            outcome.verdict, outcome.detail = verdict, f"{detail}\n{outcome.detail}"
+            is_chaotic = worst[0] == "close" and _is_chaotic(program, expected, plain.label)
+            outcome.verdict = "chaotic" if is_chaotic else verdict
+            outcome.detail = f"{detail}\n{outcome.detail}"
             return
         if verdict == "close" and worst[0] == "equal":
             worst = verdict, detail
@@ -178,6 +185,21 @@ def _judge(program: Program, outcome: Outcome, expected: Sequence[Note], found: 
         labels = [n.label for n in expected]
         if len(found) < len(expected) - (1 if "optimizer" in labels[-1] else 0):
             outcome.verdict, outcome.detail = "different", f"the engine's run ended early, before {labels[len(found)]}"
+
+
+def _is_chaotic(program: Program, expected: Sequence[Note], label: str) -> bool:
+    """Whether plain PyTorch differs from itself, up to this note, when its start values differ in the last bits."""
+    if program.ranks > 1:
+        return False  # the ranks may judge differently, and all have to run
+    jittered = run_plain(program, is_jittered=True)
+    if isinstance(jittered, Outcome):
+        return False
+    for other, plain in zip(jittered, expected, strict=False):
+        if _compare(other, plain, CLOSE[program.dtype])[0] == "different":
+            return True
+        if plain.label == label:
+            break
+    return False
 
 
 def compare_states(ours: Any, plain: Any, dtype: str) -> tuple[str, str]:

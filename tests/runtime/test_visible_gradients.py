@@ -478,6 +478,37 @@ def check_zeros(how: str, placement: str, optimizer: str) -> None:
     assert_equal_states(pairs)
 
 
+class Failure(Exception):
+    pass
+
+
+def _fail(grad: Tensor) -> Tensor:
+    raise Failure
+
+
+@crossed(how=HOWS[:-1], placement=PLACEMENTS, has_earlier=[False, True])
+def test_zeros_of_a_backward_that_failed(how: str, placement: str, has_earlier: bool) -> None:
+    """What it had put down is dropped, but it was there: `zero_grad(set_to_none=False)` makes zeros of it."""
+    pairs = part_pairs(placement, "adamw")
+    for net, model, own, backward in pairs:
+        if has_earlier:
+            backward(net(batch(0), [0, 3]))
+        handle = model.layers[1].register_forward_hook(
+            lambda module, inputs, output: output.register_hook(_fail) and None
+        )
+        with pytest.raises(Failure):
+            backward(net(batch(0), range(3)))
+        handle.remove()
+        fill(how, net, model, own)
+        has_grad = [has_earlier, False, True, has_earlier, False, False]
+        assert [p.grad is not None for p in model.parameters()] == [has for has in has_grad for _ in range(2)]
+        backward(net(batch(1), range(1, 4)))
+        own.step()
+        fill(how, net, model, own)
+        own.step()
+    assert_equal_states(pairs)
+
+
 def test_zeros_are_seen_in_whole_gradients_and_norms() -> None:
     _, (module, model, optimizer, backward) = part_pairs("cpu", "sgd")
     backward(module(batch(0), range(3)))
