@@ -45,7 +45,10 @@ class Turn:
 
     def __init__(self, is_shared: bool) -> None:
         self._is_shared = is_shared
-        self._condition = threading.Condition()
+        # No `Condition` (see [Note: signals]); the garbage collector may come back here in the thread that has it.
+        self._lock = threading.RLock()
+        self._waiting: list[threading.Lock] = []
+        """Of each thread that waits for the engine, one that is taken until the engine may be free."""
         self._owner: threading.Thread | None = None
         self._owner_ident: int | None = None  # asked for at every module of a forward
         self._uses: list[Held] = []  # of the owner, begun and not ended
@@ -91,28 +94,38 @@ class Turn:
 
     def take(self, held: Held) -> None:
         """For `Held`."""
-        me, what, use = self._thread(), held.what, held.use
-        with self._condition:
-            if self._trainer is not None and not self._trainer.is_alive():
-                self._trainer = None
-            if self._trainer not in (None, me):
+        me = self._thread()
+        while True:
+            with self._lock:
+                if self._try_take(held, me):
+                    return
+                freed = threading.Lock()
+                freed.acquire()
+                self._waiting.append(freed)
+            freed.acquire(timeout=_POLL_S)
+
+    def _try_take(self, held: Held, me: threading.Thread) -> bool:
+        """Whether this thread has it now, and need not wait. Locked."""
+        if self._trainer is not None and not self._trainer.is_alive():
+            self._trainer = None
+        if self._trainer not in (None, me):
+            self.was_contended = True
+            if self._is_shared and held.use is not _Use.PHASE:
+                raise StateError(
+                    f"{held.what} in thread {me.name!r}, which takes all ranks, and another thread trains: {_CURE}"
+                )
+        if self._owner not in (None, me):
+            if self._owner.is_alive():
                 self.was_contended = True
-                if self._is_shared and use is not _Use.PHASE:
-                    raise StateError(
-                        f"{what} in thread {me.name!r}, which takes all ranks, and another thread trains: {_CURE}"
-                    )
-            while self._owner not in (None, me):
-                if not self._owner.is_alive():
-                    self._uses.clear()
-                    break
-                self.was_contended = True
-                if any(one.use is not _Use.CALL for one in self._uses) and not self._may_wait(me, use):
-                    self._refuse(what, me)
-                self._condition.wait(_POLL_S)
-            self._owner, self._owner_ident = me, me.ident
-            self._uses.append(held)
-            if held.is_of_trainer or (held.may_be_of_trainer and self._trainer is None):
-                self._trainer = me
+                if any(one.use is not _Use.CALL for one in self._uses) and not self._may_wait(me, held.use):
+                    self._refuse(held.what, me)
+                return False
+            self._uses.clear()
+        self._owner, self._owner_ident = me, me.ident
+        self._uses.append(held)
+        if held.is_of_trainer or (held.may_be_of_trainer and self._trainer is None):
+            self._trainer = me
+        return True
 
     def _may_wait(self, me: threading.Thread, use: _Use) -> bool:
         """For another thread that is in a phase or a block."""
@@ -120,12 +133,13 @@ class Turn:
 
     def drop(self, held: Held) -> None:
         """For `Held`; nothing, where it has not got the engine."""
-        with self._condition:
+        with self._lock:
             if held in self._uses:
                 self._uses.remove(held)
-                if not self._uses:
-                    self._owner = self._owner_ident = None
-                    self._condition.notify_all()
+            if not self._uses:  # also where a signal came when `take` had half done it
+                self._owner = self._owner_ident = None
+                while self._waiting:
+                    self._waiting.pop().release()
 
     def _refuse(self, what: str, me: threading.Thread) -> NoReturn:
         raise StateError(

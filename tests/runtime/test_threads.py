@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
+from lightning_elixir.runtime import turns
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.threads import WIDTH, new_net, train_beside_a_monitor, wrap
 from tests.helpers.training import step_side_by_side
@@ -34,6 +37,34 @@ def _in_thread(work: Callable[[], Any]) -> Any:
     thread.join(60)
     assert found, "the thread hangs"
     return found[0]
+
+
+def test_a_signal_while_the_engine_is_taken_locks_no_thread_out() -> None:
+    """At every moment at which Python may run a handler: where a function begins, and after a call of one in C."""
+    turn = turns.Turn(is_shared=False)
+    for moment in itertools.count():
+        moments = itertools.count()
+
+        def look(frame: Any, event: str, _: Any, moments: Any = moments, moment: int = moment) -> None:
+            code = frame.f_code
+            if code.co_filename not in (turns.__file__, threading.__file__) or code.co_name in ("__exit__", "drop"):
+                return
+            if event in ("call", "c_return") and next(moments) == moment:
+                raise KeyboardInterrupt
+
+        is_through = False
+        earlier = sys.getprofile()  # of a tool that measures coverage, or time
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.setprofile(look)
+            try:
+                with turn.call("a call"):
+                    is_through = next(moments) <= moment
+            finally:
+                sys.setprofile(earlier)
+        assert _in_thread(lambda: turn.call("a call of another thread").__enter__()) is None
+        if is_through:
+            break
+    assert moment > 5
 
 
 def test_a_monitor_reads_parameters_all_the_time() -> None:
