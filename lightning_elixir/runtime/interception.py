@@ -341,7 +341,7 @@ class Interception:
         back, `runtime/written.py`).
 
         Raises:
-            StateError: The chunk's update has begun inside backward, and nobody can tell old values from written ones.
+            StateError: The chunk's update has begun inside backward, so old values cannot be told from written ones.
         """
         engine = self._engine
         if engine.reducer.has_begun(chunk.id):
