@@ -127,8 +127,8 @@ class Comm(Protocol):
         """The same ranks, for messages (`exchange_objects`) of another thread. Collective."""
 
     def lent(self, call: Call) -> AbstractContextManager[dist.ProcessGroup | None]:
-        """A group of these ranks for collectives of others, inside, where all ranks have come to it; None: the default
-        one, if there is any. Raises as `exchange` does."""
+        """When all ranks have come here, a group of them for collectives that others (Lightning) issue inside; None:
+        the default one, if there is any. Raises as `exchange` does."""
 
     def leave(self, error: BaseException) -> None:
         """This rank cannot go on, and others may wait for it: have them raise a `PeerLostError` with this error, or, if

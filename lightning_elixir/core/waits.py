@@ -72,7 +72,7 @@ class Call(NamedTuple):
     family: str = ""
     """Calls whose messages may meet, and are told apart by the rank that reads them; empty: this one's alone."""
     is_routine: bool = False
-    """Whether every program comes to it time and again: it is then another call that is amiss."""
+    """Whether every program makes this call time and again: where ranks differ, another call is at fault."""
     cure: str = ""
     """What all ranks must do; empty: call it."""
     is_of_batch: bool = False

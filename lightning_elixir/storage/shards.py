@@ -274,7 +274,7 @@ class ShardStore:
         return (param.dtype, param.numel()) == (dtype, self.optim_numel(spec))
 
     def drop_grad_buffers(self) -> None:
-        """Give back host memory that gradients would come to again."""
+        """Free the host memory that is kept for the next gradients."""
         for shard in self._shards.values():
             shard.grad_buffer = None
 

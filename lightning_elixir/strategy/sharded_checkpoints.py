@@ -2,12 +2,12 @@
 
 A save outside of `fit` is always waited for, since nothing later would raise its failure. Earlier checkpoints that a
 callback wants removed while a thread saves go after it has succeeded. `ModelCheckpoint`, which looks for files before
-it chooses a name, is told of the one under way, so that names are those of saves that are waited for. One that saves on
-exceptions comes before the ranks are told of the exception: so it first looks into the store, for some seconds, whether
-all ranks have come to one of their own (`SavesOnException`), and else leaves saving alone. After a peer was lost in a
-save, the thread keeps its group and the next save makes a new one. A folder that Lightning loads before there is an
-engine is kept open until there is one. Random states are set when training begins, and again before the first batch in
-the middle of an epoch, since making the loader's iterator draws.
+it chooses a name, is told of the save under way, so that it chooses the name that it would if saves were waited for.
+One that saves on exceptions comes before the ranks are told of the exception: so it first looks into the store, for
+some seconds, whether all ranks have come to one of their own (`SavesOnException`), and else leaves saving alone. After
+a peer was lost in a save, the thread keeps its group and the next save makes a new one. A folder that Lightning loads
+before there is an engine is kept open until there is one. Random states are set when training begins, and again before
+the first batch in the middle of an epoch, since making the loader's iterator draws.
 """
 
 from __future__ import annotations

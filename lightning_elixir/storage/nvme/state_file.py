@@ -293,7 +293,7 @@ class StateFile:
         return self._file.backend
 
     def mapped_memory(self) -> MappedMemory:
-        """For what is put together of states, and is as large as they are."""
+        """Memory in a file, for whole tensors made of states, which may be as large as all states."""
         return MappedMemory(self._file.folder)
 
     def of(self, chunk_id: int) -> ChunkStates | None:

@@ -256,7 +256,7 @@ class _Slots:
         return None
 
     def land(self) -> None:
-        """Wait for all that is on its way; what fails is told to those whose it is."""
+        """Wait for all that is on its way; each transfer is told of its own failure."""
         flights, self._flights = self._flights, []
         problem: BaseException | None = None
         try:
@@ -378,7 +378,7 @@ class _Slots:
         return parts
 
     def _take(self, group: Sequence[_Part]) -> set[int]:
-        """Bring what is there of these slots to the staging buffers; tensornvme then forgets it."""
+        """Read into the staging buffers what was written of these slots; tensornvme then forgets it."""
         arrived: set[int] = set()
         asked: set[int] = set()
         for part, buffer, page in zip(group, self._staging, self._pages, strict=False):
