@@ -61,7 +61,7 @@ class PeerLostError(DivergenceError):
 
     Args:
         message: For people.
-        ranks: Those with whom it lies, as far as that is known.
+        ranks: Those that caused it, as far as that is known.
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:

@@ -355,7 +355,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def rest(self) -> None:
         """End all threads of this optimizer and of its engine when what they do is done, for as long as nothing is
-        trained. Raises nothing: what has failed is told to the next call that needs it."""
+        trained. Raises nothing: what has failed is raised by the next call that needs it."""
         self._runner.rest()
         self._engine.rest()
 

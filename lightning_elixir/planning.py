@@ -200,10 +200,10 @@ def detect_budget(
     host_bytes = available_host_bytes() // max(1, local_world_size)
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         comm = make_comm(None, make_device().torch_device)
-        everyone: list[tuple[int | None, int]] = comm.exchange_objects((device_bytes, host_bytes))
+        by_rank: list[tuple[int | None, int]] = comm.exchange_objects((device_bytes, host_bytes))
         comm.close()
-        device_bytes = min((gpu for gpu, _ in everyone if gpu is not None), default=None)
-        host_bytes = min(host for _, host in everyone)
+        device_bytes = min((gpu for gpu, _ in by_rank if gpu is not None), default=None)
+        host_bytes = min(host for _, host in by_rank)
     return Budget(
         gpu_bytes=min((b for b in (device_bytes, gpu_bytes) if b is not None), default=None),
         cpu_bytes=host_bytes if cpu_bytes is None else min(host_bytes, cpu_bytes),

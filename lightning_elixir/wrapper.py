@@ -59,7 +59,7 @@ class ElixirModule(nn.Module):
         device: Where to compute; None: the current CUDA device, or the CPU where there is none.
         nvme_offload_dir: Folder for the optimizer states that the plan has on NVMe; None: the system's folder for
             temporary files, if that is on a disk.
-        nvme_backend: Who reads and writes there: "direct" (our own) or "tensornvme" (the package).
+        nvme_backend: What reads and writes there: "direct" (our own) or "tensornvme" (the package).
         nvme_checksums: Check what is read from NVMe against what was written; slow, for debugging.
 
     Raises:

@@ -31,7 +31,7 @@ def consolidate(
     """Put a sharded checkpoint together.
 
     Args:
-        folder: Saved by us, by Lightning's FSDP strategies, or by whoever has the same format.
+        folder: Saved by us, by Lightning's FSDP strategies, or by other programs in the same format.
         output: A path that ends in .safetensors: the weights alone, in one file. A folder, or a path without an ending:
             the weights, in files as transformers names them, with its index where there are several. Any other: a
             checkpoint as Lightning saves it, with optimizer states by number.

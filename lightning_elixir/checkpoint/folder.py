@@ -30,8 +30,8 @@ def is_checkpoint_folder(path: Path) -> bool:
 
 
 def temporary_sibling(path: Path) -> Path:
-    """Where a checkpoint lies until it is whole: a hidden name, which nobody looks for, on the same file system. One
-    for each target, so that what a killed run has left goes with the next save there."""
+    """Where a checkpoint lies until it is whole: a hidden name, which nothing else looks for, on the same file system.
+    One for each target, so that what a killed run has left goes with the next save there."""
     return _hidden_sibling(path, "partial")
 
 

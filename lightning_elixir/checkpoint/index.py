@@ -97,7 +97,7 @@ class CheckpointIndex:
 
     @property
     def model_root(self) -> str:
-        """The key of the model: Lightning's `FSDPStrategy` calls it otherwise than everybody else.
+        """The key of the model: Lightning's `FSDPStrategy` has another than all others.
 
         Raises:
             StorageError: There is none.

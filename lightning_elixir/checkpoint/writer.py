@@ -118,7 +118,7 @@ class ShardWriter:
                     self._leave(is_whole)
 
     def _leave(self, is_whole: bool) -> None:
-        """Let go of all files; of one that is not whole nobody needs to know what else is wrong with it."""
+        """Close all files. If they are not whole, an error is on its way already: an `OSError` here is not raised."""
         first: BaseException | None = None
         while self._files:
             file = self._files.pop()
@@ -182,7 +182,7 @@ class ShardWriter:
     def add_object(self, key: str, value: Any) -> None:
         """Write something that is no tensor."""
         self._wait(self._most_under_way - 1)
-        stream = io.BytesIO()  # first into memory: pickling may run anybody's code, which stays on this thread
+        stream = io.BytesIO()  # first into memory: pickling may run code of the user's, which stays on this thread
         torch.save(value, stream)
         self._submit(partial(self._add, key, None, stream))
 
@@ -214,7 +214,7 @@ def _alone(value: Tensor) -> Tensor:
     if not value.numel():
         return value.clone()
     memory = (ctypes.c_char * value.nbytes).from_address(value.data_ptr())
-    # The array does not keep the memory; whoever calls has it until the tensor is written.
+    # The array does not keep the memory; the caller does until the tensor is written.
     return torch.frombuffer(memory, dtype=value.dtype).view(value.shape)
 
 

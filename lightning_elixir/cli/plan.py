@@ -176,7 +176,7 @@ def update_timing_of(options: argparse.Namespace) -> UpdateTiming:
 
 @contextmanager
 def _telling(options: argparse.Namespace, what: str) -> Iterator[None]:
-    """Say what takes its time, where somebody watches."""
+    """Say what takes its time, on a terminal."""
     console = Console(stderr=True)
     if options.json or not console.is_terminal:
         yield

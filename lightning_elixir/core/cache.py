@@ -1,9 +1,10 @@
 """Where files that may be made again are kept from run to run, and what is taken back from there.
 
-[Note: whose files] A compiled kernel is code, and is run; so nothing is read from a folder, or a file, that anybody but
-this user (or root) could have written. What is checked is what is used: a folder is opened once, on a way of folders in
-which nobody else can rename anything, and from then on known by its descriptor; a file is opened in it, checked by its
-own descriptor, and read from that. A folder that will not do costs compiling and measuring anew, and a line in the log.
+[Note: whose files] A compiled kernel is code, and is run; so nothing is read from a folder, or a file, that a user
+other than this one (or root) could have written. What is checked is what is used: a folder is opened once, on a way of
+folders in which no other user can rename anything, and from then on known by its descriptor; a file is opened in it,
+checked by its own descriptor, and read from that. A folder that will not do costs compiling and measuring anew, and a
+line in the log.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ def default_cache_dir() -> Path | None:
 
 
 class NotPrivateError(OSError):
-    """Others could have written to a file or folder; says who, and what helps."""
+    """Other users could have written to a file or folder; says which, and what helps."""
 
 
 class PrivateFolder:
-    """A folder that nobody else can write to, held open.
+    """A folder that no other user can write to, held open.
 
     Args:
         path: Absolute or relative; may lead through symbolic links.
         make: Make it, and folders on the way, for this user alone.
 
     Raises:
-        NotPrivateError: It, or a folder on the way, belongs to somebody else, or others can write there.
+        NotPrivateError: It, or a folder on the way, belongs to another user, or others can write there.
         OSError: There is none, or it cannot be opened or made.
     """
 
@@ -73,7 +74,7 @@ class PrivateFolder:
         """The content of a file, and when it was written (seconds since the epoch).
 
         Raises:
-            NotPrivateError: It is somebody else's, others can write to it, or it is no plain file.
+            NotPrivateError: It is another user's, others can write to it, or it is no plain file.
             OSError: It cannot be read.
         """
         path = self.path / name
@@ -109,7 +110,7 @@ class PrivateFolder:
 
 @contextmanager
 def private_temporary_folder() -> Iterator[PrivateFolder]:
-    """A new folder that is gone afterwards, in the first temporary folder where nobody else can exchange it.
+    """A new folder that is gone afterwards, in the first temporary folder where no other user can exchange it.
 
     Raises:
         OSError: There is no such place.
@@ -177,12 +178,12 @@ def _check_owner(found: os.stat_result, path: Path) -> None:
 def _check_writers(found: os.stat_result, path: Path) -> None:
     others = found.st_mode & stat.S_IWOTH
     if others or (found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid)):
-        who = "everybody" if others else "its group"
-        raise NotPrivateError(f"{who} can write to {path} (chmod {'o' if others else 'g'}-w changes that)")
+        writers = "everybody" if others else "its group"
+        raise NotPrivateError(f"{writers} can write to {path} (chmod {'o' if others else 'g'}-w changes that)")
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether the group is the one that many systems give each user, with nobody else in it."""
+    """Whether the group is the one that many systems give each user, with no other user in it."""
     try:
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
     except KeyError:

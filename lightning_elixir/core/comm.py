@@ -1,18 +1,18 @@
 """Collectives between the ranks of one process group. The only file of the runtime that calls them.
 
-[Note: who waits for whom] Three groups over the same ranks. *data*: all-gathers of shards, issued only at points where
-all ranks have agreed on them. *reduce*: reduce-scatters of gradients, issued in the plan's order, never waited for by
-the host before the end of backward. *control*: small messages between hosts (gloo). A host may block on control and, on
-gloo, on data, and everyone is then at the same point; nobody ever blocks on a reduction while a peer may want data.
+[Note: three groups] They have the same ranks. *data*: all-gathers of shards, issued only at points where all ranks have
+agreed on them. *reduce*: reduce-scatters of gradients, issued in the plan's order, never waited for by the host before
+the end of backward. *control*: small messages between hosts (gloo). A host may block on control and, on gloo, on data,
+and all ranks are then at the same point; no host ever blocks on a reduction while a peer may want data.
 
 [Note: in step] Whatever ranks tell each other over the control group begins with the call that it belongs to, so that
 ranks which are in different calls learn it at once, each which. Where hosts wait, they do so in slices, between which
 signals are handled and what `core.waits` has found out is raised. A rank that gives up waiting (Ctrl-C) leaves.
 
-[Note: a rank that fails alone] Whoever cannot go on while others may wait for it calls `leave`, which tells them and
-closes this rank's groups. Every collective that fails raises a `PeerLostError`, which names the ranks with whom that
-lies, and leaves likewise: see [Note: who is gone]. When every rank has left, groups are made anew at the next
-collective, so processes that live on (a notebook) may train again.
+[Note: a rank that fails alone] A rank that cannot go on while others may wait for it calls `leave`, which tells them
+and closes this rank's groups. Every collective that fails raises a `PeerLostError`, which names the ranks that caused
+it, and leaves likewise: see [Note: lost ranks]. When every rank has left, groups are made anew at the next collective,
+so processes that live on (a notebook) may train again.
 
 Every message over the control group begins with a code of its call, which costs nothing: so `strategy.barrier()` is not
 taken for a broadcast. Lightning's reductions meet in such a message and then reduce, in place of a barrier of the
@@ -127,8 +127,8 @@ class Comm(Protocol):
         """The same ranks, for messages (`exchange_objects`) of another thread. Collective."""
 
     def lent(self, call: Call) -> AbstractContextManager[dist.ProcessGroup | None]:
-        """A group of these ranks for collectives of others, inside, where all ranks have come to it; None: the default
-        one, if there is any. Raises as `exchange` does."""
+        """When all ranks have come here, a group of them for collectives that others (Lightning) issue inside; None:
+        the default one, if there is any. Raises as `exchange` does."""
 
     def leave(self, error: BaseException) -> None:
         """This rank cannot go on, and others may wait for it: have them raise a `PeerLostError` with this error, or, if
@@ -216,7 +216,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 # How long a rank that leaves waits for reductions that it has issued.
 _LONGEST_END_S = 2.0
 
-# Groups with a message under way that nobody may wait for, and that message: see `_leave_open`.
+# Groups with a message under way that must not be waited for, and that message: see `_leave_open`.
 _LEFT_OPEN: list[tuple[dist.ProcessGroup, dist.Work]] = []
 
 
@@ -500,7 +500,7 @@ class GroupComm:
     def apart(self) -> Comm:
         with self.collective():
             other = copy.copy(self)
-            del other._data, other._reduce  # a group that somebody else keeps cannot be closed
+            del other._data, other._reduce  # a group with a second reference to it cannot be closed
             other._is_apart = True
             other._reset()
             other._open()
@@ -670,7 +670,7 @@ def _is_over_within(work: dist.Work, longest: timedelta | None) -> bool:
 
 def _leave_open(group: dist.ProcessGroup, work: dist.Work) -> None:
     """Keep a group, to the end of the process, as long as its message is under way: closing it would wait for that, and
-    so would the end of the interpreter. Whoever waits for this rank there hears by the store."""
+    so would the end of the interpreter. Ranks that wait for this one there hear by the store."""
     for known, late in list(_LEFT_OPEN):
         if late.is_completed():
             _LEFT_OPEN.remove((known, late))
@@ -680,7 +680,7 @@ def _leave_open(group: dist.ProcessGroup, work: dist.Work) -> None:
 
 
 def _destroy(group: dist.ProcessGroup) -> None:
-    """Have torch forget a group, which is closed when nobody else keeps it, nor a message of it."""
+    """Have torch forget a group. It is closed when no other reference to it, or to a message of it, is left."""
     try:
         dist.destroy_process_group(group)
     except (RuntimeError, ValueError, AssertionError):

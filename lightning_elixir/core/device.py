@@ -88,22 +88,22 @@ class Device(Protocol):
 
     @property
     def is_counting(self) -> bool:
-        """Whether somebody counts the bytes in use."""
+        """Whether the bytes in use are counted."""
 
     def allocated_bytes(self) -> int:
-        """Device bytes in use by tensors now; 0 where nobody counts."""
+        """Device bytes in use by tensors now; 0 where they are not counted."""
 
     def peak_bytes(self) -> int:
-        """Most device bytes in use by tensors since the last `take_peak_bytes`; 0 where nobody counts."""
+        """Most device bytes in use by tensors since the last `take_peak_bytes`; 0 where they are not counted."""
 
     def take_peak_bytes(self) -> int:
         """As `peak_bytes`, and ask for a new start."""
 
     def usable_bytes(self) -> int | None:
-        """Bytes of the device's memory that this process may use; None where nobody counts."""
+        """Bytes of the device's memory that this process may use; None where they are not counted."""
 
     def give_back(self) -> None:
-        """Let everybody use the memory that `free` has left over for the next `allocate`. Takes milliseconds."""
+        """Release, for any other use, what `free` has kept for the next `allocate`. Takes milliseconds."""
 
 
 class _CpuEvent:
@@ -188,7 +188,7 @@ class CpuDevice:
 
 class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(blocking=True)  # whoever waits on the host leaves its core to the updates
+        self._event = torch.cuda.Event(blocking=True)  # a host thread that waits leaves its core to the updates
         self._event.record(stream)
 
     def wait(self) -> None:
@@ -238,8 +238,8 @@ class CudaDevice:
 
     Replicas and gradient blocks come out of a private memory pool: all of one size, they are reused without
     fragmenting, and without being fragmented by, what the activations need. What is free in such a pool stays there for
-    as long as the pool lives, whatever `empty_cache` is told; so to give it back the pool is dropped, and what is still
-    in use follows when it is freed and somebody needs it.
+    as long as the pool lives, whatever `empty_cache` is told; so to give it back the pool is dropped; what is still in
+    use goes back once it is freed and other memory is asked for.
 
     Args:
         device: A CUDA device with an index.
@@ -440,7 +440,7 @@ class DeviceFacts:
     total_bytes: int | None
     """All of its memory; None for the CPU."""
     driver: str
-    """Version; empty where nobody tells."""
+    """Version; empty where it is not known."""
 
 
 def device_facts(device: torch.device) -> DeviceFacts:

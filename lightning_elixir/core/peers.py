@@ -1,11 +1,11 @@
 """What has become of the other ranks, where a collective has failed.
 
-[Note: who is gone] Nothing is asked for while all goes well. A rank that cannot go on writes that, and why, to the
-store in which the default process group began, and then closes its connections. Whoever waits for it, or comes to wait
-later, gets an error at once, looks into the store, writes that it has heard, and closes its own: so ranks that are
+[Note: lost ranks] Nothing is asked for while all goes well. A rank that cannot go on writes that, and why, to the
+store in which the default process group began, and then closes its connections. A rank that waits for it, or comes to
+wait later, gets an error at once, looks into the store, writes that it has heard, and closes its own: so ranks that are
 connected to the first one only through others hear as well. A killed process writes nothing. Its connections are closed
 by the system, and then the others of its host find that there is no such process any more; those of other hosts read
-that from what these have written, or name who has not written anything for some seconds.
+that from what these have written, or name the ranks that have not written anything for some seconds.
 
 [Note: hosts that wait in their device] With NCCL a host may wait for a kernel that waits for a peer which is gone: no
 connection of the host's own fails, and the kernel spins until NCCL's timeout, half an hour. There a thread looks once a
@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elixir.core.signals import deferred
 
-# How long to look for who is gone. Ranks that compute at the time have not heard of it yet.
+# How long to look for lost ranks. Ranks that compute at the time have not heard of a failure yet.
 _LONGEST_LOOK_S = 5.0
 _PAUSE_S = 0.05
 # How long to wait for the others where all have failed and begin anew.
@@ -86,7 +86,7 @@ def _place() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return ""  # no Linux: nobody is known to have ended
+        return ""  # no Linux: no process is known to have ended
 
 
 def _status(pid: int) -> tuple[str, str] | None:
@@ -158,7 +158,7 @@ class Roster:
     def is_anyone_gone(self) -> bool:
         """Whether some rank has told that it cannot go on, or has ended on this host, other than orderly; or whether
         the store has been gone for several looks. Takes one look."""
-        for rank, process in enumerate(self.processes):  # before the store, in which somebody may be waiting
+        for rank, process in enumerate(self.processes):  # before the store, in which another thread may be waiting
             if process.has_ended() and not self._has(f"ended/{rank}"):
                 return True
         try:
@@ -170,8 +170,7 @@ class Roster:
         return is_told
 
     def causes(self) -> dict[int, str]:
-        """Rank -> what has become of it; of those with whom it lies that nobody can go on. Waits for some seconds until
-        that is known."""
+        """Rank -> what has become of it; of those that keep this one from going on. Waits some seconds to learn it."""
         deadline = time.monotonic() + _LONGEST_LOOK_S
         while True:
             ends = {rank: self._end_of(rank) for rank in range(len(self.processes)) if rank != self._rank}
@@ -242,7 +241,7 @@ class Roster:
         return True
 
     def linger(self) -> None:
-        """Where the store is kept by this process, wait a moment for those who may look into it: it may end soon."""
+        """Where the store is kept by this process, wait a moment for ranks that may look into it: it may end soon."""
         if self._is_store_here:
             self.have_all_told(2.0)
 
@@ -271,8 +270,8 @@ class Watch:
 
     Args:
         is_anyone_gone: Takes one look.
-        react: Called once, on the watch's thread, where somebody is gone and this rank has not noticed by itself for
-            some seconds, as `stop` would have told.
+        react: Called once, on the watch's thread, where a rank is gone and this one has not noticed by itself for some
+            seconds, as `stop` would have told.
         tell_end: Called when the interpreter ends while this is at work, unless an error has ended the program.
     """
 

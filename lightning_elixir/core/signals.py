@@ -1,7 +1,7 @@
 """Signals that must not interrupt what cannot be taken back.
 
 [Note: signals] Python runs the handlers of signals, on the main thread, after any call and where any function begins:
-Ctrl-C may raise between the two halves of whatever is not done in one. So what must be whole, or nobody could go on
+Ctrl-C may raise between the two halves of whatever is not done in one. So what must be whole for anything to go on
 after it (a replica that comes, a task that is handed over, the begin and the end of a forward), is `deferred`. Putting
 handlers in place takes some us, too much for what is done at every module; between `arm` and `disarm`, so in every
 forward and backward, they are in place and do nothing of their own, and `deferred` only counts.
@@ -73,7 +73,7 @@ def num_interruptions() -> int:
 
 
 def handle_overdue(longest_s: float) -> None:
-    """For whoever waits for others, who may never come, inside of `deferred`: handle now what has come longer ago than
+    """Called inside `deferred` while it waits for ranks that may never come: handle now what has come longer ago than
     this. Where that raises, nothing of what goes on is kept whole, as after a second signal."""
     note = _Note.active
     if note is None or threading.get_ident() != note.thread or not note.depth or not note.came:

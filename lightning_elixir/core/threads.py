@@ -44,7 +44,7 @@ def plan_threads(
 ) -> ThreadPlan:
     """Give each rank of a host its part of the cores, within a NUMA node where that comes out even.
 
-    A mask that leaves out some of the host's processors was set by somebody, and stays. If it holds no more cores
+    A mask that leaves out some of the host's processors was set on purpose, and stays. If it holds no more cores
     than an even share of the host, it is taken to be this rank's own; otherwise for all ranks' together.
 
     Args:
@@ -76,7 +76,7 @@ def thread_plan(local_rank: int, local_world_size: int) -> ThreadPlan:
 
 
 def default_num_threads() -> int:
-    """Threads for host arithmetic of whoever says nothing: torch's count, but for the one that torchrun sets.
+    """Threads for host arithmetic where no number is given: torch's, unless it is the 1 that torchrun sets.
 
     Raises:
         PlanError: `LIGHTNING_ELIXIR_NUM_THREADS` is not a number of threads.
@@ -104,7 +104,7 @@ def wished_num_threads() -> int | None:
 
 
 def is_held_back_by_launcher() -> bool:
-    """Whether torch has one thread because torchrun said so, and nobody has changed that since."""
+    """Whether torch has one thread because torchrun said so, and still has."""
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     return is_launched and torch.get_num_threads() == 1
 
@@ -112,7 +112,7 @@ def is_held_back_by_launcher() -> bool:
 def apply(plan: ThreadPlan) -> None:
     """Run this process on the plan's processors, and give torch its threads where torchrun held it back.
 
-    Threads that somebody has put elsewhere stay there. Threads and processes made later inherit it all.
+    Threads that were put elsewhere before stay there. Threads and processes made later inherit it all.
     """
     if is_held_back_by_launcher() or wished_num_threads() is not None:
         torch.set_num_threads(plan.num_threads)

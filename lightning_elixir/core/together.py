@@ -38,10 +38,10 @@ def raise_together(comm: Comm, error: BaseException | None) -> None:
     """Raise where any rank comes with an error: its own on that rank, elsewhere what `run_together` says."""
     if not any(row[0] for row in comm.exchange([int(error is not None)])):
         return
-    everyone = comm.exchange_objects(None if error is None else _as_told(comm.rank, error))
+    by_rank = comm.exchange_objects(None if error is None else _as_told(comm.rank, error))
     if error is not None:
         raise error
-    raise next(told for told in everyone if told is not None)
+    raise next(told for told in by_rank if told is not None)
 
 
 def _as_told(rank: int, error: BaseException) -> ElixirError:

@@ -2,7 +2,7 @@
 
 [Note: ranks that wait for each other] A collective that one rank calls alone never ends, and neither does what the
 others have come to instead. Where both go over the same messages, the ranks see it at once (`Comm.exchange`). Where
-they do not (two groups, or `torch.distributed.barrier()` of the user's), whoever has waited for more than a second
+they do not (two groups, or `torch.distributed.barrier()` of the user's), a rank that has waited for more than a second
 writes what it is in to the store in which the default process group began, and reads what the others are in. That a
 rank is slow is no error, however slow: it is in no collective then, and is waited for. An error it is where ranks wait
 for each other in a ring: A in a collective that B has not come to, B in one that A has not come to. Both are counted,
@@ -70,9 +70,9 @@ class Call(NamedTuple):
 
     words: str
     family: str = ""
-    """Calls whose messages may meet, and are told apart by whoever reads them; empty: this one's alone."""
+    """Calls whose messages may meet, and are told apart by the rank that reads them; empty: this one's alone."""
     is_routine: bool = False
-    """Whether every program comes to it time and again: it is then another call that is amiss."""
+    """Whether every program makes this call time and again: where ranks differ, another call is at fault."""
     cure: str = ""
     """What all ranks must do; empty: call it."""
     is_of_batch: bool = False
@@ -230,7 +230,7 @@ class Wait:
     """Ranks that wait in a barrier of torch's to which this rank comes next, the place and the number of that."""
 
     def check(self) -> None:
-        """What whoever waits in slices calls between them.
+        """Called between the slices of a wait.
 
         Raises:
             DivergenceError: The ranks wait for each other.
@@ -275,11 +275,11 @@ class Line:
         for key in (str(self.rank), f"verdict/{self.rank}"):  # of an earlier process group over the same store
             self._set(key, "")
 
-    # Of whoever waits
+    # Of threads that wait
 
     def add(self, place: Place, leaver: Leaver) -> None:
         """Have a place looked after, for as long as it lives; `leaver.leave(error)` is called where ranks wait for each
-        other, since nobody can go on then."""
+        other, since none can go on then."""
         self._places.add(place)
         self._leavers.add(leaver)
         weakref.finalize(place, _rest, weakref.ref(self)).atexit = False
@@ -371,16 +371,16 @@ class Line:
         if not ring:
             self._tell(wait, others)
         elif not self._has_ring:
-            self._has_ring = True  # by the next look others have come who are to hear as well
+            self._has_ring = True  # by the next look more ranks may have come, which must hear too
         elif all(rank == self.rank or others[rank]["beat"] > self._beats[rank] for rank in ring):
             records = {**others, self.rank: record}
-            # Who waits for one of these is stuck as well.
+            # A rank that waits for one of these is stuck as well.
             sure = {rank for rank in others if others[rank]["beat"] > self._beats[rank]} | {self.rank}
             stuck = {rank: records[rank] for rank in sure if rank in ring or {*records[rank]["needs"]} & {*ring}}
             verdict = differing({rank: Position(*r["position"]) for rank, r in stuck.items()})
             waits = {rank: (r["place"], r["number"]) for rank, r in stuck.items()}
             for record in (r for r in stuck.values() if r["position"][0] == _BARRIER):
-                # Who has not told yet where it is may be there too, or come to it.
+                # A rank that has not told yet where it is may be there too, or come to it.
                 waits |= {r: (record["place"], record["number"]) for r in record["needs"] if r not in records}
             ended = {(r["place"], r["number"]) for r in stuck.values() if r["position"][0] == _BARRIER}
             barriers = [(rank, *place) for rank, place in waits.items() if place in ended]
@@ -469,7 +469,7 @@ class Line:
         counts = _torch_counts()
         wait.barriers = [(r, place, number) for r, place, number in barriers if counts.get(place) == number - 1]
         wait.verdict = verdict
-        if wait.place.startswith(_TORCH):  # nobody can end that
+        if wait.place.startswith(_TORCH):  # nothing can end that from outside
             log.error("rank %d: %s", self.rank, verdict)
             _raise_in(wait.thread, verdict)
             self._set(f"heard/{self.rank}", f"{wait.place}#{wait.number}")
@@ -588,8 +588,8 @@ def _raise_in(thread: int, text: str) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Told))
 
 
-# One for each default group: it must be found by whoever makes a group, and a thread waits in one place only. It holds
-# nothing of any engine's.
+# One for each default group: all that make a group must find it, and a thread waits in one place only. It holds nothing
+# of any engine's.
 _LINES: weakref.WeakKeyDictionary[dist.ProcessGroup, Line] = weakref.WeakKeyDictionary()
 
 

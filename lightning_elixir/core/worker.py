@@ -217,7 +217,7 @@ class _Pool:
         atexit.register(self._at_exit)
 
     def ring(self) -> None:
-        """Tell all who wait that something has changed. Locked."""
+        """Wake all threads that wait: something has changed. Locked."""
         while self._bells:
             self._bells.pop().release()
 
@@ -313,7 +313,7 @@ class _Pool:
             self.ring()
 
     def drop_held(self) -> None:
-        """Have the tasks that are held, and what comes after them, fail: nobody will release them any more."""
+        """Have the tasks that are held, and what comes after them, fail: they will not be released any more."""
         if os.getpid() != self._process:
             return
         with deferred():
@@ -328,7 +328,7 @@ class _Pool:
         """What each thread does."""
         try:
             self._serve()
-        except BaseException as error:  # nobody shall wait for ever for what no thread will do
+        except BaseException as error:  # what no thread will do must not be waited for
             with self.lock:
                 left, self._waiting = self._waiting, []
                 self._is_stopped, self._failure = True, error
@@ -369,7 +369,7 @@ class _Pool:
         """Carry it out; returns the end of what goes on on the device."""
         try:
             end = task._run()
-        except BaseException as error:  # whoever waits for the task gets it
+        except BaseException as error:  # `Task.wait` raises it
             self._finish(task, error)
             return None
         if end is None:
@@ -377,7 +377,7 @@ class _Pool:
             return None
         with self.lock:
             task._end = end
-            self.ring()  # somebody who waits may wait for the device rather than for this thread
+            self.ring()  # threads that wait may wait for the device rather than for this one
         return end
 
     def _land(self, in_flight: list[tuple[Task, Event]], *, must_wait: bool) -> bool:
@@ -389,7 +389,7 @@ class _Pool:
                 event.synchronize()
             elif not event.is_over():
                 return False
-        except BaseException as raised:  # the device failed: nobody shall wait for ever
+        except BaseException as raised:  # the device failed: no thread may wait for ever
             error = raised
         in_flight.pop(0)
         self._finish(task, error)
@@ -400,8 +400,8 @@ class _Pool:
 
         Returns:
             A task, and whether it can begin. If not, it is the one whose turn with the device comes first, as far as
-            that is known, and it stays here: when it can begin, another that can may be wanted sooner. Whoever took
-            that at once would wait for the device while others are prepared. Brief ones hold nobody up: of what can
+            that is known, and it stays here: when it can begin, another that can may be wanted sooner. A thread that
+            took it now would wait for the device while others are prepared. Brief ones hold nothing up: of what can
             begin they come first, and of what cannot they are waited for last.
         """
         while True:
@@ -494,8 +494,8 @@ class Worker:
             order: The lowest goes first.
             after: It begins when this task of the same worker is over; if that failed, it fails likewise.
             event: It waits for this moment; work that need not wait may go before.
-            is_brief: It only gives the device something to do: it goes before work that is not, and whoever waits for
-                it may carry it out.
+            is_brief: It only gives the device something to do: it goes before work that is not, and a thread that waits
+                for it may carry it out.
             is_held: It begins after `Task.release` alone, which must come: see to that under the same `deferred`. No
                 thread waits for that, as one does for an event: what comes first may be something that the threads
                 themselves have to bring about. The end of the program drops it.

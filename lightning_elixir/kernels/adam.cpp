@@ -213,7 +213,7 @@ INLINE void put_apart(const Tensor& x, int64_t start, int64_t n, const float* va
   }
 }
 
-// What went past the cache is there for whoever is told of it next.
+// Before this, a thread that is told of new values might not see those that went past the cache.
 INLINE void end_apart() {
 #if defined(__SSE2__)
   _mm_sfence();

@@ -134,7 +134,7 @@ def _kept(folder: Path | None, prefix: str) -> Iterator[bytes]:
 
 
 def _compiled(compiler: Compiler, source: Path) -> bytes:
-    """What the compiler makes, in a folder that nobody else can write to."""
+    """What the compiler makes, in a folder that no other user can write to."""
     try:
         with private_temporary_folder() as folder:
             path = folder.path / f"made{_LIBRARY_SUFFIX}"
@@ -156,7 +156,7 @@ def _compiled(compiler: Compiler, source: Path) -> bytes:
 
 
 def _loaded(code: bytes, check: Check) -> ctypes.CDLL:
-    """The library that these bytes are: nobody can exchange them between their check and this."""
+    """The library that these bytes are: no other user can exchange them between their check and this."""
     library = _loaded_from_memory(code)
     if library is None:
         try:

@@ -7,8 +7,8 @@ one ends, although both may have to wait for the interpreter), another issues st
 change while they wait. Results do not depend on any of this: an update reads and writes its own chunk alone.
 
 The order of need is the reverse of the order in which gradients land. So a thread that finds no gradient landed waits
-for the one that comes next, and takes the most needed of what has landed then. (Committed to the most needed one, all
-threads stood still for 0.2 s of a 1 s step, since the host is at the step long before the device.)
+for the one that comes next, and takes the most needed of what has landed then. (If each waited for the most needed one,
+all would stand still for 0.2 s of a 1 s step: the host is at the step long before the device.)
 
 A fetch waits for its own chunk's task: the replica is allocated and counted as resident at once, and whichever thread
 ends the update starts the copy (`LateEvent`), so that what the rCache decides does not depend on how fast updates are.

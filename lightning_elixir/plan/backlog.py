@@ -1,4 +1,4 @@
-"""Updates that run beside forward and backward: who does them, in which order, and when each is done.
+"""Updates that run beside forward and backward: what does them, in which order, and when each is done.
 
 The host's worker updates one chunk after the other, those whose states are on NVMe when these have been read; another
 thread streams pieces of chunks through the device, over the bus that fetches and gradients use as well. All take the
@@ -26,7 +26,7 @@ class Work:
 
     chunk_id: int
     seconds: float
-    """With nobody in the way."""
+    """With all that it uses to itself."""
     write_back_s: float = 0.0
     """Of the bus to the device, when the host has made the new values."""
     num_pieces: int = 0
@@ -57,7 +57,7 @@ class Work:
 
 
 class _Site(ABC):
-    """A queue and the one who works it off."""
+    """A queue of updates, and what does them one after the other."""
 
     def __init__(self, h2d: Bus, d2h: Bus, record: Record, done: dict[int, float]) -> None:
         self.h2d, self.d2h, self.record, self.done = h2d, d2h, record, done
@@ -212,7 +212,7 @@ class _HostOverDisk(_Host):
 
 class _Stream(_Site):
     def _do(self, work: Work, until_s: float) -> None:
-        """As many pieces as go up in a row before somebody else has the bus, and before `until_s`."""
+        """As many pieces as go up in a row before another transfer has the bus, and before `until_s`."""
         start_s, gap_s = self.h2d.room(max(self.free_s, work.ready_s))
         if start_s >= until_s:
             self.free_s = start_s
@@ -266,7 +266,7 @@ class Backlog:
         return self._over_disk.disk
 
     def __contains__(self, chunk_id: int) -> bool:
-        """Whether somebody who needs this chunk's new values has to wait for them. Backward needs the old ones."""
+        """Whether an access that needs this chunk's new values has to wait for them. Backward needs the old ones."""
         return chunk_id in self._pending and not self._pending[chunk_id][1].is_before_step
 
     def add(self, work: Work, ready_s: float, *, is_before_step: bool = False) -> None:
@@ -277,7 +277,7 @@ class Backlog:
             ready_s: When its gradients have landed.
             is_before_step: Whether backward still runs; `step` will end that.
         """
-        if work.chunk_id in self._pending:  # nobody needed it since
+        if work.chunk_id in self._pending:  # not needed since its last update
             ready_s = max(ready_s, self.done_s(work.chunk_id, ready_s))
         work.ready_s, work.is_before_step = ready_s, is_before_step
         site: _Site = self._stream if work.is_streamed else self._over_disk if work.is_on_disk else self._host
@@ -305,12 +305,12 @@ class Backlog:
             site.sort(lambda w: (not w.is_begun, needed.get(w.chunk_id, len(needed))))
 
     def forget(self, before_s: float) -> None:
-        """Nobody asks for a time before this one again."""
+        """No time before this one is asked for again."""
         for bus in (self.cpu, self._over_disk.disk):
             bus.forget(before_s)
 
     def done_s(self, chunk_id: int, now_s: float) -> float:
-        """When a chunk's update is done that somebody needs from `now_s` on; asked once an update."""
+        """When a chunk's update is done that is needed from `now_s` on; asked once an update."""
         self.advance(now_s)
         site, work = self._pending.pop(chunk_id)
         if chunk_id not in self._done:

@@ -75,6 +75,6 @@ class Clocks:
         return end_s
 
     def forget(self, before_s: float) -> None:
-        """Nobody asks for a time before this one again."""
+        """No time before this one is asked for again."""
         for each in (self.h2d, self.d2h, self.backlog):
             each.forget(before_s)

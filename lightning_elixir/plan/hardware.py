@@ -85,8 +85,8 @@ class HardwareSpec:
     joint_adam_numel_per_s: float = math.inf
     """What the host and the stream reach together, at the same time: host memory serves both."""
     host_bytes_per_s: float | None = None
-    """All that is read and written in host memory while the host updates and both directions of the bus are busy. None:
-    nobody has measured it."""
+    """All that is read and written in host memory while the host updates and both directions of the bus are busy;
+    None where it was not measured."""
     matmul_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     """By compute dtype, for large matrices."""
     device_bytes_per_s: float = math.inf

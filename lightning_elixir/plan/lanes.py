@@ -20,7 +20,7 @@ class Lane:
 
 
 class Bus:
-    """One direction of a bus: who comes later may use the gaps that others leave."""
+    """One direction of a bus: a transfer that comes later may use the gaps that others leave."""
 
     def __init__(self) -> None:
         # Disjoint and ascending.
@@ -55,7 +55,7 @@ class Bus:
         return index < len(self._begins) and self._begins[index] <= at_s
 
     def forget(self, before_s: float) -> None:
-        """Nobody asks for a time before this one again."""
+        """No time before this one is asked for again."""
         gone = bisect_left(self._ends, before_s)
         del self._begins[:gone]
         del self._ends[:gone]

@@ -78,7 +78,7 @@ class RCache:
 
     @property
     def overflows(self) -> int:
-        """Of the counters, the one that is looked at with every access."""
+        """One of the counters, by itself: it is read at every access, and `counters` copies them all."""
         return self._counts["overflows"]
 
     @property

@@ -44,7 +44,7 @@ from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, 
 from lightning_elixir.plan.units import format_bytes, format_seconds
 
 _NUM_ALTERNATIVES = 6
-_HIDDEN = 5e-3  # part of the step below which nobody has to be told of a cost
+_HIDDEN = 5e-3  # part of the step below which a cost is not worth telling
 # Activations cannot be cut to less than this part: of a batch of eight, one sample and checkpointing would be left.
 _LEAST_ACTIVATIONS = 10
 # A climb tries about twenty neighbours a round; more than a few rounds bring nothing.
@@ -73,7 +73,7 @@ def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
         raise PlanError("there is no chunk size to search")
     if problem.budget.nvme_bytes and problem.hardware.nvme_adam_numel_per_s is None:
         raise PlanError(
-            f"states may take {format_bytes(problem.budget.nvme_bytes)} of NVMe, but nobody has measured how fast it is"
+            f"states may take {format_bytes(problem.budget.nvme_bytes)} of NVMe, but how fast it is was not measured"
             ": run `lightning-elixir bench-hardware --nvme-dir FOLDER`"
         )
     return plan_with_fallbacks(problem, partial(_searched, candidates), is_choosing=True)
@@ -110,8 +110,8 @@ def distance(refusal: CapacityError) -> tuple[bool, int]:
 
 
 def with_forecast(plan: Plan, profile: StepProfile, problem: Problem) -> Plan:
-    """A plan that nobody searched for, with what the simulation expects of it; without where it has states on a disk
-    that nobody has measured."""
+    """A plan that was not searched for, with what the simulation expects of it; without that, where it has states on a
+    disk that was not measured."""
     if needs_disk(plan) and problem.hardware.nvme_adam_numel_per_s is None:
         return plan
     scheme = scheme_of(plan, problem.regime)

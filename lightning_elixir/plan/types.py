@@ -34,7 +34,7 @@ class UpdateTiming(enum.Enum):
     AFTER_BACKWARD = "after_backward"
     """Inside `optimizer.step()`, which returns when all is done."""
     BEHIND_FORWARD = "behind_forward"
-    """`step()` starts them; whoever needs a chunk next waits for that chunk's own update."""
+    """`step()` starts them; what needs a chunk next waits for that chunk's own update alone."""
     INSIDE_BACKWARD = "inside_backward"
     """Also, a chunk's update starts when its gradients have landed, while backward still runs: only where an update
     needs nothing from other chunks (no clipping, no loss scale, one backward a step), or can be taken back

@@ -144,7 +144,7 @@ def _selected(model: nn.Module, entry: Entry, names: Collection[str]) -> set[str
     return found
 
 
-# Computing with them where nobody else casts
+# Computing with them where no autocast does it
 
 
 def compute_in_fp32(
@@ -210,7 +210,7 @@ class _Island(OwnHook):
             return None
         seen: list[torch.dtype] = []
         inputs = map_floating((args, kwargs), lambda tensor: self._widened(tensor, seen))
-        # Without floating inputs (an embedding), what comes out is for whoever works in 16 bits around it.
+        # Without floating inputs (an embedding), what comes out goes to modules that work in 16 bits.
         is_wanted = self._dtype in seen or (not seen and self._is_outermost)
         self._is_cast.append(is_wanted and not torch.is_autocast_enabled(self._device_type))
         return inputs if self._is_cast[-1] else (args, kwargs)

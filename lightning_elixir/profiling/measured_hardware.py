@@ -40,7 +40,7 @@ _NUM_MEASUREMENTS = 60
 # The disk gets a fixed part of the budget: a file is written and read several times.
 _DISK_SHARE = 0.05
 _MIN_ARENA_BYTES = 4 * 2**20
-# Of what is free, so that the measurement disturbs nobody.
+# Of what is free, so that other programs keep the rest.
 _LARGEST_SHARE = 1 / 8
 
 

@@ -90,7 +90,7 @@ def norm_parameters(model: nn.Module, *, is_alone: bool) -> frozenset[str]:
     """Names of the parameters of norms that mixed precision computes with in fp32.
 
     Norms with running statistics work in the dtype of those, which stay fp32. The parameters of other norms are cast as
-    all others are, unless nobody casts the operands of a norm.
+    all others are, unless autocast leaves them alone.
 
     Args:
         model: Any model.

@@ -1,10 +1,10 @@
 """Sums of gradients in host memory, made by a thread while backward goes on.
 
 [Note: sums beside backward] A gradient that is to be added to one in host memory goes down into a page-locked staging
-buffer, on the lane, and a thread adds it from there. Nobody waits for that but the next gradient that finds no free
-buffer, and whoever reads the sum: a `TaskEvent` stands for it where the end of a plain copy would. Additions to one
-sum come in the order of the backwards, so its bits do not depend on how fast the thread is. An addition that has
-failed fails all later ones to the same sum, until the gradient is dropped.
+buffer, on the lane, and a thread adds it from there. Only the next gradient that finds no free buffer, and what reads
+the sum, wait for that: a `TaskEvent` stands for it where the end of a plain copy would. Additions to one sum come in
+the order of the backwards, so its bits do not depend on how fast the thread is. An addition that has failed fails all
+later ones to the same sum, until the gradient is dropped.
 
 Where parameters are on a disk, gradients are beside them: they all go that way, a sum is read, added to and written
 again, and backward waits where all buffers are on their way.

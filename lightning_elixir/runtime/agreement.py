@@ -7,16 +7,15 @@ that has come to the end of its forward, its backward, or to any other collectiv
 and serves the others until all have arrived (at the end of backward it has all gradients it will have, so it is ready
 for any). So ranks may take different branches, route to different experts, or evict differently after such a
 divergence; nothing can hang and no two ranks can mix different chunks in one collective. On GPUs it also matters that
-nobody launches a collective whose peer may be waiting for this rank's host: a kernel that waits for a peer can block
+no rank launches a collective whose peer may be waiting for this rank's host: a kernel that waits for a peer can block
 the host in its next memory allocation (seen with two GPUs and a model that branches). What may not differ is the
 sequence of meeting points: that is found out at once, on every rank, and is a `DivergenceError`. So every call that
 takes all ranks begins with a meeting of its own, and what it sends besides comes after that.
 
-We had designed two modes before, a recorded road of collectives and an error when a rank leaves it; this is simpler and
-needs no error. The price is one small gloo message for each miss. Hosts meet, streams do not: on a GPU the host runs
-ahead of the device, and several chunks are prefetched for each message. Running statistics (BatchNorm) are rank 0's, as
-in DDP: shared before the next forward after one with gradients. A replica of which any rank keeps an alias stays over
-the step, and is refilled by all ranks.
+So no order of collectives need be recorded, and a rank that leaves it is no error. The price is one small gloo message
+for each miss. Hosts meet, streams do not: on a GPU the host runs ahead of the device, and several chunks are prefetched
+for each message. Running statistics (BatchNorm) are rank 0's, as in DDP: shared before the next forward after one with
+gradients. A replica of which any rank keeps an alias stays over the step, and is refilled by all ranks.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Backwards:
         engine.interception.check_unwritten("forward and backward")
 
     def _check_late(self, ids: set[int]) -> None:
-        """Gradients for chunks whose update has begun, with less; known to all ranks."""
+        """`ids`, the same on all ranks: chunks that get more gradients although their update has begun."""
         if ids:
             self._engine.give_up("in a backward that went on after updates had begun")
             raise StateError(

@@ -108,7 +108,7 @@ class Builder:
         return chunks
 
     def _agreed_sources(self) -> dict[str, Source]:
-        """Rank 0 decides which values come from their sources; where it has values itself, they are everybody's."""
+        """Rank 0 decides which values come from their sources; where it has values itself, all ranks get them."""
         own: dict[str, Source] = {}
         for name in (m.fqn for c in self._plan.chunks for m in c.members):
             source = source_of(self._named[name])

@@ -4,7 +4,7 @@
 always the same one: releasing resizes the storage to zero bytes, fetching resizes it back and refills it. Views that
 autograd saved and references that users hold therefore stay valid, and since `p` keeps its own version counter, the
 engine's writes through `flat` are invisible to autograd. While the chunk is released the parameters are taken off the
-storage (Note: released parameters, `runtime/unreadable.py`), so that nobody reads what is not there.
+storage (Note: released parameters, `runtime/unreadable.py`), so that nothing reads what is not there.
 
 A chunk may go only while nothing but its parameters and the engine shares its storage, which the storage's use count
 tells (`storage_use_count`): views, detached tensors, what checkpointing has recomputed and what users keep hold it.
@@ -29,7 +29,7 @@ from lightning_elixir.runtime.unreadable import set_data, stand_in
 
 
 class ChunkState(enum.Enum):
-    """Who holds the replica's bytes."""
+    """Whether the replica has bytes, and what may be done with them."""
 
     RELEASED = "released"
     """The storage has no bytes (or, while something still aliases it, outdated ones)."""
@@ -78,7 +78,7 @@ class Chunk:
         self.strides: list[tuple[int, ...] | None] = []  # of each parameter; None: contiguous
         self.original_dtypes: list[torch.dtype] = []  # of each parameter before it was bound
         self.state = ChunkState.RELEASED
-        self.ready: Event | None = None  # end of the transfer that fills the storage, until someone waits for it
+        self.ready: Event | None = None  # end of the transfer that fills the storage, until it is waited for
         self._device = device
         self.storage_bytes = storage_bytes
         self._storage = self.flat.untyped_storage()
@@ -200,7 +200,7 @@ class Chunk:
     def release(self) -> None:
         """Take the bytes away, unless something still aliases them."""
         self._wait()
-        self.to_state(ChunkState.RELEASED)  # before the look at aliases: nobody can make another one after it
+        self.to_state(ChunkState.RELEASED)  # before the look at aliases: no new one can be made after it
         if not self.is_aliased():
             self._device.free(self._storage)
 

@@ -3,7 +3,7 @@
 [Note: clashes of precision] Under plain autocast parameters are in fp32, so code that switches autocast off for a layer
 (`layer(h.float())`), or that calls what has no 16-bit form (`torch.slogdet`), works there and fails here: parameters
 live in 16 bits beside an fp32 master. torch's words then speak of dtypes that the user has never chosen. We add ours to
-the error itself, so that its type, and whoever catches it, stays the same.
+the error itself, so that it keeps its type, and code that catches it still does.
 
 They must be true. So parameters are named only where the failing call has them among its operands, as the source line
 tells, or where torch says that there is no 16-bit form and the function reads them. Anything else stays as it is.

@@ -216,7 +216,7 @@ class Engine:
             self.backwards.abort()
 
     def leave_interrupted(self) -> None:
-        """End a forward or a backward that a signal has ended already, where nothing was told of it."""
+        """End a forward or a backward that a signal cut short before the engine could note its end."""
         if self.phases.is_computing and self.phases.is_interrupted:
             if self.phase is Phase.FORWARD:
                 self.forwards.abort()

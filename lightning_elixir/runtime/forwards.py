@@ -164,7 +164,7 @@ class Forwards:
         engine.iterations.end_forward()
 
     def abort(self) -> None:
-        """The forward was ended by an error, or nothing was told of its end."""
+        """The forward was ended by an error, or cut short before its end was noted."""
         with deferred():
             self.clear_frames()
             self._is_implicit = False

@@ -170,7 +170,7 @@ class ThreadHooks(torch.autograd.graph.saved_tensors_hooks):
 class SavedTensors:
     """Saved tensors that lie in managed storage are kept as (chunk, offset, size, stride), so that saving keeps no
     replica alive; unpacking makes the chunk resident again. All others are kept as autograd would keep them, with the
-    check that nobody has overwritten them since, which torch leaves to the hooks.
+    check that they were not overwritten since, which torch leaves to the hooks.
 
     Autograd may keep a saved leaf by itself, not by another tensor over its storage, and so may a user's own hooks:
     nothing would tell that its storage is still needed, and it would be brought late, when it is read. So ours are on
@@ -245,7 +245,7 @@ class SavedTensors:
             if packed is not None:
                 return packed
             if tensor.is_inference():
-                return tensor  # nobody can write to it
+                return tensor  # nothing can write to it
             # An output that is kept as it is keeps the node that keeps it: a graph without a backward would never go.
             kept, node = (tensor, None) if tensor.grad_fn is None else (tensor.detach(), tensor.grad_fn.name())
             return _Kept(kept, tensor._version, node)

@@ -87,8 +87,8 @@ class Interception:
     # Classes
 
     def make_plain(self, chunk: Chunk) -> None:
-        """The chunk is in use. Not where other threads than the one that trains touch parameters, and it may go: they
-        would not be intercepted either."""
+        """Stop intercepting a chunk that is in use. Not where the chunk may go and threads other than the one that
+        trains use parameters: they would not be intercepted either."""
         if self._is_read_elsewhere(chunk):
             return
         if chunk.id not in self._plain_chunks:
@@ -251,7 +251,7 @@ class Interception:
 
     @contextmanager
     def _bring(self, chunk: Chunk) -> Iterator[None]:
-        """Inside, a chunk is there whose parameters are read where nothing is intercepted."""
+        """Keep a chunk resident while its parameters are read in a way that is not intercepted."""
         engine, ids = self._engine, (chunk.id,)
         engine.phases.check_open()
         with engine.turn.call("a parameter was read"):
@@ -341,7 +341,7 @@ class Interception:
         back, `runtime/written.py`).
 
         Raises:
-            StateError: The chunk's update has begun inside backward, and nobody can tell old values from written ones.
+            StateError: The chunk's update has begun inside backward, so old values cannot be told from written ones.
         """
         engine = self._engine
         if engine.reducer.has_begun(chunk.id):

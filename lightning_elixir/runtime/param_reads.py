@@ -1,8 +1,8 @@
 """Parameters from a disk to replicas: read into a few page-locked buffers, and sent up from there.
 
 Each thread has a buffer, so that several reads are under way, and is free again when the copy to the device has begun;
-before its buffer is read into again, it waits for the end of that copy. Nobody waits for a buffer but these threads,
-and what they wait for needs none of them: the disk, the device, and an update that is over when their work begins.
+before its buffer is read into again, it waits for the end of that copy. Only these threads wait for a buffer, and what
+they wait for needs none of them: the disk, the device, and an update that is over when their work begins.
 
 [Note: parameters on NVMe] Such a chunk's compute shard is one more part of its states in the file, and so are its
 gradients: if these stayed in host memory until their updates, a model larger than that would not train. The host holds
@@ -76,7 +76,7 @@ class ParamReads:
             The end of the copy. Waiting for it raises what reading, or the update, has raised.
         """
         found: list[Event] = []
-        with deferred():  # or nobody releases it
+        with deferred():  # a signal between the two would leave it held for ever
             task = self._worker.submit(partial(self._read, on_disk, send, update, found), is_held=update is not None)
             if update is not None:  # no thread waits for it, or all of them might, and others could read meanwhile
                 update.then(task.release)
@@ -127,7 +127,7 @@ class ParamReads:
 
 
 class _Sent:
-    """What is issued behind an update: whoever waits has that done first."""
+    """The end of a copy that is issued behind an update: waiting for it first waits for the update."""
 
     def __init__(self, event: LateEvent, update: Task | None) -> None:
         self._event = event

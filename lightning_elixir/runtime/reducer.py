@@ -141,7 +141,7 @@ class Reducer:
         self._reduced_now: set[int] = set()
         self._finished: dict[int, None] = {}  # chunk ids, in the order of completion
         self._in_flight: deque[_InFlight] = deque()
-        # Chunk id -> when its gradient is in host memory, added up, if nobody has waited for it
+        # Chunk id -> when its gradient is in host memory, added up, if that has not been waited for
         self._downloads: dict[int, Event] = {}
         # Earlier backwards
         self._expected: dict[int, int] = {}  # arrivals per chunk in the last complete backward
@@ -336,11 +336,11 @@ class Reducer:
         del self._downloads[chunk_id]
 
     def download_of(self, chunk_id: int) -> Event | None:
-        """The end of the chunk's copy to host memory, for one more who waits for it."""
+        """When the chunk's gradient is in host memory, added up; the reducer waits for it as well."""
         return self._downloads.get(chunk_id)
 
     def take_download(self, chunk_id: int) -> Event | None:
-        """The moment when the chunk's gradient is in host memory, added up, for somebody else to wait for."""
+        """As `download_of`, but from then on the caller sees to waiting for it, not the reducer."""
         return self._downloads.pop(chunk_id, None)
 
     def drop_member(self, chunk: Chunk, index: int) -> None:
@@ -470,7 +470,7 @@ class Reducer:
 
     def _clear(self) -> None:
         self._drop(self.order)
-        self._drop_uncollected()  # a backward that nobody told of may have failed before it was noticed
+        self._drop_uncollected()  # a bare `loss.backward()` may have failed before the engine noticed it
         self._begun.clear()
         self._begun_before.clear()
         self._lost.clear()
@@ -609,7 +609,7 @@ class Reducer:
         if shard.grad is not None:
             self.withdraw((chunk.id,))
         with self._device.reduce_lane.issue(), label("gradients"):
-            if chunk.ready is not None:  # an upload that nobody needed yet: it may read what gradients overwrite
+            if chunk.ready is not None:  # an upload not waited for yet: it may read what gradients overwrite
                 chunk.ready.wait()
             if self._is_tracking_square_sums and shard.grad is None:
                 bounds = [(s.shard_offset, s.numel) for s in self._segments(chunk)]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class Interceptor(Protocol):
-    """Who decides what happens to an intercepted call: the engine."""
+    """What decides on an intercepted call: the engine."""
 
     def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
 
@@ -97,7 +97,7 @@ RAW_POINTER_FUNCTIONS = frozenset((
 
 
 class GradAccess(enum.Enum):
-    """Who looks at a managed parameter's `.grad`."""
+    """What reads or writes a managed parameter's `.grad`."""
 
     OTHER = "other"
     STEP = "step"

@@ -28,7 +28,8 @@ class StepSeconds:
 
 
 class _Clock:
-    """Marks around everything that is waited for. They are read when somebody asks: only then the host waits."""
+    """Marks around everything that is waited for. They are read when the times are asked for: only then the host
+    waits."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -159,7 +160,7 @@ class StepSampler:
         """A training iteration begins.
 
         Args:
-            memory: Watch its memory, even if nobody has asked for that.
+            memory: Watch its memory, even if `has_memory` is not set.
         """
         self.abandon()
         if memory or self.has_memory:

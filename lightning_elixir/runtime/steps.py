@@ -1,7 +1,7 @@
 """What a step begins with and leaves behind: gradients that it takes, replicas of old values that go.
 
-Several optimizers may be attached to one engine; a step takes all gradients, so one that needed what another's step has
-dropped is told.
+Several optimizers may be attached to one engine; a step takes all gradients, so an optimizer whose gradients another's
+step has dropped gets an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Steps:
         self._engine = engine
         self.optimizers = AttachedOptimizers()
         """Those that are still there."""
-        self._dropped: set[tuple[int, int]] = set()  # gradients that one's step dropped and another's needs
+        self._dropped: set[tuple[int, int]] = set()  # gradients that one optimizer's step dropped and another needs
         self._aliased_ids: list[int] = []  # on any rank, at the beginning of the step
 
     # Optimizers

@@ -54,8 +54,8 @@ def _no_derivative() -> StateError:
     )
 
 
-def _no_tracing(who: str) -> StateError:
+def _no_tracing(tracer: str) -> StateError:
     return StateError(
-        f"a model whose parameters move between memories cannot be traced ({who}): the graph would keep parameters "
+        f"a model whose parameters move between memories cannot be traced ({tracer}): the graph would keep parameters "
         f"whose values are gone later. To trace, {_CURES}"
     )

@@ -107,7 +107,7 @@ def _read(op: Any, *args: Any, **kwargs: Any) -> Any:
             return op(*args, **kwargs)
 
 
-# What the dispatcher does for a key belongs to the process. This keeps nothing, and nobody else has a use for the key.
+# What the dispatcher does for a key belongs to the process. This keeps nothing, and nothing else has a use for the key.
 _library = torch.library.Library("_", "IMPL")
 _library.fallback(_read, _KEY)
 

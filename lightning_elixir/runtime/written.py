@@ -1,9 +1,10 @@
 """Masters that users have written over between steps, and what is there again once the old values are put back.
 
-[Note: what is put back] Users see parameters in the compute dtype, and the master has more bits. Who writes other
-values for a while (an average of the weights, for an evaluation) and then those that were there has changed nothing; so
-the master gets its bits back. Values that users wrote come to the master at times of our own (an eviction, a forward, a
-checkpoint), of which the numbers must not depend. So what the master becomes is a function of three things alone:
+[Note: what is put back] Users see parameters in the compute dtype, and the master has more bits. A user who writes
+other values for a while (an average of the weights, for an evaluation) and then those that were there has changed
+nothing; so the master gets its bits back. Values that users wrote come to the master at times of our own (an eviction,
+a forward, a checkpoint), of which the numbers must not depend. So what the master becomes is a function of three things
+alone:
 
 - *before*: the master as the last update or load has left it;
 - *given*: what `p.copy_(values)` has written since, in more bits than the compute dtype has; the last such;
@@ -99,7 +100,7 @@ class WrittenMasters:
         master.copy_(_resolved(written, master, values.to(master.device)))
 
     def forget(self, members: Mapping[int, Collection[int]]) -> None:
-        """The masters of these members (by chunk id) have new values, which nobody has written over yet."""
+        """The masters of these members (by chunk id) have new values, which no user has written over yet."""
         if self._written:
             for chunk_id, indices in members.items():
                 for index in indices:

@@ -33,8 +33,8 @@ class Shard:
     """1-D, master dtype, on the optimizer tier. None for frozen chunks, where the compute shard is the optimizer's own
     copy, and on NVMe."""
     on_disk: ChunkStates | None = None
-    """Master and moments of chunks that have them on NVMe, perhaps parameters and gradients as well. Who asks for any
-    of them reads and writes it there."""
+    """Master and moments of chunks that have them on NVMe, perhaps parameters and gradients as well. They are read and
+    written there."""
     grad: Tensor | None = None
     """1-D, on the optimizer tier (for NVMe in host memory): gradients reduced since the last step; in the reduce dtype
     after one backward, fp32 when more have been added, or, in host memory, when that is expected. On `meta` where
@@ -48,7 +48,7 @@ class Shard:
     """1-D, compute dtype, on the host: receives the values of that update."""
     update: Task | None = None
     """The last update of this chunk, if it may still be under way: `param` and `master` hold the new values only when
-    it is over. Whoever reads them calls `ShardStore.settle` first, or waits for it in its own way."""
+    it is over. Before reading them, call `ShardStore.settle`, or wait for it in another way."""
     is_param_overwritten: bool = False
     """The gradient lies where `param` was (`Plan.grad_reuses_compute_shard`): that is `master`, cast."""
     is_param_outdated: bool = False
@@ -156,7 +156,7 @@ class ShardStore:
         return self._shards[chunk_id]
 
     def add(self, spec: ChunkSpec) -> Shard:
-        has_disk = self.states is not None and uses_nvme(spec)  # a file may have places that nobody uses any more
+        has_disk = self.states is not None and uses_nvme(spec)  # a file may have places that are not used any more
         shard = Shard(on_disk=self.states.of(spec.id) if has_disk and self.states is not None else None)
         self._shards[spec.id] = shard
         self._specs[spec.id] = spec
@@ -274,7 +274,7 @@ class ShardStore:
         return (param.dtype, param.numel()) == (dtype, self.optim_numel(spec))
 
     def drop_grad_buffers(self) -> None:
-        """Give back host memory that gradients would come to again."""
+        """Free the host memory that is kept for the next gradients."""
         for shard in self._shards.values():
             shard.grad_buffer = None
 
@@ -301,7 +301,7 @@ class ShardStore:
         return True
 
     def restore_param(self, shard: Shard) -> None:
-        """Have the compute shard hold the parameters again, where gradients lie in it that nobody needs any more."""
+        """Have the compute shard hold the parameters again, where gradients lie in it that are not needed any more."""
         if shard.is_param_overwritten and shard.param is not None and shard.master is not None:
             shard.param.copy_(shard.master)
             shard.is_param_overwritten = False

@@ -158,7 +158,7 @@ class ElixirStrategy(ProcessStrategy):
             pin_memory: Page-lock host memory, which makes transfers faster.
             prefetch: Fetch chunks ahead of need.
             update_timing: When updates of states on the host may run. "after_backward": inside the optimizer's step.
-                "behind_forward": behind the next forward, where whoever needs a parameter waits for its own update.
+                "behind_forward": behind the next forward, where a layer waits for the updates of its own parameters.
                 "inside_backward": also as soon as a chunk's gradients are there, under automatic optimization, with
                 bf16 mixed precision, one backward a step, no clipping, and no hook between backward and step
                 (`on_after_backward`, `on_before_optimizer_step`, ...); an exception between the two then ends the
@@ -185,7 +185,7 @@ class ElixirStrategy(ProcessStrategy):
             nvme_offload_dir: Folder for them, on a fast disk; made if missing. No file of ours stays there. auto:
                 states go there where the host's memory is short. Default: the system's folder for temporary files, if
                 that is on a disk.
-            nvme_backend: Who reads and writes there: "direct" (our own) or "tensornvme" (the package of that name).
+            nvme_backend: What reads and writes there: "direct" (our own) or "tensornvme" (the package of that name).
             nvme_checksums: Check what is read from NVMe against what was written; slow, for debugging.
             plan: A `Plan`, or the path of one that was saved, to obey instead of searching.
             hardware: Figures of the machine to plan with: a `HardwareSpec`, or the path of one that was saved. Default:
@@ -263,7 +263,7 @@ class ElixirStrategy(ProcessStrategy):
     def setup_environment(self) -> None:
         self.precision_plugin.check_device(self.root_device.type)
         super().setup_environment()
-        self._sharded.close()  # what somebody has restored between two runs
+        self._sharded.close()  # what was restored between two runs
         self._threads = thread_plan(self.local_rank, max(1, self.num_processes))
         apply_threads(self._threads)
         # Before the model takes memory

@@ -1,9 +1,9 @@
 """The engine's state in sharded checkpoints: every rank writes and reads what is its own.
 
 [Note: stand-ins] A checkpoint is put together by many (Lightning, callbacks, the user's `on_save_checkpoint`) as nested
-dictionaries of whole tensors. Here tensors on `meta` stand in for those of which every rank has a part; whoever takes
-one out, or gives it another name, has that respected, since each is known by itself. Values are read when they are
-written, one chunk's at a time.
+dictionaries of whole tensors. Here tensors on `meta` stand in for those of which every rank has a part; one that is
+taken out is not written, and one that gets another name is written under that, since each is known by itself. Values
+are read when they are written, one chunk's at a time.
 
 Tied parameters are written once and have an entry each; the whole model has entries under `state_dict.`
 (`ModelParallelStrategy`) and under `model.` (`FSDPStrategy`, and the command that consolidates), over the same bytes.
@@ -49,7 +49,7 @@ _OPTIMIZER = "optimizer_0"
 _MOST_FILES = 8
 """Of a rank. More threads came to nothing more on a disk of 2 GB/s, and in the system's cache, with 16 cores."""
 
-# What `torch.optim.AdamW` has in its groups beside what HybridAdam has. Whoever loads into AdamW looks for them.
+# What `torch.optim.AdamW` has in its groups beside what HybridAdam has. AdamW looks for them when it loads.
 _TORCH_SETTINGS = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
 
@@ -138,7 +138,7 @@ def _names(engine: Engine) -> dict[int, str]:
 
 
 class SavePlan:
-    """What goes into a sharded checkpoint, and who writes it.
+    """What goes into a sharded checkpoint, and which rank writes it.
 
     Args:
         engine: Whose parameters.

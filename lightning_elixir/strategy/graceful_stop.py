@@ -64,7 +64,7 @@ class GracefulStop:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """The handler of SIGTERM."""
-        if self._is_asked_for:  # whoever sends it twice will not wait for the others
+        if self._is_asked_for:  # the second one: stop without waiting for the others
             raise SIGTERMException
         self._is_asked_for = True
         log.warning(

@@ -46,9 +46,9 @@ def check_same_model(comm: Comm, specs: Sequence[ParamSpec]) -> None:
     digests = comm.exchange_objects(_digest(mine))
     if len(set(digests)) == 1:
         return
-    everyone = comm.exchange_objects(mine)
-    rank = next(r for r, theirs in enumerate(everyone) if theirs != everyone[0])
-    first, other = everyone[0], everyone[rank]
+    by_rank = comm.exchange_objects(mine)
+    rank = next(r for r, theirs in enumerate(by_rank) if theirs != by_rank[0])
+    first, other = by_rank[0], by_rank[rank]
     at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     raise PlanError(
         f"the ranks have different models: parameter number {at} is {_describe(first, at)} on rank 0 and"

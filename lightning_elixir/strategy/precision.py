@@ -244,9 +244,9 @@ _MODULE_HOOKS_IN_BETWEEN = (*_HOOKS_IN_BETWEEN, "configure_gradient_clipping", "
 
 
 def is_update_unobserved(model: LightningModule) -> bool:
-    """Whether nobody comes between a backward and its step, so that updates may begin inside backward.
+    """Whether no code of the user's runs between a backward and its step, so that updates may begin inside backward.
 
-    A callback with a hook there counts as somebody, unless it says `is_blind_to_gradients = True` of itself.
+    A callback's hook there counts as such, unless the callback says `is_blind_to_gradients = True` of itself.
     """
     trainer = model._trainer
     if trainer is None or not model.automatic_optimization or trainer.gradient_clip_val:

@@ -1,8 +1,9 @@
 """Models whose weights are in safetensors files: every rank reads its part, when there are chunks to read it into.
 
 [Note: sources] `pretrained` builds the model with parameters on `meta`, finds for each its place in the files, and
-leaves that with the parameter. The engine reads from there (`runtime/build.py`), so nobody ever holds the model. Where
-no engine is awaited, the same is done at once, one parameter after the other, and the model is an ordinary one.
+leaves that with the parameter. The engine reads from there (`runtime/build.py`), so no process ever holds the whole
+model. Where no engine is awaited, the same is done at once, one parameter after the other, and the model is an ordinary
+one.
 
 What the files lack gets values at once, on the first rank for good, drawn while all other parameters are on `meta` and
 so neither change nor use up random numbers: those of transformers' `from_pretrained`. In another memory order, all that
@@ -278,7 +279,7 @@ def _initialise(model: nn.Module, missing: Mapping[str, nn.Parameter]) -> None:
     """Draw values for these parameters, and no others: the others are on `meta`, where drawing does nothing."""
     if not missing or _default_device() == "meta":
         return
-    # Not a number until somebody has given it a value: initialisers of modules do not say what they left out.
+    # Not a number until an initialiser has given it a value: they do not say what they left out.
     nothing = {id(p): _with_values(p, _nothing_like(p)) for p in missing.values()}
     replace_parameters(model, nothing)
     with torch.no_grad():
@@ -286,8 +287,8 @@ def _initialise(model: nn.Module, missing: Mapping[str, nn.Parameter]) -> None:
     left = [name for name in missing if _has_nan(model.get_parameter(name))]
     if left:
         raise PlanError(
-            f"nobody initialises {first_names(left)}: their modules have no reset_parameters(). Build the model without"
-            " them, and add them afterwards"
+            f"nothing initialises {first_names(left)}: their modules have no reset_parameters(). Build the model"
+            " without them, and add them afterwards"
         )
 
 

@@ -140,7 +140,7 @@ class ProcessStrategy(ParallelStrategy):
             self._comm = make_comm(None, self.root_device)
 
     def set_world_ranks(self) -> None:
-        """Tell the environment, and what logs on rank 0 only, who this is. Called by the Trainer."""
+        """Tell the environment, and what logs on rank 0 only, which rank this is. Called by the Trainer."""
         if self.cluster_environment is not None and self.is_distributed:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -179,7 +179,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # Whoever waits for this rank, or comes to wait, hears of it: it may be the only one.
+        # Ranks that wait for this one, or come to wait, hear of it: it may be the only one that fails.
         self._comm.leave(exception)
 
     @override

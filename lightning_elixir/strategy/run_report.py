@@ -51,7 +51,7 @@ class RunReport:
             ) from error
         finally:
             for path in missing:  # innermost first
-                with suppress(OSError):  # somebody has put something there
+                with suppress(OSError):  # it is not empty any more
                     path.rmdir()
 
     def write(self, data: ReportData, held_bytes: Mapping[str, int]) -> None:

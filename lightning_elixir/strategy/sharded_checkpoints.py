@@ -1,13 +1,13 @@
 """What the strategy does about checkpoints: stand-ins before they are saved, saves under way, folders to be loaded.
 
-A save outside of `fit` is always waited for, since nobody would hear of its failure. Earlier checkpoints that a
+A save outside of `fit` is always waited for, since nothing later would raise its failure. Earlier checkpoints that a
 callback wants removed while a thread saves go after it has succeeded. `ModelCheckpoint`, which looks for files before
-it chooses a name, is told of the one under way, so that names are those of saves that are waited for. One that saves on
-exceptions comes before the ranks are told of the exception: so it first looks into the store, for some seconds, whether
-all ranks have come to one of their own (`SavesOnException`), and else leaves saving alone. After a peer was lost in a
-save, the thread keeps its group and the next save makes a new one. A folder that Lightning loads before there is an
-engine is kept open until there is one. Random states are set when training begins, and again before the first batch in
-the middle of an epoch, since making the loader's iterator draws.
+it chooses a name, is told of the save under way, so that it chooses the name that it would if saves were waited for.
+One that saves on exceptions comes before the ranks are told of the exception: so it first looks into the store, for
+some seconds, whether all ranks have come to one of their own (`SavesOnException`), and else leaves saving alone. After
+a peer was lost in a save, the thread keeps its group and the next save makes a new one. A folder that Lightning loads
+before there is an engine is kept open until there is one. Random states are set when training begins, and again before
+the first batch in the middle of an epoch, since making the loader's iterator draws.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ShardedCheckpoints:
         Args:
             path: Of the folder to be.
             checkpoint: As Lightning gives it, with `state_dict` from `model_state` and `optimizer_states`.
-            is_waited_for: Have it there in any case: nobody comes later who would tell of its failure.
+            is_waited_for: Have it there in any case: nothing later would raise its failure.
 
         Raises:
             StorageError: This save, or the last one, has failed on some rank.
@@ -119,7 +119,7 @@ class ShardedCheckpoints:
         running = self._running
         if running is None:
             return
-        running.join()  # who is interrupted here has it under way still
+        running.join()  # if this is interrupted, the save is still under way
         self._running = None
         try:
             running.check()
@@ -329,7 +329,8 @@ class SavesOnException:
                 original(trainer, pl_module, exception)
                 return
             if self._can_save is None:
-                # Who has heard of another's error has none of its own: that one has left, or waits in vain for it.
+                # A rank that has heard of another's error has none of its own: the other has left, or waits for it in
+                # vain.
                 self._can_save = not isinstance(exception, PeerLostError) and self._comm.have_all_stumbled()
             if not self._can_save:
                 log.warning(

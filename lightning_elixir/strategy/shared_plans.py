@@ -38,7 +38,7 @@ LEAST_GAIN = 0.05
 """Part of the step that a new placement must save to be worth moving to."""
 
 _SHARES_LEFT = (0.75, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03)
-"""Of the device's memory, for activations that nobody knows yet: the first that leaves room for the chunks."""
+"""Of the device's memory, for activations of unknown size: the first that leaves room for the chunks."""
 
 _ON_A_CPU = (
     ("GPU memory: ", "CPU memory (gpu_memory_limit): "),
@@ -133,7 +133,7 @@ class Planner:
             model: As the user built it; its own host memory counts as free, since the shards will take it over.
         """
         own = {p.untyped_storage().data_ptr(): p for p in model.parameters() if p.device.type == "cpu"}
-        everyone: list[_RankMemory] = self.comm.exchange_objects(
+        by_rank: list[_RankMemory] = self.comm.exchange_objects(
             _RankMemory(
                 self._node_rank,
                 available_host_bytes(),
@@ -144,14 +144,14 @@ class Planner:
         )
         limit = self.config.cpu_limit_bytes
         per_rank = []
-        for node in {memory.node_rank for memory in everyone}:
-            ranks = [memory for memory in everyone if memory.node_rank == node]
+        for node in {memory.node_rank for memory in by_rank}:
+            ranks = [memory for memory in by_rank if memory.node_rank == node]
             host = min(m.host_bytes for m in ranks) + sum(m.model_bytes for m in ranks)
             per_rank.append((host if limit is None else min(host, limit)) // len(ranks))
-        device = [m.device_bytes for m in everyone if m.device_bytes is not None]
+        device = [m.device_bytes for m in by_rank if m.device_bytes is not None]
         if self.config.gpu_limit_bytes is not None:
             device.append(self.config.gpu_limit_bytes)
-        on_disk = [m.nvme_bytes // sum(n.node_rank == m.node_rank for n in everyone) for m in everyone]
+        on_disk = [m.nvme_bytes // sum(n.node_rank == m.node_rank for n in by_rank) for m in by_rank]
         # Half: where the engine moves to another placement, states may be there twice for a moment.
         return Budget(min(device, default=None), min(per_rank), nvme_bytes=min(on_disk) // 2)
 
@@ -221,16 +221,16 @@ class Planner:
 
     def _shared_profile(self, profile: StepProfile, current: Plan) -> StepProfile:
         """Rank 0's, with the most memory that any rank saw, and a margin."""
-        everyone: list[StepProfile] = self.comm.exchange_objects(profile)
-        first = everyone[0]
-        if all(len(p.intervals) == len(first.intervals) for p in everyone):
+        by_rank: list[StepProfile] = self.comm.exchange_objects(profile)
+        first = by_rank[0]
+        if all(len(p.intervals) == len(first.intervals) for p in by_rank):
             intervals = tuple(
                 replace(same[0], non_model_bytes=max(i.non_model_bytes for i in same))
-                for same in zip(*(p.intervals for p in everyone), strict=True)
+                for same in zip(*(p.intervals for p in by_rank), strict=True)
             )
             first = replace(first, intervals=intervals)
         else:  # ranks that branch: what one of them took at its peak, it may take at any time
-            peak = max(p.peak_non_model_bytes for p in everyone)
+            peak = max(p.peak_non_model_bytes for p in by_rank)
             first = replace(first, intervals=tuple(replace(i, non_model_bytes=peak) for i in first.intervals))
         return first.with_margin(current.block_bytes)
 
@@ -287,7 +287,7 @@ class Planner:
             return current
 
     def _safe_plan(self, model: nn.Module, plan: Plan, budget: Budget) -> Plan:
-        """As little on the device as possible: nobody knows yet what the activations take. Updates run when `plan` has
+        """As little on the device as possible: what the activations take is not known yet. Updates run when `plan` has
         them run, but for spare states, which a few steps are not worth."""
         timing = UpdateTiming.BEHIND_FORWARD if plan.has_spare_states else plan.update_timing
         regime = replace(self.regime, update_timing=timing, needs_global_norm=False)
@@ -372,7 +372,7 @@ class Planner:
         return plan
 
     def _share(self, decide: Callable[[], T]) -> T:
-        """Rank 0 decides, everyone gets it; an error there is an error everywhere."""
+        """Rank 0 decides, all ranks get it; an error there is raised on all."""
         decision = run_together(self.comm, decide if self.comm.rank == 0 else lambda: None)
         shared: T = self.comm.exchange_objects(decision)[0]
         return shared

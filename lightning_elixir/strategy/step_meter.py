@@ -1,4 +1,5 @@
-"""What training steps are seen to take: metrics for whoever asks, and figures for the report at the end of a run."""
+"""What training steps are seen to take: metrics for loggers and callbacks, and figures for the report at the end of a
+run."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ class StepMeter:
         """A batch begins.
 
         Args:
-            is_wanted: Somebody will ask for metrics when its step is over.
+            is_wanted: Metrics will be asked for when its step is over.
         """
         if self._since_s is None:
             self._since_s = time.perf_counter()

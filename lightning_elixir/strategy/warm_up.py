@@ -1,4 +1,4 @@
-"""From the first plan, which nobody could know enough for, to the one that training goes on with.
+"""From the first plan, made before a step was seen, to the one that training goes on with.
 
 The first step runs with as little as possible on the device, and is watched: what it takes beside the chunks, when, and
 how long it computes. With that the final plan is made before the second step. First times are too long, since kernels
@@ -83,7 +83,7 @@ class WarmUp:
         return self._handle.engine.engine
 
     def time_steps(self, is_timed: bool) -> None:
-        """Somebody else wants the next steps timed."""
+        """Whether to time the next steps for metrics, beside those that warm-up times itself."""
         self._is_timed_for_others = is_timed
         if self.stage is Stage.DONE or self.stage is Stage.SETTLING:
             self._engine.sample_times(is_timed)

@@ -627,7 +627,7 @@ def test_parameters_are_made_where_others_are(tmp_path: Path) -> None:
 def test_nobody_initialises(tmp_path: Path) -> None:
     good = {f"net.{k}": v for k, v in _mixed(tmp_path).items()}
     del good["net.scale"]
-    assert "nobody initialises scale" in _error(good, tmp_path, missing="initialize")
+    assert "nothing initialises scale" in _error(good, tmp_path, missing="initialize")
 
 
 def test_what_transformers_ignores_is_no_error(tmp_path: Path) -> None:

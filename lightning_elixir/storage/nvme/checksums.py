@@ -1,4 +1,4 @@
-"""Checksums of what was written, for whoever doubts the disk."""
+"""Checksums of what was written, for use where the disk is doubted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders to offload to: what is wrong with those that are named, and one for those who name none."""
+"""Folders to offload to: what is wrong with those that are named, and one where none is."""
 
 from __future__ import annotations
 

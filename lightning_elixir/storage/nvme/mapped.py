@@ -1,7 +1,7 @@
 """Tensors whose memory is a file's: what the host's memory has no room for when a checkpoint is put together.
 
-The system writes such pages to the disk, and forgets them, when somebody else needs the memory; a checkpoint is written
-from them as from any others. The file has no name, and is gone when the last of its tensors is.
+The system writes such pages to the disk, and frees them, when the memory is needed for something else; a checkpoint is
+written from them as from any others. The file has no name, and is gone when the last of its tensors is.
 
 It lies on the disk of the states. Where that is full, ordinary memory takes its place.
 """

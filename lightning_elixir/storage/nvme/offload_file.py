@@ -98,7 +98,7 @@ class OffloadFile:
             region: Its number.
             tensor: 1-D, contiguous, on the host.
             offset: Bytes in the region, a multiple of `ALIGNMENT`; the end must be one too, or the region's.
-            order: Those with the lowest go first, and what somebody waits for goes before all.
+            order: Those with the lowest go first, and what a thread waits for goes before all.
 
         Raises:
             StorageError: The tensor is not of that kind, or does not fit.
@@ -129,7 +129,7 @@ class OffloadFile:
         """Wait for all requests.
 
         Raises:
-            StorageError: One of them has failed, and nobody was told yet; or the file is not ours any more.
+            StorageError: One of them has failed, and that was not raised yet; or the file is not ours any more.
             StateError: The file is closed, or another process's.
         """
         with self._lock:

@@ -4,8 +4,9 @@
 its blocks when the last descriptor is closed, however the process ends. NFS and some FUSE file systems give such a file
 a hidden name and remove it at the close, which comes to the same. Where that does not work (the name cannot be removed,
 or the file cannot be used without it), it keeps its name and gets a last block that tells whose it is. Its owner holds
-a lock on it, which the kernel drops when the owner dies; whoever next opens a file in the folder removes those of this
-host that are not locked. Nothing is removed that does not bear our name, or ends in something else than our block.
+a lock on it, which the kernel drops when the owner dies; the next process that opens a file in the folder removes those
+of this host that are not locked. Nothing is removed that does not bear our name, or ends in something else than our
+block.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class ScratchFile:
         """See that the file has kept its size and its last block.
 
         Raises:
-            StorageError: Somebody has cut it off, or written over it.
+            StorageError: It was cut off, or written over, from outside.
             StateError: It is closed, or another process's.
         """
         self.check_owner()
@@ -263,7 +264,7 @@ def _let_go(fd: int, path: Path, process: int) -> None:
         if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(fd)):
             os.unlink(path)
     with suppress(OSError):
-        os.ftruncate(fd, 0)  # now, even where somebody else (a fork, a ring that the kernel takes down) still has it
+        os.ftruncate(fd, 0)  # now, even where something else (a fork, a ring that the kernel takes down) still has it
     with suppress(OSError):
         os.close(fd)
 

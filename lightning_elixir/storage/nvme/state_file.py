@@ -1,18 +1,19 @@
 """Masters and moments of chunks on a disk, and the buffers in host memory through which they are updated.
 
 [Note: states on NVMe] Each part of a chunk's states (master, first and second moment) has a region of its own in one
-file, so that who needs the master alone reads a third. Updates borrow one of a few equal buffers for each piece of a
-chunk (`StateFile.pieces`; most chunks are one piece): the states are read into it (`StateFile.begin`), changed there by
-whoever called, and written back (`Visit.end`); the buffer goes to the next visit when that is over. Nobody waits in
-between: what is read next is decided where a buffer becomes free, on the threads that move the bytes, by the order of
-the visits that wait then. So reading one piece, updating another and writing a third go on at once, and no thread
-stands still with a buffer that another waits for. Pieces begin at whole blocks in every part, so they share none.
+file, so that where the master alone is needed, a third is read. Updates borrow one of a few equal buffers for each
+piece of a chunk (`StateFile.pieces`; most chunks are one piece): the states are read into it (`StateFile.begin`),
+changed there by the caller, and written back (`Visit.end`); the buffer goes to the next visit when that is over. No
+thread waits in between: what is read next is decided where a buffer becomes free, on the threads that move the bytes,
+by the order of the visits that wait then. So reading one piece, updating another and writing a third go on at once, and
+no thread stands still with a buffer that another waits for. Pieces begin at whole blocks in every part, so they share
+none.
 
-Everybody else (checkpoints, moves to another placement, writes by users) reads and writes one part of one chunk at a
-time, in memory of their own. Reads and writes of one region take place in the order in which they were asked for, so
-whoever has waited for a chunk's update finds what that has written.
+All others (checkpoints, moves to another placement, writes by users) read and write one part of one chunk at a time, in
+memory of their own. Reads and writes of one region take place in the order in which they were asked for, so a read
+after a chunk's update was waited for finds what that has written.
 
-After a read for an update or any write has failed, the states are not whole any more: whoever asks for any of them gets
+After a read for an update or any write has failed, the states are not whole any more: asking for any of them raises
 that error, and visits that wait are over at once, so that none of them waits for ever.
 
 An update is described while the states are on the disk, over tensors on `meta` that tell where in a part its slices
@@ -292,7 +293,7 @@ class StateFile:
         return self._file.backend
 
     def mapped_memory(self) -> MappedMemory:
-        """For what is put together of states, and is as large as they are."""
+        """Memory in a file, for whole tensors made of states, which may be as large as all states."""
         return MappedMemory(self._file.folder)
 
     def of(self, chunk_id: int) -> ChunkStates | None:
@@ -345,8 +346,8 @@ class StateFile:
             self._traffic.read_bytes += target.nbytes if nbytes is None else nbytes
 
     def read_values(self, chunk_id: int, target: Tensor) -> None:
-        """The parameters, for computing. Where that fails nothing here can be relied on any more: whoever needs them
-        has begun to compute.
+        """The parameters, for computing. Where that fails nothing here can be relied on any more: the forward or
+        backward that needs them is under way.
 
         Args:
             target: 1-D, `[numel]`, the compute dtype, in host memory.
@@ -393,8 +394,8 @@ class StateFile:
     def begin(
         self, chunk_id: int, piece: Piece, read: Collection[str], order: float = 0.0, grad_itemsize: int = 0
     ) -> Visit:
-        """Have states brought to a buffer; that, and the buffer, is waited for in the order of the visits. Whoever
-        begins one ends it, or drops it.
+        """Have states brought to a buffer; that, and the buffer, is waited for in the order of the visits. The caller
+        ends it, or drops it.
 
         Args:
             chunk_id: The last visit of this piece must have ended.
@@ -440,7 +441,7 @@ class StateFile:
     def close(self) -> None:
         """Free the disk and the buffers. Visits that wait are over, and have failed."""
         if self._failure is not None:
-            # The error keeps the frames of all to whom it was raised, with their losses, whose graphs keep the engine,
+            # The error keeps the frames of all calls that raised it, with their losses, whose graphs keep the engine,
             # and that this: a cycle of which the garbage collector does not see all.
             self._failure = StorageError(str(self._failure))
         with deferred():
@@ -558,7 +559,7 @@ class StateFile:
             visit._is_over = True
             if visit in self._waiting:
                 self._waiting.remove(visit)
-                self._arrive(visit, StateError("nobody wants these states any more"))
+                self._arrive(visit, StateError("these states are not needed any more"))
             elif visit.is_over() and visit._error is None:
                 self._num_ready -= 1
                 self._give_back(visit)
@@ -634,7 +635,7 @@ class ChunkStates:
         self.file.write_from(self.chunk_id, GRAD, blocks, nbytes)
 
     def stand_in(self) -> Tensor:
-        """What has the place of a part where tensors are described and nobody reads them: without memory, on `meta`."""
+        """What has the place of a part where tensors are described but not read: without memory, on `meta`."""
         return torch.empty(self.spec.numel, dtype=self.spec.dtype, device="meta")
 
     def read(self, part: str) -> Tensor:
@@ -683,7 +684,7 @@ def open_state_file(
 
     Args:
         specs: By chunk id.
-        options: Where, and by whom.
+        options: Which folder, which back end.
         rank: Of this process.
         traffic: Counts what is done.
 
@@ -707,7 +708,7 @@ def _keys(specs: Mapping[int, StateSpec]) -> list[tuple[int, str]]:
 
 
 def _as_error(error: BaseException) -> Exception:
-    """What is told to all who ask later: a second Ctrl-C was for those alone whom it interrupted."""
+    """What later calls raise: a second Ctrl-C was meant only for the call that it interrupted."""
     if isinstance(error, Exception):
         return error
     failure = StorageError(

@@ -1,4 +1,4 @@
-"""The `tensornvme` package (0.1.0) as a back end, its traps kept away from whoever uses it.
+"""The `tensornvme` package (0.1.0) as a back end, its traps kept away from the code that uses it.
 
 [Note: what tensornvme does, and what is done about it]
 
@@ -15,8 +15,8 @@
 - Of its ways to wait only `synchronize` waits for reads, and it waits for everything. It holds the GIL in there. So
   transfers are begun as they come, as many as there are, before all of them are waited for.
 - It does not know threads, and crashes when a signal wakes the one that waits in it: one thread of ours makes all
-  calls, and handles no signals. (Being stopped and continued nobody can keep from it.) It asks io_uring for a queue
-  without looking whether it gets one, and crashes without: we ask first.
+  calls, and handles no signals. (A process that is stopped and continued cannot be kept from waking it.) It asks
+  io_uring for a queue without looking whether it gets one, and crashes without: we ask first.
 - Its end removes the file by name, and complains on stdout if there is none: there is, for that moment.
 - It goes through the page cache: where the file system can do without, its descriptor is told so.
 """
@@ -61,7 +61,7 @@ _MOST_TRANSFERS = 16
 _OF_A_THREAD = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 _LEFT = "it was read with will_write, and has not been written since"
-"""Why such a slot cannot be read; who has promised to write may do so in parts."""
+"""Why such a slot cannot be read. The write that was promised may come in parts."""
 _IO_URING_PARAMS_BYTES = 120
 _IO_URING_SETUP = 425  # on every architecture that Linux has io_uring on
 _HOW_TO_INSTALL = (
@@ -256,13 +256,13 @@ class _Slots:
         return None
 
     def land(self) -> None:
-        """Wait for all that is on its way; what fails is told to those whose it is."""
+        """Wait for all that is on its way; each transfer is told of its own failure."""
         flights, self._flights = self._flights, []
         problem: BaseException | None = None
         try:
             if flights:
                 self._synchronize()
-        except BaseException as error:  # then nobody knows what has come
+        except BaseException as error:  # then it is not known which transfers are done
             problem = error
         for flight in flights:
             failure = problem
@@ -378,7 +378,7 @@ class _Slots:
         return parts
 
     def _take(self, group: Sequence[_Part]) -> set[int]:
-        """Bring what is there of these slots to the staging buffers; tensornvme then forgets it."""
+        """Read into the staging buffers what was written of these slots; tensornvme then forgets it."""
         arrived: set[int] = set()
         asked: set[int] = set()
         for part, buffer, page in zip(group, self._staging, self._pages, strict=False):
@@ -503,7 +503,7 @@ def _without_signals() -> Iterator[None]:
 
 
 def _over(address: int, nbytes: int) -> Tensor:
-    """A tensor over memory that somebody else keeps alive."""
+    """A tensor over memory that the caller keeps alive."""
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 

@@ -62,7 +62,7 @@ class Transfer:
 
 
 class Backend(Protocol):
-    """Who moves bytes."""
+    """What moves bytes between a file and memory."""
 
     name: str
     is_direct: bool
@@ -141,7 +141,8 @@ class Request:
         when_all_over(self._tasks, follower)
 
     def take_care(self) -> StorageError | None:
-        """Whoever asks has been told: why it has failed, if it has. For followers, which come before the end counts."""
+        """Why it has failed, if it has; counts as told from then on. For followers, which come before the end
+        counts."""
         errors = [task.error for task in self._tasks if task.error is not None]
         if not errors:
             return None
@@ -166,5 +167,5 @@ class Request:
 
     @property
     def needs_care(self) -> bool:
-        """Whether it is under way, or has failed and nobody has been told."""
+        """Whether it is under way, or has failed and that has not been told."""
         return not self.is_over() or (self.error is not None and not self._was_raised)
