@@ -72,7 +72,7 @@ def test_what_goes_wrong_is_found_and_made_simpler(monkeypatch: pytest.MonkeyPat
     program = Program(1, layers, optimizer="momentum", schedule="step", actions=actions, plan=PLAN)
     outcome = run_program(program)
     assert outcome.verdict == "different", outcome.detail
-    found, again = shrink(program, outcome, 60.0, run=run_program)
+    found, again = shrink(program, outcome, 240.0, run=run_program)
     assert again.verdict == "different"
     assert found == Program(1, (Layer("product"),), steps=1, plan=PLAN)
 
