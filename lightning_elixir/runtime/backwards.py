@@ -48,12 +48,11 @@ class Backwards:
         """A bare `loss.backward()` has reached an output of the model."""
         with self._engine.turn.phase("a backward"), deferred():
             if self._phases.current is Phase.IDLE:
-                self._begin()
-                self._is_bare = True
+                self._begin(is_bare=True)
                 # On the outermost graph: from inside reentrant checkpointing it would fire at the nested end.
                 torch.autograd.Variable._execution_engine.queue_callback(self.end)
 
-    def _begin(self) -> None:
+    def _begin(self, *, is_bare: bool = False) -> None:
         engine = self._engine
         self._phases.check_open()
         if self._phases.current is not Phase.IDLE:
@@ -68,10 +67,11 @@ class Backwards:
         engine.writes.absorb()
         engine.interception.check_unwritten("forward and backward")
         engine.iterations.begin_backward()
-        self._is_bare = False
+        self._is_bare = is_bare
         self._phases.enter(Phase.BACKWARD, engine.turn.phase("a backward"))
         try:
-            engine.forwards.open_resident()
+            if not is_bare:
+                engine.forwards.open_resident()
         except BaseException:
             self.abort()
             raise
@@ -134,6 +134,12 @@ class Backwards:
     def is_stale(self) -> bool:
         """Whether a backward that the engine was not told of is open, and does not run."""
         return self._phases.current is Phase.BACKWARD and self._is_bare and torch._C._current_graph_task_id() == -1
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether parameters stay intercepted in the backward that runs: nothing tells when a bare one has raised, and
+        what users do to gradients then, or to parameters, must not pass by."""
+        return self._is_bare and self._phases.current is Phase.BACKWARD
 
     def _release_pins(self) -> None:
         self._engine.active.rcache.unpin_all()

@@ -189,7 +189,7 @@ class Engine:
             for chunk_id in ids:
                 chunk = self.chunks[chunk_id]
                 chunk.wait_ready()
-                if is_computing:
+                if is_computing and not self.backwards.is_guarded:
                     self.interception.make_plain(chunk)
         except BaseException:
             if pin and self.active.cost:
@@ -212,7 +212,12 @@ class Engine:
         self.leave_interrupted()
         if self.forwards.is_stale:
             self.forwards.abort()
-        elif self.backwards.is_stale:
+        else:
+            self.leave_stale_backward()
+
+    def leave_stale_backward(self) -> None:
+        """End a bare backward that has raised, of which autograd does not tell."""
+        if self.backwards.is_stale:
             self.backwards.abort()
 
     def leave_interrupted(self) -> None:

@@ -268,6 +268,7 @@ class Interception:
     def _grad_of(self, parameter: Tensor, getter: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         """`parameter.grad` (Note: visible gradients, `runtime/gradients.py`)."""
         with self._engine.turn.call("a gradient was read"):
+            self._engine.leave_stale_backward()
             return self._read_grad(parameter, getter)
 
     def _read_grad(self, parameter: Tensor, getter: Callable[[Tensor], Tensor | None]) -> Tensor | None:
@@ -302,6 +303,7 @@ class Interception:
         parameter, value = args
         chunk, index = self._at(parameter)
         with self._engine.turn.call("a gradient was set"):
+            self._engine.leave_stale_backward()
             with torch._C.DisableTorchFunctionSubclass():
                 func(parameter, value)  # which checks that it fits
                 func(parameter, None)

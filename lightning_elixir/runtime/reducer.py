@@ -268,8 +268,8 @@ class Reducer:
         self.withdraw()
         self._retire(0)
         self._collected.clear()
-        self._drop_uncollected()
-        self.zeros.note_failure(self.used)
+        self.drop_uncollected()
+        self.zeros.note_loss(self.used)
         self.used -= {key for key in self._used_now if key[0] not in self._begun}
         if self._reduced_now - self._begun:
             self._lost |= {key for key in self.used if key[0] not in self._begun}
@@ -277,7 +277,7 @@ class Reducer:
         self._begun_before = set(self._begun)
         self._begin()
 
-    def _drop_uncollected(self) -> None:
+    def drop_uncollected(self) -> None:
         """What autograd had put down when a signal, or a hook of the user's, kept `collect` from taking it over: the
         next backward would add to it."""
         with torch._C.DisableTorchFunctionSubclass():  # this is not the user touching `.grad`
@@ -459,18 +459,20 @@ class Reducer:
         self.zeros.zero_all({*self.used, *also}, self.order, [*with_grads, *(i for i, _ in also)])
         self._clear()
 
-    def end_step(self, used: Collection[tuple[int, int]]) -> None:
+    def end_step(self, used: Collection[tuple[int, int]], others: Collection[tuple[int, int]]) -> None:
         """A step has used the gradients, and where updates had begun taken them over: they are dropped.
 
         Args:
-            used: Of which parameters, on any rank.
+            used: Of which parameters of the optimizer that steps, on any rank.
+            others: All parameters of other optimizers: of theirs, zeros stay.
         """
+        lost = self.used.intersection(others)
         self._clear()
-        self.zeros.note_step(used)
+        self.zeros.note_step(used, others, lost)
 
     def _clear(self) -> None:
         self._drop(self.order)
-        self._drop_uncollected()  # a bare `loss.backward()` may have failed before the engine noticed it
+        self.drop_uncollected()  # a bare backward may have failed before it was noticed
         self._begun.clear()
         self._begun_before.clear()
         self._lost.clear()

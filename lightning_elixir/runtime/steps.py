@@ -78,8 +78,8 @@ class Steps:
             members: All that the optimizer has.
         """
         engine = self._engine
-        if len(self.optimizers) > 1:
-            self._dropped |= {key for key in engine.reducer.used if self._is_of_another(*key, members)}
+        others = self._others(members)
+        self._dropped |= engine.reducer.used & others
         engine.iterations.end()
         engine.forwards.leave_covered()
         engine.interception.forget_versions()  # what was computed before is checked when backward needs it
@@ -102,7 +102,7 @@ class Steps:
             else:
                 engine.active.residency.release((chunk_id,))
         engine.gradients.retire()
-        engine.reducer.end_step([(chunk_id, index) for chunk_id, indices in used.items() for index in indices])
+        engine.reducer.end_step([(chunk_id, index) for chunk_id, indices in used.items() for index in indices], others)
 
     def _refresh(self, chunk: Chunk) -> None:
         """On some rank, user code keeps a tensor over this replica's storage: it shall see the new values, and what is
@@ -140,7 +140,9 @@ class Steps:
             engine.leave_stale()
             engine.leave_hooks()
             engine.check_whole()
-            if members is not None and any(self._is_of_another(*key, members) for key in engine.reducer.used):
+            # Not by the gradients that there are: these may differ from rank to rank.
+            if members is not None and self._others(members):
+                engine.reducer.drop_uncollected()
                 keys = {(chunk_id, index) for chunk_id, indices in members.items() for index in indices}
                 self._dropped -= keys
                 for chunk_id, index in sorted(keys):
@@ -200,11 +202,17 @@ class Steps:
                 used.setdefault(chunk_id, set()).add(index)
         return used
 
-    def _is_of_another(self, chunk_id: int, index: int, members: Members) -> bool:
-        """Whether a member, which is none of `members`, is another optimizer's."""
-        if index in members.get(chunk_id, ()):
-            return False
-        return any(index in states.members.get(chunk_id, ()) for states in self.optimizers.states)
+    def _others(self, members: Members) -> set[tuple[int, int]]:
+        """What other optimizers have, but for `members`: chunk id, member index. The same on every rank."""
+        if len(self.optimizers) < 2:
+            return set()
+        return {
+            (chunk_id, index)
+            for states in self.optimizers.states
+            for chunk_id, indices in states.members.items()
+            for index in indices
+            if index not in members.get(chunk_id, ())
+        }
 
     def _forget_changes(self) -> None:
         for known in self.optimizers:

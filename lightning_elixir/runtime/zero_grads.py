@@ -19,10 +19,10 @@ class ZeroGrads:
         """Chunks some of whose parameters may be in `_keys` on any rank; the same on every rank."""
         self._of_steps: set[Key] = set()
         """Had a gradient at an earlier step, on any rank, which has dropped it."""
-        self._of_failures: set[Key] = set()
-        """Had one on this rank before a backward failed, which has dropped it."""
-        self._has_failed = False
-        """Whether a backward has, on every rank: it may have come to different parameters on each."""
+        self._of_losses: set[Key] = set()
+        """Had one on this rank that was lost: a backward failed, or the step of another optimizer has dropped it."""
+        self._may_have_lost = False
+        """Whether that has happened, on every rank: it may have come to different parameters on each."""
 
     def __contains__(self, key: Key) -> bool:
         return key in self._keys
@@ -34,23 +34,29 @@ class ZeroGrads:
         """Whether parameters of the chunk may have such a gradient on any rank. The same on every rank."""
         return chunk_id in self._chunk_ids
 
-    def note_step(self, used: Iterable[Key]) -> None:
-        """A step drops all gradients.
+    def note_step(self, used: Iterable[Key], others: Collection[Key], lost: Collection[Key]) -> None:
+        """A step drops all gradients, but for zeros of other optimizers.
 
         Args:
-            used: Which parameters had one, on any rank.
+            used: Which parameters of the optimizer that steps had one, on any rank.
+            others: All parameters of other optimizers.
+            lost: Of these, those that had one on this rank that was more than zeros.
         """
         self._of_steps.update(used)
-        self.drop_all()
+        self._keys.intersection_update(others)
+        self._keys.difference_update(lost)
+        self._chunk_ids.intersection_update(chunk_id for chunk_id, _ in others)
+        if others:
+            self.note_loss(lost)
 
-    def note_failure(self, had: Iterable[Key]) -> None:
-        """A backward has failed, on every rank.
+    def note_loss(self, had: Iterable[Key]) -> None:
+        """A backward has failed, or a step has dropped what other optimizers need; on every rank.
 
         Args:
             had: Which parameters had a gradient on this rank.
         """
-        self._of_failures.update(had)
-        self._has_failed = True
+        self._of_losses.update(had)
+        self._may_have_lost = True
 
     def drop_all(self) -> None:
         """There are none any more; those that had a gradient are still known."""
@@ -61,12 +67,12 @@ class ZeroGrads:
         """All gradients are None, as if there had been none."""
         self.drop_all()
         self._of_steps.clear()
-        self._of_failures.clear()
-        self._has_failed = False
+        self._of_losses.clear()
+        self._may_have_lost = False
 
     def forget(self, key: Key) -> None:
         """The gradient of one parameter is None."""
-        for known in (self._keys, self._of_steps, self._of_failures):
+        for known in (self._keys, self._of_steps, self._of_losses):
             known.discard(key)
 
     def zero(self, key: Key, *, has_grad: bool, is_in_chunk: bool) -> None:
@@ -78,7 +84,7 @@ class ZeroGrads:
         """
         if is_in_chunk or self._had_in(key[0]):
             self._chunk_ids.add(key[0])
-        had = has_grad or key in self._of_steps or key in self._of_failures
+        had = has_grad or any(key in known for known in (self._keys, self._of_steps, self._of_losses))
         self.forget(key)
         if had:
             self._keys.add(key)
@@ -91,11 +97,11 @@ class ZeroGrads:
             chunk_ids: All chunks that can have gradients.
             with_grads: Those some of whose parameters may have one, on any rank. The same on every rank.
         """
-        self._keys |= {*keys} | self._of_steps | self._of_failures
+        self._keys |= {*keys} | self._of_steps | self._of_losses
         self._chunk_ids |= {*with_grads} | {i for i in chunk_ids if self._had_in(i)}
         self._of_steps.clear()
-        self._of_failures.clear()
-        self._has_failed = False
+        self._of_losses.clear()
+        self._may_have_lost = False
 
     def _had_in(self, chunk_id: int) -> bool:
-        return self._has_failed or any(i == chunk_id for i, _ in self._of_steps)
+        return self._may_have_lost or any(i == chunk_id for i, _ in self._of_steps)

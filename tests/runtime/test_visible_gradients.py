@@ -509,6 +509,93 @@ def test_zeros_of_a_backward_that_failed(how: str, placement: str, has_earlier: 
     assert_equal_states(pairs)
 
 
+@pytest.mark.parametrize("how", HOWS[:-1])
+def test_zeros_stay_when_they_are_filled_again(how: str) -> None:
+    pairs = part_pairs("cpu", "adamw")
+    for net, model, own, backward in pairs:
+        backward(net(batch(0), range(6)))
+        fill(how, net, model, own)
+        fill(how, net, model, own)
+        assert all(p.grad is not None for p in model.parameters())
+        own.step()
+    assert_equal_states(pairs)
+
+
+@pytest.mark.parametrize("placement", ["cpu", "cuda"])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_bare_backward_that_failed_hides_no_gradients(placement: str, set_to_none: bool) -> None:
+    """Nothing tells that it has raised: what is dropped and written right after that is noticed all the same."""
+    pairs = part_pairs(placement, "adamw")
+    for net, model, own, _ in pairs:
+        net(batch(0), range(6)).backward()
+        handle = model.layers[4].register_forward_hook(
+            lambda module, inputs, output: output.register_hook(_fail) and None
+        )
+        with pytest.raises(Failure):
+            net(batch(0), range(6)).backward()
+        handle.remove()
+        model.zero_grad(set_to_none=set_to_none)
+        with torch.no_grad():
+            model.layers[5].bias.add_(0.25)
+        assert [p.grad is None for p in model.parameters()] == [set_to_none] * 12
+        net(batch(1), range(1, 4)).backward()
+        own.step()
+    assert_equal_states(pairs)
+
+
+def _halves(model: nn.Module) -> list[torch.optim.Optimizer]:
+    parameters = list(model.parameters())
+    return [OPTIMIZERS["adamw"](part) for part in (parameters[:6], parameters[6:])]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_zeros_of_two_optimizers(placement: str) -> None:
+    """Those of one stay where the other drops its gradients or steps; what a step has dropped becomes zeros."""
+    plain, model = parts(), parts()
+    module = ElixirModule(model, make_plan(model, **PARTS[placement]), device=torch.device("cpu"))
+    ours = [ElixirOptimizer(module, inner) for inner in _halves(model)]
+    for net, owns in ((plain, _halves(plain)), (module, ours)):
+        net(batch(0), range(6)).backward()
+        owns[0].zero_grad(set_to_none=False)
+        owns[1].zero_grad(set_to_none=True)
+        owns[0].step()
+        owns[0].zero_grad(set_to_none=True)
+        net(batch(1), range(6)).backward()
+        owns[1].zero_grad(set_to_none=False)
+        owns[0].step()
+        owns[1].step()
+        owns[0].zero_grad()
+        owns[1].zero_grad()
+        net(batch(2), range(6)).backward()
+        owns[0].step()
+        owns[1].zero_grad(set_to_none=False)
+        owns[1].step()
+        owns[0].zero_grad()
+    state = module.state_dict()
+    assert [name for name, value in plain.state_dict().items() if not torch.equal(state[name], value)] == []
+
+
+def _two_optimizers_on_ranks() -> dict[str, Tensor]:
+    """One rank alone has gradients of the second optimizer."""
+    model = parts()
+    module = ElixirModule(model, make_plan(model, world_size=2, **PLACEMENTS["cpu"]), device=torch.device("cpu"))
+    owns = [ElixirOptimizer(module, inner) for inner in _halves(model)]
+    owns[0].backward(module(batch(0), [0] if dist.get_rank() == 0 else [4]))
+    owns[0].zero_grad()
+    owns[1].step()
+    state = copy.copy(module.state_dict())
+    module.close()
+    return state
+
+
+def test_zero_grad_of_one_of_two_optimizers_on_ranks() -> None:
+    plain = parts()
+    (plain(batch(0), [4]) / 2).backward()
+    _halves(plain)[1].step()
+    for state in run_ranks(_two_optimizers_on_ranks, 2):
+        assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
 def test_zeros_are_seen_in_whole_gradients_and_norms() -> None:
     _, (module, model, optimizer, backward) = part_pairs("cpu", "sgd")
     backward(module(batch(0), range(3)))
