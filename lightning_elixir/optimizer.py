@@ -13,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.signals import deferred
+from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.execution import UpdateRecord, UpdateRunner, UpdateTimes
 from lightning_elixir.optim.own_steps import OwnStep
 from lightning_elixir.optim.scaling import LossScaler
@@ -74,9 +75,15 @@ class ElixirOptimizer(torch.optim.Optimizer):
         max_norm: float = 0.0,
         num_update_threads: int | None = None,
     ) -> None:
+        engine = getattr(module, "engine", None)
+        if not isinstance(engine, Engine):
+            raise PlanError(
+                f"ElixirOptimizer takes the ElixirModule around the model, got {type(module).__name__}: "
+                "ElixirOptimizer(ElixirModule(model, plan), optimizer)"
+            )
         cls = elementwise_class(optimizer)
         self._own_step = OwnStep(optimizer, cls) if OwnStep.is_needed(optimizer, cls) else None
-        self._engine: Engine = module.engine
+        self._engine: Engine = engine
         check_parameters(self._engine, optimizer.param_groups)
         check_has_no_place(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)

@@ -57,8 +57,8 @@ def elementwise_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Opti
     if isinstance(optimizer, _WHOLE):
         why = f"{name} looks at whole parameters"
     raise PlanError(
-        f"{why}: updates run over shards, which hold slices of parameters, so only those of optimizers can that are "
-        f"known to look at one element at a time. Use one of {names}"
+        f"{why}: updates run over shards, which hold slices of parameters, so what becomes of an element may depend on "
+        f"that element alone. Use one of {names}"
     )
 
 

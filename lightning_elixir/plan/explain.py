@@ -56,7 +56,7 @@ def explain(plan: Plan) -> str:
     on_nvme = int(plan.notes.get("nvme_bytes", 0))
     if on_nvme:
         lines.append(f"  NVMe: {format_bytes(on_nvme)}")
-    lines.append(f"  predicted step: {format_seconds(forecast.times.total_s)}, with the figures of {forecast.hardware}")
+    lines.append(f"  predicted step: {format_seconds(forecast.times.total_s)}; machine: {forecast.hardware}")
     lines += [f"    {format_seconds(seconds)} {text}" for text, seconds in step_parts(forecast.times)]
     disk = describe_disk(plan)
     if disk:

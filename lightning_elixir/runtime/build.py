@@ -83,7 +83,7 @@ class Builder:
         self._comm = comm
         self._named = dict(module.named_parameters(remove_duplicate=False))
         self._meta_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by id of the replacement
-        _check_names(plan, self._named)
+        check_names(plan, self._named)
         _check_modules(module)
         problem = problem_of_params_on_nvme(plan.chunks, plan.world_size, plan.is_storage_distributed)
         if problem is not None:
@@ -359,7 +359,8 @@ def _check_modules(module: nn.Module) -> None:
         )
 
 
-def _check_names(plan: Plan, named: Mapping[str, nn.Parameter]) -> None:
+def check_names(plan: Plan, named: Mapping[str, nn.Parameter]) -> None:
+    """Raises `PlanError` if the plan is not for a model of these parameters (tied ones under all their names)."""
     planned = {m.fqn: m.shape for c in plan.chunks for m in c.members}
     known = {id(named[name]) for name in planned if name in named}
     missing = [name for name in planned if name not in named]

@@ -28,6 +28,8 @@ from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.planning import make_plan, param_specs, timeline_of
 from lightning_elixir.profiling.kept_fp32 import is_nothing, kept_parameters
+from lightning_elixir.profiling.parameters import dtype_name
+from lightning_elixir.runtime.build import check_names
 from lightning_elixir.storage.nvme import DiskOptions
 from lightning_elixir.strategy.config import ElixirConfig
 from lightning_elixir.strategy.model_init import check_same_model
@@ -238,7 +240,7 @@ class Planner:
         given = self.config.given_plan()
         if given is not None:
             given = self._with_kept(given, model)
-            self._check_given(given, budget)
+            self._check_given(given, model, budget)
             return given, True
         plan = self._make(model, budget, self.regime)
         is_fixed = self.config.placement_policy == "cuda" or plan.is_all_resident
@@ -250,8 +252,26 @@ class Planner:
             return self._safe_plan(model, plan, budget), False
         return self._evaluation_plan(model, plan, budget), False
 
-    def _check_given(self, plan: Plan, budget: Budget) -> None:
-        """Raises `CapacityError` if a plan of the user's takes more than there is, activations not counted."""
+    def _check_given(self, plan: Plan, model: nn.Module, budget: Budget) -> None:
+        """Whether a plan of the user's can be obeyed here.
+
+        Raises:
+            PlanError: It was made for another model or precision.
+            CapacityError: It takes more than there is, activations not counted.
+        """
+        named = dict(model.named_parameters(remove_duplicate=False))
+        check_names(plan, named)
+        if self._compute_dtype is None:  # each parameter keeps its own
+            dtypes = [(dtype_name(named[m.fqn].dtype), c.dtype) for c in plan.chunks for m in c.members]
+        else:
+            dtypes = [(dtype_name(self._compute_dtype), plan.compute_dtype)]
+        for ours, planned in dtypes:
+            if ours != planned:
+                raise PlanError(
+                    f"the given plan is for parameters in {planned}, and the precision of this Trainer has them in "
+                    f"{ours}: give the Trainer the precision that the plan was made for, make a plan with this one, or "
+                    "leave out `plan`"
+                )
         use = memory_use(plan.chunks, plan.rcache_blocks, scheme_of(plan, self.regime))
         with self._true_words():
             for name, nbytes, limit in (

@@ -431,3 +431,9 @@ def test_clipping_by_value_is_of_gradients_without_the_loss_scale() -> None:
     optimizer.step()
     state = module.full_state_dict()
     assert all(torch.equal(state[name], p) for name, p in plain.named_parameters())
+
+
+def test_an_optimizer_around_a_plain_module_is_refused() -> None:
+    model = nn.Linear(8, 4)
+    with pytest.raises(PlanError, match=r"takes the ElixirModule around the model, got Linear"):
+        ElixirOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.5))  # type: ignore[arg-type]

@@ -272,3 +272,27 @@ def test_a_given_plan_is_held_against_the_limits() -> None:
     ):
         fit(ElixirStrategy(plan=plan, gpu_memory_limit="20KiB"))
     fit(ElixirStrategy(plan=plan, gpu_memory_limit="20MiB"))
+
+
+def test_a_plan_of_a_larger_model_is_told_from_too_little_memory(tmp_path: Path) -> None:
+    strategy = ElixirStrategy(**CHUNK)
+    fit(strategy)
+    save_plan(strategy.plan, tmp_path / "plan.json")
+
+    class SmallNet(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.layers[-1]
+
+    with pytest.raises(PlanError, match="plan was made for another model: it has parameters that the model lacks"):
+        fit(ElixirStrategy(plan=tmp_path / "plan.json", gpu_memory_limit="4KiB"), SmallNet)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "other", "other_dtype"),
+    [("32-true", "float32", "bf16-mixed", "bfloat16"), ("bf16-mixed", "bfloat16", "32-true", "float32")],
+)
+def test_a_plan_of_another_precision(precision: Any, dtype: str, other: Any, other_dtype: str) -> None:
+    plan = fit(ElixirStrategy(**CHUNK), precision=precision)[0].strategy.plan
+    with pytest.raises(PlanError, match=f"plan is for parameters in {dtype}, .* has them in {other_dtype}: give the"):
+        fit(ElixirStrategy(plan=plan), precision=other)
