@@ -86,6 +86,7 @@ class Chunk:
         self._stand_ins: list[Tensor] = []  # what takes their place while the chunk is released
         self._is_bound = True  # whether the parameters are those views
         self._unaliased_count = 0  # of the storage, beside the parameters
+        self._replaced: set[int] = set()  # members that the user has given other memory while they were bound
         # A tensor over a storage that is still empty: sizes are set by hand, bytes come with the first fetch.
         self._storage.resize_(spec.nbytes)
         self.flat.set_(self._storage, 0, (spec.numel,), (1,))
@@ -146,6 +147,22 @@ class Chunk:
         """
         own = self._unaliased_count + (len(self.parameters) if self._is_bound else 0)
         return storage_use_count(self._storage) > own or not self._storage.resizable()
+
+    def take_replaced(self) -> list[int]:
+        """Members that were given other memory since this was last asked (`p.data = x` and `module.half()`, where
+        parameters are not intercepted), by index. They are views of the chunk again."""
+        if self._is_bound and self._note_replaced():
+            set_data(self.parameters, self._views)
+        taken = sorted(self._replaced)
+        self._replaced.clear()
+        return taken
+
+    def _note_replaced(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            pairs = zip(self.parameters, self._views, strict=True)
+            found = [i for i, (parameter, view) in enumerate(pairs) if parameter.data_ptr() != view.data_ptr()]
+        self._replaced.update(found)
+        return bool(found)
 
     def member_at(self, offset: int) -> int:
         """The index of the member that holds an element of the flat tensor."""
@@ -224,5 +241,6 @@ class Chunk:
 
     def _unbind(self) -> None:
         if self._is_bound and self._stand_ins:
+            self._note_replaced()
             set_data(self.parameters, self._stand_ins)
             self._is_bound = False

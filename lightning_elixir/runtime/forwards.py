@@ -156,8 +156,10 @@ class Forwards:
     def _end_region(self) -> None:
         engine = self._engine
         self._close_region()
-        if torch.is_grad_enabled():  # else the versions are those of an earlier region
+        if torch.is_grad_enabled():
             engine.interception.check_unwritten("forward")
+        else:  # the versions are those of an earlier region
+            engine.interception.check_bound("forward")
         if engine.active.needs_agreement:
             with engine.iterations.sampler.waiting():
                 engine.active.agreement.meet(Meeting.FORWARD_END)

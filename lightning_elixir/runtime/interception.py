@@ -144,8 +144,19 @@ class Interception:
         """No forward waits for its backward any more."""
         self._versions = []
 
+    def check_bound(self, where: str) -> None:
+        """Raises `StateError` if a parameter was given other memory, in which its values would be lost."""
+        replaced = [c.spec.members[index].fqn for c in self._chunks for index in c.take_replaced()]
+        if replaced:
+            raise StateError(
+                f"parameters were given other values, or another dtype or device, inside {where} (as `p.data = x`, "
+                f"`.half()` and `.to(device)` do): {', '.join(replaced[:5])}; {_WRITE_CURE}, and choose the dtype with "
+                "the precision"
+            )
+
     def check_unwritten(self, where: str) -> None:
-        """Raises `StateError` if a parameter was written in place since the forward began."""
+        """Raises `StateError` if a parameter was written, in place or by assignment, since the forward began."""
+        self.check_bound(where)
         versions = self._versions
         if not versions:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -107,6 +108,47 @@ def test_a_bare_backward_that_fails_before_it_is_noticed_leaves_nothing() -> Non
     plain(x).logits.square().mean().backward()
     grads = module.full_grads()
     assert [name for name, p in plain.named_parameters() if not torch.equal(grads[name], p.grad)] == []
+
+
+class Changing(nn.Module):
+    """Does something to its layers in the middle of a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+        self.change: Callable[[nn.Module], Any] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        if self.change is not None:
+            self.change(self.layers[2])
+        return self.layers[3](x)
+
+
+def _assign(layer: nn.Module) -> None:
+    layer.weight.data = layer.weight.data * 2
+
+
+@pytest.mark.parametrize("change", [_assign, nn.Module.half, nn.Module.double])
+@pytest.mark.parametrize("placement", ["cpu", "cuda"])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_parameters_that_are_assigned_inside_forward(change: Any, placement: str, is_training: bool) -> None:
+    """An error, since the chunk goes on with its own values; and as if it had not been afterwards."""
+    torch.manual_seed(0)
+    plain = Changing()
+    model, x = copy.deepcopy(plain), torch.randn(3, 16)
+    module = ElixirModule(model, make_plan(model, placement_policy=placement, chunk_size=2048), device=CPU)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.change = change
+    with pytest.raises(StateError, match=r"inside forward .*layers\.2\.weight"), torch.set_grad_enabled(is_training):
+        module(x)
+    model.change = None
+    optimizer.zero_grad()
+    optimizer.backward(module(x).square().mean())
+    plain(x).square().mean().backward()
+    grads = module.full_grads()
+    assert [name for name, p in plain.named_parameters() if not torch.equal(grads[name], p.grad)] == []
+    module.close()
 
 
 def test_stepping_a_plain_optimizer_is_an_error() -> None:
