@@ -256,8 +256,8 @@ class ElixirModule(nn.Module):
                 yield {name: members[name][0].parameters[members[name][1]] for name in wanted}
 
     def full_grads(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
-        """Whole gradients of all parameters that have one, fp32 (fp64 ones as they are) on the CPU of every rank,
-        divided by `loss_scale`. Collective."""
+        """Whole gradients of all parameters that have one, fp32 (fp64 ones as they are) on the CPU of every rank, as
+        the backwards have left them (not clipped, other than `p.grad`), divided by `loss_scale`. Collective."""
         with self.engine.meeting(Meeting.FULL_GRADS):
             return whole_grads(self.engine, 1.0 / loss_scale)
 

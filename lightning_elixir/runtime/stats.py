@@ -21,14 +21,23 @@ class Stats:
     prefetches: int
     """Replicas fetched ahead of need."""
     hits: int
+    """Times a chunk was needed and there, or on its way."""
     evictions: int
+    """Replicas that were dropped for others."""
     overflows: int
+    """Times more replicas were needed at once than the plan's rCache holds: it has grown."""
     misses_of_trace: int
+    """Times a chunk was needed elsewhere than in the step that was watched: what comes next was not known."""
     peak_blocks: int
+    """Most blocks of the rCache in use at once."""
     h2d_bytes: int
+    """Copied from host memory to the device."""
     d2h_bytes: int
+    """Copied from the device to host memory."""
     gathered_bytes: int
+    """Of the replicas that all-gathers have put together from shards."""
     reduced_bytes: int
+    """Of gradients, given to reductions over ranks."""
     held_bytes: dict[str, int]
     """By tier and kind, such as `gpu_replica` or `cpu_master`."""
     compute_s: float | None = None

@@ -823,8 +823,8 @@ class ElixirStrategy(ProcessStrategy):
         return self._elixir_optimizer.grad_norm()
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Whole gradients by parameter name: fp32 (fp64 with `precision="64-true"`), on the CPU, unscaled.
-        Collective."""
+        """Whole gradients by parameter name: fp32 (fp64 with `precision="64-true"`), on the CPU, unscaled and not
+        clipped. Collective."""
         scale = 1.0 if self._elixir_optimizer is None else self._elixir_optimizer.gradient_scale
         return self._engine.full_grads(scale)
 
