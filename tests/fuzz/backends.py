@@ -152,7 +152,11 @@ class Plain:
     def clip_norm(self, most: float) -> float:
         """`clip_grad_norm_`, with the norm in fp64: torch's fp32 norm depends on where parameters end."""
         self._for_optimizer()
-        grads = [p.grad for p in self._optimized() if p.grad is not None]
+        if self.is_half:  # with all the bits that the sums have
+            own = {id(p) for p in self._optimized()}
+            grads = [self.sums[name] for name, t in self.targets().items() if name in self.sums and id(t) in own]
+        else:
+            grads = [p.grad for p in self._optimized() if p.grad is not None]
         norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads))
         self._change(lambda g: g.mul_(min(1.0, most / (norm + 1e-6))))
         return float(torch.tensor(norm))  # fp32, as it is given
