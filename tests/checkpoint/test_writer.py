@@ -16,6 +16,7 @@ from lightning_elixir.checkpoint import writer as writer_module
 from lightning_elixir.checkpoint.boxes import Extent
 from lightning_elixir.checkpoint.writer import ShardWriter
 from lightning_elixir.core.device import CpuDevice
+from tests.helpers.tiers import crossed
 
 
 def _add_runs(writer: ShardWriter, values: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> None:
@@ -28,8 +29,7 @@ def _values() -> dict[str, torch.Tensor]:
     return {f"k{n}": torch.randn(7 + n, 11, generator=generator) for n in range(40)}
 
 
-@pytest.mark.parametrize("past_cache", [False, True])
-@pytest.mark.parametrize("num_files", [1, 3, 8])
+@crossed(num_files=[1, 3, 8], past_cache=[False, True])
 def test_what_is_said_to_be_written_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_files: int, past_cache: bool
 ) -> None:

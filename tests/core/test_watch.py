@@ -19,6 +19,7 @@ from lightning_elixir.core.comm import GroupComm, make_comm
 from lightning_elixir.core.peers import Process, Roster, Watch
 from tests.helpers import processes
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import full
 
 
 def _nothing() -> None:
@@ -82,8 +83,8 @@ def test_what_reacts_may_stop_it() -> None:
     _wait_for(is_over)
 
 
-@pytest.mark.parametrize(("how", "told"), [("", "orderly\n"), ("raise ValueError", ""), ("watch.stop()", "")])
-@pytest.mark.parametrize("work", ["False", "time.sleep(0.3)"])
+@pytest.mark.parametrize(("how", "told"), [("", "orderly\n"), ("raise ValueError", ""), full("watch.stop()", "")])
+@pytest.mark.parametrize("work", [full("False"), "time.sleep(0.3)"])
 def test_a_program_ends_with_a_watch_at_work(work: str, how: str, told: str) -> None:
     code = (
         "import time; from lightning_elixir.core.peers import Watch\n"

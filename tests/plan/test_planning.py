@@ -353,6 +353,7 @@ def test_simple_search_takes_limits(machine: dict[str, int | None]) -> None:
         simple_search(encoder(), gpu_bytes=MIB, cpu_bytes=KIB)
 
 
+@pytest.mark.full
 def test_searches_have_gradients_take_the_place_of_parameters_where_the_host_is_too_small(
     machine: dict[str, int | None],
 ) -> None:

@@ -102,7 +102,7 @@ def test_the_search_finds_the_best_of_more_placements() -> None:
     assert found >= 80
 
 
-@pytest.mark.parametrize("timing", UpdateTiming)
+@pytest.mark.parametrize("timing", telling(UpdateTiming, str(UpdateTiming.BEHIND_FORWARD)))
 def test_the_search_finds_the_best_placement_with_a_disk(timing: UpdateTiming) -> None:
     """Up to what states on NVMe have to bring before they go there."""
     random = Random(3)

@@ -21,6 +21,7 @@ from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.metered import MeteredCpuDevice, use_metered_device
 from tests.helpers.plans import make_plan
+from tests.helpers.tiers import crossed
 from tests.helpers.training import new_optimizer
 from tests.helpers.zoo import gpt2
 
@@ -299,8 +300,7 @@ def again(training: Training, run: Callable[[], None]) -> bool:
     return result
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("block", [0, 3])
+@crossed(where=["forward", "backward"], block=[0, 3])
 def test_a_step_runs_again_after_memory_ran_out(monkeypatch: pytest.MonkeyPatch, where: str, block: int) -> None:
     model = make_model()
     arm(model, block)

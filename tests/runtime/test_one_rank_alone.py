@@ -21,7 +21,7 @@ from lightning_elixir.errors import DivergenceError, PeerLostError
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_processes, run_ranks, start_processes
 from tests.helpers.plans import make_plan
-from tests.helpers.tiers import crossed, full, telling
+from tests.helpers.tiers import full, telling
 
 # From the call to the error on a busy machine; a deadlock would last as long as the group's timeout.
 SOON_S = 60.0
@@ -238,7 +238,8 @@ def test_where_the_other_has_ended() -> None:
     assert seconds < SOON_S
 
 
-@crossed(call=["state_dict", "forward", "backward", "step"], number=[signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, full(signal.SIGTERM)])
+@pytest.mark.parametrize("call", telling(["state_dict", "forward", "backward", "step"], "state_dict", "backward"))
 def test_who_waits_heeds_signals(call: str, number: signal.Signals) -> None:
     processes = start_processes(_code(call, "slow"), 2)
     try:

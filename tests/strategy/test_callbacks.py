@@ -103,6 +103,7 @@ def test_learning_rate_finder() -> None:
     assert run(ElixirStrategy(**TIGHT)) == run("auto")
 
 
+@pytest.mark.full
 def test_batch_size_finder() -> None:
     class SizedNet(Net):
         batch_size = 2

@@ -27,6 +27,7 @@ from lightning_elixir.errors import StateError
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import full
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
@@ -460,7 +461,7 @@ def _close_and_fit_again(has_failed: bool) -> None:
     assert fit(ElixirStrategy(**TIGHT), devices=2)[2].losses == fit(ElixirStrategy(**TIGHT), devices=2)[2].losses
 
 
-@pytest.mark.parametrize("has_failed", [False, True])
+@pytest.mark.parametrize("has_failed", [full(False), True])
 def test_close_on_two_ranks_ends_the_threads(has_failed: bool) -> None:
     run_ranks(_close_and_fit_again, 2, has_failed, init_group=False, timeout_s=60)
 

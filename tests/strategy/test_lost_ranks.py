@@ -219,7 +219,7 @@ _OTHER_CALLBACK = pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")
     [
         full(NetThatStumbles, "full", "model"),
         (NetThatStumbles, "sharded", "model"),
-        (NetThatLogs, "full", "model"),
+        full(NetThatLogs, "full", "model"),
         full(NetThatLogs, "sharded", "model"),
         full(NetThatStumbles, "full", "exceptions alone"),
     ],

@@ -205,7 +205,7 @@ _ELSEWHERE = pytest.mark.filterwarnings("ignore:The dirpath has changed")
         (2, "sharded", {"accumulate_grad_batches": 2}),
         full(1, "consolidated", {}),
         full(1, "full", {"accumulate_grad_batches": 2}),
-        (2, "full", {}),
+        full(2, "full", {}),
     ],
     ids=str,
 )

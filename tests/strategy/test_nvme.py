@@ -196,6 +196,7 @@ def test_auto_goes_there_where_the_host_is_short(precision: str, tmp_path: Path)
         assert host_bytes <= 900 * 1024 + 3 * 3 * 4096  # in buffers, parts begin at blocks
 
 
+@pytest.mark.full
 def test_auto_sends_parameters_there_where_states_are_not_enough(tmp_path: Path) -> None:
     """16-bit parameters and gradients exceed the memory that the host may give."""
     short = {**SHORT, "cpu_memory_limit": "640KiB", "hardware": hardware()}

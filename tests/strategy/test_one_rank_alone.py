@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_elixir._lightning import Trainer
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import full
 from tests.strategy.models import TIGHT, Net, make_data, make_trainer
 
 SOON_S = 60.0  # on a busy machine
@@ -86,11 +87,11 @@ def _in_fit(call: str, has_barrier: bool, state_dict_type: str) -> tuple[str, st
 @pytest.mark.parametrize(
     ("call", "has_barrier", "state_dict_type"),
     [
-        ("save_checkpoint", False, "full"),
+        full("save_checkpoint", False, "full"),
         ("save_checkpoint", False, "sharded"),
-        ("save_checkpoint", True, "full"),
+        full("save_checkpoint", True, "full"),
         ("state_dict", True, "full"),
-        ("optimizer", False, "full"),
+        full("optimizer", False, "full"),
         ("barrier", False, "full"),
     ],
 )
@@ -127,8 +128,8 @@ def _after_fit(call: str, others: str) -> tuple[str, str, float]:
     ("call", "others", "world_size"),
     [
         ("lightning_module_state_dict", "strategy.barrier", 3),
-        ("save_checkpoint", "torch.distributed.barrier", 2),
-        ("test", "strategy.barrier", 2),
+        full("save_checkpoint", "torch.distributed.barrier", 2),
+        full("test", "strategy.barrier", 2),
     ],
 )
 def test_after_fit(call: str, others: str, world_size: int) -> None:

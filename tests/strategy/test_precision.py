@@ -12,6 +12,7 @@ from lightning_elixir import ElixirPrecision
 from lightning_elixir._lightning import pl
 from lightning_elixir.errors import PlanError
 from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.tiers import crossed
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
@@ -158,8 +159,7 @@ DOUBLE_PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", DOUBLE_PLACES)
-@pytest.mark.parametrize("optimizer", ["hybrid", "adamw", "sgd"])
+@crossed(optimizer=["hybrid", "adamw", "sgd"], place=DOUBLE_PLACES)
 def test_double_precision_equals_plain_lightning(optimizer: str, place: str) -> None:
     if place == "nvme" and optimizer != "hybrid":
         pytest.skip("states on NVMe are HybridAdam's")

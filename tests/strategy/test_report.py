@@ -19,6 +19,7 @@ from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from tests.helpers.dist import RankError, run_ranks
+from tests.helpers.tiers import crossed
 from tests.strategy.models import CHUNK, TIGHT, Net, fit, make_data, make_trainer
 from tests.strategy.nets import MemoryLogger, TightNet
 
@@ -89,8 +90,7 @@ def test_accumulation_and_given_plan(tmp_path: Path) -> None:
     assert report["facts"]["samples in a step"] == "8"
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}], ids=str)
-@pytest.mark.parametrize("how", [AUTO, TIGHT], ids=["auto", "cpu"])
+@crossed(how=[pytest.param(AUTO, id="auto"), pytest.param(TIGHT, id="cpu")], options=[{}, {"precision": "bf16-mixed"}])
 def test_gradients_that_are_added_up_take_what_was_predicted(
     tmp_path: Path, how: dict[str, Any], options: dict[str, Any]
 ) -> None:

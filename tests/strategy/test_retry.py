@@ -20,6 +20,7 @@ from lightning_elixir.errors import CapacityError
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.metered import MeteredCpuDevice, use_metered_device
+from tests.helpers.tiers import crossed, full
 from tests.strategy.models import CHUNK, TIGHT, WIDTH, Net, assert_same_run, assert_same_state, fit, make_data
 from tests.strategy.nets import MESSAGE, TightNet
 
@@ -34,8 +35,7 @@ def _fit_tight(phase: str, batches: tuple[int, ...], make: Any = TightNet, **opt
     return trainer, model
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("batches", [(0,), (2, 5)])
+@crossed(phase=["forward", "backward"], batches=[(0,), (2, 5)])
 def test_a_repeated_step_gives_the_same_bits(phase: str, batches: tuple[int, ...], caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "lightning_elixir"):
         _fit_tight(phase, batches)
@@ -63,7 +63,7 @@ class TalkativeNet(TightNet):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", [full("forward"), "backward"])
 def test_logged_values_are_counted_once(phase: str) -> None:
     trainer, _ = _fit_tight(phase, (2, 5), TalkativeNet)
     total = sum(batch[0].sum() for i, batch in enumerate(make_data()) if i >= 2)
@@ -85,8 +85,7 @@ def test_running_statistics_see_a_batch_once(phase: str) -> None:
     assert model.layers[1].norm.num_batches_tracked.item() == 8
 
 
-@pytest.mark.parametrize("batches", [(0, 0), (3, 3)])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@crossed(phase=["forward", "backward"], batches=[(0, 0), (3, 3)])
 def test_a_second_failure_is_an_error_with_a_cure(phase: str, batches: tuple[int, ...]) -> None:
     with pytest.raises(CapacityError, match=f"in {phase} again .*lower gpu_memory_limit") as caught:
         fit(ElixirStrategy(**TIGHT), lambda: TightNet(phase, batches))
@@ -117,7 +116,7 @@ class EarlyNet(TightNet):
 
 @pytest.mark.parametrize(
     ("make", "phase", "batch"),
-    [(TightNet, "forward", 3), (TightNet, "forward", 4), (TightNet, "backward", 3), (EarlyNet, "backward", 4)],
+    [full(TightNet, "forward", 3), (TightNet, "forward", 4), full(TightNet, "backward", 3), (EarlyNet, "backward", 4)],
 )
 def test_accumulated_gradients_are_kept(make: Any, phase: str, batch: int) -> None:
     """Batches 3 and 4 are the first and the second of their step."""

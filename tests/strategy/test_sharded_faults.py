@@ -88,7 +88,7 @@ def save_and_die(moment: str, victim: str) -> None:
         full("writing", "all", False),
         full("flushing", "0", False),
         full("contents", "0", False),
-        ("naming", "0", False),
+        full("naming", "0", False),
         ("removing", "0", True),
     ],
 )
@@ -428,8 +428,8 @@ def test_training_goes_on_while_a_thread_saves(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "callbacks",
     [
-        [{"filename": "model", "save_top_k": 3, "monitor": "step", "mode": "max"}],
-        [{"save_top_k": -1}, {"every_n_train_steps": 4}],
+        full([{"filename": "model", "save_top_k": 3, "monitor": "step", "mode": "max"}]),
+        full([{"save_top_k": -1}, {"every_n_train_steps": 4}]),
         [{"filename": "model", "save_top_k": -1, "save_last": True}],
     ],
 )

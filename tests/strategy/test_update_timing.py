@@ -15,6 +15,7 @@ from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import full
 from tests.helpers.update_timing import slow_updates
 from tests.strategy.models import TIGHT, Net, assert_same_run, fit, make_data
 from tests.strategy.nets import TightNet
@@ -185,7 +186,7 @@ def test_the_monitor_does_not_count_as_somebody(tmp_path: Any) -> None:
     assert max(model.begun) == num_with_master(trainer)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", [full("forward"), "backward"])
 def test_a_repeated_step_begins_updates_again_that_can_be_taken_back(
     phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
