@@ -145,7 +145,7 @@ def save_together(comm: Comm, path: Path, action: Callable[[], T]) -> T:
         result = action()
     except Exception as exception:  # whatever it is, the others must hear of it
         error = exception
-    messages = comm.exchange_objects(None if error is None else f"{type(error).__name__}: {error}", SAVE)
+    messages = comm.exchange_objects(None if error is None else _told(error), SAVE)
     failed = {rank: message for rank, message in enumerate(messages) if message is not None}
     if failed:
         told = "; ".join(f"rank {rank}: {message}" for rank, message in failed.items())
@@ -153,3 +153,10 @@ def save_together(comm: Comm, path: Path, action: Callable[[], T]) -> T:
             f"saving the checkpoint {path} has failed ({told}); earlier checkpoints are whole", path=path
         ) from error
     return result  # type: ignore[return-value]
+
+
+def _told(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}"
+    if "inline_container" in text:  # torch's writer of files says no more than where it stands
+        text += "; a full disk gives this, so see whether it is"
+    return text
