@@ -31,6 +31,7 @@ class Backwards:
         self._engine = engine
         self._phases = engine.phases
         self._is_bare = False  # begun by autograd, which does not tell of errors
+        self._has_users_hooks = False
 
     def span(self) -> AbstractContextManager[None]:
         """Run the backward of a loss inside; the gradients are reduced at the end. Collective."""
@@ -67,10 +68,10 @@ class Backwards:
         engine.writes.absorb()
         engine.interception.check_unwritten("forward and backward")
         engine.iterations.begin_backward()
-        self._is_bare = is_bare
+        self._is_bare, self._has_users_hooks = is_bare, engine.interception.have_gradient_hooks()
         self._phases.enter(Phase.BACKWARD, engine.turn.phase("a backward"))
         try:
-            if not is_bare:
+            if not self.is_guarded:
                 engine.forwards.open_resident()
         except BaseException:
             self.abort()
@@ -138,8 +139,8 @@ class Backwards:
     @property
     def is_guarded(self) -> bool:
         """Whether parameters stay intercepted in the backward that runs: nothing tells when a bare one has raised, and
-        what users do to gradients then, or to parameters, must not pass by."""
-        return self._is_bare and self._phases.current is Phase.BACKWARD
+        what users do to gradients then or in hooks, or to parameters, must not pass by."""
+        return (self._is_bare or self._has_users_hooks) and self._phases.current is Phase.BACKWARD
 
     def _release_pins(self) -> None:
         self._engine.active.rcache.unpin_all()

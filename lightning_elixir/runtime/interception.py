@@ -114,6 +114,15 @@ class Interception:
         for chunk_id in list(self._plain_chunks):
             self.guard(self._chunks[chunk_id])
 
+    def have_gradient_hooks(self) -> bool:
+        """Whether users have hooks at parameters, which backward runs."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(
+                bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1  # 1: our own
+                for chunk in self._chunks
+                for parameter in chunk.parameters
+            )
+
     # Writes that must not happen
 
     def note_versions(self) -> None:
@@ -292,6 +301,12 @@ class Interception:
         with torch._C.DisableTorchFunctionSubclass():
             just_accumulated = getter(parameter)  # by autograd, and not taken yet
         is_there = engine.reducer.has_grad(chunk.id, index)
+        if just_accumulated is not None and (chunk.id, index) in engine.reducer.used:
+            raise StateError(
+                f"the gradient of {self.name_of(parameter)} is that of one backward here, without those before it that "
+                "it is added to: read it after the last backward and before the step (in on_after_backward or "
+                "on_before_optimizer_step)"
+            )
         if just_accumulated is not None or engine.is_closed:
             return just_accumulated
         if engine.is_computing:
@@ -316,7 +331,11 @@ class Interception:
         with self._engine.turn.call("a gradient was set"):
             self._engine.leave_stale_backward()
             with torch._C.DisableTorchFunctionSubclass():
+                # Not taken yet: by a hook from before the model was wrapped, and what it sets is taken.
+                is_before_ours = self._engine.is_computing and parameter.grad is not None
                 func(parameter, value)  # which checks that it fits
+                if value is not None and is_before_ours:
+                    return
                 func(parameter, None)
             if value is None:
                 self._engine.steps.drop_gradient(chunk, index)

@@ -190,11 +190,21 @@ class Reducer:
     # During backward
 
     def collect(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> bool:
-        """Take over `parameter.grad` and reduce what is complete. Returns whether the chunk has become complete."""
+        """Take over `parameter.grad` and reduce what is complete. Returns whether the chunk has become complete.
+
+        Raises:
+            StateError: The gradient is to be differentiated again, which what is in chunks cannot be.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # this is not the user touching `.grad`
             grad, parameter.grad = parameter.grad, None
         if grad is None or chunk.id in self._begun_before:
             return False
+        if grad.requires_grad:
+            raise StateError(
+                f"the gradient of {chunk.spec.members[index].fqn} was made by backward(create_graph=True): what is "
+                "done with it would have no derivative here. Take gradients that are differentiated again from "
+                "torch.autograd.grad(loss, parameters, create_graph=True), and call backward on what is made of them"
+            )
         collected = self._collected.get(chunk.id)
         if collected is None:
             collected = self._collected[chunk.id] = _Collected(self._new_block(chunk))

@@ -199,6 +199,82 @@ def test_reading_inside_backward_is_an_error_and_not_none() -> None:
     assert seen == []
 
 
+def halve(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.5)
+
+
+def double(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad = parameter.grad * 2
+
+
+def drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@crossed(hook=[halve, double], kind=["accumulated", "tensor"], placement=["cpu", "cuda"])
+def test_a_hook_at_any_parameter_finds_no_none(hook: Any, kind: str, placement: str) -> None:
+    model, module, optimizer = wrapped("gpt2", torch.device("cpu"), **PLACEMENTS[placement])
+    parameters = list(model.parameters())
+    if kind == "accumulated":
+        parameters[-1].register_post_accumulate_grad_hook(hook)
+    else:
+        parameters[0].register_hook(lambda grad: hook(parameters[-1]))
+    with pytest.raises(StateError, match="cannot be read inside backward: read it after backward"):
+        optimizer.backward(ZOO["gpt2"].loss(module, 0))
+    module.close()
+
+
+@crossed(hook=[halve, double, drop], placement=["cpu", "cuda"])
+def test_hooks_that_change_gradients(hook: Any, placement: str) -> None:
+    """From before the model was wrapped, where autograd's own gradient is there; dropping works later, too."""
+    plain, model = make("gpt2"), make("gpt2")
+    for net in (plain, model):
+        for parameter in list(net.parameters())[::2]:
+            parameter.register_post_accumulate_grad_hook(hook)
+    module = ElixirModule(model, make_plan(model, **PLACEMENTS[placement]), device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(module, sgd(model.parameters()))
+    if hook is drop:
+        for net in (plain, model):
+            list(net.parameters())[1].register_post_accumulate_grad_hook(hook)
+    plain_optimizer = sgd(plain.parameters())
+    for seed in range(3):
+        ZOO["gpt2"].loss(plain, seed).backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        optimizer.backward(ZOO["gpt2"].loss(module, seed))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = module.full_state_dict()
+    assert [name for name, value in plain.state_dict().items() if not torch.equal(state[name], value)] == []
+    optimizer.backward(ZOO["gpt2"].loss(module, 3))
+    if hook is not drop:  # here it is not the sum of both, which it is in plain PyTorch
+        with pytest.raises(StateError, match="is that of one backward here, without those before it"):
+            optimizer.backward(ZOO["gpt2"].loss(module, 4))
+    module.close()
+
+
+@pytest.mark.parametrize("placement", ["cpu", "cuda"])
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_gradients_with_a_graph_are_refused(placement: str, is_bare: bool) -> None:
+    """What a penalty over `p.grad` adds would be missing, unsaid; `torch.autograd.grad` gives what can be penalised."""
+    plain = make("mlp")
+    model, module, optimizer = wrapped("mlp", torch.device("cpu"), **PLACEMENTS[placement])
+    loss = ZOO["mlp"].loss(module, 0)
+    with pytest.raises(StateError, match=r"was made by backward\(create_graph=True\).*torch\.autograd\.grad"):
+        loss.backward(create_graph=True) if is_bare else optimizer.backward(loss, create_graph=True)
+    optimizer.zero_grad()
+    for net in (plain, model):
+        loss = ZOO["mlp"].loss(module if net is model else net, 0)
+        grads = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+        total = loss + sum(grad.square().sum() for grad in grads)
+        optimizer.backward(total) if net is model else total.backward()
+    own = module.full_grads()
+    assert [name for name, p in plain.named_parameters() if not torch.equal(own[name], p.grad)] == []
+    module.close()
+
+
 def _train_rank(action: Any, placement: str) -> dict[str, Tensor]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = make("gpt2")
