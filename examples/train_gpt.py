@@ -69,7 +69,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(4, 128, 4, seq_len=128, batch_size=16, steps=500, lr=3e-3, val_batches=16),
+    "tiny": Size(4, 128, 4, seq_len=128, batch_size=16, steps=400, lr=3e-3, val_batches=16),
     "350m": Size(24, 1024, 16),
     "1.3b": Size(24, 2048, 16),
     "2.7b": Size(32, 2560, 32),
