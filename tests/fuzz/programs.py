@@ -207,7 +207,8 @@ def generate(seed: int, draw: Draw | None = None) -> Program:
         is_tight=rng.random() < 0.8,
     )
     actions = _actions(rng, steps, dtype)
-    if kinds_in(layers) & HAVE_STATE:  # plain PyTorch finds out in the middle of backward, where buffers may have moved
+    # Plain PyTorch finds out in the middle of backward, where buffers may have moved, and gradients be there to zero.
+    if kinds_in(layers) & HAVE_STATE or not program.sets_to_none:
         actions = tuple(a for a in actions if a.name != "write_between")
     if through == "module":
         program = replace(
