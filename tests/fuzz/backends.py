@@ -139,6 +139,11 @@ class Plain:
         self.optimizer.zero_grad(sets_to_none)
         self.model.zero_grad(sets_to_none)
 
+    def drop_gradients(self) -> None:
+        """As a user does through the model."""
+        self.sums = {}
+        self.model.zero_grad()
+
     def _for_optimizer(self) -> None:
         """Gradients to where the optimizer looks for them."""
         if self.is_half:
@@ -341,6 +346,9 @@ class Engine(Plain):
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=self.program.sets_to_none)
+
+    def drop_gradients(self) -> None:
+        self.model.zero_grad()
 
     def clip_norm(self, most: float) -> float:
         return float(self.optimizer.clip_grad_norm_(most))

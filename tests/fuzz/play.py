@@ -44,6 +44,8 @@ class Player:
         self._step = 0
         self._average: dict[str, Tensor] = {}
         self._aliases: list[Tensor] = []
+        self._views: list[Tensor] = []
+        """Of aliases: after an assignment these show the new values (Note: assignment)."""
 
     def run(self) -> list[Note]:
         for step in range(self.program.steps):
@@ -218,6 +220,7 @@ _ACTIONS["copy"] = copy_
 @_action
 def assign(player: Player, action: Action) -> None:
     _, p = player.parameter(action)
+    player._views.clear()
     p.data = p.data * 0.5
 
 
@@ -331,6 +334,7 @@ def add_group(player: Player, action: Action) -> None:
 @_action
 def resume(player: Player, action: Action) -> None:
     player._aliases.clear()
+    player._views.clear()
     player.backend.rebuild(1 + action.arg)
     player.backend.model.clock.step = player._step
 
@@ -350,11 +354,11 @@ def freeze(player: Player, action: Action) -> None:
 
 @_action
 def kept_alias(player: Player, action: Action) -> None:
-    for alias in player._aliases:
+    for alias in (*player._aliases, *player._views):
         player.note("alias", alias.sum())
     _, p = player.parameter(action)
     player._aliases.append(p.detach())
-    player._aliases.append(p.data.view(-1)[:2])
+    player._views.append(p.data.view(-1)[:2])
 
 
 @_action
@@ -369,6 +373,7 @@ def vector(player: Player, action: Action) -> None:
     flat = nn.utils.parameters_to_vector(parameters)
     player.note("vector", flat)
     if action.arg % 2:
+        player._views.clear()
         nn.utils.vector_to_parameters(flat.detach() * 0.5, parameters)
 
 
@@ -409,9 +414,10 @@ _ACTIONS["sample"] = stats
 
 @_action
 def drop_gradients(player: Player, action: Action) -> None:
-    (player.backend if action.arg % 2 else player.backend.model).zero_grad()
-    if player.backend.is_half:
+    if action.arg % 2:
         player.backend.zero_grad()
+    else:
+        player.backend.drop_gradients()
 
 
 @_action
