@@ -102,7 +102,7 @@ class Steps:
             else:
                 engine.active.residency.release((chunk_id,))
         engine.gradients.retire()
-        engine.reducer.end_step([(chunk_id, index) for chunk_id, indices in used.items() for index in indices], others)
+        engine.reducer.end_step(_keys_of(used), others)
 
     def _refresh(self, chunk: Chunk) -> None:
         """On some rank, user code keeps a tensor over this replica's storage: it shall see the new values, and what is
@@ -143,7 +143,7 @@ class Steps:
             # Not by the gradients that there are: these may differ from rank to rank.
             if members is not None and self._others(members):
                 engine.reducer.drop_uncollected()
-                keys = {(chunk_id, index) for chunk_id, indices in members.items() for index in indices}
+                keys = _keys_of(members)
                 self._dropped -= keys
                 for chunk_id, index in sorted(keys):
                     self.drop_gradient(engine.chunks[chunk_id], index, to_zero=to_zero)
@@ -206,13 +206,7 @@ class Steps:
         """What other optimizers have, but for `members`: chunk id, member index. The same on every rank."""
         if len(self.optimizers) < 2:
             return set()
-        return {
-            (chunk_id, index)
-            for states in self.optimizers.states
-            for chunk_id, indices in states.members.items()
-            for index in indices
-            if index not in members.get(chunk_id, ())
-        }
+        return set().union(*(_keys_of(states.members) for states in self.optimizers.states)) - _keys_of(members)
 
     def _forget_changes(self) -> None:
         for known in self.optimizers:
@@ -236,3 +230,8 @@ class Steps:
         for known in self.optimizers:
             if known.gradients.change_of(chunk_id, index) is not None:
                 known.gradients.apply()
+
+
+def _keys_of(members: Members) -> set[tuple[int, int]]:
+    """Chunk id, member index of each."""
+    return {(chunk_id, index) for chunk_id, indices in members.items() for index in indices}

@@ -58,14 +58,10 @@ class ZeroGrads:
         self._of_losses.update(had)
         self._may_have_lost = True
 
-    def drop_all(self) -> None:
-        """There are none any more; those that had a gradient are still known."""
-        self._keys.clear()
-        self._chunk_ids.clear()
-
     def forget_all(self) -> None:
         """All gradients are None, as if there had been none."""
-        self.drop_all()
+        self._keys.clear()
+        self._chunk_ids.clear()
         self._of_steps.clear()
         self._of_losses.clear()
         self._may_have_lost = False
@@ -82,7 +78,7 @@ class ZeroGrads:
             has_grad: Whether it has one, on this rank.
             is_in_chunk: Whether parameters of its chunk may have one, on any rank. The same on every rank.
         """
-        if is_in_chunk or self._had_in(key[0]):
+        if is_in_chunk or self._may_have_lost or any(i == key[0] for i, _ in self._of_steps):
             self._chunk_ids.add(key[0])
         had = has_grad or any(key in known for known in (self._keys, self._of_steps, self._of_losses))
         self.forget(key)
@@ -98,10 +94,7 @@ class ZeroGrads:
             with_grads: Those some of whose parameters may have one, on any rank. The same on every rank.
         """
         self._keys |= {*keys} | self._of_steps | self._of_losses
-        self._chunk_ids |= {*with_grads} | {i for i in chunk_ids if self._had_in(i)}
+        self._chunk_ids |= {*with_grads} | ({*chunk_ids} if self._may_have_lost else {i for i, _ in self._of_steps})
         self._of_steps.clear()
         self._of_losses.clear()
         self._may_have_lost = False
-
-    def _had_in(self, chunk_id: int) -> bool:
-        return self._may_have_lost or any(i == chunk_id for i, _ in self._of_steps)
