@@ -378,14 +378,11 @@ class Line:
             sure = {rank for rank in others if others[rank]["beat"] > self._beats[rank]} | {self.rank}
             stuck = {rank: records[rank] for rank in sure if rank in ring or {*records[rank]["needs"]} & {*ring}}
             verdict = differing({rank: Position(*r["position"]) for rank, r in stuck.items()})
-            waits = {rank: (r["place"], r["number"]) for rank, r in stuck.items()}
-            for record in (r for r in stuck.values() if r["position"][0] == _BARRIER):
-                # A rank that has not told yet where it is may be there too, or come to it.
-                waits |= {r: (record["place"], record["number"]) for r in record["needs"] if r not in records}
+            waits = _waits_in_vain(stuck, records)
             ended = {(r["place"], r["number"]) for r in stuck.values() if r["position"][0] == _BARRIER}
-            barriers = [(rank, *place) for rank, place in waits.items() if place in ended]
-            for rank, place in waits.items():
-                told = {"of": place, "text": verdict, "barriers": barriers}
+            barriers = [(rank, *place) for rank, places in waits.items() for place in places if place in ended]
+            for rank, places in waits.items():
+                told = {"of": places, "text": verdict, "barriers": barriers}
                 self._set(f"verdict/{rank}", json.dumps(told))
             self._conclude(wait, verdict, barriers)
 
@@ -394,7 +391,7 @@ class Line:
         if not wait.verdict:
             text = self._get(f"verdict/{self.rank}")
             told = json.loads(text) if text else {}
-            if told.get("of") == [wait.place, wait.number]:
+            if [wait.place, wait.number] in told.get("of", ()):
                 self._conclude(wait, told["text"], told["barriers"])
         return bool(wait.verdict)
 
@@ -497,6 +494,21 @@ class Line:
             if self._store.check([key]):
                 return self._store.get(key).decode()
         return ""
+
+
+def _waits_in_vain(
+    stuck: Mapping[int, Mapping[str, Any]], records: Mapping[int, Mapping[str, Any]]
+) -> dict[int, list[tuple[str, int]]]:
+    """Rank -> collectives (place and number) of which it must hear that they never end: its own, or, where a rank has
+    not told yet what it is in, those in which the stuck ones wait for it, since it may come to each."""
+    waits = {rank: {(record["place"], record["number"])} for rank, record in stuck.items()}
+    for record in stuck.values():
+        place = record["place"], record["number"]
+        for rank in record["needs"]:
+            theirs = records.get(rank)
+            if rank not in stuck and (theirs is None or (theirs["place"], theirs["number"]) == place):
+                waits.setdefault(rank, set()).add(place)
+    return {rank: sorted(places) for rank, places in waits.items()}
 
 
 def _ring(start: int, records: Mapping[int, Mapping[str, Any]]) -> list[int]:
