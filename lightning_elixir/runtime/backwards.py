@@ -68,7 +68,8 @@ class Backwards:
         engine.writes.absorb()
         engine.interception.check_unwritten("forward and backward")
         engine.iterations.begin_backward()
-        self._is_bare, self._has_users_hooks = is_bare, engine.interception.have_gradient_hooks()
+        self._is_bare = is_bare
+        self._has_users_hooks = engine.interception.have_gradient_hooks() or engine.forwards.have_backward_hooks()
         self._phases.enter(Phase.BACKWARD, engine.turn.phase("a backward"))
         try:
             if not self.is_guarded:

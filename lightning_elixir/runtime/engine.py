@@ -243,7 +243,7 @@ class Engine:
     @property
     def has_lost_gradients(self) -> bool:
         """Whether a backward that failed has taken the gradients of earlier ones with it; until `zero_grad`."""
-        return self.reducer.has_lost_gradients
+        return bool(self.reducer.lost)
 
     def set_memory_limit(self, limit_bytes: int | None) -> None:
         """Device memory that everything together may take: the rCache gives way when activations grow towards it.
@@ -406,19 +406,19 @@ class Engine:
     def give_up(
         self,
         where: str,
-        cure: str = "with a lower gpu_memory_limit if memory ran out",
+        cure: str = "",
         error: BaseException | None = None,
     ) -> None:
         """What the engine holds is not whole any more: everything that needs it raises from here on, on all ranks.
 
         Args:
             where: At what it failed, for the message.
-            cure: How to go on from a checkpoint.
+            cure: How to go on from a checkpoint; empty: what the error asks for.
             error: Why, if something has failed.
         """
         why = (
             f"this ElixirModule failed {where}, so its parameters and optimizer states are not whole any more: start"
-            f" again from a checkpoint, {cure}"
+            f" again from a checkpoint{cure or _cure_of(error)}"
         )
         self.phases.close(why)
         self.comm.leave(error or StateError(why))
@@ -577,6 +577,15 @@ class Engine:
     def home_of(self, tensor: Tensor) -> tuple[Chunk, int] | None:
         """The chunk and member index of a managed parameter; None for any other tensor."""
         return self._home.get(id(tensor))
+
+
+def _cure_of(error: BaseException | None) -> str:
+    """What to change when a run begins again that this has ended."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return ", with a lower gpu_memory_limit"
+    if isinstance(error, StorageError):
+        return ", with a folder for offloading (nvme_offload_dir) that works and has room"
+    return ""
 
 
 def _check_unmanaged(module: nn.Module) -> None:

@@ -156,7 +156,8 @@ class Reducer:
         # Chunk id -> members whose gradients lie in the shard and count no more
         self._dropped: dict[int, set[int]] = {}
         self._single: set[int] = set()  # chunks with a sum in fp32 that holds the gradients of one backward alone
-        self._lost: set[tuple[int, int]] = set()  # a backward failed when these had been mixed with its own
+        self.lost: set[tuple[int, int]] = set()
+        """Gradients that a failed backward was mixed with, and that have not been dropped since."""
         self._watcher: weakref.ref[GradientWatcher] | None = None
         self._is_step_next = False  # see `step_next`
         self._begun: set[int] = set()  # chunks whose update has begun inside backward, until the step
@@ -282,7 +283,7 @@ class Reducer:
         self.zeros.note_loss(self.used)
         self.used -= {key for key in self._used_now if key[0] not in self._begun}
         if self._reduced_now - self._begun:
-            self._lost |= {key for key in self.used if key[0] not in self._begun}
+            self.lost |= {key for key in self.used if key[0] not in self._begun}
             self._drop([i for i in self.order if i not in self._begun])
         self._begun_before = set(self._begun)
         self._begin()
@@ -365,7 +366,7 @@ class Reducer:
 
     def _drop_member(self, chunk: Chunk, index: int) -> None:
         self.used.discard((chunk.id, index))
-        self._lost.discard((chunk.id, index))
+        self.lost.discard((chunk.id, index))
         if self._store[chunk.id].grad is not None:
             self.withdraw((chunk.id,))
             self.square_sums.pop(chunk.id, None)
@@ -381,12 +382,6 @@ class Reducer:
         key, is_in_chunk = (chunk.id, index), is_set or self._store[chunk.id].grad is not None
         self.zeros.zero(key, has_grad=is_set or key in self.used, is_in_chunk=is_in_chunk)
         self._drop_member(chunk, index)
-
-    @property
-    def has_lost_gradients(self) -> bool:
-        """Whether a backward has failed when earlier gradients had been mixed with its own, and some of these have not
-        been dropped since."""
-        return bool(self._lost)
 
     def has_grad(self, chunk_id: int, index: int) -> bool:
         """Whether a parameter has a gradient on this rank."""
@@ -485,7 +480,7 @@ class Reducer:
         self.drop_uncollected()  # a bare backward may have failed before it was noticed
         self._begun.clear()
         self._begun_before.clear()
-        self._lost.clear()
+        self.lost.clear()
 
     def rest(self) -> None:
         """End the thread that adds gradients up until there is more to add."""

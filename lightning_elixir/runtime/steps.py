@@ -54,12 +54,16 @@ class Steps:
 
     # The step
 
-    def begin(self) -> None:
-        """Call before the optimizer updates shards. Collective."""
+    def begin(self, members: Members) -> None:
+        """Call before the optimizer updates shards. Collective.
+
+        Args:
+            members: All that the optimizer has.
+        """
         engine = self._engine
         engine.prepare_meeting(Meeting.STEP)
         engine.interception.forget_state_dict()
-        if engine.has_lost_gradients:
+        if engine.reducer.lost and not engine.reducer.lost.isdisjoint(_keys_of(members)):
             raise StateError(
                 "a backward has failed when the gradients of earlier ones had been mixed with its own, and all of them "
                 "were dropped: call zero_grad() and begin again with the first micro-batch"
@@ -79,7 +83,7 @@ class Steps:
         """
         engine = self._engine
         others = self._others(members)
-        self._dropped |= engine.reducer.used & others
+        self._dropped |= (engine.reducer.used | engine.reducer.lost) & others
         engine.iterations.end()
         engine.forwards.leave_covered()
         engine.interception.forget_versions()  # what was computed before is checked when backward needs it

@@ -137,7 +137,7 @@ class UpdateScheduler:
                     self._early = {}
                     engine.give_up(
                         "between the begin of its updates, inside backward, and the step",
-                        "or use update_timing='behind_forward', which begins no update before its step",
+                        ", or use update_timing='behind_forward', which begins no update before its step",
                         sys.exc_info()[1],
                     )
             engine.phases.check_open()

@@ -213,14 +213,18 @@ def drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-@crossed(hook=[halve, double], kind=["accumulated", "tensor"], placement=["cpu", "cuda"])
-def test_a_hook_at_any_parameter_finds_no_none(hook: Any, kind: str, placement: str) -> None:
+@crossed(hook=[halve, double], kind=["accumulated", "tensor", "module", "module_before"], placement=["cpu", "cuda"])
+def test_a_hook_finds_no_none(hook: Any, kind: str, placement: str) -> None:
     model, module, optimizer = wrapped("gpt2", torch.device("cpu"), **PLACEMENTS[placement])
     parameters = list(model.parameters())
     if kind == "accumulated":
         parameters[-1].register_post_accumulate_grad_hook(hook)
-    else:
+    elif kind == "tensor":
         parameters[0].register_hook(lambda grad: hook(parameters[-1]))
+    elif kind == "module":
+        model.get_submodule("transformer.h.0.mlp.act").register_full_backward_hook(lambda *_: hook(parameters[-1]))
+    else:
+        model.get_submodule("transformer.h.0.mlp.act").register_full_backward_pre_hook(lambda *_: hook(parameters[-1]))
     with pytest.raises(StateError, match="cannot be read inside backward: read it after backward"):
         optimizer.backward(ZOO["gpt2"].loss(module, 0))
     module.close()
@@ -619,9 +623,29 @@ def test_a_bare_backward_that_failed_hides_no_gradients(placement: str, set_to_n
     assert_equal_states(pairs)
 
 
-def _halves(model: nn.Module) -> list[torch.optim.Optimizer]:
+def _halves(model: nn.Module, half: int = 6) -> list[torch.optim.Optimizer]:
     parameters = list(model.parameters())
-    return [OPTIMIZERS["adamw"](part) for part in (parameters[:6], parameters[6:])]
+    return [OPTIMIZERS["adamw"](part) for part in (parameters[:half], parameters[half : 2 * half])]
+
+
+def test_a_failed_backward_and_parameters_of_no_optimizer() -> None:
+    """It has mixed gradients of three kinds with its own: each optimizer's count for its step alone."""
+    model = parts()
+    module = ElixirModule(model, make_plan(model, **PARTS["cpu"]), device=torch.device("cpu"))
+    first, second = (ElixirOptimizer(module, inner) for inner in _halves(model, 4))
+    first.backward(module(batch(0), range(6)))
+    handle = model.layers[0].register_forward_hook(lambda layer, inputs, output: output.register_hook(_fail) and None)
+    with pytest.raises(Failure):
+        first.backward(module(batch(0), range(6)))
+    handle.remove()
+    assert module.engine.has_lost_gradients
+    first.zero_grad()
+    first.step()
+    with pytest.raises(StateError, match="was dropped by the step of another ElixirOptimizer"):
+        second.step()
+    second.zero_grad()
+    second.step()
+    module.close()
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
