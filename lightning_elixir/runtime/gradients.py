@@ -183,11 +183,14 @@ class Gradients:
                 self._seen[chunk_id, index].copy_(whole)
 
     def retire(self) -> None:
-        """The gradients are dropped, by a step or a backward that failed; of what users hold `zero_grad` may make
-        `.grad` again."""
+        """The gradients were dropped, by a step or a backward that failed, but for zeros of other optimizers; of what
+        users hold `zero_grad` may make `.grad` again."""
         self._let_go()
-        self._spent, self._seen = self._seen, {}
-        self._spent_ids, self._shown_ids = self._shown_ids, set()
+        zeros = self._engine.reducer.zeros
+        self._spent = {key: value for key, value in self._seen.items() if key not in zeros}
+        self._seen = {key: value for key, value in self._seen.items() if key in zeros}
+        self._spent_ids = self._shown_ids
+        self._shown_ids = {i for i in self._shown_ids if zeros.may_be_in(i)}
 
     @torch.no_grad()
     def absorb(self) -> None:

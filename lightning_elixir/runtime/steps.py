@@ -105,8 +105,8 @@ class Steps:
                 self._refresh(chunk)
             else:
                 engine.active.residency.release((chunk_id,))
-        engine.gradients.retire()
         engine.reducer.end_step(_keys_of(used), others)
+        engine.gradients.retire()
 
     def _refresh(self, chunk: Chunk) -> None:
         """On some rank, user code keeps a tensor over this replica's storage: it shall see the new values, and what is

@@ -675,6 +675,23 @@ def test_zeros_of_two_optimizers(placement: str) -> None:
     assert [name for name, value in plain.state_dict().items() if not torch.equal(state[name], value)] == []
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_zeros_that_users_hold_stay_over_the_step_of_another_optimizer(placement: str) -> None:
+    plain, model = parts(), parts()
+    module = ElixirModule(model, make_plan(model, **PARTS[placement]), device=torch.device("cpu"))
+    ours = [ElixirOptimizer(module, inner) for inner in _halves(model)]
+    for net, owned, owns in ((plain, plain, _halves(plain)), (module, model, ours)):
+        net(batch(0), range(6)).backward()
+        owns[1].zero_grad(set_to_none=False)
+        held = owned.layers[4].weight.grad
+        owns[0].step()
+        assert held is owned.layers[4].weight.grad
+        held.add_(0.5)
+        owns[1].step()
+    state = module.state_dict()
+    assert [name for name, value in plain.state_dict().items() if not torch.equal(state[name], value)] == []
+
+
 def _two_optimizers_on_ranks() -> dict[str, Tensor]:
     """One rank alone has gradients of the second optimizer."""
     model = parts()
