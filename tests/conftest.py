@@ -37,7 +37,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
 
 
+def pytest_collection_finish() -> None:
+    # What is there by now stays: runs that collect garbage, as many do, need not look through it each time.
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
+    gc.unfreeze()
     stop_workers()
 
 

@@ -8,6 +8,7 @@ of a process that has looked for devices, which some imports do.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 # Each with the module whose import here tells that what is started may need it.
 _SLOW_TO_IMPORT = {
     "torch": "torch",
-    "lightning_elixir.strategy": "lightning_elixir.strategy",
+    "lightning_elixir.strategy": "lightning_elixir",
     "transformers.models.gpt2.modeling_gpt2": "tests.helpers.zoo",
     "tests.helpers.dist": "tests.helpers.dist",
 }
@@ -236,6 +237,7 @@ def _serve(channel: socket.socket) -> tuple[_Request, list[int]] | None:
 
 def _become(request: _Request, fds: Sequence[int]) -> None:
     """Be as a process that was just started to run that."""
+    atexit.register(gc.unfreeze)  # libraries look at their end for what is left
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request.environment)
@@ -252,6 +254,8 @@ def _main(channel: socket.socket, names: Sequence[str]) -> str | None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers leave nothing to wait for
     for name in names:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # garbage collections in the processes need not look through all that was imported
     found = _serve(channel)
     if found is None:
         return None
