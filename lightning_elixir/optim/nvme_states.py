@@ -2,8 +2,8 @@
 
 Parameters are laid one after the other into regions of some MiB, so that no read is small, however small parameters
 are, and no buffer large, however large they are: a small parameter shares its region with others, a large one has
-several. Of each part, a region holds the first moment and then the second. Three buffers go round: while one region is
-read, the one before is updated, and the one before that written.
+several. A region is to its file (`StateFile`) what a chunk is in training with an engine: two parts, the first moments
+and the second, and a visit for each update, so that one region is read, another updated and a third written at once.
 
 [Note: moments on a disk] This is `HybridAdam(nvme_offload_fraction=...)` without a strategy. A step visits the regions
 that hold a parameter with a gradient; parameters with moments in memory are updated while the first region is read, and
@@ -16,18 +16,29 @@ are brought to the disk before the next step.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightning_elixir.core.labels import label
-from lightning_elixir.errors import StorageError
 from lightning_elixir.plan.memory import NVME_BUFFERS
-from lightning_elixir.storage.nvme import OffloadFile, Request, aligned, open_offload_file
+from lightning_elixir.storage.nvme import (
+    ALIGNMENT,
+    MOMENTS,
+    ChunkStates,
+    DiskOptions,
+    StateFile,
+    StateSpec,
+    StateTraffic,
+    Visit,
+    aligned,
+    open_state_file,
+)
 
 LARGEST_REGION_BYTES = 32 * 2**20
 SMALLEST_REGION_BYTES = 4 * 2**20
@@ -49,28 +60,34 @@ class Part:
     is_first: bool
     is_last: bool
     offset: int
-    """Bytes in the region before the first moment."""
-    second_offset: int
+    """Elements in the region before the first one."""
 
-    def moments(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the two moments, 1-D, in the parameter's dtype.
+    def of(self, moment: Tensor) -> Tensor:
+        """A view of its elements, 1-D.
 
         Args:
-            buffer: uint8, with the region in it.
+            moment: Of the whole region.
         """
-        nbytes = self.numel * self.param.dtype.itemsize
-        first, second = (buffer[at : at + nbytes].view(self.param.dtype) for at in (self.offset, self.second_offset))
-        return first, second
+        return moment[self.offset : self.offset + self.numel]
 
 
 @dataclass
 class _Region:
-    index: int
-    nbytes: int
-    parts: list[Part]
-    file: OffloadFile = field(init=False)
+    dtype: torch.dtype
+    numel: int = 0
+    parts: list[Part] = field(default_factory=list)
+    states: ChunkStates = field(init=False)
     is_written: bool = False
     """Before that, it is zeros."""
+
+    def visit(self) -> Visit:
+        """Have the moments brought to host memory."""
+        (piece,) = self.states.file.pieces(self.states.chunk_id)
+        return self.states.file.begin(self.states.chunk_id, piece, MOMENTS if self.is_written else ())
+
+    def read(self, moment: str) -> Tensor:
+        """A copy of the whole moment."""
+        return self.states.read(moment) if self.is_written else torch.zeros(self.numel, dtype=self.dtype)
 
 
 class NvmeStates:
@@ -82,12 +99,11 @@ class NvmeStates:
     """
 
     def __init__(self, folder: Path, backend: str) -> None:
-        self.folder, self.backend = folder, backend
+        self._options = DiskOptions(str(folder), backend)
         self.nbytes = 0
         """Of all moments."""
         self._regions: list[_Region] = []
-        self._buffers: list[Tensor] = []
-        self._files: list[OffloadFile] = []
+        self._files: list[StateFile] = []
         self._close = weakref.finalize(self, _close_all, self._files)
 
     def add(self, params: Sequence[Tensor]) -> None:
@@ -101,27 +117,24 @@ class NvmeStates:
         """
         nbytes = sum(2 * p.numel() * p.dtype.itemsize for p in params)
         most = min(LARGEST_REGION_BYTES, max(SMALLEST_REGION_BYTES, nbytes // REGIONS))
-        regions = _laid_out(params, most)
-        file = open_offload_file(self.folder, [r.nbytes for r in regions], backend=self.backend)
+        regions = _laid_out(params, most // 2)
+        specs = {i: StateSpec(region.numel, region.dtype, has_master=False) for i, region in enumerate(regions)}
+        file = open_state_file(specs, self._options, 0, StateTraffic())
         self._files.append(file)
-        for region in regions:
-            region.file = file
-        largest = max(r.nbytes for r in regions)
-        if not self._buffers or self._buffers[0].numel() < largest:
-            self._buffers = [file.empty(largest, torch.uint8) for _ in range(NVME_BUFFERS)]
+        for index, region in enumerate(regions):
+            region.states = ChunkStates(file, index, specs[index])
         self._regions += regions
         self.nbytes += nbytes
 
     def close(self) -> None:
         """Free the disk and the buffers."""
         self._close()
-        self._buffers.clear()
         self._regions.clear()
 
     @property
     def buffer_bytes(self) -> int:
         """Host memory that they pass through."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return sum(file.buffer_bytes_held() for file in self._files)
 
     def forget(self) -> None:
         """No moments are there any more: nothing of them needs to be read."""
@@ -140,87 +153,67 @@ class NvmeStates:
         Raises:
             StorageError: Reading or writing has failed.
         """
-        return self._parts(wanted, is_written=True, beside=beside)
-
-    def read(self, wanted: Callable[[Tensor], bool]) -> Generator[tuple[Part, Tensor, Tensor], None, None]:
-        """Likewise, with moments that are only to be looked at."""
-        return self._parts(wanted, is_written=False)
-
-    def _parts(
-        self, wanted: Callable[[Tensor], bool], *, is_written: bool, beside: Callable[[], None] | None = None
-    ) -> Generator[tuple[Part, Tensor, Tensor], None, None]:
-        regions = [r for r in self._regions if any(wanted(part.param) for part in r.parts)]
-        for region, buffer in self._passing(regions, is_written, beside):
-            for part in region.parts:
-                if wanted(part.param):
-                    yield part, *part.moments(buffer)
-
-    def _passing(
-        self, regions: Sequence[_Region], is_written: bool, beside: Callable[[], None] | None
-    ) -> Iterator[tuple[_Region, Tensor]]:
-        """Each region in a buffer; the next is being read meanwhile, and those before are being written."""
-        reads: dict[int, Request] = {}
-        writes: dict[int, Request] = {}
-
-        def begin(turn: int) -> None:
-            if turn >= len(regions):
-                return
-            if turn - NVME_BUFFERS in writes:
-                with label("wait for states to be written"):
-                    writes.pop(turn - NVME_BUFFERS).wait()
-            region, buffer = regions[turn], self._buffer(turn, regions[turn])
-            if region.is_written:
-                reads[turn] = region.file.read(region.index, buffer, will_write=is_written)
-            else:
-                buffer.zero_()
-
+        waiting = iter(self._with(wanted))
+        under_way = deque((region, region.visit()) for region in islice(waiting, NVME_BUFFERS))
         try:
-            begin(0)
             if beside is not None:
                 beside()
-            for turn, region in enumerate(regions):
-                begin(turn + 1)
-                if turn in reads:
-                    with label("wait for states to be read"):
-                        reads.pop(turn).wait()
-                buffer = self._buffer(turn, region)
-                yield region, buffer
-                if is_written:
-                    region.is_written = True
-                    writes[turn] = region.file.write(region.index, buffer)
-            for request in writes.values():
-                request.wait()
-        finally:  # the next call uses the same buffers
-            for request in (*reads.values(), *writes.values()):
-                with suppress(StorageError):
-                    request.wait()
+            while under_way:
+                region, visit = under_way[0]
+                with label("wait for states to be read"):
+                    visit.wait()
+                moments = [visit.tensors[name] for name in MOMENTS]
+                if not region.is_written:
+                    for moment in moments:
+                        moment.zero_()
+                for part in region.parts:
+                    if wanted(part.param):
+                        first, second = (part.of(moment) for moment in moments)
+                        yield part, first, second
+                visit.end()
+                region.is_written = True
+                under_way.popleft()
+                under_way.extend((region, region.visit()) for region in islice(waiting, 1))
+            with label("wait for states to be written"):
+                for file in self._files:
+                    file.synchronize()
+        finally:
+            for _, visit in under_way:
+                visit.drop()
 
-    def _buffer(self, turn: int, region: _Region) -> Tensor:
-        return self._buffers[turn % NVME_BUFFERS][: region.nbytes]
+    def read(self, wanted: Callable[[Tensor], bool]) -> Iterator[tuple[Part, Tensor, Tensor]]:
+        """Likewise, with copies of the moments."""
+        for region in self._with(wanted):
+            moments = [region.read(name) for name in MOMENTS]
+            for part in region.parts:
+                if wanted(part.param):
+                    first, second = (part.of(moment) for moment in moments)
+                    yield part, first, second
+
+    def _with(self, wanted: Callable[[Tensor], bool]) -> list[_Region]:
+        return [region for region in self._regions if any(wanted(part.param) for part in region.parts)]
 
 
-def _close_all(files: list[OffloadFile]) -> None:
+def _close_all(files: list[StateFile]) -> None:
     for file in files:
         file.close()
 
 
 def _laid_out(params: Sequence[Tensor], most: int) -> list[_Region]:
-    """Regions of at most so many bytes."""
-    regions = [_Region(0, 0, [])]
+    """Regions whose moments take at most so many bytes each."""
+    regions: list[_Region] = []
     for p in params:
         itemsize, start = p.dtype.itemsize, 0
         while start < p.numel():
-            region = regions[-1]
-            left = (most - region.nbytes) // 2 // _PART_ALIGNMENT * _PART_ALIGNMENT // itemsize
-            if left == 0:
-                regions.append(_Region(len(regions), 0, []))
+            region = regions[-1] if regions else _Region(p.dtype)
+            left = max(ALIGNMENT, most) // itemsize - region.numel
+            if not regions or region.dtype != p.dtype or left <= 0:
+                regions.append(_Region(p.dtype))
                 continue
             numel = min(left, p.numel() - start)
-            each = aligned(numel * itemsize, _PART_ALIGNMENT)
-            part = Part(p, start, numel, start == 0, start + numel == p.numel(), region.nbytes, region.nbytes + each)
-            region.parts.append(part)
-            region.nbytes += 2 * each
+            region.parts.append(Part(p, start, numel, start == 0, start + numel == p.numel(), region.numel))
+            region.numel += aligned(numel * itemsize, _PART_ALIGNMENT) // itemsize
             start += numel
     for region in regions:  # whole blocks of the disk need no copy
-        region.nbytes = aligned(region.nbytes)
+        region.numel = aligned(region.numel * region.dtype.itemsize) // region.dtype.itemsize
     return regions
