@@ -26,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -88,7 +89,7 @@ def test(python: str, arguments: list[str]) -> int:
 
 
 def lint(python: str) -> list[str]:
-    """Run the linters; returns those that complained."""
+    """Run the linters, as many at once as there are cores; returns those that complained."""
     commands = {
         "ruff check": ["ruff", "check", "."],
         "ruff format": ["ruff", "format", "--check", "."],
@@ -96,24 +97,39 @@ def lint(python: str) -> list[str]:
         "codespell": ["codespell_lib"],
     }
     missing = [name for name in LINTERS if not has_module(python, name)]
-    unclean = []
-    for title, command in commands.items():
-        if command[0] in missing:
-            print(f"lint: {title} skipped, {command[0]} is not installed here", flush=True)
-            if os.environ.get("CI") == "true":
-                unclean.append(f"{title} (missing)")
-        elif run([python, "-m", *command]):
-            unclean.append(title)
     lacking = [name for name in SITE_BUILDERS if not has_module(python, name)]
-    if lacking:
-        print(f"lint: the site of docs/ skipped, {', '.join(lacking)} not installed here", flush=True)
+    unclean = []
+
+    def missed(title: str, names: list[str]) -> None:
+        print(f"lint: {title} skipped, {', '.join(names)} not installed here", flush=True)
         if os.environ.get("CI") == "true":
-            unclean.append("docs (missing)")
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            if build_site(python, folder):
-                unclean.append("docs")
+            unclean.append(f"{title} (missing)")
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_cores()) as threads:
+        under_way = {}
+        for title, command in {"mypy": commands.pop("mypy"), **commands}.items():  # first what takes longest
+            if command[0] in missing:
+                missed(title, [command[0]])
+            else:
+                under_way[title] = threads.submit(printed, run, [python, "-m", *command])
+        if lacking:
+            missed("docs", lacking)
+        else:
+            under_way["docs"] = threads.submit(printed, build_site, python, folder)
+        for title, check in under_way.items():
+            code, text = check.result()
+            print(text, end="", flush=True)
+            if code:
+                unclean.append(title)
     return unclean
+
+
+def printed(check: Callable[..., int], *arguments: Any) -> tuple[int, str]:
+    """What a check returns, and what it writes to the file that it gets as `output`."""
+    with tempfile.TemporaryFile() as file:
+        code = check(*arguments, output=file)
+        file.seek(0)
+        return code, file.read().decode()
 
 
 # ----------------------------------------------------------------------------------------------------------- docs
@@ -127,12 +143,12 @@ def docs(python: str) -> int:
     return code
 
 
-def build_site(python: str, folder: str) -> int:
-    """Build the site of docs/ into a folder; a broken link or an unknown name is an error."""
+def build_site(python: str, folder: str, output: IO[bytes] | None = None) -> int:
+    """Build the site of docs/ into a folder; a broken link or an unknown name is an error. See `run`."""
     os.chdir(ROOT)  # what .mkdocs.yml names is looked for from here
     command = [python, "-m", "mkdocs", "build", "--quiet", "--strict", "-f", str(ROOT / ".mkdocs.yml")]
     # Else Material warns at every start of a version of mkdocs that pyproject.toml excludes.
-    return run([*command, "--site-dir", folder], {"NO_MKDOCS_2_WARNING": "1"})
+    return run([*command, "--site-dir", folder], {"NO_MKDOCS_2_WARNING": "1"}, output)
 
 
 # ---------------------------------------------------------------------------------------------------- environment

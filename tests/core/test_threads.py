@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,7 @@ import torch
 from lightning_elixir.core import threads
 from lightning_elixir.core.threads import ThreadPlan, default_num_threads, numa_nodes, plan_threads
 from lightning_elixir.errors import PlanError
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers import processes
 
 
 def host(num_nodes: int, cores_per_node: int, siblings: int = 1) -> list[list[frozenset[int]]]:
@@ -158,5 +155,5 @@ threads.apply(threads.ThreadPlan(some, 3, 2))
 go.set(); thread.join()
 print(os.sched_getaffinity(0) == some, masks, torch.get_num_threads())
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = processes.run(code)
     assert done.stdout.split() == ["True", "[True]", "3"], done.stdout + done.stderr

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_elixir.errors import PlanError
 from lightning_elixir.kernels.cpu import implementation
 from lightning_elixir.optim import CPUAdam, HybridAdam, hybrid_adam
+from tests.helpers.tiers import crossed
 
 TORCH_CLASS: dict[bool, type[torch.optim.Adam]] = {True: torch.optim.AdamW, False: torch.optim.Adam}
 SHAPES: list[tuple[int, ...]] = [(1,), (130_000,), (17, 33), (3, 5, 7), (), (0,), (4, 0), (2049,)]
@@ -60,10 +61,12 @@ def assert_same_values(actual: list[nn.Parameter], expected: list[nn.Parameter])
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("adamw_mode", [True, False])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.95), (0.0, 0.9)])
+@crossed(
+    dtype=[torch.float32, torch.float64],
+    adamw_mode=[True, False],
+    weight_decay=[0.0, 0.1],
+    betas=[(0.9, 0.999), (0.3, 0.95), (0.0, 0.9)],
+)
 def test_close_to_torch_over_many_steps(
     betas: tuple[float, float], weight_decay: float, adamw_mode: bool, dtype: torch.dtype
 ) -> None:

@@ -48,7 +48,7 @@ def test_an_empty_plan_survives_the_round_trip(tmp_path: Path) -> None:
     assert load_plan(tmp_path / "plan.json") == empty
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def forecast_plan() -> Plan:
     """Searched for: with a forecast, alternatives, and updates that are streamed."""
     hardware = constant_hardware(streamed_adam_numel_per_s=3e9, joint_adam_numel_per_s=1e12)

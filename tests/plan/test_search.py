@@ -439,7 +439,7 @@ def test_less_activations_are_advised_where_they_help() -> None:
     assert advice >= 2
 
 
-@pytest.mark.parametrize(("count", "least"), [(8, 2), full(15, 5)])
+@pytest.mark.parametrize(("count", "least"), [full(8, 2), full(15, 5)])
 def test_the_missing_host_memory_is_told_to_the_byte(count: int, least: int) -> None:
     found = 0
     for case, error in host_refusals(19, count):

@@ -159,7 +159,7 @@ def test_backward_waits_for_a_buffer() -> None:
     module.close()
 
 
-@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("is_known", telling([False, True], "True"))
 def test_gradients_that_are_dropped_are_out_of_the_way(is_known: bool) -> None:
     """What is still under way must not come to lie in the sums of the next step."""
     how = HOWS["accumulated"]

@@ -128,9 +128,11 @@ def test_equals_plain_torch(name: str, has_stepped: bool, init_step: bool) -> No
         module.close()
 
 
-def _train_all(init_step: bool, has_stepped: bool) -> dict[tuple[str, str], tuple[dict[str, Tensor], Any]]:
+def _train_all(
+    names: list[str], init_step: bool, has_stepped: bool
+) -> dict[tuple[str, str], tuple[dict[str, Tensor], Any]]:
     results = {}
-    for name, placement in itertools.product(MAKE, PLACEMENTS):
+    for name, placement in itertools.product(names, PLACEMENTS):
         module, optimizer = _wrapped(name, has_stepped, init_step, placement)
         _train(module, optimizer, dist.get_world_size(), dist.get_rank())
         results[name, placement] = module.full_state_dict(), optimizer.state_dict().get("state", {})
@@ -139,10 +141,14 @@ def _train_all(init_step: bool, has_stepped: bool) -> dict[tuple[str, str], tupl
 
 
 @pytest.mark.parametrize(
-    ("init_step", "has_stepped"), [full(False, False), full(False, True), full(True, False), (True, True)]
+    ("names", "init_step", "has_stepped"),
+    [
+        (["HybridAdam", "NAdam"], True, True),
+        *(full([*MAKE], *both) for both in itertools.product([False, True], repeat=2)),
+    ],
 )
-def test_equals_plain_torch_with_two_ranks(init_step: bool, has_stepped: bool) -> None:
-    results = run_ranks(_train_all, 2, init_step, has_stepped)[0]
+def test_equals_plain_torch_with_two_ranks(names: list[str], init_step: bool, has_stepped: bool) -> None:
+    results = run_ranks(_train_all, 2, names, init_step, has_stepped)[0]
     for (name, placement), (values, states) in results.items():
         assert _different(values, states, _plain(name, has_stepped, 2)) == [], (name, placement)
 

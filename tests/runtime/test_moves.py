@@ -19,6 +19,7 @@ from tests.helpers import streamed_updates as bodies
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
 from tests.helpers.streamed_updates import CPU, HOWS, assert_same, result_of
+from tests.helpers.tiers import crossed
 from tests.helpers.zoo import make
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -54,8 +55,7 @@ def train_by(name: str, is_moved: bool) -> tuple[dict[str, Any], dict[str, Any]]
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@crossed(name=OPTIMIZERS, world_size=[1, 2])
 def test_optimizers_of_torch_move(name: str, world_size: int) -> None:
     if world_size == 1:
         expected, actual = train_by(name, False), train_by(name, True)
@@ -83,8 +83,7 @@ def give_others(optimizer: ElixirOptimizer) -> None:
     optimizer.param_groups = [{**second, "lr": 5e-3}, {**first, "lr": 1e-3}]
 
 
-@pytest.mark.parametrize("site", ["gpu", "nvme", "every_site"])
-@pytest.mark.parametrize("change", [remove_last, split_first, give_others])
+@crossed(change=[remove_last, split_first, give_others], site=["gpu", "nvme", "every_site"])
 def test_groups_that_have_changed_before_a_move(change: Callable[[ElixirOptimizer], None], site: str) -> None:
     how, results = replace(HOWS["groups"], steps=5), []
     for is_moved in (False, True):

@@ -73,7 +73,7 @@ def test_policies_and_chunk_sizes(name: str, options: dict[str, Any]) -> None:
     assert_same(train_elixir(name, scheme, **{"chunk_size": 16 * 1024, **options}), train_plain(name, scheme))
 
 
-@crossed(name=["gpt2_checkpoint", "odd", "tied", "frozen"], scheme=SCHEMES, policy=["cuda", "cpu", "const"])
+@crossed(together=1, name=["gpt2_checkpoint", "odd", "tied", "frozen"], scheme=SCHEMES, policy=["cuda", "cpu", "const"])
 def test_precision_accumulation_and_clipping(name: str, scheme: str, policy: str) -> None:
     how = SCHEMES[scheme]
     fractions = {"offload_optim_frac": 0.5, "offload_param_frac": 0.5} if policy == "const" else {}

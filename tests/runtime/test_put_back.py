@@ -13,7 +13,7 @@ from lightning_elixir.runtime.written import WrittenMasters
 from tests.helpers import streamed_updates as bodies
 from tests.helpers.dist import run_ranks
 from tests.helpers.put_back import BETWEEN, BF16, CPU, copy_wide, different, read_all, swap_data, train
-from tests.helpers.tiers import crossed, telling
+from tests.helpers.tiers import crossed, full, telling
 from tests.helpers.zoo import ZOO
 
 
@@ -117,15 +117,15 @@ def rank_train(site: str, swap_name: str | None, between: str, is_distributed: b
     return train(site, swap, between, world_size=2, enable_distributed_storage=is_distributed)[0]
 
 
-@pytest.mark.parametrize("is_distributed", telling([True, False], "True"))
-def test_two_ranks(is_distributed: bool) -> None:
+@pytest.mark.parametrize(("is_distributed", "is_all"), [(True, False), full(True, True), full(False, True)])
+def test_two_ranks(is_distributed: bool, is_all: bool) -> None:
     expected = run_ranks(rank_train, 2, "gpu", None, "nothing", is_distributed)[0]
     for site, swap, between in (
+        ("host", "copy_wide", "evaluate"),
         ("gpu", "swap_data", "evaluate"),
         ("host", "swap_data", "nothing"),
-        ("host", "copy_wide", "evaluate"),
         ("nvme", "swap_data", "evaluate"),
-    ):
+    )[: None if is_all else 1]:
         values = run_ranks(rank_train, 2, site, swap, between, is_distributed)[0]
         assert different(values, expected) == [], (site, swap, between)
 

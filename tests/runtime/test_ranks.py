@@ -35,7 +35,8 @@ def test_equals_averaged_gradients(name: str, options: str, world_size: int) -> 
         assert stats["evictions"] > 0
 
 
-@pytest.mark.parametrize("world_size", telling([2, 3], "3"))
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_placements_agree_bitwise(world_size: int) -> None:
     states = {key: run_ranks(train_rank, world_size, "gpt2", 2, options)[0][0] for key, options in OPTIONS.items()}
     reference = states.pop("cuda")
@@ -90,7 +91,8 @@ def train_routed(options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict
     return state, stats
 
 
-@crossed(options=["cuda", "cpu", "whole", "half_persistent"], world_size=[2, 3])
+@pytest.mark.parametrize("world_size", telling([2, 3], "3"))
+@pytest.mark.parametrize("options", telling(["cuda", "cpu", "whole", "half_persistent"], "cpu", "whole"))
 def test_experts_routed_differently_per_rank(options: str, world_size: int) -> None:
     torch.manual_seed(0)
     model = Routed()
@@ -212,7 +214,7 @@ def clipped_and_resumed(options: dict[str, Any]) -> tuple[float, bool, bool]:
     return norm, same, plain.param_groups[0]["lr"] == 1e-2
 
 
-@pytest.mark.parametrize("options", ["cuda", "cpu", "whole"])
+@pytest.mark.parametrize("options", telling(["cuda", "cpu", "whole"], "cpu", "whole"))
 def test_clipping_and_resuming(options: str) -> None:
     model = make("gpt2")
     for rank in range(2):

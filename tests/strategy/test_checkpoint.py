@@ -13,6 +13,7 @@ import torch
 from lightning_elixir._lightning import pl
 from lightning_elixir.errors import PlanError
 from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.tiers import full, telling
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
@@ -61,7 +62,13 @@ def _uninterrupted(make_model: Callable[[], Net], **options: Any) -> list[float]
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("tight", "tight"), ("tight", "other chunks"), ("tight", "plain"), ("plain", "tight"), ("other chunks", "tight")],
+    [
+        full("tight", "tight"),
+        ("tight", "other chunks"),
+        ("tight", "plain"),
+        ("plain", "tight"),
+        full("other chunks", "tight"),
+    ],
 )
 def test_resume_gives_the_same_next_losses(tmp_path: Path, first: str, second: str) -> None:
     losses = _interrupted(tmp_path, first, second, Net)
@@ -69,7 +76,9 @@ def test_resume_gives_the_same_next_losses(tmp_path: Path, first: str, second: s
     assert len(losses) == 16
 
 
-@pytest.mark.parametrize("make_model", [LateNet, GroupsNet, ScheduledNet, FrozenNet, TiedNet])
+@pytest.mark.parametrize(
+    "make_model", telling([LateNet, GroupsNet, ScheduledNet, FrozenNet, TiedNet], "GroupsNet", "ScheduledNet")
+)
 def test_models_resume(tmp_path: Path, make_model: Callable[[], Net]) -> None:
     plain = Net if make_model is LateNet else make_model
     assert _interrupted(tmp_path, "tight", "tight", make_model) == _uninterrupted(plain)

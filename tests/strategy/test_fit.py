@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_elixir._lightning import Trainer, pl
 from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.tiers import full
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
@@ -36,11 +37,11 @@ def test_optimizers(optimizer: str) -> None:
     "options",
     [
         {"placement_policy": "auto"},
-        {"placement_policy": "auto", "gpu_memory_limit": "96KiB"},
-        {"placement_policy": "cuda"},
-        {"placement_policy": "cpu"},
+        full({"placement_policy": "auto", "gpu_memory_limit": "96KiB"}),
+        full({"placement_policy": "cuda"}),
+        full({"placement_policy": "cpu"}),
         {"placement_policy": "const", "shard_param_frac": 0.5, "offload_optim_frac": 0.5, "offload_param_frac": 0.25},
-        {"placement_policy": "static", "offload_optim_frac": 1.0},
+        full({"placement_policy": "static", "offload_optim_frac": 1.0}),
         {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "prefetch": False},
         {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "enable_distributed_storage": False},
         {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "use_fused_kernels": True, "init_step": True},
@@ -205,13 +206,13 @@ def test_models(make_model: Callable[[], Net]) -> None:
     "options",
     [
         {"overfit_batches": 2, "max_epochs": 3},
-        {"limit_train_batches": 3, "limit_val_batches": 1},
-        {"limit_train_batches": 0.5},
+        full({"limit_train_batches": 3, "limit_val_batches": 1}),
+        full({"limit_train_batches": 0.5}),
         {"detect_anomaly": True},
         {"inference_mode": False},
         {"max_steps": 5, "max_epochs": -1},
         {"fast_dev_run": 3},
-        {"deterministic": True},
+        full({"deterministic": True}),
         {"check_val_every_n_epoch": 2, "max_epochs": 4},
         {"log_every_n_steps": 1, "profiler": "simple"},
     ],

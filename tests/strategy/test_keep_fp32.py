@@ -19,6 +19,7 @@ from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
+from tests.helpers.tiers import crossed, full, telling
 from tests.strategy.models import TIGHT, Block, Net, fit, make_data, make_layers, make_optimizer
 
 WIDTH = 32
@@ -303,7 +304,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
+@pytest.mark.parametrize("options", [{}, full({"accumulate_grad_batches": 2}), full({"gradient_clip_val": 0.1})])
 def test_every_placement_gives_the_same_bits(tmp_path: Path, options: dict[str, Any]) -> None:
     runs = {}
     for name, placement in PLACEMENTS.items():
@@ -317,7 +318,7 @@ def test_every_placement_gives_the_same_bits(tmp_path: Path, options: dict[str, 
         assert all(torch.equal(value, runs["cuda"].state[key]) for key, value in run.state.items()), name
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", telling(["full", "sharded"], "sharded"))
 def test_training_goes_on_with_another_keep_fp32(tmp_path: Path, kind: Any) -> None:
     """Of which the next losses know nothing where autocast casts the weight anyway."""
 
@@ -534,8 +535,7 @@ class Moe(Net):
         return super().configure_optimizers()
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
-@pytest.mark.parametrize("placement", ["cpu", "cuda", "nvme"])
+@crossed(placement=["cpu", "cuda", "nvme"], kind=["mixtral", "qwen2_moe"])
 def test_moe_of_transformers_trains_as_under_plain_autocast(tmp_path: Path, kind: str, placement: str) -> None:
     _, _, expected = fit("auto", lambda: Moe(kind), precision="bf16-mixed")
     options = PLACEMENTS[placement] | ({} if placement == "cuda" else {"gpu_memory_limit": "176KiB"})

@@ -27,7 +27,7 @@ from lightning_elixir.errors import StateError
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import full
+from tests.helpers.tiers import crossed, full
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
@@ -367,8 +367,7 @@ class CopiedMidway(pl.Callback):
         self.states = optimizer.state_dict()
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled, _saved])
+@crossed(duplicate=[copy.deepcopy, _pickled, _saved], precision=["32-true", "bf16-mixed"])
 def test_what_is_copied_in_the_middle_of_a_fit_is_plain_and_whole(
     tmp_path: Path, duplicate: Any, precision: str
 ) -> None:
@@ -428,8 +427,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("elixir", RUNS)
-@pytest.mark.parametrize("has_failed", [False, True])
+@crossed(elixir=RUNS, has_failed=[False, True])
 def test_no_thread_goes_on_when_a_run_is_over(elixir: str, has_failed: bool) -> None:
     before = set(threading.enumerate())
     strategy, model = ElixirStrategy(**RUNS[elixir]), RaisingNet(optimizer="hybrid")

@@ -63,7 +63,7 @@ def _disk_fails() -> Any:
         return heard_by(rank, world_size, lambda: fit(ElixirStrategy(**ON_NVME), lambda: model, devices=world_size))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", telling([2, 3], "3"))
 def test_disk_of_one_rank_fails(world_size: int) -> None:
     everyone = run_ranks(_disk_fails, world_size, init_group=False)
     check_heard(everyone, VICTIM, "StorageError", "Input/output error")
@@ -79,7 +79,8 @@ def _step_raises(options: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
 PLACEMENTS = [pytest.param(TIGHT, id="tight"), pytest.param({"placement_policy": "cuda"}, id="resident")]
 
 
-@crossed(options=PLACEMENTS, world_size=[2, 3])
+@pytest.mark.parametrize("options", telling(PLACEMENTS, "tight"))
+@pytest.mark.parametrize("world_size", telling([2, 3], "3"))
 def test_step_of_one_rank_raises(world_size: int, options: dict[str, Any]) -> None:
     """Where all processes live on, they may train again."""
     results = run_ranks(_step_raises, world_size, options, init_group=False)
@@ -138,7 +139,8 @@ def train_and_die(victim: int, options: dict[str, Any]) -> None:
         raise
 
 
-@crossed(case=["0 of 2", "1 of 2", "1 of 3"], options=PLACEMENTS)
+@pytest.mark.parametrize("options", telling(PLACEMENTS, "tight"))
+@pytest.mark.parametrize("case", telling(["0 of 2", "1 of 2", "1 of 3"], "0 of 2", "1 of 3"))
 def test_killed_in_training(case: str, options: dict[str, Any]) -> None:
     victim, world_size = map(int, case.split(" of "))
     code = f"from tests.strategy.test_lost_ranks import train_and_die; train_and_die({victim}, {options!r})"

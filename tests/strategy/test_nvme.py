@@ -23,7 +23,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from tests.helpers.dist import run_ranks
 from tests.helpers.nvme import failing
-from tests.helpers.tiers import crossed, full, telling
+from tests.helpers.tiers import crossed, full
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
@@ -94,7 +94,7 @@ def test_equals_states_in_host_memory(make_model: Any, timing: str, tmp_path: Pa
     "options",
     [
         full({"gradient_clip_val": 0.05}),
-        {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3},
+        full({"gradient_clip_val": 0.05, "accumulate_grad_batches": 3}),
         full({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
         full({"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
         {"precision": "bf16-true"},
@@ -180,7 +180,8 @@ def hardware() -> HardwareSpec:
     return HardwareSpec.from_dict(DISK)
 
 
-@pytest.mark.parametrize("precision", telling(["32-true", "bf16-mixed"], "bf16-mixed"))
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_auto_goes_there_where_the_host_is_short(precision: str, tmp_path: Path) -> None:
     """States exceed the memory that the host may give."""
     with pytest.raises(CapacityError):
@@ -229,6 +230,7 @@ def test_auto_measures_the_disk(tmp_path: Path) -> None:
     assert Tier.NVME in tiers(strategy)
 
 
+@pytest.mark.full
 def test_auto_goes_without_for_optimizers_of_torch(tmp_path: Path) -> None:
     """Though the first plan, which leaves most of the GPU to activations, has states there."""
     options = {**SHORT, "gpu_memory_limit": "1500KiB", "nvme_offload_dir": str(tmp_path), "hardware": hardware()}
@@ -304,7 +306,7 @@ PLACES = {
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        *(full("nvme", "nvme"), full("nvme", "host"), full("host", "nvme"), ("nvme", "plain"), ("plain", "nvme")),
+        *(full("nvme", "nvme"), full("nvme", "host"), full("host", "nvme"), full("nvme", "plain"), ("plain", "nvme")),
         *(("params", "params"), full("params", "host"), full("plain", "params")),
     ],
 )

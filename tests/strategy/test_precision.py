@@ -159,7 +159,7 @@ DOUBLE_PLACES = {
 }
 
 
-@crossed(optimizer=["hybrid", "adamw", "sgd"], place=DOUBLE_PLACES)
+@crossed(together=1, optimizer=["hybrid", "adamw", "sgd"], place=DOUBLE_PLACES)
 def test_double_precision_equals_plain_lightning(optimizer: str, place: str) -> None:
     if place == "nvme" and optimizer != "hybrid":
         pytest.skip("states on NVMe are HybridAdam's")

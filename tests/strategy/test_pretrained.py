@@ -176,10 +176,10 @@ def _on_ranks(make: Any, placement: str, folder: Path, world_size: int, options:
 @pytest.mark.parametrize(
     ("kind", "placement", "world_size", "precision"),
     [
-        ("gpt2", "tight", 2, "32-true"),
+        full("gpt2", "tight", 2, "32-true"),
         full("gpt2", "cuda", 3, "bf16-mixed"),
         full("gpt2", "nvme", 2, "bf16-mixed"),
-        ("llama", "nvme", 1, "32-true"),
+        full("llama", "nvme", 1, "32-true"),
         full("llama", "auto", 2, "bf16-mixed"),
         ("llama", "whole", 2, "bf16-mixed"),
         full("llama", "cuda", 1, "bf16-true"),
@@ -473,8 +473,7 @@ class EarlyNet(TokenNet):
         self.configure_model()
 
 
-@pytest.mark.parametrize("defer", [None, True])
-@pytest.mark.parametrize("world_size", [1, 2])
+@crossed(defer=[None, True], world_size=[1, 2])
 def test_made_in_init(tmp_path: Path, defer: bool | None, world_size: int) -> None:
     _save("gpt2", tmp_path)
     make = functools.partial(EarlyNet, "gpt2", tmp_path, defer=defer)
@@ -532,8 +531,7 @@ def _resume(folder: Path, state_dict_type: Any, devices: int) -> tuple[list[floa
     return [loss.item() for loss in resumed.losses], [loss.item() for loss in whole.losses]
 
 
-@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@crossed(state_dict_type=["full", "sharded"], world_size=[1, 2])
 def test_checkpoints_count_more_than_the_files(tmp_path: Path, state_dict_type: str, world_size: int) -> None:
     _save("llama", tmp_path)
     if world_size == 1:

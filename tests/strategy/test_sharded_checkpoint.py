@@ -56,7 +56,7 @@ def _on_ranks(function: Any, world_size: int, *arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("saved_by", "first", "loaded_by", "second"),
     [
-        (1, "tight", 1, "cuda"),
+        full(1, "tight", 1, "cuda"),
         full(1, "cuda", 1, "nvme"),
         (1, "nvme", 1, "tight"),
         full(1, "tight", 2, "const"),
@@ -66,7 +66,7 @@ def _on_ranks(function: Any, world_size: int, *arguments: Any) -> Any:
         (2, "const", 3, "whole"),
         full(2, "whole", 3, "cuda"),
         full(3, "nvme", 2, "cuda"),
-        (3, "tight", 1, "tight"),
+        full(3, "tight", 1, "tight"),
         full(3, "cuda", 3, "nvme"),
         full(3, "whole", 4, "tight"),
         full(4, "tight", 2, "nvme"),
@@ -88,7 +88,7 @@ def test_any_ranks_and_placements(tmp_path: Path, saved_by: int, first: str, loa
     ("saved_by", "first", "loaded_by", "second"),
     [
         full(1, "cuda", 2, "tight"),
-        (2, "tight", 3, "whole"),
+        full(2, "tight", 3, "whole"),
         (3, "all on nvme", 1, "nvme"),
         full(2, "const", 2, "all on nvme"),
     ],
@@ -138,6 +138,7 @@ def test_precision_without_master_rounds(tmp_path: Path) -> None:
 
 
 @crossed(
+    together=1,
     more=[pytest.param({}, id="plain"), pytest.param({"accumulate_grad_batches": 2}, id="accumulated")],
     async_save=[False, True],
     num_ranks=[1, 2],
@@ -158,7 +159,7 @@ def test_resumed_run_equals_the_uninterrupted(
             assert_same_dump(after, reference)
 
 
-@pytest.mark.parametrize(("first", "second"), [("tight", "all on nvme"), ("all on nvme", "cuda")])
+@pytest.mark.parametrize(("first", "second"), [full("tight", "all on nvme"), ("all on nvme", "cuda")])
 def test_a_resumed_run_equals_the_uninterrupted_elsewhere(tmp_path: Path, first: str, second: str) -> None:
     """With 16-bit parameters, of which masters tell nothing."""
     here, there = ({**OPTIONS[name]} for name in (first, second))
@@ -470,10 +471,10 @@ def _change(path: Path, change: str) -> str:
     return "a table of contents has no use for"
 
 
-@pytest.mark.parametrize(
-    "change", ["missing", "short", "flipped", "flipped meta", "no contents", "no meta", "foreign pickle"]
+@crossed(
+    change=["missing", "short", "flipped", "flipped meta", "no contents", "no meta", "foreign pickle"],
+    cut=[contextlib.nullcontext, cut_up],
 )
-@pytest.mark.parametrize("cut", [contextlib.nullcontext, cut_up])
 def test_damaged_folders(tmp_path: Path, change: str, cut: Any) -> None:
     trainer, _, _ = fit(ElixirStrategy(**OPTIONS["tight"]))
     with cut():

@@ -27,7 +27,7 @@ from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
 from tests.helpers.cut_up import cut_up
 from tests.helpers.dist import run_processes, run_ranks, start_processes
 from tests.helpers.failures import SOON_S
-from tests.helpers.tiers import full
+from tests.helpers.tiers import full, telling
 from tests.strategy.models import TIGHT, Net, assert_same_state, fit, make_data, make_trainer
 from tests.strategy.sharded import OPTIONS, Batches, assert_same_dump, dump
 
@@ -84,7 +84,7 @@ def save_and_die(moment: str, victim: str) -> None:
 @pytest.mark.parametrize(
     ("moment", "victim", "is_new"),
     [
-        ("writing", "1", False),
+        full("writing", "1", False),
         full("writing", "all", False),
         full("flushing", "0", False),
         full("contents", "0", False),
@@ -320,7 +320,7 @@ def _save_on_full_disk(full_rank: int) -> Any:
     return str(caught.value), sorted(path.name for path in Path().iterdir())
 
 
-@pytest.mark.parametrize("full_rank", [0, 1])
+@pytest.mark.parametrize("full_rank", telling([0, 1], "1"))
 def test_full_disk_is_an_error_on_every_rank(tmp_path: Path, full_rank: int) -> None:
     for message, names in run_ranks(_save_on_full_disk, 2, full_rank, init_group=False, fresh=True):
         assert f"rank {full_rank}: OSError" in message
@@ -430,7 +430,7 @@ def test_training_goes_on_while_a_thread_saves(monkeypatch: pytest.MonkeyPatch) 
     [
         full([{"filename": "model", "save_top_k": 3, "monitor": "step", "mode": "max"}]),
         full([{"save_top_k": -1}, {"every_n_train_steps": 4}]),
-        [{"filename": "model", "save_top_k": -1, "save_last": True}],
+        full([{"filename": "model", "save_top_k": -1, "save_last": True}]),
     ],
 )
 def test_names_are_those_of_saves_that_are_waited_for(

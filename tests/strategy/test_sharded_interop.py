@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import full
 from tests.strategy.models import TIGHT, Net, assert_same_state, fit, make_data, make_trainer
 from tests.strategy.sharded import SHARDED, assert_same_dump, dump
 
@@ -106,7 +107,7 @@ def test_we_load_what_fsdp2_saved(tmp_path: Path, num_ranks: int, optimizer: str
     assert actual[1]["param_groups"][0]["lr"] == 1e-2
 
 
-@pytest.mark.parametrize(("num_ranks", "optimizer"), [(3, "adamw"), (2, "hybrid")])
+@pytest.mark.parametrize(("num_ranks", "optimizer"), [(3, "adamw"), full(2, "hybrid")])
 def test_fsdp2_loads_what_we_saved(tmp_path: Path, num_ranks: int, optimizer: str) -> None:
     expected = run_ranks(_save_by_us, num_ranks, tmp_path / "one", optimizer, init_group=False)[0]
     state, states = run_ranks(_load_by_fsdp2, 2, tmp_path / "one", optimizer)[0]

@@ -16,6 +16,7 @@ from lightning_elixir.core.waits import MORE_BATCHES
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_processes, run_ranks
 from tests.helpers.failures import SOON_S, check_heard, heard_by
+from tests.helpers.tiers import full
 from tests.strategy.models import TIGHT, WIDTH, Net, assert_same_state, make_trainer
 
 
@@ -49,8 +50,8 @@ def _heard(lengths: list[int], net: type[Net], options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("lengths", "options"),
     [
-        ([6, 4], {}),
-        ([4, 6], {"max_epochs": 2}),
+        full([6, 4], {}),
+        full([4, 6], {"max_epochs": 2}),
         ([0, 3], {}),
         ([6, 5], {"accumulate_grad_batches": 4}),
     ],

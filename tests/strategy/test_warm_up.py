@@ -18,6 +18,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import telling
 from tests.strategy.models import CHUNK, Net, assert_same_as_plain, fit, make_data, make_trainer
 
 
@@ -301,7 +302,7 @@ def test_first_step_leaves_room_where_the_host_cannot_hold_everything() -> None:
     assert 0 < on_gpu[0] < on_gpu[1] < total
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", telling([1, 2], "2"))
 def test_steps_that_outgrow_the_plan_are_watched_again(world_size: int) -> None:
     results = run_ranks(_growing, world_size, world_size, init_group=False)
     for losses, fingerprints, least in results:
