@@ -340,7 +340,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             engine.steps.end({} if self.is_step_skipped else used, used, self._states.members)
         is_as_assumed = not self.is_step_skipped and self._gradients.is_plain
         self._gradients.forget()
-        engine.redone_steps += self._updates.end_step(is_as_assumed=is_as_assumed)
+        engine.steps.note_end(is_redone=self._updates.end_step(is_as_assumed=is_as_assumed))
 
     @property
     def last_step_times(self) -> UpdateTimes | None:

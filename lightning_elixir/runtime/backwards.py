@@ -56,8 +56,7 @@ class Backwards:
     def _begin(self, *, is_bare: bool = False) -> None:
         engine = self._engine
         self._phases.check_open()
-        if self._phases.current is not Phase.IDLE:
-            raise StateError(f"backward cannot start in phase {self._phases.current.value}")
+        self._phases.check_idle("backward")
         engine.leave_hooks()
         engine.gradients.absorb()
         engine.gradients.begin_backward()

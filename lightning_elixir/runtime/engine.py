@@ -86,8 +86,6 @@ class Engine:
         self.moved = TransferBytes()
         self.traffic = StateTraffic()
         self._disk = disk or DiskOptions()
-        self.redone_steps = 0
-        """Since the last reset: see `Stats`."""
         self.turn = Turn(is_shared=comm.world_size > 1)
         self.phases = Phases(self.turn)
         self.has_prefetch = prefetch
@@ -478,13 +476,13 @@ class Engine:
     def stats(self) -> Stats:
         """Counters since the last reset, and bytes held now."""
         return take_stats(
-            self.rcache, self.moved, self.held_bytes(), self.last_seconds, self.redone_steps, self.traffic
+            self.rcache, self.moved, self.held_bytes(), self.last_seconds, self.steps.num_redone, self.traffic
         )
 
     def reset_stats(self) -> None:
         self.rcache.reset_counters()
         self.iterations.traces.forget_misses()
-        self.redone_steps = 0
+        self.steps.num_redone = 0
         self.moved.h2d = self.moved.d2h = self.moved.gathered = self.moved.reduced = 0
         self.traffic.read_bytes = self.traffic.written_bytes = 0
         self.traffic.waited_s = 0.0

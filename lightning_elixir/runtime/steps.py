@@ -38,6 +38,8 @@ class Steps:
         self._engine = engine
         self.optimizers = AttachedOptimizers()
         """Those that are still there."""
+        self.num_redone = 0
+        """Since the last reset: see `Stats.redone_steps`."""
         self._dropped: set[tuple[int, int]] = set()  # gradients that one optimizer's step dropped and another needs
         self._aliased_ids: list[int] = []  # on any rank, at the beginning of the step
 
@@ -72,6 +74,14 @@ class Steps:
         mine = [i for i in there if engine.chunks[i].is_aliased()]
         rows = engine.active.agreement.meet(Meeting.STEP, mine) if engine.comm.world_size > 1 else [mine]
         self._aliased_ids = sorted({i for row in rows for i in row})
+
+    def note_end(self, *, is_redone: bool) -> None:
+        """A step is over.
+
+        Args:
+            is_redone: Updates of it had begun inside backward, and were dropped.
+        """
+        self.num_redone += is_redone
 
     def end(self, updated: Members, used: Members, members: Members) -> None:
         """The shards of `updated` hold new values: replicas made from the old ones go, and so do all gradients.

@@ -166,7 +166,7 @@ class StepMeter:
     def _read_counters(self) -> dict[str, float]:
         counters, moved = self._engine.rcache.counters, self._engine.moved
         found: dict[str, float] = {name: getattr(counters, name) for name in _RCACHE_COUNTERS}
-        found["redone_steps"] = self._engine.redone_steps
+        found["redone_steps"] = self._engine.steps.num_redone
         if self._engine.store.states is not None:
             traffic = self._engine.traffic
             found |= {"nvme_read_bytes": traffic.read_bytes, "nvme_written_bytes": traffic.written_bytes}
