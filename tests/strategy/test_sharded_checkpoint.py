@@ -140,8 +140,8 @@ def test_precision_without_master_rounds(tmp_path: Path) -> None:
 @crossed(
     together=1,
     more=[pytest.param({}, id="plain"), pytest.param({"accumulate_grad_batches": 2}, id="accumulated")],
-    async_save=[False, True],
-    num_ranks=[1, 2],
+    async_save=[True, False],
+    num_ranks=[2, 1],
 )
 def test_resumed_run_equals_the_uninterrupted(
     tmp_path: Path, num_ranks: int, more: dict[str, Any], async_save: bool
