@@ -13,10 +13,10 @@ There are `STAGING_BUFFERS` staging buffers (fewer where fewer chunks have state
 largest shard in the gradient's dtype, made when first needed. What drops gradients (`zero_grad`, a backward that
 failed) waits for their sums as well, since the memory comes to others.
 
-Where several backwards come before a step (`Reducer.expect_accumulation`, or an earlier step had them), the first
+Where several backwards come before a step (`Landing.expect_accumulation`, or an earlier step had them), the first
 gradient goes the same way, widened, and the sum's memory stays from step to step. Otherwise the first one lands in 16
 bits, over which an update can write new values, and the second backward exchanges that for a sum, once. Where the step
-is known to come next (`Reducer.is_step_next`), gradients land in 16 bits whatever came before; with spare states they
+is known to come next (`Landing.step_next`), gradients land in 16 bits whatever came before; with spare states they
 may land in sums as well, and an update that has begun waits for its sum. Further gradients of a chunk in one backward
 are added in place, in their own dtype, also to a sum that holds nothing but that backward's: as autograd would. On the
 GPU tier sums are made on the reduce lane. The thread adds with torch's operations, and as many threads as torch has:

@@ -336,7 +336,7 @@ class Engine:
         self.check_whole()
         with self.telling():
             self.store.settle_all()
-            self.reducer.finish_downloads()
+            self.reducer.landing.finish()
         self.device.synchronize()  # what the device writes to host shards, or reads of them
 
     def check_whole(self) -> None:
@@ -470,7 +470,7 @@ class Engine:
         held["replica"] = sum(c.device_bytes for c in self.chunks)
         held["grad_block"] = self.reducer.block_bytes_held()
         buffers = self.active.fetcher.held_bytes()
-        beside = {"cpu_grad_staging": self.reducer.staging_bytes_held(), "cpu_param_buffer": buffers}
+        beside = {"cpu_grad_staging": self.reducer.landing.staging_bytes_held(), "cpu_param_buffer": buffers}
         return held | {kind: nbytes for kind, nbytes in beside.items() if nbytes}
 
     def stats(self) -> Stats:
@@ -490,7 +490,7 @@ class Engine:
     def rest(self) -> None:
         """End all threads when what they do is done; what asks for more starts them again. Raises nothing."""
         if not self._is_freed:
-            self.reducer.rest()
+            self.reducer.landing.rest()
             self.active.fetcher.rest()
             self.store.rest()
 
@@ -523,7 +523,7 @@ class Engine:
         for chunk in self.chunks:
             chunk.close()
         self.reducer.clear()
-        self.reducer.close()
+        self.reducer.landing.close()
         self.active.fetcher.close()
         self.interception.written.clear()
         self.store.close()

@@ -260,7 +260,7 @@ class Gradients:
         """The whole gradient. Collective."""
         engine = self._engine
         with engine.telling():
-            engine.reducer.wait_for_download(chunk.id)
+            engine.reducer.landing.wait(chunk.id)
             grad = engine.store[chunk.id].read_grad()
         whole, flat = self._new_whole(chunk, index)
         of_ranks = [self._segment(chunk, index, rank) for rank in range(engine.comm.world_size)]
@@ -282,7 +282,7 @@ class Gradients:
     def _absorb(self, chunk_id: int, index: int) -> None:
         engine, chunk = self._engine, self._engine.chunks[chunk_id]
         value, store = self._seen[chunk_id, index], self._engine.store
-        engine.reducer.wait_for_download(chunk_id)
+        engine.reducer.landing.wait(chunk_id)
         grad = store[chunk_id].read_grad()
         flat = in_memory_order(chunk, index, value)
         key = (chunk_id, index)

@@ -20,7 +20,7 @@ nothing that users keep or have read of the chunk could still be written to. A f
 exception before the step, closes the engine: saving raises rather than writing half a step. Signals wait for the end of
 the step; a second one does not, and what it leaves half done raises from then on. A batch that runs again for want of
 memory finds the same gradients, so chunks whose update has begun drop them. Where several backwards a step are
-announced (`Reducer.expect_accumulation`), nothing begins; where they only happen, what began with the first is dropped
+announced (`Landing.expect_accumulation`), nothing begins; where they only happen, what began with the first is dropped
 before the second adds to its gradients.
 """
 
@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -39,17 +39,15 @@ from torch import Tensor, nn
 from lightning_elixir.core.comm import Comm, Work
 from lightning_elixir.core.device import Device, Event
 from lightning_elixir.core.labels import label
-from lightning_elixir.core.worker import TaskEvent
-from lightning_elixir.errors import StateError, StorageError
+from lightning_elixir.errors import StateError
 from lightning_elixir.optim.scaling import square_sums
-from lightning_elixir.plan.memory import GRAD_BLOCKS, grad_staging, has_params_on_nvme
+from lightning_elixir.plan.memory import GRAD_BLOCKS
 from lightning_elixir.plan.shard_segments import Segment, segment_of, segments_of
 from lightning_elixir.plan.types import Tier
-from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, add_up, put
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.fetcher import TransferBytes
+from lightning_elixir.runtime.landing import Landing
 from lightning_elixir.runtime.zero_grads import ZeroGrads
-from lightning_elixir.storage.nvme import aligned
 from lightning_elixir.storage.shards import ShardStore
 
 # Blocks whose reduction or download may be under way before the compute stream waits for the oldest; one more collects.
@@ -116,6 +114,7 @@ class Reducer:
         self.order = tuple(order)
         self.is_order_known = False
         """Whether the ranks have agreed on `order` after a first backward."""
+        self.landing = Landing(chunks, device, comm.world_size, store, reduce_dtype)
         self._device = device
         self._comm = comm
         self._store = store
@@ -124,11 +123,6 @@ class Reducer:
         self._block_bytes = block_bytes
         self._announce = announce
         self._waiting = waiting
-        itemsize = None if reduce_dtype is None else reduce_dtype.itemsize
-        num_buffers, nbytes = grad_staging((c.spec for c in chunks), comm.world_size, itemsize)
-        if any(has_params_on_nvme(c.spec) for c in chunks):
-            nbytes = aligned(nbytes)  # the disk takes whole blocks
-        self._sums = HostSums(device, num_buffers, nbytes)
         self._trainable = {
             i: frozenset(k for k, p in enumerate(chunks[i].parameters) if p.requires_grad and p.numel() > 0)
             for i in self.order
@@ -141,25 +135,17 @@ class Reducer:
         self._reduced_now: set[int] = set()
         self._finished: dict[int, None] = {}  # chunk ids, in the order of completion
         self._in_flight: deque[_InFlight] = deque()
-        # Chunk id -> when its gradient is in host memory, added up, if that has not been waited for
-        self._downloads: dict[int, Event] = {}
         # Earlier backwards
         self._expected: dict[int, int] = {}  # arrivals per chunk in the last complete backward
-        self.accumulates = False
-        """Whether several backwards come before a step, as was said or seen: gradients in host memory are then kept in
-        fp32 from the first on, so that its memory is the same in every step."""
-        self._is_accumulation_expected = False  # it was said
         # Since the last step
         self.used: set[tuple[int, int]] = set()  # (chunk id, member index) that got a gradient on this rank
         self._used_now: set[tuple[int, int]] = set()  # of these, in this backward for the first time
         self.zeros = ZeroGrads()
         # Chunk id -> members whose gradients lie in the shard and count no more
         self._dropped: dict[int, set[int]] = {}
-        self._single: set[int] = set()  # chunks with a sum in fp32 that holds the gradients of one backward alone
         self.lost: set[tuple[int, int]] = set()
         """Gradients that a failed backward was mixed with, and that have not been dropped since."""
         self._watcher: weakref.ref[GradientWatcher] | None = None
-        self._is_step_next = False  # see `step_next`
         self._begun: set[int] = set()  # chunks whose update has begun inside backward, until the step
         self._begun_before: set[int] = set()  # of these, those of an earlier, failed backward over the same batch
         self._is_tracking_square_sums = False
@@ -177,16 +163,6 @@ class Reducer:
     def track_square_sums(self, is_on: bool = True) -> None:
         """Have `square_sums` taken of gradients as they land, since a norm will be asked for."""
         self._is_tracking_square_sums = is_on
-
-    @contextmanager
-    def step_next(self) -> Iterator[None]:
-        """Inside, no other backward comes before the step, as the caller promises: what has come before decides nothing
-        then about how gradients land, and new values may be written over them."""
-        self._is_step_next = True
-        try:
-            yield
-        finally:
-            self._is_step_next = False
 
     # During backward
 
@@ -314,46 +290,6 @@ class Reducer:
     def has_begun(self, chunk_id: int) -> bool:
         return chunk_id in self._begun
 
-    def finish_downloads(self) -> None:
-        """Make the host wait until nothing writes to gradient shards in its memory; says nothing of failed sums."""
-        for event in self._downloads.values():
-            _finish(event)
-
-    def wait_for_downloads(self) -> None:
-        """Make the host wait until the gradient shards in its memory are there: streams wait for each other only."""
-        for chunk_id in list(self._downloads):
-            self.wait_for_download(chunk_id)
-
-    def wait_for_download(self, chunk_id: int) -> None:
-        """As `wait_for_downloads`, for one chunk.
-
-        Raises:
-            StateError: Adding up has failed, and the gradient has not been dropped since.
-        """
-        event = self._downloads.get(chunk_id)
-        if event is None:
-            return
-        try:
-            event.synchronize()
-        except Exception as error:
-            if not isinstance(event, TaskEvent):
-                raise
-            if isinstance(error, StorageError):
-                raise  # what was there on the disk before is lost as well
-            raise StateError(
-                f"adding up the gradients of {self._chunks[chunk_id].spec} in host memory has failed"
-                f" ({type(error).__name__}: {error}): call zero_grad() and begin again with the first micro-batch"
-            ) from error
-        del self._downloads[chunk_id]
-
-    def download_of(self, chunk_id: int) -> Event | None:
-        """When the chunk's gradient is in host memory, added up; the reducer waits for it as well."""
-        return self._downloads.get(chunk_id)
-
-    def take_download(self, chunk_id: int) -> Event | None:
-        """As `download_of`, but from then on the caller sees to waiting for it, not the reducer."""
-        return self._downloads.pop(chunk_id, None)
-
     def drop_member(self, chunk: Chunk, index: int) -> None:
         """Drop the gradient of one parameter, as `p.grad = None` does. The same call on every rank.
 
@@ -423,7 +359,7 @@ class Reducer:
         """
         self._check_not_begun(chunk)
         self.withdraw((chunk.id,))
-        self.wait_for_download(chunk.id)
+        self.landing.wait(chunk.id)
         shard = self._store[chunk.id]
         grad = shard.read_grad()
         if grad is None:
@@ -435,11 +371,11 @@ class Reducer:
                 self._store.set_grad(chunk.spec, dtype)
                 grad = grad.to(dtype)
             else:
-                grad = self._widened(chunk, grad, dtype)
+                grad = self.landing.widened(chunk, grad, dtype)
         with torch.no_grad():
             write(grad)
         shard.keep_grad(grad)
-        self._single.discard(chunk.id)
+        self.landing.note_rewritten(chunk.id)
         self.square_sums.pop(chunk.id, None)
 
     def _check_not_begun(self, chunk: Chunk) -> None:
@@ -482,22 +418,9 @@ class Reducer:
         self._begun_before.clear()
         self.lost.clear()
 
-    def rest(self) -> None:
-        """End the thread that adds gradients up until there is more to add."""
-        self._sums.rest()
-
-    def close(self) -> None:
-        """End the thread that adds gradients up. None may follow."""
-        self._sums.close()
-
     def _drop(self, chunk_ids: Collection[int]) -> None:
         self.withdraw(chunk_ids)
-        for chunk_id in chunk_ids:  # what is under way writes to memory that others use next
-            event = self._downloads.pop(chunk_id, None)
-            if event is not None:
-                _finish(event)
-        self._store.clear_grads(chunk_ids)
-        self._single.difference_update(chunk_ids)
+        self.landing.drop(chunk_ids)
         self.used = {key for key in self.used if key[0] not in chunk_ids}
         for chunk_id in chunk_ids:
             self.square_sums.pop(chunk_id, None)
@@ -512,14 +435,8 @@ class Reducer:
         self._expected = dict(earlier._expected)
         self.is_order_known = earlier.is_order_known
         self._is_tracking_square_sums = earlier._is_tracking_square_sums
-        self.accumulates = earlier.accumulates
-        self._is_accumulation_expected = earlier._is_accumulation_expected
+        self.landing.take_over(earlier.landing)
         self.zeros = earlier.zeros
-
-    def expect_accumulation(self, is_expected: bool) -> None:
-        """Say whether several backwards come before each step: then host memory for their sums is taken in the first
-        backward, and no update begins inside it. Otherwise, or without a word, that is seen in the second one."""
-        self.accumulates = self._is_accumulation_expected = is_expected
 
     def set_order(self, order: Sequence[int]) -> None:
         """Reduce in this order from the next backward on. The same call on every rank."""
@@ -534,10 +451,6 @@ class Reducer:
             if grad is None or grad.data_ptr() != item.block.data_ptr():
                 blocks.append(item.block)
         return sum(b.untyped_storage().nbytes() for b in blocks)
-
-    def staging_bytes_held(self) -> int:
-        """Host memory of the buffers through which gradients come down to be added up."""
-        return self._sums.held_bytes()
 
     # Internals
 
@@ -623,93 +536,15 @@ class Reducer:
                 self.square_sums[chunk.id] = square_sums(result, bounds)
             else:
                 self.square_sums.pop(chunk.id, None)
-            if chunk.spec.optim_tier is Tier.GPU:
-                self._land_on_device(chunk, result, item.is_late)
-                item.event = self._device.reduce_lane.record()
-                return
-            item.event, self._downloads[chunk.id] = self._land_on_host(chunk, result, item.is_late)
+            item.event = self.landing.land(chunk, result, is_late=item.is_late)
+        if chunk.spec.optim_tier is Tier.GPU:
+            return
         self._moved.d2h += result.nbytes
         is_known = chunk.id in self._expected  # how many gradients it gets in one backward
-        is_last = self._is_step_next or not self._is_accumulation_expected
+        is_last = self.landing.is_step_next or not self.landing.is_accumulation_expected
         watcher = None if self._watcher is None else self._watcher()
         if watcher is not None and is_last and is_known and item.is_whole and item.earlier is None:
             watcher.gradients_landed(chunk)
-
-    def _land_on_device(self, chunk: Chunk, result: Tensor, is_late: bool) -> None:
-        """Add to earlier gradients: in fp32 across backwards; within one backward as autograd would, in its dtype."""
-        shard = self._store[chunk.id]
-        total = shard.grad
-        if total is None:
-            shard.grad = result
-            return
-        if not self._device.is_synchronous:
-            self._device.synchronize()
-        if is_late and total.dtype == result.dtype:
-            total.add_(result)
-            return
-        wide = torch.promote_types(torch.float32, total.dtype)
-        if total.dtype != wide:
-            earlier = total
-            total = self._store.set_grad(chunk.spec, wide)
-            total.copy_(earlier)
-        total.add_(result)
-
-    def _land_on_host(self, chunk: Chunk, result: Tensor, is_late: bool) -> tuple[Event, Event]:
-        """As `_land_on_device`. Returns when the device has sent the result, and when the gradient is there."""
-        if self._store[chunk.id].is_param_on_disk:
-            return self._land_on_disk(chunk, result, is_late)
-        total = self._store[chunk.id].grad
-        wide = torch.promote_types(torch.float32, result.dtype)
-        if total is None:
-            if result.dtype == wide or not self.accumulates or self._is_step_next:
-                with self._device.reduce_lane.resume():
-                    self._store.set_grad(chunk.spec, result.dtype).copy_(result, non_blocking=True)
-                    sent = self._device.reduce_lane.record()
-                return sent, sent
-            self._single.add(chunk.id)
-            return self._sums.submit(result, self._store.set_grad(chunk.spec, wide), put, None)
-        if is_late and (total.dtype == result.dtype or chunk.id in self._single):
-            self.wait_for_download(chunk.id)
-            add_up(total, result.to(total.device), add if total.dtype == result.dtype else add_rounded)
-            sent = self._device.reduce_lane.record()
-            return sent, sent
-        if not is_late:
-            self.accumulates = True
-        if total.dtype != wide:
-            total = self._widened(chunk, total, wide)
-        self._single.discard(chunk.id)
-        return self._sums.submit(result, total, add, self._downloads.get(chunk.id))
-
-    def _land_on_disk(self, chunk: Chunk, result: Tensor, is_late: bool) -> tuple[Event, Event]:
-        """As `_land_on_host`, with the same numbers: host memory is only passed through."""
-        shard = self._store[chunk.id]
-        if shard.on_disk is None:
-            raise RuntimeError(f"{chunk.spec} has no place on the disk")
-        earlier = None if shard.grad is None else shard.grad.dtype
-        after, addition = torch.promote_types(torch.float32, result.dtype), add
-        if earlier is None:
-            addition = put
-            if not self.accumulates or self._is_step_next or result.dtype == after:
-                after = result.dtype
-            else:
-                self._single.add(chunk.id)
-        elif is_late and (earlier == result.dtype or chunk.id in self._single):
-            addition = add if earlier == result.dtype else add_rounded
-            after = earlier
-        else:
-            self.accumulates = self.accumulates or not is_late
-            self._single.discard(chunk.id)
-        before = self._downloads.get(chunk.id)
-        self._store.set_grad(chunk.spec, after)
-        return self._sums.submit_to_disk(result, shard.on_disk, (earlier, after), addition, before)
-
-    def _widened(self, chunk: Chunk, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """A gradient shard in host memory with the same values in another dtype."""
-        self.wait_for_download(chunk.id)
-        total = self._store.set_grad(chunk.spec, dtype)
-        total.copy_(grad)
-        self._store.restore_param(self._store[chunk.id])
-        return total
 
     def _segments(self, chunk: Chunk) -> Sequence[Segment]:
         return segments_of(chunk.spec, self._comm.rank, self._comm.world_size)
@@ -723,11 +558,3 @@ class Reducer:
         self._device.allocate(storage, max(self._block_bytes, chunk.spec.nbytes))
         block.set_(storage, 0, (chunk.spec.numel,), (1,))
         return block
-
-
-def _finish(event: Event) -> None:
-    """Make the host wait for what writes to host memory, whether or not it fails."""
-    if isinstance(event, TaskEvent):
-        event.task.join()
-    else:
-        event.synchronize()

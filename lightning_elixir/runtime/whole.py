@@ -110,7 +110,7 @@ def whole_value(engine: Engine, chunk: Chunk, index: int) -> Tensor:
 def whole_grads(engine: Engine, factor: float) -> dict[str, Tensor]:
     """Whole gradients of the parameters that have one, in fp32 (fp64 ones as they are), multiplied by `factor`, on
     every rank. Collective."""
-    engine.reducer.wait_for_downloads()
+    engine.reducer.landing.wait_for_all()
     has_grad = torch.tensor([engine.store[c.id].grad is not None for c in engine.chunks], dtype=torch.uint8)
     engine.comm.all_reduce_max(has_grad)
     pieces = []

@@ -83,7 +83,7 @@ class GradientNorms:
             return torch.zeros(len(bounds), dtype=torch.float64)
         if reducer.has_begun(chunk_id):
             self._engine.check_whole()
-        reducer.wait_for_download(chunk_id)  # and learn whether adding up has failed
+        reducer.landing.wait(chunk_id)  # and learn whether adding up has failed
         known = None if is_max or change.clips else reducer.square_sums.get(chunk_id)
         if known is not None:
             return known * change.inverse_scale**2

@@ -129,7 +129,7 @@ class UpdateScheduler:
             engine.reducer.watch(self)
             self._is_step_promised = True
             try:
-                with engine.reducer.step_next():
+                with engine.reducer.landing.step_next():
                     yield
             finally:
                 self._is_step_promised = False
@@ -172,7 +172,7 @@ class UpdateScheduler:
     def _begin_early(self, chunk: Chunk, members: set[int], way: Way) -> None:
         """The update of a step that will come: it is counted now."""
         engine, record = self._engine, UpdateRecord()
-        landed = engine.reducer.take_download(chunk.id)
+        landed = engine.reducer.landing.take(chunk.id)
         with all_or_nothing(engine):
             job = self._describer.next_update(chunk, members, way)
             job = replace(job, ready=() if landed is None else (landed,))
@@ -183,7 +183,7 @@ class UpdateScheduler:
     def _begin_ahead(self, chunk: Chunk, members: set[int], way: Way) -> None:
         """The update of a step that may come, as if all gradients were to stay as they are. Everything that can be
         looked at stays as it is: [Note: exact speculation], `stepping/speculation.py`."""
-        landed, record = self._engine.reducer.download_of(chunk.id), UpdateRecord()
+        landed, record = self._engine.reducer.landing.end_of(chunk.id), UpdateRecord()
         updates = self._describer.ahead(chunk, members)
         job = ChunkUpdate(updates, chunk.spec.is_update_streamed, () if landed is None else (landed,))
         with deferred():  # one that runs and is not noted could not be dropped
@@ -288,7 +288,7 @@ class UpdateScheduler:
         """The step of a chunk with states on the host or on a disk: its update, unless that has begun, and what brings
         the new values to the parameters."""
         shard = self._engine.store.settle(chunk.id)
-        landed = self._engine.reducer.take_download(chunk.id)
+        landed = self._engine.reducer.landing.take(chunk.id)
         if begun is None:
             members, way, after = used, self._describer.way(chunk, used, Start.IN_STEP), None
             if way is None:

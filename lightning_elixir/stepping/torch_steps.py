@@ -48,7 +48,7 @@ class TorchSteps:
             change: What is done to gradients first.
         """
         engine, record = self._engine, UpdateRecord()
-        engine.reducer.wait_for_downloads()
+        engine.reducer.landing.wait_for_all()
         engine.device.compute_event().synchronize()  # backward may still read host shards
         for chunk in chunks:
             if chunk.ready is not None:  # and so may an upload that nothing needed

@@ -76,7 +76,7 @@ class FitRun:
         self._report = None if planner.config.report_dir is None else RunReport(planner.config.report_dir)
         engine = handle.engine.engine
         engine.set_memory_limit(handle.budget.gpu_bytes)
-        engine.reducer.expect_accumulation(module.automatic_optimization and _most_backwards(trainer) > 1)
+        engine.reducer.landing.expect_accumulation(module.automatic_optimization and _most_backwards(trainer) > 1)
         self.warm_up = WarmUp(handle, planner, self._regime)
         self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.start_over)
         self._meter: StepMeter | None = None

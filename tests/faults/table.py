@@ -157,7 +157,7 @@ _UPDATES = (
         "updates",
         "work",
         "runtime/reducer.py",
-        "is_last = self._is_step_next or not self._is_accumulation_expected",
+        "is_last = self.landing.is_step_next or not self.landing.is_accumulation_expected",
         "is_last = True",
         "With accumulation every micro-batch begins updates that the next one drops: the host works for nothing.",
     ),

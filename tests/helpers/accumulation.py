@@ -86,7 +86,7 @@ def new_training(
     **options: Any,
 ) -> tuple[ElixirModule, ElixirOptimizer]:
     module, optimizer = timed.new_training(how, site, device, timing, is_reusing=is_reusing, **options)
-    module.engine.reducer.expect_accumulation(is_known)
+    module.engine.reducer.landing.expect_accumulation(is_known)
     return module, optimizer
 
 

@@ -281,7 +281,7 @@ def train_with_sums(
     how: How, micro_batches: list[int], device: torch.device, *, is_ahead: bool, is_known: bool
 ) -> tuple[Training, list[int]]:
     module, optimizer = new_training(how, "mixed", device, is_ahead=is_ahead)
-    module.engine.reducer.expect_accumulation(is_known)
+    module.engine.reducer.landing.expect_accumulation(is_known)
     num_ahead = []
     for step, count in enumerate(micro_batches):
         for micro in range(count):

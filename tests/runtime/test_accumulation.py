@@ -228,7 +228,7 @@ def test_no_staging_memory_where_nothing_is_added_up() -> None:
     for how, site in ((HOWS["bf16"], "host"), (HOWS["accumulated"], "gpu")):
         module, optimizer = new_training(how, site, CPU, is_known=True)
         if site == "host":
-            module.engine.reducer.expect_accumulation(False)
+            module.engine.reducer.landing.expect_accumulation(False)
         streamed.train_step(module, optimizer, how, 0)
         assert "cpu_grad_staging" not in module.stats().held_bytes
         module.close()
@@ -238,11 +238,11 @@ def test_what_is_known_survives_a_move() -> None:
     how = HOWS["accumulated"]
     module, optimizer = new_training(how, "gpu", CPU)
     streamed.train_step(module, optimizer, how, 0)
-    assert not module.engine.reducer.accumulates  # nothing was added up in host memory
+    assert not module.engine.reducer.landing.accumulates  # nothing was added up in host memory
     for site in ("host", "mixed"):
         module.replan(streamed.plan_for(module.module, how, site))
         streamed.train_step(module, optimizer, how, 1)
-        assert module.engine.reducer.accumulates
+        assert module.engine.reducer.landing.accumulates
     module.replan(streamed.plan_for(module.module, how, "host"))
     optimizer.backward(ZOO[how.name].loss(module, 0))
     assert {s.grad.dtype for s in shards(module)} == {torch.float32}

@@ -210,7 +210,7 @@ def test_late_gradients_are_added_to_the_sum_on_the_disk(
     assert len(plan.chunks) == len(model.layers)
     optimizer.backward(model.loss(module, 9, 1))  # from here on one gradient is expected
     optimizer.zero_grad()
-    module.engine.reducer.expect_accumulation(is_known)
+    module.engine.reducer.landing.expect_accumulation(is_known)
     seen: list[Any] = []
     submit = HostSums.submit_to_disk
 

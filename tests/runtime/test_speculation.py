@@ -591,7 +591,7 @@ def test_sums_beside_backward(how: How, is_known: bool, monkeypatch: pytest.Monk
 def test_gradients_of_several_micro_batches_are_summed_in_fp32_from_the_first_on() -> None:
     how = NEVER_CLIPPED
     module, optimizer = new_training(how, "host")
-    module.engine.reducer.expect_accumulation(True)
+    module.engine.reducer.landing.expect_accumulation(True)
     warm_up((module, optimizer), how)
     buffers = set()
     for number in range(2):
@@ -670,11 +670,11 @@ def test_the_step_waits_for_no_sum() -> None:
 def test_what_was_said_of_several_backwards_survives_a_move() -> None:
     how = NEVER_CLIPPED
     training = module, optimizer = new_training(how, "host")
-    module.engine.reducer.expect_accumulation(True)
+    module.engine.reducer.landing.expect_accumulation(True)
     warm_up(training, how)
     module.replan(module.engine.plan)
     for is_expected in (True, False):
-        module.engine.reducer.expect_accumulation(is_expected)
+        module.engine.reducer.landing.expect_accumulation(is_expected)
         module.replan(module.engine.plan)
         backward(training, how, 0)
         assert (optimizer.num_ahead == 0) == is_expected

@@ -104,7 +104,7 @@ def test_the_engine_is_told_of_accumulation(make: Any, options: dict[str, Any], 
 
     class Looking(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            told.append(trainer.strategy._engine.engine.reducer.accumulates)
+            told.append(trainer.strategy._engine.engine.reducer.landing.accumulates)
 
     fit("elixir", make, **{**options, "callbacks": [*options.get("callbacks", []), Looking()]})
     assert told[0] == is_expected

@@ -1,0 +1,252 @@
+"""Where reduced gradients go: to the gradient shards, on the device, in host memory or on NVMe.
+
+How they are added up in host memory and on NVMe is told in `runtime/accumulation.py` (Note: sums beside backward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_elixir.core.device import Device, Event
+from lightning_elixir.core.worker import TaskEvent
+from lightning_elixir.errors import StateError, StorageError
+from lightning_elixir.plan.memory import grad_staging, has_params_on_nvme
+from lightning_elixir.plan.types import Tier
+from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, add_up, put
+from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.storage.nvme import aligned
+from lightning_elixir.storage.shards import ShardStore
+
+
+class Landing:
+    """The way of reduced gradients to the gradient shards, where they are added to what is there.
+
+    Args:
+        chunks: All chunks.
+        device: Where gradients come from.
+        world_size: Over so many ranks a shard is a slice.
+        store: Has the gradient shards.
+        reduce_dtype: Of what comes; None: the compute dtype.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        device: Device,
+        world_size: int,
+        store: ShardStore,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        self._chunks = chunks
+        self._device = device
+        self._store = store
+        itemsize = None if reduce_dtype is None else reduce_dtype.itemsize
+        num_buffers, nbytes = grad_staging((c.spec for c in chunks), world_size, itemsize)
+        if any(has_params_on_nvme(c.spec) for c in chunks):
+            nbytes = aligned(nbytes)  # the disk takes whole blocks
+        self._sums = HostSums(device, num_buffers, nbytes)
+        # Chunk id -> when its gradient is in host memory, added up, if that has not been waited for
+        self._downloads: dict[int, Event] = {}
+        self._single: set[int] = set()  # chunks with a sum in fp32 that holds the gradients of one backward alone
+        self.accumulates = False
+        """Whether several backwards come before a step, as was said or seen: gradients in host memory are then kept in
+        fp32 from the first on, so that its memory is the same in every step."""
+        self.is_accumulation_expected = False
+        """Whether it was said."""
+        self.is_step_next = False
+        """See `step_next`."""
+
+    # How many backwards come before a step
+
+    def expect_accumulation(self, is_expected: bool) -> None:
+        """Say whether several backwards come before each step: then host memory for their sums is taken in the first
+        backward, and no update begins inside it. Otherwise, or without a word, that is seen in the second one."""
+        self.accumulates = self.is_accumulation_expected = is_expected
+
+    @contextmanager
+    def step_next(self) -> Iterator[None]:
+        """Inside, no other backward comes before the step, as the caller promises: what has come before decides nothing
+        then about how gradients land, and new values may be written over them."""
+        self.is_step_next = True
+        try:
+            yield
+        finally:
+            self.is_step_next = False
+
+    def take_over(self, earlier: Landing) -> None:
+        """Go on with what an earlier one over the same chunks has learned."""
+        self.accumulates = earlier.accumulates
+        self.is_accumulation_expected = earlier.is_accumulation_expected
+
+    # What is under way
+
+    def finish(self) -> None:
+        """Make the host wait until nothing writes to gradient shards in its memory; says nothing of failed sums."""
+        for event in self._downloads.values():
+            _finish(event)
+
+    def wait_for_all(self) -> None:
+        """Make the host wait until the gradient shards in its memory are there: streams wait for each other only."""
+        for chunk_id in list(self._downloads):
+            self.wait(chunk_id)
+
+    def wait(self, chunk_id: int) -> None:
+        """As `wait_for_all`, for one chunk.
+
+        Raises:
+            StateError: Adding up has failed, and the gradient has not been dropped since.
+        """
+        event = self._downloads.get(chunk_id)
+        if event is None:
+            return
+        try:
+            event.synchronize()
+        except Exception as error:
+            if not isinstance(event, TaskEvent):
+                raise
+            if isinstance(error, StorageError):
+                raise  # what was there on the disk before is lost as well
+            raise StateError(
+                f"adding up the gradients of {self._chunks[chunk_id].spec} in host memory has failed"
+                f" ({type(error).__name__}: {error}): call zero_grad() and begin again with the first micro-batch"
+            ) from error
+        del self._downloads[chunk_id]
+
+    def end_of(self, chunk_id: int) -> Event | None:
+        """When the chunk's gradient is in host memory, added up; this waits for it as well."""
+        return self._downloads.get(chunk_id)
+
+    def take(self, chunk_id: int) -> Event | None:
+        """As `end_of`, but from then on the caller sees to waiting for it, not this."""
+        return self._downloads.pop(chunk_id, None)
+
+    def drop(self, chunk_ids: Collection[int]) -> None:
+        """Drop the gradients of these chunks."""
+        for chunk_id in chunk_ids:  # what is under way writes to memory that others use next
+            event = self.take(chunk_id)
+            if event is not None:
+                _finish(event)
+        self._store.clear_grads(chunk_ids)
+        self._single.difference_update(chunk_ids)
+
+    def staging_bytes_held(self) -> int:
+        """Host memory of the buffers through which gradients come down to be added up."""
+        return self._sums.held_bytes()
+
+    def rest(self) -> None:
+        """End the thread that adds gradients up until there is more to add."""
+        self._sums.rest()
+
+    def close(self) -> None:
+        """End the thread that adds gradients up. None may follow."""
+        self._sums.close()
+
+    # The three tiers
+
+    def land(self, chunk: Chunk, result: Tensor, *, is_late: bool) -> Event:
+        """Bring a reduced gradient to its tier and add it to what is there. On the reduce lane.
+
+        Args:
+            result: 1-D, `[numel of the gradient shard]`, on the device.
+            is_late: It is added to what the same backward has brought.
+
+        Returns:
+            When the device has no use for `result` any more.
+        """
+        if chunk.spec.optim_tier is Tier.GPU:
+            self._land_on_device(chunk, result, is_late)
+            return self._device.reduce_lane.record()
+        sent, self._downloads[chunk.id] = self._land_on_host(chunk, result, is_late)
+        return sent
+
+    def _land_on_device(self, chunk: Chunk, result: Tensor, is_late: bool) -> None:
+        """Add to earlier gradients: in fp32 across backwards; within one backward as autograd would, in its dtype."""
+        shard = self._store[chunk.id]
+        total = shard.grad
+        if total is None:
+            shard.grad = result
+            return
+        if not self._device.is_synchronous:
+            self._device.synchronize()
+        if is_late and total.dtype == result.dtype:
+            total.add_(result)
+            return
+        wide = torch.promote_types(torch.float32, total.dtype)
+        if total.dtype != wide:
+            earlier = total
+            total = self._store.set_grad(chunk.spec, wide)
+            total.copy_(earlier)
+        total.add_(result)
+
+    def _land_on_host(self, chunk: Chunk, result: Tensor, is_late: bool) -> tuple[Event, Event]:
+        """As `_land_on_device`. Returns when the device has sent the result, and when the gradient is there."""
+        if self._store[chunk.id].is_param_on_disk:
+            return self._land_on_disk(chunk, result, is_late)
+        total = self._store[chunk.id].grad
+        wide = torch.promote_types(torch.float32, result.dtype)
+        if total is None:
+            if result.dtype == wide or not self.accumulates or self.is_step_next:
+                with self._device.reduce_lane.resume():
+                    self._store.set_grad(chunk.spec, result.dtype).copy_(result, non_blocking=True)
+                    sent = self._device.reduce_lane.record()
+                return sent, sent
+            self._single.add(chunk.id)
+            return self._sums.submit(result, self._store.set_grad(chunk.spec, wide), put, None)
+        if is_late and (total.dtype == result.dtype or chunk.id in self._single):
+            self.wait(chunk.id)
+            add_up(total, result.to(total.device), add if total.dtype == result.dtype else add_rounded)
+            sent = self._device.reduce_lane.record()
+            return sent, sent
+        if not is_late:
+            self.accumulates = True
+        if total.dtype != wide:
+            total = self.widened(chunk, total, wide)
+        self._single.discard(chunk.id)
+        return self._sums.submit(result, total, add, self._downloads.get(chunk.id))
+
+    def _land_on_disk(self, chunk: Chunk, result: Tensor, is_late: bool) -> tuple[Event, Event]:
+        """As `_land_on_host`, with the same numbers: host memory is only passed through."""
+        shard = self._store[chunk.id]
+        if shard.on_disk is None:
+            raise RuntimeError(f"{chunk.spec} has no place on the disk")
+        earlier = None if shard.grad is None else shard.grad.dtype
+        after, addition = torch.promote_types(torch.float32, result.dtype), add
+        if earlier is None:
+            addition = put
+            if not self.accumulates or self.is_step_next or result.dtype == after:
+                after = result.dtype
+            else:
+                self._single.add(chunk.id)
+        elif is_late and (earlier == result.dtype or chunk.id in self._single):
+            addition = add if earlier == result.dtype else add_rounded
+            after = earlier
+        else:
+            self.accumulates = self.accumulates or not is_late
+            self._single.discard(chunk.id)
+        before = self._downloads.get(chunk.id)
+        self._store.set_grad(chunk.spec, after)
+        return self._sums.submit_to_disk(result, shard.on_disk, (earlier, after), addition, before)
+
+    def widened(self, chunk: Chunk, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """A gradient shard in host memory with the same values in another dtype."""
+        self.wait(chunk.id)
+        total = self._store.set_grad(chunk.spec, dtype)
+        total.copy_(grad)
+        self._store.restore_param(self._store[chunk.id])
+        return total
+
+    def note_rewritten(self, chunk_id: int) -> None:
+        """The gradient shard has been written by others: it may hold more than one backward's, or other bits."""
+        self._single.discard(chunk_id)
+
+
+def _finish(event: Event) -> None:
+    """Make the host wait for what writes to host memory, whether or not it fails."""
+    if isinstance(event, TaskEvent):
+        event.task.join()
+    else:
+        event.synchronize()
