@@ -79,7 +79,7 @@ def test_several_gradients_in_one_backward_are_added_in_their_own_dtype(
     """As autograd would, though the sum is wider already."""
     rounded = []
     real = accumulation.add_rounded
-    monkeypatch.setattr("lightning_elixir.runtime.reducer.add_rounded", lambda *a: (rounded.append(1), real(*a)))
+    monkeypatch.setattr("lightning_elixir.runtime.landing.add_rounded", lambda *a: (rounded.append(1), real(*a)))
     how = How(name="checkpoint_reentrant", steps=2)
     expected = train(how, "gpu", micro_batches=numbers)
     with additions(0.001):
