@@ -327,7 +327,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._states.check_kept()
         with all_or_nothing(engine):
             engine.store.check_states()
-        engine.steps.begin(self._states.members)
+        engine.steps.begin()
         used = self._used()
         self.is_step_skipped = not self._gradients.prepare_step(used, self.max_norm)
         if self.is_step_skipped:

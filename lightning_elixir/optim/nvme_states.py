@@ -117,7 +117,8 @@ class NvmeStates:
         """
         nbytes = sum(2 * p.numel() * p.dtype.itemsize for p in params)
         most = min(LARGEST_REGION_BYTES, max(SMALLEST_REGION_BYTES, nbytes // REGIONS))
-        regions = _laid_out(params, most // 2)
+        # A region has one dtype: parameters of the same are to share theirs.
+        regions = _laid_out(sorted(params, key=lambda p: str(p.dtype)), most // 2)
         specs = {i: StateSpec(region.numel, region.dtype, has_master=False) for i, region in enumerate(regions)}
         file = open_state_file(specs, self._options, 0, StateTraffic())
         self._files.append(file)
@@ -177,6 +178,8 @@ class NvmeStates:
             with label("wait for states to be written"):
                 for file in self._files:
                     file.synchronize()
+                    if len(self._files) > 1:
+                        file.release_buffers()  # each has its own, and there may be many small ones
         finally:
             for _, visit in under_way:
                 visit.drop()

@@ -401,22 +401,17 @@ class Engine:
                 earlier.close()
         self.give_back()
 
-    def give_up(
-        self,
-        where: str,
-        cure: str = "",
-        error: BaseException | None = None,
-    ) -> None:
+    def give_up(self, where: str, cure: str = "", error: BaseException | None = None) -> None:
         """What the engine holds is not whole any more: everything that needs it raises from here on, on all ranks.
 
         Args:
             where: At what it failed, for the message.
-            cure: How to go on from a checkpoint; empty: what the error asks for.
+            cure: How to go on from a checkpoint, after a comma; beside what the error asks for.
             error: Why, if something has failed.
         """
         why = (
             f"this ElixirModule failed {where}, so its parameters and optimizer states are not whole any more: start"
-            f" again from a checkpoint{cure or _cure_of(error)}"
+            f" again from a checkpoint{_cure_of(error)}{cure}"
         )
         self.phases.close(why)
         self.comm.leave(error or StateError(why))

@@ -80,7 +80,7 @@ class Forwards:
         self._is_implicit = False  # a module hook has opened the region, not the model's owner
         self._error_at_entry: BaseException | None = None
         self._region_hooks: ThreadHooks | None = None
-        self._modules = modules = list(engine.module.modules())
+        self._all_modules = modules = list(engine.module.modules())
         self._statistics = [m for m in modules if getattr(m, "track_running_stats", False)]
         self._has_own_statistics = False
         self.watched = [m for m in modules if any(True for _ in m.parameters())]
@@ -307,7 +307,7 @@ class Forwards:
         """Whether users have hooks at modules, which backward runs."""
         of_all = nn.modules.module
         return bool(of_all._global_backward_hooks or of_all._global_backward_pre_hooks) or any(
-            bool(module._backward_hooks or module._backward_pre_hooks) for module in self._modules
+            bool(module._backward_hooks or module._backward_pre_hooks) for module in self._all_modules
         )
 
     # Which modules tell of their forwards

@@ -182,13 +182,14 @@ class Gradients:
             if (chunk_id, index) in self._seen:
                 self._seen[chunk_id, index].copy_(whole)
 
+    @torch.no_grad()
     def retire(self) -> None:
         """The gradients were dropped, by a step or a backward that failed, but for zeros of other optimizers; of what
         users hold `zero_grad` may make `.grad` again."""
         self._let_go()
         zeros = self._engine.reducer.zeros
         self._spent = {key: value for key, value in self._seen.items() if key not in zeros}
-        self._seen = {key: value for key, value in self._seen.items() if key in zeros}
+        self._seen = {key: value.zero_() for key, value in self._seen.items() if key in zeros}
         self._spent_ids = self._shown_ids
         self._shown_ids = {i for i in self._shown_ids if zeros.may_be_in(i)}
 

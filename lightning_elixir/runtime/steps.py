@@ -56,20 +56,11 @@ class Steps:
 
     # The step
 
-    def begin(self, members: Members) -> None:
-        """Call before the optimizer updates shards. Collective.
-
-        Args:
-            members: All that the optimizer has.
-        """
+    def begin(self) -> None:
+        """Call before the optimizer updates shards. Collective."""
         engine = self._engine
         engine.prepare_meeting(Meeting.STEP)
         engine.interception.forget_state_dict()
-        if engine.reducer.lost and not engine.reducer.lost.isdisjoint(_keys_of(members)):
-            raise StateError(
-                "a backward has failed when the gradients of earlier ones had been mixed with its own, and all of them "
-                "were dropped: call zero_grad() and begin again with the first micro-batch"
-            )
         there = [*engine.rcache.resident_ids, *(c.id for c in engine.chunks if c.spec.is_persistent)]
         mine = [i for i in there if engine.chunks[i].is_aliased()]
         rows = engine.active.agreement.meet(Meeting.STEP, mine) if engine.comm.world_size > 1 else [mine]
@@ -195,24 +186,30 @@ class Steps:
             members: Of one optimizer; None: all.
 
         Raises:
-            StateError: The step of another optimizer has dropped a gradient of these.
+            StateError: The step of another optimizer has dropped a gradient of these, or a backward that failed has.
         """
         engine = self._engine
         keys = [(c.id, i) for c in engine.chunks if c.spec.requires_grad for i in range(len(c.parameters))]
-        marks = [2 if key in self._dropped else int(engine.reducer.has_grad(*key)) for key in keys]
+        lost = engine.reducer.lost
+        marks = [3 if k in lost else 2 if k in self._dropped else int(engine.reducer.has_grad(*k)) for k in keys]
         of_ranks = torch.tensor(marks, dtype=torch.uint8)
         engine.comm.all_reduce_max(of_ranks)
         used: dict[int, set[int]] = {}
         for (chunk_id, index), mark in zip(keys, of_ranks.tolist(), strict=True):
             if members is not None and index not in members.get(chunk_id, ()):
                 continue
+            if mark == 3 and members is not None:
+                raise StateError(
+                    "a backward has failed when the gradients of earlier ones had been mixed with its own, and all of "
+                    "them were dropped: call zero_grad() and begin again with the first micro-batch"
+                )
             if mark == 2 and members is not None:
                 raise StateError(
                     f"the gradient of {engine.chunks[chunk_id].spec.members[index].fqn} was dropped by the step of "
                     "another ElixirOptimizer over the same model, which takes all gradients: use one optimizer with a "
                     "parameter group for each, or run zero_grad(), backward and step() of the one after the other's"
                 )
-            if mark:
+            if 0 < mark < 3:
                 used.setdefault(chunk_id, set()).add(index)
         return used
 

@@ -240,13 +240,14 @@ def test_nothing_is_read_in_the_first_step_and_no_little_ever(folder: Path, monk
 
         monkeypatch.setattr(OffloadFile, name, counted)
     parameters = [nn.Parameter(torch.ones(10)) for _ in range(500)] + make_parameters()
+    parameters[1:300:2] = [nn.Parameter(torch.ones(10, dtype=torch.bfloat16)) for _ in range(150)]
     optimizer = on_disk(parameters, folder)
     train(optimizer, parameters, range(1))
     assert sizes["read"] == []
     train(optimizer, parameters, range(1, 2))
     moments = sizes["read"]  # two of each region
     assert sizes["write"] == moments * 2
-    assert all(31 * KIB <= nbytes <= 32 * KIB for nbytes in moments[:-2])
+    assert sum(nbytes < 31 * KIB for nbytes in moments) <= 4  # the last region of each dtype
     assert all(nbytes % ALIGNMENT == 0 for nbytes in moments)
     assert sum(moments) < optimizer.nvme_bytes + 508 * 128 + len(moments) * ALIGNMENT  # moments begin at whole vectors
 

@@ -15,7 +15,7 @@ from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
 from tests.helpers.ranks import OPTIONS, STEPS, averaged_plain, train_rank
-from tests.helpers.tiers import crossed, telling
+from tests.helpers.tiers import crossed, full, telling
 from tests.helpers.zoo import ZOO, make
 
 
@@ -35,10 +35,11 @@ def test_equals_averaged_gradients(name: str, options: str, world_size: int) -> 
         assert stats["evictions"] > 0
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_placements_agree_bitwise(world_size: int) -> None:
-    states = {key: run_ranks(train_rank, world_size, "gpt2", 2, options)[0][0] for key, options in OPTIONS.items()}
+@pytest.mark.parametrize(
+    ("world_size", "names"), [(3, ["cuda", "cpu"]), full(2, [*OPTIONS]), full(3, [*OPTIONS])], ids=str
+)
+def test_placements_agree_bitwise(world_size: int, names: list[str]) -> None:
+    states = {key: run_ranks(train_rank, world_size, "gpt2", 2, OPTIONS[key])[0][0] for key in names}
     reference = states.pop("cuda")
     for key, state in states.items():
         assert [k for k in reference if not torch.equal(state[k], reference[k])] == [], key

@@ -693,6 +693,57 @@ def test_zeros_that_users_hold_stay_over_the_step_of_another_optimizer(placement
     assert [name for name, value in plain.state_dict().items() if not torch.equal(state[name], value)] == []
 
 
+@pytest.mark.parametrize("has_other", [False, True])
+def test_zeros_that_users_hold_show_nothing_of_a_backward_that_failed(has_other: bool) -> None:
+    model = parts()
+    module = ElixirModule(model, make_plan(model, **PARTS["cpu"]), device=torch.device("cpu"))
+    owns = [ElixirOptimizer(module, inner) for inner in _halves(model)[: 1 + has_other]]
+    owns[0].backward(module(batch(0), range(6)))
+    model.zero_grad(set_to_none=False)
+    held = model.layers[2].weight.grad
+    assert held is not None
+    owns[0].backward(module(batch(0), range(6)))
+    assert bool(held.any())
+    handle = model.layers[0].register_forward_hook(lambda layer, inputs, output: output.register_hook(_fail) and None)
+    with pytest.raises(Failure):
+        owns[0].backward(module(batch(0), range(6)))
+    handle.remove()
+    assert module.engine.has_lost_gradients
+    assert model.layers[2].weight.grad is held
+    assert not bool(held.any())
+    with pytest.raises(StateError, match="had been mixed with its own"):
+        owns[0].step()
+    module.close()
+
+
+def _lost_on_ranks() -> list[str]:
+    """On each rank, gradients of another optimizer are lost, with others of none."""
+    model = parts()
+    module = ElixirModule(model, make_plan(model, world_size=2, **PLACEMENTS["cpu"]), device=torch.device("cpu"))
+    owns = [ElixirOptimizer(module, inner) for inner in _halves(model, 4)]
+    layers = [4, 1, 5] if dist.get_rank() == 0 else [4, 3, 5]
+    owns[0].backward(module(batch(0), layers))
+    handle = model.layers[4].register_forward_hook(lambda layer, inputs, output: output.register_hook(_fail) and None)
+    with pytest.raises(Failure):
+        owns[0].backward(module(batch(0), layers))
+    handle.remove()
+    told = []
+    for own in owns:
+        with pytest.raises(StateError) as caught:
+            own.step()
+        told.append(str(caught.value))
+    model.zero_grad()
+    owns[0].step()
+    module.close()
+    return told
+
+
+def test_what_one_rank_has_lost_is_lost_for_the_steps_of_all() -> None:
+    first, second = run_ranks(_lost_on_ranks, 2)
+    assert first == second
+    assert all("had been mixed with its own" in text for text in first)
+
+
 def _two_optimizers_on_ranks() -> dict[str, Tensor]:
     """One rank alone has gradients of the second optimizer."""
     model = parts()

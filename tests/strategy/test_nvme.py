@@ -230,7 +230,6 @@ def test_auto_measures_the_disk(tmp_path: Path) -> None:
     assert Tier.NVME in tiers(strategy)
 
 
-@pytest.mark.full
 def test_auto_goes_without_for_optimizers_of_torch(tmp_path: Path) -> None:
     """Though the first plan, which leaves most of the GPU to activations, has states there."""
     options = {**SHORT, "gpu_memory_limit": "1500KiB", "nvme_offload_dir": str(tmp_path), "hardware": hardware()}
