@@ -127,12 +127,6 @@ class ElixirOptimizer(torch.optim.Optimizer):
         return self._states.is_adam
 
     @property
-    def can_offload_to_nvme(self) -> bool:
-        """Whether the plan may have states on NVMe: only where updates are described before they run, which is so for
-        the same optimizers."""
-        return self._states.is_adam
-
-    @property
     def num_states(self) -> int:
         """States for each element of a parameter (Adam 2), rounded up; 2 before there are any."""
         return self._states.num_states

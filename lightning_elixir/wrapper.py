@@ -83,7 +83,7 @@ class ElixirModule(nn.Module):
         force_outputs_fp32: bool = False,
         reduce_dtype: torch.dtype | None = None,
         pin_memory: bool = True,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         nvme_offload_dir: str | None = None,
         nvme_backend: str = "direct",
         nvme_checksums: bool = False,

@@ -400,10 +400,11 @@ class Uploads:
         return sent
 
 
-def make_device(device: torch.device | None = None, pin_memory: bool = True) -> Device:
+def make_device(device: torch.device | str | None = None, pin_memory: bool = True) -> Device:
     """The runtime's view of `device`; by default the current CUDA device, or the CPU where there is none."""
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(device)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return CudaDevice(torch.device("cuda", index), pin_memory)

@@ -479,3 +479,11 @@ def test_an_optimizer_around_a_plain_module_is_refused() -> None:
     model = nn.Linear(8, 4)
     with pytest.raises(PlanError, match=r"takes the ElixirModule around the model, got Linear"):
         ElixirOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.5))  # type: ignore[arg-type]
+
+
+def test_a_device_may_be_named_by_a_string() -> None:
+    model = make("mlp")
+    module = ElixirModule(model, make_plan(model), device="cpu")
+    assert module.engine.device.torch_device == torch.device("cpu")
+    ZOO["mlp"].loss(module, 0).backward()
+    module.close()
