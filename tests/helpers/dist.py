@@ -228,10 +228,17 @@ class _Worker:
 
     def stacks(self) -> str:
         """Where each of the worker's threads is now."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGUSR1)
+        code = self._process.poll()
+        if code is not None:
+            return f"it has ended, with exit code {code}"
+        os.kill(self._process.pid, signal.SIGUSR1)
+        deadline, told = time.monotonic() + 10, ""
+        while time.monotonic() < deadline:
             time.sleep(0.2)
-        return self._stacks.read_text()
+            before, told = told, self._stacks.read_text()
+            if told and told == before:
+                break
+        return told or f"it does not heed signals:\n{Path(f'/proc/{self._process.pid}/status').read_text()}"
 
     def kill(self) -> None:
         # The worker leads a process group of its own, so what it started ends with it.
@@ -280,7 +287,6 @@ def serve() -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which ends its workers
     with open(stacks, "w") as log:
         faulthandler.enable(file=log)  # a crash (exit 139) leaves its stack
-        faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
         environment = dict(os.environ)
         connection.send("ready")
         while True:
@@ -288,6 +294,8 @@ def serve() -> None:
                 job = connection.recv()
             except EOFError:
                 return
+            faulthandler.unregister(signal.SIGUSR1)  # the last job may have set this signal's handler
+            faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
             try:
                 outcome = _Outcome(is_ok=True, value=_run_job(job, environment))
             except BaseException:

@@ -32,7 +32,7 @@ from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk
 from lightning_elixir.plan.memory import NVME_BUFFERS
 from lightning_elixir.plan.placement import with_states_on_nvme
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
-from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, StateFile, direct, mapped
+from lightning_elixir.storage.nvme import ALIGNMENT, MOMENTS, ChunkStates, StateFile, direct, mapped
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import streamed_updates as bodies
 from tests.helpers.dist import run_ranks
@@ -330,6 +330,7 @@ def test_the_order_is_that_of_the_next_forward(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_step_does_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
+    monkeypatch.setattr(direct, "PIECE_BYTES", ALIGNMENT)  # or reads of one chunk would come after writes of another
     module, optimizer = training = new_training()
     for number in range(2):
         step(training, BF16, number)

@@ -19,7 +19,7 @@ from lightning_elixir._lightning import pl
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.model_init import parameters_on_meta
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import full
+from tests.helpers.tiers import telling
 from tests.strategy.models import (
     TIGHT,
     LateNet,
@@ -33,7 +33,11 @@ from tests.strategy.models import (
     make_trainer,
 )
 
-HOOKS = [Net, LateNet, pytest.param(ShardedNet, marks=pytest.mark.filterwarnings("ignore:.*configure_sharded_model"))]
+HOOKS = [
+    Net,
+    LateNet,
+    pytest.param(ShardedNet, id="ShardedNet", marks=pytest.mark.filterwarnings("ignore:.*configure_sharded_model")),
+]
 
 
 @pytest.mark.parametrize("make_model", HOOKS)
@@ -92,7 +96,7 @@ def _fit_rank(make_model: Callable[[], Net], options: dict[str, Any] | None, tra
     return run.state, [x.item() for x in run.losses], draws, getattr(model, "was_meta", None)
 
 
-@pytest.mark.parametrize("make_model", [UnseededNet, HOOKS[0], *map(full, HOOKS[1:])])
+@pytest.mark.parametrize("make_model", [UnseededNet, *telling(HOOKS, "Net")])
 def test_two_ranks_equal_ddp(make_model: Any) -> None:
     plain = LateNet if make_model is ShardedNet else make_model
     expected = run_ranks(_fit_rank, 2, plain, None, {}, init_group=False)
