@@ -237,7 +237,6 @@ def _serve(channel: socket.socket) -> tuple[_Request, list[int]] | None:
 
 def _become(request: _Request, fds: Sequence[int]) -> None:
     """Be as a process that was just started to run that."""
-    atexit.register(gc.unfreeze)  # libraries look at their end for what is left
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request.environment)
@@ -257,6 +256,7 @@ def _main(channel: socket.socket, names: Sequence[str]) -> str | None:
     gc.collect()
     gc.freeze()  # garbage collections in the processes need not look through all that was imported
     found = _serve(channel)
+    atexit.register(gc.unfreeze)  # libraries look at their end for what is left
     if found is None:
         return None
     _become(*found)
