@@ -89,6 +89,13 @@ class _Region:
         """A copy of the whole moment."""
         return self.states.read(moment) if self.is_written else torch.zeros(self.numel, dtype=self.dtype)
 
+    def cut(self, moments: Sequence[Tensor], wanted: Callable[[Tensor], bool]) -> Iterator[tuple[Part, Tensor, Tensor]]:
+        """The parts of the wanted parameters, each with its views of the two whole moments."""
+        for part in self.parts:
+            if wanted(part.param):
+                first, second = (part.of(moment) for moment in moments)
+                yield part, first, second
+
 
 class NvmeStates:
     """The moments of those parameters that were added.
@@ -167,10 +174,7 @@ class NvmeStates:
                 if not region.is_written:
                     for moment in moments:
                         moment.zero_()
-                for part in region.parts:
-                    if wanted(part.param):
-                        first, second = (part.of(moment) for moment in moments)
-                        yield part, first, second
+                yield from region.cut(moments, wanted)
                 visit.end()
                 region.is_written = True
                 under_way.popleft()
@@ -187,11 +191,7 @@ class NvmeStates:
     def read(self, wanted: Callable[[Tensor], bool]) -> Iterator[tuple[Part, Tensor, Tensor]]:
         """Likewise, with copies of the moments."""
         for region in self._with(wanted):
-            moments = [region.read(name) for name in MOMENTS]
-            for part in region.parts:
-                if wanted(part.param):
-                    first, second = (part.of(moment) for moment in moments)
-                    yield part, first, second
+            yield from region.cut([region.read(name) for name in MOMENTS], wanted)
 
     def _with(self, wanted: Callable[[Tensor], bool]) -> list[_Region]:
         return [region for region in self._regions if any(wanted(part.param) for part in region.parts)]
@@ -207,13 +207,12 @@ def _laid_out(params: Sequence[Tensor], most: int) -> list[_Region]:
     regions: list[_Region] = []
     for p in params:
         itemsize, start = p.dtype.itemsize, 0
+        most_numel = max(ALIGNMENT, most) // itemsize
         while start < p.numel():
-            region = regions[-1] if regions else _Region(p.dtype)
-            left = max(ALIGNMENT, most) // itemsize - region.numel
-            if not regions or region.dtype != p.dtype or left <= 0:
+            if not regions or regions[-1].dtype != p.dtype or regions[-1].numel >= most_numel:
                 regions.append(_Region(p.dtype))
-                continue
-            numel = min(left, p.numel() - start)
+            region = regions[-1]
+            numel = min(most_numel - region.numel, p.numel() - start)
             region.parts.append(Part(p, start, numel, start == 0, start + numel == p.numel(), region.numel))
             region.numel += aligned(numel * itemsize, _PART_ALIGNMENT) // itemsize
             start += numel
