@@ -26,6 +26,7 @@ waits for it raises a `PeerLostError`.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -160,16 +161,43 @@ _RUNS = {f"Trainer.{name}()" for name in ("fit", "validate", "test", "predict")}
 
 def _users_call(thread: int) -> tuple[str, str]:
     """What the user's program has called in which a thread is, if that has a public name, and the line where."""
-    frame = sys._current_frames().get(thread)
     callee, libraries = "", _libraries()
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(libraries):
-            is_public = callee and not any(part.startswith(("_", "<")) for part in callee.split("."))
-            return (f"{callee}()" if is_public else "", f"{os.path.basename(code.co_filename)}:{frame.f_lineno}")
-        callee = code.co_qualname
-        frame = frame.f_back
+    with _without_collections():
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            code = frame.f_code
+            if not code.co_filename.startswith(libraries):
+                is_public = callee and not any(part.startswith(("_", "<")) for part in callee.split("."))
+                return (f"{callee}()" if is_public else "", f"{os.path.basename(code.co_filename)}:{frame.f_lineno}")
+            callee = code.co_qualname
+            frame = frame.f_back
     return "", ""
+
+
+# Of the threads that look at others' frames: each would put back what another has set.
+_LOOKS_AT_FRAMES = threading.Lock()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """No garbage is collected while a thread looks at another's frames.
+
+    Until Python 3.12 a collection may begin wherever an object is made, so inside `sys._current_frames()` too, which
+    holds the lock of the list of threads. A finalizer (of a process group, say) lets other threads run; one of them
+    that starts or ends a thread waits for that lock and keeps the GIL, so the process hangs for good
+    (https://github.com/python/cpython/issues/106883, which 3.11 keeps).
+    """
+    if sys.version_info >= (3, 12):
+        yield
+        return
+    with _LOOKS_AT_FRAMES:
+        is_collecting = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if is_collecting:
+                gc.enable()
 
 
 def _libraries() -> tuple[str, ...]:
@@ -475,9 +503,11 @@ class Line:
     def _torch_wait(self) -> Wait | None:
         """A collective that the user has called in torch, on the main thread."""
         thread = threading.main_thread().ident
-        frame = sys._current_frames().get(thread) if thread is not None else None
-        found = _torch_call(frame)
-        if found is None or thread is None:
+        if thread is None:
+            return None
+        with _without_collections():
+            found = _torch_call(sys._current_frames().get(thread))
+        if found is None:
             return None
         group, call, needs = found
         number = _count_of(group)
