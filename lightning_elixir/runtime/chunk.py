@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
@@ -83,6 +84,9 @@ class Chunk:
         self.storage_bytes = storage_bytes
         self._storage = self.flat.untyped_storage()
         self._views: list[Tensor] = []  # of `flat`, one for each parameter
+        # Nothing asks them: `torch.utils.swap_tensors` refuses what is weakly referenced, and would take the parameters
+        # away from here without a word.
+        self._references: list[weakref.ref[nn.Parameter]] = []
         self._stand_ins: list[Tensor] = []  # what takes their place while the chunk is released
         self._is_bound = True  # whether the parameters are those views
         self._unaliased_count = 0  # of the storage, beside the parameters
@@ -122,6 +126,7 @@ class Chunk:
         view = self.view_of(self.flat, len(self.parameters))
         parameter.data = view
         self._views.append(view)
+        self._references.append(weakref.ref(parameter))
         self.parameters.append(parameter)
 
     def seal(self) -> None:
@@ -143,10 +148,17 @@ class Chunk:
     def is_aliased(self) -> bool:
         """Whether anything but the bound parameters and the engine shares the storage: views, saved tensors, users.
 
-        A storage that was once seen by numpy counts for good: torch refuses to resize it from then on.
+        A storage that was once seen by numpy, or shared with other processes, counts for good: see `_can_go`.
         """
         own = self._unaliased_count + (len(self.parameters) if self._is_bound else 0)
-        return storage_use_count(self._storage) > own or not self._storage.resizable()
+        return storage_use_count(self._storage) > own or not self._can_go
+
+    @property
+    def _can_go(self) -> bool:
+        """Whether the storage may be emptied. Torch refuses that once numpy has seen it; one in shared memory
+        (`share_memory_()`) it empties, and then crashes where it is to be filled again."""
+        is_on_host = self._storage.device.type == "cpu"  # others count as shared always
+        return self._storage.resizable() and not (is_on_host and self._storage.is_shared())
 
     def take_replaced(self) -> list[int]:
         """Members that were given other memory since this was last asked (`p.data = x` and `module.half()`, where
@@ -224,7 +236,7 @@ class Chunk:
     def close(self) -> None:
         """Give the bytes back for good."""
         self._unbind()
-        if self._storage.resizable():
+        if self._can_go:
             self._device.free(self._storage)
 
     def to_state(self, state: ChunkState) -> None:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
-from tests.helpers.dist import run_ranks
+from tests.helpers.dist import run_processes, run_ranks
 from tests.helpers.plans import make_plan
 from tests.helpers.user_access import CPU, PLACEMENTS, TIGHT, step, wrapped
 from tests.helpers.zoo import ZOO, make
@@ -336,6 +336,59 @@ def test_numpy_views_do_no_harm(options: dict[str, Any]) -> None:
         assert step(module, optimizer, seed) == step(plain, plain_optimizer, seed)
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
             assert a.detach().cpu().numpy().sum() == b.detach().cpu().numpy().sum()
+    module.close()
+
+
+SHARING: dict[str, Callable[[nn.Module], object]] = {
+    "model": lambda model: model.share_memory(),
+    "parameter": lambda model: model.transformer.h[0].mlp.c_fc.weight.share_memory_(),  # type: ignore[union-attr, operator, index]
+    "storage": lambda model: model.transformer.h[0].mlp.c_fc.weight.untyped_storage().share_memory_(),  # type: ignore[union-attr, operator, index]
+}
+
+
+def share(options: dict[str, Any], how: str) -> None:
+    """Run by a process of its own, which a storage that is emptied and filled again would end."""
+    plain, (model, module, optimizer) = make("gpt2"), wrapped(**options)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+    for seed in range(4):
+        assert step(module, optimizer, seed) == step(plain, plain_optimizer, seed)
+        if seed == 1:
+            SHARING[how](model)
+    weight = model.transformer.h[0].mlp.c_fc.weight
+    assert weight.is_shared()
+    state = module.full_state_dict()
+    assert [k for k, v in plain.state_dict().items() if not torch.equal(state[k], v)] == []
+    module.close()
+
+
+@pytest.mark.parametrize("how", SHARING)
+@PLACEMENTS
+def test_parameters_in_shared_memory_stay_there_and_are_right(options: dict[str, Any], how: str) -> None:
+    assert run_processes(f"from tests.runtime.test_user_habits import share; share({options!r}, {how!r})", 1) == [0]
+
+
+@PLACEMENTS
+def test_parameters_cannot_be_swapped(options: dict[str, Any]) -> None:
+    """Their object would go, with another's values in it, and training would go on with values that nobody sees."""
+    model, module, optimizer = wrapped(**options)
+    before = module.full_state_dict()
+    weight = model.transformer.h[0].mlp.c_fc.weight
+    other = nn.Parameter(torch.zeros(weight.shape))
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(weight, other)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match="Couldn't swap"):
+            model.double()
+        plain = make("gpt2")
+        plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+        state = module.full_state_dict()
+        assert [k for k, v in before.items() if not torch.equal(state[k], v)] == []
+        assert step(module, optimizer, 0) == step(plain, plain_optimizer, 0)
+        with pytest.raises(RuntimeError, match="weakref"):
+            model.load_state_dict(before)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
     module.close()
 
 
