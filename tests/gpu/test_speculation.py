@@ -51,7 +51,7 @@ def test_sums_beside_backward(how: How, is_known: bool, monkeypatch: pytest.Monk
 def test_slow_lanes_are_waited_for(site: str, lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = streamed_bodies.train(NEVER_CLIPPED, "host", CUDA)
     with late(monkeypatch, lane):
-        actual = timing_bodies.train(NEVER_CLIPPED, site, UpdateTiming.INSIDE_BACKWARD, CUDA, has_spares=True)
+        actual = timing_bodies.train(NEVER_CLIPPED, site, UpdateTiming.INSIDE_BACKWARD, CUDA, spared="all")
     assert_same(actual, expected)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_elixir.plan.types import Tier, UpdateTiming
+from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.stepping.describing import UpdateDescriber
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import streamed_updates as streamed_bodies
@@ -27,9 +27,12 @@ SCALED = How(scale=64.0)
 Training = tuple[ElixirModule, ElixirOptimizer]
 
 
-def new_training(how: How, site: str, device: torch.device = CPU, *, is_ahead: bool = True, **options: Any) -> Training:
-    """With spare states, or one whose updates wait for the step and are waited for."""
-    return timing_bodies.new_training(how, site, device, INSIDE if is_ahead else AFTER, has_spares=is_ahead, **options)
+def new_training(
+    how: How, site: str, device: torch.device = CPU, *, is_ahead: bool = True, spared: str = "all", **options: Any
+) -> Training:
+    """With spare states for these chunks, or one whose updates wait for the step and are waited for."""
+    timing, which = (INSIDE, spared) if is_ahead else (AFTER, "none")
+    return timing_bodies.new_training(how, site, device, timing, spared=which, **options)
 
 
 def backward(training: Training, how: How, number: int) -> None:
@@ -45,13 +48,13 @@ def warm_up(training: Training, how: How) -> None:
 
 
 def num_with_spares(module: ElixirModule) -> int:
-    return sum(c.requires_grad and c.optim_tier is Tier.CPU for c in module.engine.plan.chunks)
+    return sum(c.has_spare_states for c in module.engine.plan.chunks)
 
 
 def check_every_way(how: How, site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = streamed_bodies.train_on_host(how, device)
     with slow_updates(monkeypatch, 0.001):
-        actual = timing_bodies.train(how, site, INSIDE, device, has_spares=True)
+        actual = timing_bodies.train(how, site, INSIDE, device, spared="all")
     assert_same(actual, expected)
     assert str(actual.norms) == str(expected.norms)
 

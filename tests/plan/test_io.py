@@ -122,7 +122,7 @@ def test_what_is_refused_of_streaming(plan: Plan, edit: Callable[[dict[str, Any]
 @pytest.mark.parametrize("timing", UpdateTiming)
 def test_when_updates_run_survives_the_round_trip(plan: Plan, timing: UpdateTiming, tmp_path: Path) -> None:
     is_inside = timing is UpdateTiming.INSIDE_BACKWARD
-    timed = replace(plan, update_timing=timing, grad_reuses_compute_shard=not is_inside, has_spare_states=is_inside)
+    timed = replace(plan, update_timing=timing, grad_reuses_compute_shard=not is_inside)
     save_plan(timed, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == timed
     assert timed.fingerprint() != plan.fingerprint()
@@ -153,7 +153,7 @@ def edited(plan: Plan, edit: Callable[[dict[str, Any]], object]) -> object:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda c: c.update(schema=99), "the plan has schema 99, this version reads 3"),
+        (lambda c: c.update(schema=99), "the plan has schema 99, this version reads 4"),
         (lambda c: c.pop("schema"), "plan has no 'schema'"),
         (lambda c: c.pop("chunks"), "plan has no 'chunks'"),
         (lambda c: c.update(rcache_block=3), "plan has unknown keys: rcache_block"),
@@ -167,9 +167,6 @@ def edited(plan: Plan, edit: Callable[[dict[str, Any]], object]) -> object:
         (lambda c: c.update(is_storage_distributed=1), "is_storage_distributed must be true or false, got 1"),
         (lambda c: c.update(update_timing="soon"), "update_timing must be one of after_backward, behind_forward"),
         (lambda c: c.pop("update_timing"), "plan has no 'update_timing'"),
-        (lambda c: c.pop("has_spare_states"), "plan has no 'has_spare_states'"),
-        (lambda c: c.update(has_spare_states="no"), "has_spare_states must be true or false, got 'no'"),
-        (lambda c: c.update(has_spare_states=True), 'has_spare_states is for update_timing "inside_backward" only'),
         (lambda c: c.update(grad_reuses_compute_shard=1), "grad_reuses_compute_shard must be true or false, got 1"),
         (
             lambda c: c.update(grad_reuses_compute_shard=True, update_timing="inside_backward"),
@@ -216,7 +213,7 @@ def test_errors_name_the_file(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"broken\.json is no plan: it is not JSON \(Expecting property name"):
         load_plan(path)
     path.write_text(json.dumps(plan_to_dict(replace(plan, schema=1))))
-    with pytest.raises(PlanError, match=r"broken\.json: the plan has schema 1, this version reads 3"):
+    with pytest.raises(PlanError, match=r"broken\.json: the plan has schema 1, this version reads 4"):
         load_plan(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(PlanError, match=r"broken\.json is no plan: it is not JSON \('utf-8' codec"):
