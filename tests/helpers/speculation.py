@@ -51,10 +51,12 @@ def num_with_spares(module: ElixirModule) -> int:
     return sum(c.has_spare_states for c in module.engine.plan.chunks)
 
 
-def check_every_way(how: How, site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_every_way(
+    how: How, site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, spared: str = "all"
+) -> None:
     expected = streamed_bodies.train_on_host(how, device)
     with slow_updates(monkeypatch, 0.001):
-        actual = timing_bodies.train(how, site, INSIDE, device, spared="all")
+        actual = timing_bodies.train(how, site, INSIDE, device, spared=spared)
     assert_same(actual, expected)
     assert str(actual.norms) == str(expected.norms)
 
@@ -101,10 +103,11 @@ def check_between(
     monkeypatch: pytest.MonkeyPatch,
     site: str = "mixed",
     device: torch.device = CPU,
+    spared: str = "all",
 ) -> Seen:
     """The same with and without speculation; returns what was seen with it."""
     use_small_slots(monkeypatch)
-    trainings = [new_training(how, site, device, is_ahead=is_ahead) for is_ahead in (False, True)]
+    trainings = [new_training(how, site, device, is_ahead=is_ahead, spared=spared) for is_ahead in (False, True)]
     for training in trainings:
         warm_up(training, how)
         training[0].reset_stats()
@@ -241,7 +244,9 @@ ACTIONS: dict[str, tuple[Action, str]] = {
 }
 
 
-def check_action(name: str, how: How, site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_action(
+    name: str, how: How, site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, spared: str = "all"
+) -> None:
     action, kept = ACTIONS[name]
     commits: list[int] = []
     take_up = UpdateDescriber.take_up_spares
@@ -262,7 +267,7 @@ def check_action(name: str, how: How, site: str, device: torch.device, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(UpdateDescriber, "take_up_spares", counted)
-        seen = check_between(how, [noted, after, None, noted, after], monkeypatch, site, device)
+        seen = check_between(how, [noted, after, None, noted, after], monkeypatch, site, device, spared)
     num_chunks = seen.num_ahead[2]
     assert num_chunks > 0
     with_speculation = counts[2:]
