@@ -122,7 +122,7 @@ def _check_against_plain(name: str, site: str, spared: str, world_size: int = 1)
         seen = train(training, how)
         held, promised = held_spare_bytes(module), spare_bytes_of(module.engine.plan)
         assert held == promised or world_size > 1  # then a rank's slice may be padding, which has no moments
-        assert 0.9 * promised <= held <= promised
+        assert held <= promised
         seen.num_ahead.append(num_with_spares(module))
     module.close()
     return seen
