@@ -32,11 +32,11 @@ def with_spares(
     """
     costs = {c.id: scheme.spare_bytes(replace(c, has_spare_states=True)) for c in chunks if scheme.can_have_spares(c)}
     room = sum(costs.values()) if limit is None else limit - memory_use(chunks, 0, scheme).host_bytes
-    most = len(costs) if most is None else most
-    count = min(most, sum(total <= room for total in accumulate(sorted(costs.values()))))
+    count = sum(total <= room for total in accumulate(sorted(costs.values())))  # no choice has more
+    count = count if most is None else min(most, count)
     chosen: set[int] = set()
     for chunk_id in _ordered([c for c in chunks if c.id in costs], count, pattern):
-        if len(chosen) < most and costs[chunk_id] <= room:
+        if len(chosen) < count and costs[chunk_id] <= room:
             chosen.add(chunk_id)
             room -= costs[chunk_id]
     return tuple(replace(c, has_spare_states=True) if c.id in chosen else c for c in chunks)
