@@ -6,11 +6,11 @@ GPU, how many only their parameters, which ones, how many of the host's updates 
 ahead chunks are fetched. The rCache takes what memory is left. Everything is deterministic.
 
 Where updates need the norm of all gradients, plans with spare states for as many chunks as the host has memory for are
-searched as well; in the fastest of these, other chunks and fewer are tried (`plan/spares.py`). They win if the step is
-faster (`plan/fallbacks.py`). With several ranks, parameters that every rank keeps on the device while their states are
-on the host wait in the step, so the search keeps shards on the device where updates overlap (`Space.kept`). Nothing is
-random or timed, so equal inputs give equal plans, on rank 0, which shares them; a test compares them with every
-placement of small models.
+searched as well; in the fastest of these, other chunks and fewer are tried (`plan/spares.py`), and other placements
+beside them. They win if the step is faster (`plan/fallbacks.py`). With several ranks, parameters that every rank keeps
+on the device while their states are on the host wait in the step, so the search keeps shards on the device where
+updates overlap (`Space.kept`). Nothing is random or timed, so equal inputs give equal plans, on rank 0, which shares
+them; a test compares them with every placement of small models.
 """
 
 from __future__ import annotations
@@ -154,8 +154,11 @@ class _LayoutSearch(Space):
             fitting = [o for o in map(self.look, extremes) if o.timeline is not None]
         if not fitting:
             return None
-        best = min(fitting, key=rank)
         most = _MOST_SIMULATIONS if seed is None else self.num_simulations + _MOST_SIMULATIONS // 4
+        return self._climbed(min(fitting, key=rank), most)
+
+    def _climbed(self, best: Outcome, most: int) -> Outcome:
+        """The best that neighbours lead to, until there have been so many simulations."""
         step = max(1, len(self.layout.packed) // 8)
         for _ in range(_MOST_ROUNDS):
             neighbours = [self.look(c) for c in self._neighbours(best.choice, step) if self.num_simulations < most]
@@ -193,20 +196,27 @@ class _LayoutSearch(Space):
         return outcome
 
     def with_best_spares(self, outcome: Outcome) -> Outcome:
-        """The same placement with spare states for the chunks that make the step fastest; among those that do so to a
-        small part, the fewest bytes."""
-        scheme = self.placer.scheme
-        if not scheme.begins_only_into_spares:
+        """With spare states for the chunks that make the step fastest, and the placement that is best with these; among
+        choices as fast, that with the fewest bytes."""
+        if not self.placer.scheme.begins_only_into_spares:
             return outcome
-        able = sum(map(scheme.can_have_spares, outcome.chunks))
+        found = self._other_spares(outcome)
+        best = min(found, key=rank)
+        climbed = self._climbed(best, self.num_simulations + _MOST_SIMULATIONS // 2)
+        if climbed is not best:
+            found = self._other_spares(climbed)
+        limit_s = min(o.total_s for o in found) * (1 + SAME)
+        return min((o for o in found if o.total_s <= limit_s), key=lambda o: (o.host_bytes, rank(o)))
+
+    def _other_spares(self, outcome: Outcome) -> list[Outcome]:
+        """The same placement, with spare states for other chunks and for more or fewer."""
+        able = sum(map(self.placer.scheme.can_have_spares, outcome.chunks))
         counts = sorted({math.ceil(able * i / _MOST_SPARE_COUNTS) for i in range(1, _MOST_SPARE_COUNTS + 1)})
         choices = (
             replace(outcome.choice, spare_pattern=pattern, spares=count)
             for pattern, count in product(SPARE_PATTERNS, counts)
         )
-        found = [outcome, *map(self.look, choices)]
-        limit_s = min(o.total_s for o in found) * (1 + SAME)
-        return min((o for o in found if o.total_s <= limit_s), key=lambda o: (o.host_bytes, rank(o)))
+        return [outcome, *map(self.look, choices)]
 
     def relative(self, choice: Choice) -> Choice:
         """The choice with its counts as shares of a thousand."""

@@ -12,7 +12,7 @@ happened to one rank alone (a write, a failed thread), that rank alone runs its 
 shards, with the same bits, and no collective depends on when they ran.
 
 Spare states are a second set of master and moments, and memory for new values: 14 bytes a parameter more, for chunks
-with a master on the host. The plan says which of these have them (`ChunkSpec.has_spare_states`), all or as many as the
+with a master on the host. The plan says which of these have them (`ChunkSpec.has_spare_states`), all or some, as the
 host has memory for; the updates of others begin in the step, and the next forward waits for them. Whatever changes
 gradients or masters before the step says so to `Reducer.before_change` (a further backward, a late gradient,
 `zero_grad`, a failed backward, a user's write), and so do state dicts and moves; norms and gradients can be read

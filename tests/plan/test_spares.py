@@ -239,3 +239,31 @@ def test_it_decides_which_chunks_by_simulation() -> None:
         assert len(spared(plan.chunks)) <= room
     assert totals[5] == pytest.approx(16.0, rel=2e-3)
     assert totals[0] == pytest.approx(20.5, rel=2e-3)
+
+
+def test_the_placement_is_the_best_beside_the_spare_states_that_are_useful() -> None:
+    """Seven billion parameters whose updates may be streamed: with spare states for all, others would be streamed."""
+    count, numel = 33, 202_375_168
+    hardware = constant_hardware(
+        h2d=55e9,
+        d2h=55e9,
+        cpu_adam_numel_per_s=6.1e9,
+        gpu_adam_numel_per_s=146e9,
+        streamed_adam_numel_per_s=3.5e9,
+        joint_adam_numel_per_s=6.5e9,
+    )
+    ids = list(range(count))
+    intervals = [StepInterval(0.0, 0), *[StepInterval(0.01, 0)] * count]
+    intervals += [StepInterval(0.02, 0, (i,)) for i in reversed(ids)]
+    profile = StepProfile(unpinned(*ids, *reversed(ids)), tuple(intervals))
+    layout = layout_of([spec(f"p{i}", numel, dtype="bfloat16") for i in ids], numel)
+    regime = replace(CLIPPED, can_stream=True)
+    totals = []
+    for room in (0, 24, 33):
+        budget = Budget(4 * 2**30, (count * 16 + room * 14) * numel)
+        problem = Problem(PlacementRequest(), budget, 1, regime, hardware)
+        plan = search([Candidate(layout, profile)], problem)
+        assert plan.forecast is not None
+        totals.append(plan.forecast.times.total_s)
+    assert totals[1] < 0.75 * totals[0]
+    assert totals[2] <= totals[1] * 1.002
