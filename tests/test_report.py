@@ -236,6 +236,7 @@ def test_measured_curve_is_drawn() -> None:
             ["sand", "yellow"],
             "fetched when needed\nstates: on the host, updated on the GPU",
         ),
+        ({"has_spare_states": True}, ["sand", "sand"], "states: on the host, updated there, and spare ones"),
         ({"optim_tier": Tier.NVME}, ["sand", "purple"], "states: on NVMe"),
         ({"requires_grad": False}, ["sand", "none"], "states: none"),
         ({"param_tier": Tier.GPU}, ["cyan", "sand"], "sharded on the GPU"),

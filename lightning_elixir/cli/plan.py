@@ -60,8 +60,8 @@ class Found:
         is_inside = self.plan.update_timing is UpdateTiming.INSIDE_BACKWARD and not self.plan.has_spare_states
         if has_host_states and is_inside:
             remarks += (
-                "gradients are not clipped: with clipping by norm, updates begin inside backward only where the host"
-                " has memory for spare states",
+                "gradients are not clipped: with clipping by norm, updates begin inside backward only of chunks"
+                " for which the host has memory for spare states",
             )
         return remarks
 

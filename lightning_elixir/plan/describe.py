@@ -65,13 +65,16 @@ def describe_disk(plan: Plan) -> str:
 
 def describe_updates(plan: Plan) -> str:
     """When updates of states beside the GPU run, and where their gradients land; empty if there are none."""
-    if not any(c.requires_grad and c.optim_tier is not Tier.GPU for c in plan.chunks):
+    beside = [c for c in plan.chunks if c.requires_grad and c.optim_tier is not Tier.GPU]
+    if not beside:
         return ""
     text = _TIMINGS[plan.update_timing]
     if plan.grad_reuses_compute_shard:
         text += "; gradients take the place of the parameters in host memory, which saves 2 bytes each"
     if plan.has_spare_states:
-        text += (
-            ", into spare states: where a norm or a loss scale then says otherwise, they run again from the old ones"
-        )
+        spared = sum(c.has_spare_states for c in beside)
+        text += ", into spare states"
+        if spared < len(beside):
+            text += f" for {spared} of {len(beside)} chunks (the updates of the others wait for the step)"
+        text += ": where a norm or a loss scale then says otherwise, they run again from the old ones"
     return text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.memory import uses_nvme
@@ -34,7 +33,7 @@ def plan_with_fallbacks(problem: Problem, make: Make, *, is_choosing: bool) -> P
         problem: What is given; how updates run is found here.
         make: Makes the plan of a problem.
         is_choosing: The fastest is wanted, of all ways that fit, and NVMe only where it is worth that. Otherwise, for
-            placements that the user has fixed, the first way that fits, with spare states if they fit.
+            placements that the user has fixed, the first way that fits, with the spare states that fit.
 
     Raises:
         CapacityError: Nothing fits.
@@ -43,19 +42,27 @@ def plan_with_fallbacks(problem: Problem, make: Make, *, is_choosing: bool) -> P
     plan = _frugal(waiting, make) if is_choosing else _reusing_if_short(waiting, make, is_choosing=False)
     if not _could_speculate(plan, problem):
         return plan
-    with suppress(CapacityError):
+    with suppress(CapacityError):  # of a search in memory alone that does not come upon the placement of the other plan
         # No states go to NVMe to make room for spare ones.
         ahead = make(problem.in_memory().with_updates(problem.regime.speculating()))
-        if not is_choosing or _seconds(ahead) < _seconds(plan) * (1 - SAME):
+        if ahead.has_spare_states and _is_worth_spares(ahead, plan, is_choosing=is_choosing):
             return ahead
     return plan
 
 
+def _is_worth_spares(ahead: Plan, plan: Plan, *, is_choosing: bool) -> bool:
+    """Whether the plan with spare states is faster; where the user has fixed the placement, whether it is no slower, as
+    far as that is known."""
+    if is_choosing:
+        return _seconds(ahead) < _seconds(plan) * (1 - SAME)
+    return _seconds(ahead) <= _seconds(plan) * (1 + SAME)
+
+
 def _could_speculate(plan: Plan, problem: Problem) -> bool:
     """Whether updates of a plan without spare states would begin earlier with them, had the host the memory."""
-    scheme = scheme_of(replace(plan, has_spare_states=True), problem.regime)
+    scheme = scheme_of(plan, problem.regime)
     is_short = plan.grad_reuses_compute_shard or needs_disk(plan)
-    return problem.regime.can_speculate and not is_short and any(scheme.has_spares(c) for c in plan.chunks)
+    return problem.regime.can_speculate and not is_short and any(map(scheme.can_have_spares, plan.chunks))
 
 
 def _frugal(problem: Problem, make: Make) -> Plan:

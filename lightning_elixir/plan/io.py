@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.files import read_json
-from lightning_elixir.plan.memory import problem_of_params_on_nvme
+from lightning_elixir.plan.memory import problem_of_params_on_nvme, problem_of_spare_states
 from lightning_elixir.plan.types import (
     ALIGN_NUMEL,
     DTYPE_BYTES,
@@ -36,7 +36,6 @@ _PLAN_KEYS = (
     "is_storage_distributed",
     "update_timing",
     "grad_reuses_compute_shard",
-    "has_spare_states",
     "notes",
     "forecast",
     "chunks",
@@ -50,6 +49,7 @@ _CHUNK_KEYS = (
     "optim_tier",
     "is_persistent",
     "is_update_streamed",
+    "has_spare_states",
     "members",
 )
 _MEMBER_KEYS = ("fqn", "shape", "offset")
@@ -73,7 +73,6 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
         "is_storage_distributed": plan.is_storage_distributed,
         "update_timing": plan.update_timing.value,
         "grad_reuses_compute_shard": plan.grad_reuses_compute_shard,
-        "has_spare_states": plan.has_spare_states,
         "notes": dict(plan.notes),
         "forecast": None if plan.forecast is None else _forecast_to_dict(plan.forecast),
         "chunks": [
@@ -86,6 +85,7 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
                 "optim_tier": c.optim_tier.value,
                 "is_persistent": c.is_persistent,
                 "is_update_streamed": c.is_update_streamed,
+                "has_spare_states": c.has_spare_states,
                 "members": [{"fqn": m.fqn, "shape": list(m.shape), "offset": m.offset} for m in c.members],
             }
             for c in plan.chunks
@@ -115,7 +115,6 @@ def plan_from_dict(content: object) -> Plan:
         is_storage_distributed=fields.boolean("is_storage_distributed"),
         update_timing=UpdateTiming(fields.choice("update_timing", [t.value for t in UpdateTiming])),
         grad_reuses_compute_shard=fields.boolean("grad_reuses_compute_shard"),
-        has_spare_states=fields.boolean("has_spare_states"),
         notes=_notes(fields.get("notes")),
         forecast=_forecast(fields.get("forecast")),
         chunks=tuple(_chunk(item, i) for i, item in enumerate(fields.items("chunks"))),
@@ -270,6 +269,7 @@ def _chunk(content: object, index: int) -> ChunkSpec:
         optim_tier=fields.tier("optim_tier"),
         is_persistent=fields.boolean("is_persistent"),
         is_update_streamed=fields.boolean("is_update_streamed"),
+        has_spare_states=fields.boolean("has_spare_states"),
     )
 
 
@@ -289,9 +289,8 @@ def _check_layout(plan: Plan) -> None:
     """What the runtime relies on and JSON types cannot say."""
     if plan.grad_reuses_compute_shard and plan.update_timing is UpdateTiming.INSIDE_BACKWARD:
         raise PlanError("grad_reuses_compute_shard and updates inside backward exclude each other")
-    if plan.has_spare_states and plan.update_timing is not UpdateTiming.INSIDE_BACKWARD:
-        raise PlanError('has_spare_states is for update_timing "inside_backward" only')
     problem = problem_of_params_on_nvme(plan.chunks, plan.world_size, plan.is_storage_distributed)
+    problem = problem or problem_of_spare_states(plan)
     if problem is not None:
         raise PlanError(problem)
     seen: set[str] = set()

@@ -33,8 +33,9 @@ def with_kept(plan: Plan, kept: Collection[str], *, is_exact: bool) -> Plan:
 def with_dtypes(plan: Plan, dtypes: Mapping[str, str]) -> Plan:
     """The same placement with these dtypes of parameters.
 
-    What changes its dtype leaves its chunk for one of its own kind on the same tiers, which is filled up to a block;
-    chunks in which nothing changes stay as they are. The rCache gets room for one such chunk more.
+    What changes its dtype leaves its chunk for one of its own kind on the same tiers, without spare states, which is
+    filled up to a block; chunks in which nothing changes stay as they are. The rCache gets room for one such chunk
+    more.
 
     Args:
         plan: Any plan.
@@ -62,7 +63,7 @@ def with_dtypes(plan: Plan, dtypes: Mapping[str, str]) -> Plan:
             dtype = dtypes.get(member.fqn, chunk.dtype)
             if dtype == chunk.dtype:
                 continue
-            kind = replace(chunk, id=0, dtype=dtype, numel=0, members=())
+            kind = replace(chunk, id=0, dtype=dtype, numel=0, members=(), has_spare_states=False)
             target = open_chunks.get(kind)
             if target is None or not target.has_room(member, plan.block_bytes):
                 target = open_chunks[kind] = _Open(kind)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_elixir.plan.regime import ModelDataBytes, TrainingRegime, UpdateMode
-from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Tier
+from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Plan, Tier, UpdateTiming
 
 GRAD_BLOCKS = 2
 """Blocks for gradients on the compute device: one fills up while another is being reduced. Where parameters of another
@@ -106,6 +106,20 @@ def problem_of_params_on_nvme(chunks: Iterable[ChunkSpec], world_size: int, is_s
     return None
 
 
+def problem_of_spare_states(plan: Plan) -> str | None:
+    """Why no runtime could obey a plan with these chunks having spare states; None if one can."""
+    for chunk in plan.chunks:
+        if not chunk.has_spare_states:
+            continue
+        if plan.update_timing is not UpdateTiming.INSIDE_BACKWARD:
+            return f'{chunk} has spare states, which are for update_timing "inside_backward" only'
+        if not chunk.requires_grad or chunk.optim_tier is not Tier.CPU:
+            return f"{chunk} has spare states, but no states in host memory"
+        if DTYPE_BYTES[chunk.dtype] != 2:
+            return f"{chunk} has spare states, but its {chunk.dtype} parameters have no fp32 master"
+    return None
+
+
 @dataclass(frozen=True)
 class Budget:
     """What one rank may use. None: not known, treated as unlimited."""
@@ -118,6 +132,14 @@ class Budget:
     """Device memory that activations, buffers and temporaries take at their peak."""
     nvme_bytes: int = 0
     """This rank's part of the NVMe space that optimizer states may take."""
+    spare_cpu_bytes: int | None = None
+    """Up to how many bytes in all what a plan can do without may fill this rank's part of the host's memory: spare
+    states. None: as many as `cpu_bytes`."""
+
+    @property
+    def most_with_spares(self) -> int | None:
+        """Bytes of host memory that a plan with spare states may take; None: as many as it likes."""
+        return min((b for b in (self.cpu_bytes, self.spare_cpu_bytes) if b is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -198,13 +220,18 @@ class Scheme:
         return chunk.numel // self.world_size * (data.master + data.states) if chunk.requires_grad else 0
 
     def spare_bytes(self, chunk: ChunkSpec) -> int:
-        """The second set of master and states, and the memory for new values."""
-        return self.state_bytes(chunk) + self._value_bytes(chunk) if self.has_spares(chunk) else 0
+        """The second set of master and states, and the memory for new values, where the chunk has them."""
+        return self.state_bytes(chunk) + self._value_bytes(chunk) if chunk.has_spare_states else 0
 
-    def has_spares(self, chunk: ChunkSpec) -> bool:
-        """Whether the plan gives the chunk spare states."""
+    def can_have_spares(self, chunk: ChunkSpec) -> bool:
+        """Whether the chunk's updates could begin inside backward into spare states."""
         is_on_host = chunk.requires_grad and chunk.optim_tier is Tier.CPU
-        return self.updates.has_spare_states and is_on_host and self.data_bytes[chunk.dtype].master > 0
+        return is_on_host and self.data_bytes[chunk.dtype].master > 0
+
+    @property
+    def begins_only_into_spares(self) -> bool:
+        """Whether updates that begin inside backward must be such that can be taken back."""
+        return self.updates.timing is UpdateTiming.INSIDE_BACKWARD and self.regime.needs_global_norm
 
     def _value_bytes(self, chunk: ChunkSpec) -> int:
         return chunk.numel // self.world_size * self.data_bytes[chunk.dtype].compute

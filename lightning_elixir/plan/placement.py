@@ -10,6 +10,7 @@ from lightning_elixir.plan.memory import MemoryUse, memory_use, num_grad_blocks,
 from lightning_elixir.plan.packing import PackedChunk, pack, padding_bytes, regular_block_bytes, waste_bytes
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.spares import with_spares
 from lightning_elixir.plan.spilling import can_move_params
 from lightning_elixir.plan.timeline import beside_rcache_bytes, moments
 from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier
@@ -41,11 +42,12 @@ class Site:
     optim_tier: Tier
     is_persistent: bool
     is_update_streamed: bool = False
+    has_spare_states: bool = False
 
 
 def sites_of(chunks: Sequence[ChunkSpec]) -> list[Site]:
     """Where each of them is."""
-    return [Site(c.param_tier, c.optim_tier, c.is_persistent, c.is_update_streamed) for c in chunks]
+    return [Site(c.param_tier, c.optim_tier, c.is_persistent, c.is_update_streamed, c.has_spare_states) for c in chunks]
 
 
 RESIDENT = Site(Tier.GPU, Tier.GPU, True)
@@ -83,7 +85,7 @@ def place(layout: Layout, problem: Problem, profile: StepProfile | None = None) 
     refusal = problem_of_params_on_nvme(chunks, problem.world_size, request.distributed_storage)
     if refusal is not None:
         raise PlanError(refusal)
-    return placer.plan(sites_of(chunks), policy)
+    return placer.plan(sites_of(placer.with_spares(chunks)), policy)
 
 
 def _const_sites(placer: Placer) -> list[Site]:
@@ -179,9 +181,19 @@ class Placer:
                 s.optim_tier,
                 s.is_persistent,
                 s.is_update_streamed,
+                s.has_spare_states,
             )
             for i, (c, s) in enumerate(zip(self.layout.packed, sites, strict=True))
         )
+
+    def with_spares(
+        self, chunks: Sequence[ChunkSpec], pattern: str = "spread", most: int | None = None
+    ) -> tuple[ChunkSpec, ...]:
+        """The same chunks with spare states as far as the host has memory for them, where updates begin inside backward
+        only with these. Arguments as for `spares.with_spares`."""
+        if not self.scheme.begins_only_into_spares:
+            return tuple(chunks)
+        return with_spares(chunks, self.scheme, self.budget.most_with_spares, pattern, most)
 
     def beside_rcache(self, chunks: Sequence[ChunkSpec]) -> int:
         """Device bytes at the highest moment of a step, without the rCache."""
@@ -259,7 +271,6 @@ class Placer:
             is_storage_distributed=self.scheme.is_storage_distributed,
             update_timing=self.scheme.updates.timing,
             grad_reuses_compute_shard=self.scheme.updates.grad_reuses_compute_shard,
-            has_spare_states=self.scheme.updates.has_spare_states,
             policy=policy,
         )
 

@@ -50,8 +50,6 @@ class UpdateMode:
     timing: UpdateTiming = UpdateTiming.AFTER_BACKWARD
     grad_reuses_compute_shard: bool = False
     """Gradients land in compute shards."""
-    has_spare_states: bool = False
-    """Updates inside backward are written beside the states, and can be taken back."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class TrainingRegime:
     out."""
     needs_global_norm: bool = False
     """Gradients are clipped by their norm, or the loss is scaled: updates begin inside backward only into spare states,
-    for which the host must have memory; otherwise behind the next forward."""
+    for chunks that the host has memory for; otherwise behind the next forward."""
     can_stream: bool = False
     """Whether the optimizer's updates may be streamed to the device (`HybridAdam`, `CPUAdam`)."""
     stream_bytes: int = STREAM_BYTES
@@ -122,8 +120,8 @@ class TrainingRegime:
         return UpdateMode(self.allowed(self.update_timing) if is_early else UpdateTiming.BEHIND_FORWARD)
 
     def speculating(self) -> UpdateMode:
-        """Inside backward, with spare states for all chunks that can have them."""
-        return UpdateMode(UpdateTiming.INSIDE_BACKWARD, has_spare_states=True)
+        """Inside backward, for the chunks that get spare states."""
+        return UpdateMode(UpdateTiming.INSIDE_BACKWARD)
 
     def reusing(self) -> UpdateMode:
         """With gradients in compute shards; those must stay as they are while backward runs."""

@@ -5,11 +5,12 @@ would do. Candidates come from a grid of shares and a climb from its best point:
 GPU, how many only their parameters, which ones, how many of the host's updates are streamed to the GPU, and how far
 ahead chunks are fetched. The rCache takes what memory is left. Everything is deterministic.
 
-Where updates need the norm of all gradients, plans with spare states, for all chunks with states on the host or none,
-are searched as well; they win if the host can hold them and the step is faster (`plan/fallbacks.py`). With several
-ranks, parameters that every rank keeps on the device while their states are on the host wait in the step, so the search
-keeps shards on the device where updates overlap (`Space.kept`). Nothing is random or timed, so equal inputs give equal
-plans, on rank 0, which shares them; a test compares them with every placement of small models.
+Where updates need the norm of all gradients, plans with spare states for as many chunks as the host has memory for are
+searched as well; in the fastest of these, other chunks and fewer are tried (`plan/spares.py`), and other placements
+beside them. They win if the step is faster (`plan/fallbacks.py`). With several ranks, parameters that every rank keeps
+on the device while their states are on the host wait in the step, so the search keeps shards on the device where
+updates overlap (`Space.kept`). Nothing is random or timed, so equal inputs give equal plans, on rank 0, which shares
+them; a test compares them with every placement of small models.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from lightning_elixir.plan.space import (
     is_all_on_gpu,
     rank,
 )
+from lightning_elixir.plan.spares import SPARE_PATTERNS
 from lightning_elixir.plan.spilling import in_host_memory, spilled
 from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier, UpdateTiming
@@ -55,6 +57,7 @@ _FEW_CHUNKS = 16
 _VERY_FEW_CHUNKS = 6
 _NUM_STARTS = 3
 _MOST_REFINEMENTS = 400
+_MOST_SPARE_COUNTS = 32  # numbers of chunks with spare states that are tried
 
 
 def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
@@ -99,7 +102,7 @@ def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
     if best is None:
         raise min((one.refusal() for one in searches), key=distance)
     outcome, one = best
-    outcome = one.refined(outcome)
+    outcome = one.with_best_spares(one.refined(outcome))
     return one.plan_of(outcome, [(s, o) for s in searches for o in s.outcomes.values()])
 
 
@@ -151,8 +154,11 @@ class _LayoutSearch(Space):
             fitting = [o for o in map(self.look, extremes) if o.timeline is not None]
         if not fitting:
             return None
-        best = min(fitting, key=rank)
         most = _MOST_SIMULATIONS if seed is None else self.num_simulations + _MOST_SIMULATIONS // 4
+        return self._climbed(min(fitting, key=rank), most)
+
+    def _climbed(self, best: Outcome, most: int) -> Outcome:
+        """The best that neighbours lead to, until there have been so many simulations."""
         step = max(1, len(self.layout.packed) // 8)
         for _ in range(_MOST_ROUNDS):
             neighbours = [self.look(c) for c in self._neighbours(best.choice, step) if self.num_simulations < most]
@@ -188,6 +194,29 @@ class _LayoutSearch(Space):
                 best = better
             outcome = min(outcome, best, key=rank)
         return outcome
+
+    def with_best_spares(self, outcome: Outcome) -> Outcome:
+        """With spare states for the chunks that make the step fastest, and the placement that is best with these; among
+        choices as fast, that with the fewest bytes."""
+        if not self.placer.scheme.begins_only_into_spares:
+            return outcome
+        found = self._other_spares(outcome)
+        best = min(found, key=rank)
+        climbed = self._climbed(best, self.num_simulations + _MOST_SIMULATIONS // 2)
+        if climbed is not best:
+            found = self._other_spares(climbed)
+        limit_s = min(o.total_s for o in found) * (1 + SAME)
+        return min((o for o in found if o.total_s <= limit_s), key=lambda o: (o.host_bytes, rank(o)))
+
+    def _other_spares(self, outcome: Outcome) -> list[Outcome]:
+        """The same placement, with spare states for other chunks and for more or fewer."""
+        able = sum(map(self.placer.scheme.can_have_spares, outcome.chunks))
+        counts = sorted({math.ceil(able * i / _MOST_SPARE_COUNTS) for i in range(1, _MOST_SPARE_COUNTS + 1)})
+        choices = (
+            replace(outcome.choice, spare_pattern=pattern, spares=count)
+            for pattern, count in product(SPARE_PATTERNS, counts)
+        )
+        return [outcome, *map(self.look, choices)]
 
     def relative(self, choice: Choice) -> Choice:
         """The choice with its counts as shares of a thousand."""

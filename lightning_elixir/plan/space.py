@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_elixir.plan.memory import memory_use
-from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, Placer, Site
+from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, Placer, Site, sites_of
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.spares import SPARE_PATTERNS
 from lightning_elixir.plan.spilling import spilled, spilled_with_params
 from lightning_elixir.plan.timeline import Timeline, compressed, simulate_step
 from lightning_elixir.plan.types import ChunkSpec, Tier, UpdateTiming
@@ -43,8 +44,12 @@ class Choice:
     pattern: str = "first"
     streamed_share: float = 0.0
     depth: int = 0
+    spare_pattern: str = SPARE_PATTERNS[0]
+    """Which chunks have spare states, where updates begin inside backward only with these: see `plan/spares.py`."""
+    spares: int | None = None
+    """At most so many of them; None: as many as the host has memory for."""
     sites: tuple[Site, ...] | None = None
-    """Every chunk's site by itself, which the numbers above then do not say."""
+    """Every chunk's site by itself, which the numbers above then do not say; but for spare states."""
 
 
 @dataclass(frozen=True)
@@ -144,16 +149,24 @@ class Space:
         known = self.outcomes.get(choice)
         if known is not None:
             return known
-        sites = tuple(self._sites(choice))
+        sites = self._spared(choice)
         depth = 0 if all(s.is_persistent for s in sites) else choice.depth
         same = self._by_sites.get((sites, depth))  # other numbers that come to the same
         if same is None:
-            same = self._by_sites[sites, depth] = self._looked(choice)
+            same = self._by_sites[sites, depth] = self._looked(choice, sites)
         outcome = self.outcomes[choice] = replace(same, choice=choice)
         return outcome
 
-    def _looked(self, choice: Choice) -> Outcome:
-        chunks = self._chunks(choice)
+    def _spared(self, choice: Choice) -> tuple[Site, ...]:
+        """Every chunk's site, with spare states where it has them."""
+        sites = self._sites(choice)
+        if not self.placer.scheme.begins_only_into_spares:
+            return tuple(sites)
+        chunks = self.placer.chunks(sites)
+        return tuple(sites_of(self.placer.with_spares(chunks, choice.spare_pattern, choice.spares)))
+
+    def _looked(self, choice: Choice, sites: Sequence[Site]) -> Outcome:
+        chunks = self._chunks_at(sites)
         blocks = self.placer.blocks(chunks)
         gpu_bytes = self.placer.gpu_bytes(chunks, blocks)
         use = memory_use(chunks, blocks, self.placer.scheme)
@@ -186,7 +199,10 @@ class Space:
         return limit is None or nbytes <= limit
 
     def _chunks(self, choice: Choice) -> tuple[ChunkSpec, ...]:
-        sites = self._sites(choice)
+        """Without spare states, which take only what is left."""
+        return self._chunks_at(self._sites(choice))
+
+    def _chunks_at(self, sites: Sequence[Site]) -> tuple[ChunkSpec, ...]:
         chunks = self.placer.chunks(sites)
         if self.problem.budget.nvme_bytes and not self._fits_host(memory_use(chunks, 0, self.placer.scheme).host_bytes):
             scheme, limit, room = self.placer.scheme, self.problem.budget.cpu_bytes or 0, self.problem.budget.nvme_bytes

@@ -34,7 +34,7 @@ def spilled(chunks: Sequence[ChunkSpec], scheme: Scheme, limit: int, room: int |
     smallest chunks are looked at, then larger ones as well, and the least bytes on NVMe win.
 
     Args:
-        chunks: None of them with states on NVMe.
+        chunks: None of them with states on NVMe, or with spare ones.
         scheme: Bytes per element.
         limit: Of the host's memory.
         room: NVMe space; None: as much as it takes.
@@ -110,7 +110,7 @@ def in_host_memory(chunks: Sequence[ChunkSpec]) -> tuple[ChunkSpec, ...]:
 def _movable(chunk: ChunkSpec, scheme: Scheme) -> _Movable:
     moved = replace(chunk, optim_tier=Tier.NVME, is_update_streamed=False)
     states = scheme.state_bytes(chunk)
-    before = states + scheme.host_grad_bytes(chunk) + scheme.spare_bytes(chunk)
+    before = states + scheme.host_grad_bytes(chunk)
     return _Movable(chunk, moved, states, before - scheme.host_grad_bytes(moved))
 
 

@@ -29,6 +29,8 @@ class Updates:
         self._timing, self._needed = timing, needed
         self.trained = [c for c in plan.chunks if c.requires_grad]
         self.beside_device = [c for c in self.trained if c.optim_tier is not Tier.GPU]
+        # With spare states for any chunk, nothing is promised of the step: the others' updates wait for it.
+        self._begins_only_into_spares = plan.has_spare_states or costs.scheme.regime.needs_global_norm
         self._slowdown = self._joint_slowdown()
         self._landed_s: dict[int, float] = {}  # when a chunk's gradients were where its update wants them
 
@@ -75,8 +77,10 @@ class Updates:
                     clocks.wait(backlog.done_s(chunk.id, clocks.now_s), f"wait for the update of chunk {chunk.id}")
 
     def _is_early(self, chunk: ChunkSpec) -> bool:
-        """Whether its update may begin inside backward, which reads parameters on NVMe until it is over."""
-        return self._timing is UpdateTiming.INSIDE_BACKWARD and not has_params_on_nvme(chunk)
+        """Whether its update begins inside backward, which reads parameters on NVMe until it is over."""
+        if self._timing is not UpdateTiming.INSIDE_BACKWARD or has_params_on_nvme(chunk):
+            return False
+        return chunk.has_spare_states or not self._begins_only_into_spares
 
     def _work(self, chunk: ChunkSpec) -> Work:
         work = Work(chunk.id, self._update_s(chunk), self._costs.write_back_s(chunk))

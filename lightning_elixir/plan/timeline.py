@@ -40,7 +40,7 @@ __all__ = [
 
 def scheme_of(plan: Plan, regime: TrainingRegime) -> Scheme:
     """The scheme that a plan was made under."""
-    updates = UpdateMode(plan.update_timing, plan.grad_reuses_compute_shard, plan.has_spare_states)
+    updates = UpdateMode(plan.update_timing, plan.grad_reuses_compute_shard)
     return Scheme(plan.world_size, plan.is_storage_distributed, plan.block_bytes, regime, updates)
 
 

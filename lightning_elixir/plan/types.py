@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-SCHEMA = 3
+SCHEMA = 4
 
 # Every parameter starts on a multiple of this many elements inside its chunk, and every shard is a multiple
 # of it, so that the fixed blocks over which the gradient norm is summed never cross a shard's border: the norm is
@@ -38,7 +38,7 @@ class UpdateTiming(enum.Enum):
     INSIDE_BACKWARD = "inside_backward"
     """Also, a chunk's update starts when its gradients have landed, while backward still runs: only where an update
     needs nothing from other chunks (no clipping, no loss scale, one backward a step), or can be taken back
-    (`Plan.has_spare_states`)."""
+    (`ChunkSpec.has_spare_states`)."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,10 @@ class ChunkSpec:
     is_update_streamed: bool = False
     """States that live beside the device go up to it for their update and come back, instead of being updated by the
     host; only with an `optim_tier` other than GPU."""
+    has_spare_states: bool = False
+    """There is a second set of master and states, and host memory for new values: the update inside backward goes
+    there and can be taken back, so that it may begin whatever the step depends on. Only with states in host memory and
+    a master, and with updates inside backward; of the chunks of a plan all, some or none have it."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -176,9 +180,6 @@ class Plan:
     grad_reuses_compute_shard: bool = False
     """Chunks with parameters and states in host memory and a master have no gradient shard of their own: gradients
     land in the compute shard, which is made again from the master. One backward a step, none inside of it."""
-    has_spare_states: bool = False
-    """Chunks with states in host memory and a master have a second set of both, and host memory for new values:
-    updates inside backward go there and can be taken back, so that they may begin whatever the step depends on."""
     policy: str = "cpu"
     """Which placement policy made the plan."""
     notes: dict[str, float | int | str] = field(default_factory=dict, compare=False)
@@ -190,6 +191,11 @@ class Plan:
     def blocks_of(self, chunk_id: int) -> int:
         """Blocks that this chunk's replica takes (more than one only for a parameter larger than a chunk)."""
         return max(1, math.ceil(self.chunks[chunk_id].nbytes / self.block_bytes))
+
+    @property
+    def has_spare_states(self) -> bool:
+        """Whether any chunk has them. The updates of all others then wait for their step."""
+        return any(c.has_spare_states for c in self.chunks)
 
     @property
     def is_all_resident(self) -> bool:

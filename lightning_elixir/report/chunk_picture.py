@@ -115,8 +115,10 @@ def _title(plan: Plan, chunk: ChunkSpec, device_word: str) -> str:
     params, states = _PARAMS[param_place(chunk)][1], _STATES[state_place(chunk)][1]
     blocks = plan.blocks_of(chunk.id)
     size = f"{format_bytes(chunk.nbytes)} in {chunk.dtype}" + (f", {blocks} blocks" if blocks > 1 else "")
+    spare = ", and spare ones" if chunk.has_spare_states else ""
     return (
-        f"{chunk}: {size}\nparameters: {params.format(device=device_word)}\nstates: {states.format(device=device_word)}"
+        f"{chunk}: {size}\nparameters: {params.format(device=device_word)}"
+        f"\nstates: {states.format(device=device_word)}{spare}"
     )
 
 

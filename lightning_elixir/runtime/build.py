@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device
 from lightning_elixir.errors import PlanError, StorageError
-from lightning_elixir.plan.memory import has_params_on_nvme, is_on_nvme, problem_of_params_on_nvme, uses_nvme
+from lightning_elixir.plan.memory import (
+    has_params_on_nvme,
+    is_on_nvme,
+    problem_of_params_on_nvme,
+    problem_of_spare_states,
+    uses_nvme,
+)
 from lightning_elixir.plan.shard_segments import segments_of
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
@@ -86,6 +92,7 @@ class Builder:
         check_names(plan, self._named)
         _check_modules(module)
         problem = problem_of_params_on_nvme(plan.chunks, plan.world_size, plan.is_storage_distributed)
+        problem = problem or problem_of_spare_states(plan)
         if problem is not None:
             raise PlanError(problem)
         self._sources = self._agreed_sources()  # by the plan's names

@@ -157,7 +157,6 @@ class Engine:
             self.comm.world_size,
             plan.is_storage_distributed,
             plan.grad_reuses_compute_shard,
-            plan.has_spare_states,
             states,
         )
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.memory import problem_of_spare_states
 from lightning_elixir.plan.moving import order_of_moves
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.build import dtype_of, storage_bytes
@@ -31,13 +32,17 @@ _NUM_MOMENTS = 2  # of Adam
 
 
 def check_layout(old: Plan, new: Plan) -> None:
-    """Raises `PlanError` unless both plans have the same chunks and the same kind of parameter shards."""
+    """Raises `PlanError` unless both plans have the same chunks and the same kind of parameter shards, and the new one
+    can be obeyed."""
     if old.layout_fingerprint() != new.layout_fingerprint():
         raise PlanError(
             "the new plan has another chunk layout: a running engine can only move between placements of its own chunks"
         )
     if old.is_storage_distributed != new.is_storage_distributed:
         raise PlanError("enable_distributed_storage cannot change while an engine runs: close it and build a new one")
+    problem = problem_of_spare_states(new)
+    if problem is not None:
+        raise PlanError(problem)
 
 
 def move_chunks(engine: Engine, plan: Plan, before: ShardStore, moving: Sequence[ChunkOptimizers]) -> None:
@@ -62,7 +67,15 @@ def _change(engine: Engine, old: ChunkSpec, new: ChunkSpec) -> tuple[int, int]:
     """Bytes that a rank's device and host hold more with the chunk in its new place, if the optimizer is Adam: what
     states this rank really has does not matter, as it may differ from rank to rank."""
     device, host = (_bytes_on(engine, new, tier) - _bytes_on(engine, old, tier) for tier in (Tier.GPU, Tier.CPU))
+    if old.has_spare_states and not new.has_spare_states:  # new ones come later, in a step
+        host -= _spare_bytes(engine, old)
     return device, host
+
+
+def _spare_bytes(engine: Engine, spec: ChunkSpec) -> int:
+    master = engine.precision.master_of(spec)
+    each = 0 if master is None else (1 + _NUM_MOMENTS) * master.itemsize + dtype_of(spec).itemsize
+    return spec.numel // engine.comm.world_size * each
 
 
 def _bytes_on(engine: Engine, spec: ChunkSpec, tier: Tier) -> int:
@@ -100,7 +113,7 @@ def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, before: Sha
             source = own_values(before, chunk, comm)
             new.master = store.empty(source.numel(), master_dtype, spec.optim_tier)
             new.master.copy_(source)
-    if plan.has_spare_states and spec.optim_tier is Tier.CPU:  # those of a chunk that comes now are made in its step
+    if spec.has_spare_states:  # those of a chunk that gets them now are made in its step
         new.spare_master, new.spare_param = old.spare_master, old.spare_param
     if not spec.is_persistent:
         numel = store.param_numel(spec)

@@ -192,7 +192,7 @@ class UpdateScheduler:
 
     def _can_speculate(self, chunk: Chunk, members: set[int]) -> bool:
         """Whether the chunk's next update can be described already, into spare states that are there."""
-        if not self._engine.plan.has_spare_states or not self._speculation.is_allowed:
+        if not self._speculation.is_allowed:
             return False
         inner = self.states.inner[chunk.id]
         has_spares = inner.has_spares and self._engine.store[chunk.id].spare_master is not None

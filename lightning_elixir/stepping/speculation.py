@@ -12,12 +12,14 @@ happened to one rank alone (a write, a failed thread), that rank alone runs its 
 shards, with the same bits, and no collective depends on when they ran.
 
 Spare states are a second set of master and moments, and memory for new values: 14 bytes a parameter more, for chunks
-with a master on the host. Whatever changes gradients or masters before the step says so to `Reducer.before_change` (a
-further backward, a late gradient, `zero_grad`, a failed backward, a user's write), and so do state dicts and moves;
-norms and gradients can be read without. Dropping cancels what has not begun and waits for what runs; where a signal
-ends that waiting, the next drop goes on with it. An update that is seen to have failed before its step runs again; one
-that fails later ends the run, as any update does. A chunk of which not all parameters are updated, or not all have
-states yet, waits for the step. After three failed steps of eight, `Caution` pauses for 64.
+with a master on the host. The plan says which of these have them (`ChunkSpec.has_spare_states`), all, some or none; the
+updates of others begin in the step, and the next forward waits for them. Whatever changes gradients or masters before
+the step says so to `Reducer.before_change` (a further backward, a late gradient, `zero_grad`, a failed backward, a
+user's write), and so do state dicts and moves; norms and gradients can be read without. Dropping cancels what has not
+begun and waits for what runs; where a signal ends that waiting, the next drop goes on with it. An update that is seen
+to have failed before its step runs again; one that fails later ends the run, as any update does. A chunk of which not
+all parameters are updated, or not all have states yet, waits for the step. After three failed steps of eight, `Caution`
+pauses for 64.
 """
 
 from __future__ import annotations

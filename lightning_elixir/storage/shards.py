@@ -42,8 +42,8 @@ class Shard:
     grad_buffer: Tensor | None = None
     """Host memory that `grad` reuses from step to step (not on the GPU tier)."""
     spare_master: Tensor | None = None
-    """As `master`: an update that may be taken back writes here (`Plan.has_spare_states`), and the two change roles
-    when it is not."""
+    """As `master`: an update that may be taken back writes here (`ChunkSpec.has_spare_states`), and the two change
+    roles when it is not."""
     spare_param: Tensor | None = None
     """1-D, compute dtype, on the host: receives the values of that update."""
     update: Task | None = None
@@ -130,7 +130,6 @@ class ShardStore:
         world_size: Ranks that share the chunks.
         is_distributed: False: parameter shards are whole on every rank.
         is_param_reused: Gradients land in the memory of the compute shard, where that lies beside a master on the host.
-        has_spares: Masters on the host get a second one.
         states: Of the chunks that have them on NVMe.
     """
 
@@ -140,12 +139,10 @@ class ShardStore:
         world_size: int,
         is_distributed: bool,
         is_param_reused: bool = False,
-        has_spares: bool = False,
         states: StateFile | None = None,
     ) -> None:
         self.states = states
         self._device = device
-        self._has_spares = has_spares
         self._is_param_reused = is_param_reused
         self._world_size = world_size
         self._is_distributed = is_distributed
@@ -292,7 +289,7 @@ class ShardStore:
             Whether they are there.
         """
         shard = self._shards[spec.id]
-        if not self._has_spares or shard.master is None or spec.optim_tier is not Tier.CPU:
+        if not spec.has_spare_states or shard.master is None:
             return False
         if shard.spare_master is None:  # zeros, since padding is never written
             shard.spare_master = self.empty(shard.master.numel(), shard.master.dtype, Tier.CPU).zero_()

@@ -163,8 +163,9 @@ class ElixirStrategy(ProcessStrategy):
                 bf16 mixed precision, one backward a step, no clipping, and no hook between backward and step
                 (`on_after_backward`, `on_before_optimizer_step`, ...); an exception between the two then ends the
                 run, for nothing may be saved from half an update. With norm clipping or fp16 too, and then whatever
-                hooks there are and without that end, if the host has memory for spare states (14 bytes a parameter).
-                Default: the last, where it is possible, else the second. No number depends on it.
+                hooks there are and without that end, for the chunks whose spare states (14 bytes a parameter) the host
+                has memory for. Default: the last, where it is possible, else the second. No number depends
+                on it.
             force_outputs_fp32: Cast what the steps of the model return to fp32.
             autocast: Mixed precision: run steps under `torch.autocast`. False: cast the inputs instead, and compute all
                 in 16 bits.

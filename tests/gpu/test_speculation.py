@@ -29,6 +29,13 @@ def test_speculation_changes_no_bit(name: str, site: str, monkeypatch: pytest.Mo
     bodies.check_every_way(HERE[name], site, CUDA, monkeypatch)
 
 
+@pytest.mark.parametrize("how", [HERE["max_norm"], FP16], ids=["clipped", "fp16"])
+@pytest.mark.parametrize("site", SITES)
+def test_spare_states_of_some_chunks(site: str, how: How, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_slots(monkeypatch)
+    bodies.check_every_way(how, site, CUDA, monkeypatch, "odd")
+
+
 @pytest.mark.parametrize("site", SITES)
 def test_fp16_with_its_loss_scale(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bodies.check_every_way(FP16, site, CUDA, monkeypatch)
@@ -51,7 +58,7 @@ def test_sums_beside_backward(how: How, is_known: bool, monkeypatch: pytest.Monk
 def test_slow_lanes_are_waited_for(site: str, lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = streamed_bodies.train(NEVER_CLIPPED, "host", CUDA)
     with late(monkeypatch, lane):
-        actual = timing_bodies.train(NEVER_CLIPPED, site, UpdateTiming.INSIDE_BACKWARD, CUDA, has_spares=True)
+        actual = timing_bodies.train(NEVER_CLIPPED, site, UpdateTiming.INSIDE_BACKWARD, CUDA, spared="all")
     assert_same(actual, expected)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import nn
 
 from lightning_elixir import planning
-from lightning_elixir.plan.types import Plan
+from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
 from lightning_elixir.planning import Budget, ChunkSizes, PlacementRequest, TrainingRegime
 
 _NAMES = {
@@ -41,3 +42,23 @@ def make_plan(model: nn.Module, *, prefetch: bool = True, **options: Any) -> Pla
     request, chunk_sizes = taken(PlacementRequest), taken(ChunkSizes)
     budget, regime = taken(Budget), taken(TrainingRegime)
     return planning.make_plan(model, request, chunk_sizes=chunk_sizes, budget=budget, regime=regime, **options)
+
+
+SPARED: dict[str, Callable[[int], bool]] = {
+    "all": lambda chunk_id: True,
+    "odd": lambda chunk_id: chunk_id % 2 == 1,
+    "third": lambda chunk_id: chunk_id % 3 == 1,
+    "none": lambda chunk_id: False,
+}
+"""Which chunks have spare states, by id."""
+
+
+def with_spares(plan: Plan, which: str = "all") -> Plan:
+    """With updates inside backward, into spare states where a chunk can have them and `SPARED` says so."""
+
+    def spared(chunk: ChunkSpec) -> bool:
+        is_possible = chunk.requires_grad and chunk.optim_tier is Tier.CPU and chunk.dtype in ("bfloat16", "float16")
+        return is_possible and SPARED[which](chunk.id)
+
+    chunks = tuple(replace(c, has_spare_states=spared(c)) for c in plan.chunks)
+    return replace(plan, chunks=chunks, update_timing=UpdateTiming.INSIDE_BACKWARD)

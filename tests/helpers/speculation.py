@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_elixir.plan.types import Tier, UpdateTiming
+from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.stepping.describing import UpdateDescriber
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import streamed_updates as streamed_bodies
@@ -27,9 +27,12 @@ SCALED = How(scale=64.0)
 Training = tuple[ElixirModule, ElixirOptimizer]
 
 
-def new_training(how: How, site: str, device: torch.device = CPU, *, is_ahead: bool = True, **options: Any) -> Training:
-    """With spare states, or one whose updates wait for the step and are waited for."""
-    return timing_bodies.new_training(how, site, device, INSIDE if is_ahead else AFTER, has_spares=is_ahead, **options)
+def new_training(
+    how: How, site: str, device: torch.device = CPU, *, is_ahead: bool = True, spared: str = "all", **options: Any
+) -> Training:
+    """With spare states for these chunks, or one whose updates wait for the step and are waited for."""
+    timing, which = (INSIDE, spared) if is_ahead else (AFTER, "none")
+    return timing_bodies.new_training(how, site, device, timing, spared=which, **options)
 
 
 def backward(training: Training, how: How, number: int) -> None:
@@ -45,13 +48,15 @@ def warm_up(training: Training, how: How) -> None:
 
 
 def num_with_spares(module: ElixirModule) -> int:
-    return sum(c.requires_grad and c.optim_tier is Tier.CPU for c in module.engine.plan.chunks)
+    return sum(c.has_spare_states for c in module.engine.plan.chunks)
 
 
-def check_every_way(how: How, site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_every_way(
+    how: How, site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, spared: str = "all"
+) -> None:
     expected = streamed_bodies.train_on_host(how, device)
     with slow_updates(monkeypatch, 0.001):
-        actual = timing_bodies.train(how, site, INSIDE, device, has_spares=True)
+        actual = timing_bodies.train(how, site, INSIDE, device, spared=spared)
     assert_same(actual, expected)
     assert str(actual.norms) == str(expected.norms)
 
@@ -98,10 +103,11 @@ def check_between(
     monkeypatch: pytest.MonkeyPatch,
     site: str = "mixed",
     device: torch.device = CPU,
+    spared: str = "all",
 ) -> Seen:
     """The same with and without speculation; returns what was seen with it."""
     use_small_slots(monkeypatch)
-    trainings = [new_training(how, site, device, is_ahead=is_ahead) for is_ahead in (False, True)]
+    trainings = [new_training(how, site, device, is_ahead=is_ahead, spared=spared) for is_ahead in (False, True)]
     for training in trainings:
         warm_up(training, how)
         training[0].reset_stats()
@@ -238,7 +244,9 @@ ACTIONS: dict[str, tuple[Action, str]] = {
 }
 
 
-def check_action(name: str, how: How, site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_action(
+    name: str, how: How, site: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, spared: str = "all"
+) -> None:
     action, kept = ACTIONS[name]
     commits: list[int] = []
     take_up = UpdateDescriber.take_up_spares
@@ -259,7 +267,7 @@ def check_action(name: str, how: How, site: str, device: torch.device, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(UpdateDescriber, "take_up_spares", counted)
-        seen = check_between(how, [noted, after, None, noted, after], monkeypatch, site, device)
+        seen = check_between(how, [noted, after, None, noted, after], monkeypatch, site, device, spared)
     num_chunks = seen.num_ahead[2]
     assert num_chunks > 0
     with_speculation = counts[2:]

@@ -19,6 +19,7 @@ from lightning_elixir.optim.updates import FlatUpdate
 from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import streamed_updates as bodies
+from tests.helpers.plans import with_spares
 from tests.helpers.streamed_updates import CPU, How, Result
 from tests.helpers.zoo import make
 
@@ -33,17 +34,14 @@ def new_training(
     timing: UpdateTiming,
     *,
     is_reusing: bool = False,
-    has_spares: bool = False,
+    spared: str = "none",
     **options: Any,
 ) -> tuple[ElixirModule, ElixirOptimizer]:
+    """`spared`: which chunks have spare states, a key of `SPARED`."""
     model = make(how.name)
     inner = bodies.new_optimizer(model, how)
-    plan = replace(
-        bodies.plan_for(model, how, site, **options),
-        update_timing=timing,
-        grad_reuses_compute_shard=is_reusing,
-        has_spare_states=has_spares,
-    )
+    plan = with_spares(bodies.plan_for(model, how, site, **options), spared)
+    plan = replace(plan, update_timing=timing, grad_reuses_compute_shard=is_reusing)
     module = ElixirModule(model, plan, dtype=how.dtype, master_weights=how.master, device=device)
     if how.scale and device.type == "cpu":
         module.needs_loss_scale = True

@@ -12,6 +12,7 @@ import pytest
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.io import load_plan, plan_from_dict, plan_to_dict, save_plan
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
+from tests.helpers.plans import SPARED, with_spares
 from tests.plan.models import random_specs
 from tests.plan.problems import constant_hardware, layers, place_specs
 from tests.plan.traces import make_chunk, make_plan_of
@@ -119,10 +120,55 @@ def test_what_is_refused_of_streaming(plan: Plan, edit: Callable[[dict[str, Any]
         plan_from_dict(edited(plan, lambda content: edit(content["chunks"][1])))
 
 
+@pytest.mark.parametrize(
+    ("edit", "timing", "message"),
+    [
+        (lambda c: c.pop("has_spare_states"), "inside_backward", "chunk 1 has no 'has_spare_states'"),
+        (
+            lambda c: c.update(has_spare_states="no"),
+            "inside_backward",
+            "chunk 1: has_spare_states must be true or false, got 'no'",
+        ),
+        (
+            lambda c: None,
+            "behind_forward",
+            r'chunk 1 \[p1\] has spare states, which are for update_timing "inside_back',
+        ),
+        (lambda c: c.update(optim_tier="gpu"), "inside_backward", "has spare states, but no states in host memory"),
+        (lambda c: c.update(optim_tier="nvme"), "inside_backward", "has spare states, but no states in host memory"),
+        (lambda c: c.update(requires_grad=False), "inside_backward", "has spare states, but no states in host memory"),
+        (lambda c: c.update(dtype="float32"), "inside_backward", "its float32 parameters have no fp32 master"),
+    ],
+)
+def test_what_is_refused_of_spare_states(
+    plan: Plan, edit: Callable[[dict[str, Any]], object], timing: str, message: str
+) -> None:
+    content = plan_to_dict(with_spares(in_bf16(plan), "odd"))
+    chunk = content["chunks"][1]  # type: ignore[index]
+    edit(chunk)
+    content["update_timing"] = timing
+    with pytest.raises(PlanError, match=message):
+        plan_from_dict(content)
+
+
+def in_bf16(plan: Plan) -> Plan:
+    return replace(plan, chunks=tuple(replace(c, dtype="bfloat16") for c in plan.chunks))
+
+
+@pytest.mark.parametrize("which", ["all", "odd", "none"])
+def test_spare_states_of_each_chunk_survive_the_round_trip(plan: Plan, which: str, tmp_path: Path) -> None:
+    spared = with_spares(in_bf16(plan), which)
+    assert [c.has_spare_states for c in spared.chunks] == [SPARED[which](c.id) for c in plan.chunks]
+    assert spared.has_spare_states is (which != "none")
+    save_plan(spared, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == spared
+    assert len({with_spares(in_bf16(plan), which).fingerprint() for which in SPARED}) > 2
+
+
 @pytest.mark.parametrize("timing", UpdateTiming)
 def test_when_updates_run_survives_the_round_trip(plan: Plan, timing: UpdateTiming, tmp_path: Path) -> None:
     is_inside = timing is UpdateTiming.INSIDE_BACKWARD
-    timed = replace(plan, update_timing=timing, grad_reuses_compute_shard=not is_inside, has_spare_states=is_inside)
+    timed = replace(plan, update_timing=timing, grad_reuses_compute_shard=not is_inside)
     save_plan(timed, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == timed
     assert timed.fingerprint() != plan.fingerprint()
@@ -153,7 +199,7 @@ def edited(plan: Plan, edit: Callable[[dict[str, Any]], object]) -> object:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda c: c.update(schema=99), "the plan has schema 99, this version reads 3"),
+        (lambda c: c.update(schema=99), "the plan has schema 99, this version reads 4"),
         (lambda c: c.pop("schema"), "plan has no 'schema'"),
         (lambda c: c.pop("chunks"), "plan has no 'chunks'"),
         (lambda c: c.update(rcache_block=3), "plan has unknown keys: rcache_block"),
@@ -167,9 +213,6 @@ def edited(plan: Plan, edit: Callable[[dict[str, Any]], object]) -> object:
         (lambda c: c.update(is_storage_distributed=1), "is_storage_distributed must be true or false, got 1"),
         (lambda c: c.update(update_timing="soon"), "update_timing must be one of after_backward, behind_forward"),
         (lambda c: c.pop("update_timing"), "plan has no 'update_timing'"),
-        (lambda c: c.pop("has_spare_states"), "plan has no 'has_spare_states'"),
-        (lambda c: c.update(has_spare_states="no"), "has_spare_states must be true or false, got 'no'"),
-        (lambda c: c.update(has_spare_states=True), 'has_spare_states is for update_timing "inside_backward" only'),
         (lambda c: c.update(grad_reuses_compute_shard=1), "grad_reuses_compute_shard must be true or false, got 1"),
         (
             lambda c: c.update(grad_reuses_compute_shard=True, update_timing="inside_backward"),
@@ -216,7 +259,7 @@ def test_errors_name_the_file(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"broken\.json is no plan: it is not JSON \(Expecting property name"):
         load_plan(path)
     path.write_text(json.dumps(plan_to_dict(replace(plan, schema=1))))
-    with pytest.raises(PlanError, match=r"broken\.json: the plan has schema 1, this version reads 3"):
+    with pytest.raises(PlanError, match=r"broken\.json: the plan has schema 1, this version reads 4"):
         load_plan(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(PlanError, match=r"broken\.json is no plan: it is not JSON \('utf-8' codec"):

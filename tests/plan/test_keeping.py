@@ -12,7 +12,7 @@ from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
 from lightning_elixir.plan.kept_dtypes import kept_in, with_dtypes, with_kept
 from lightning_elixir.plan.packing import pack, regular_block_bytes
 from lightning_elixir.plan.selection import entries_of, matching, near_misses
-from lightning_elixir.plan.types import ALIGN_NUMEL, ChunkSpec, Plan, Tier
+from lightning_elixir.plan.types import ALIGN_NUMEL, ChunkSpec, Plan, Tier, UpdateTiming
 from tests.plan.models import random_specs, spec
 
 
@@ -49,6 +49,20 @@ def test_kept_parameters_get_chunks_of_their_own() -> None:
     assert kept.rcache_blocks == 3
     assert kept_in(kept) == {"norm1", "norm2", "c"}
     assert plan_from_dict(plan_to_dict(kept)) == kept  # which checks what the runtime relies on
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_changes_its_dtype_has_no_spare_states(is_kept: bool) -> None:
+    """In fp32 there is no master, and for others the plan has counted no memory."""
+    plan = plan_of(half("a", "norm1", "b", "norm2", "c", "d"), update_timing=UpdateTiming.INSIDE_BACKWARD)
+    if not is_kept:
+        plan = with_kept(plan, {"norm1"}, is_exact=False)  # which comes back to 16 bits
+    chunks = tuple(replace(c, has_spare_states=c.dtype == "bfloat16") for c in plan.chunks)
+    plan = replace(plan, chunks=chunks)
+    found = with_kept(plan, {"norm1"} if is_kept else (), is_exact=True)
+    spared = {m.fqn: c.has_spare_states for c in found.chunks for m in c.members}
+    assert spared == dict.fromkeys("abcd", True) | {"norm1": False, "norm2": True}
+    assert plan_from_dict(plan_to_dict(found)) == found
 
 
 def test_nothing_changes_where_all_is_as_wanted() -> None:

@@ -20,7 +20,8 @@ from lightning_elixir.plan.memory import (
 from lightning_elixir.plan.packing import PackedChunk, pack
 from lightning_elixir.plan.placement import Needs, place, with_states_on_nvme
 from lightning_elixir.plan.problem import PlacementRequest, Problem
-from lightning_elixir.plan.regime import ModelDataBytes, UpdateMode
+from lightning_elixir.plan.regime import ModelDataBytes
+from lightning_elixir.plan.spares import with_spares
 from lightning_elixir.plan.types import ChunkSpec, ParamSpec, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 from tests.plan.models import accesses_of, random_specs, spec
@@ -397,7 +398,8 @@ def test_buffers_are_as_large_as_the_largest_and_no_more_than_chunks() -> None:
 
 def test_spare_states_take_fourteen_bytes_a_parameter() -> None:
     """A master, two moments, and the new values in 16 bits; nothing where the states are on the device."""
-    scheme = Scheme(1, True, 4 * KIB, MIXED, UpdateMode(has_spare_states=True))
+    scheme = Scheme(1, True, 4 * KIB, MIXED)
     specs = [spec("a", 1024, dtype="bfloat16")]
-    assert memory_use(place_specs(specs, "cpu").chunks, 0, scheme).host_spare_bytes == 14 * 1024
-    assert memory_use(place_specs(specs, "cuda").chunks, 0, scheme).host_spare_bytes == 0
+    for policy, nbytes in (("cpu", 14 * 1024), ("cuda", 0)):
+        chunks = with_spares(place_specs(specs, policy).chunks, scheme, None)
+        assert memory_use(chunks, 0, scheme).host_spare_bytes == nbytes

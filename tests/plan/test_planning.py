@@ -270,7 +270,7 @@ def test_the_ways_in_which_updates_may_run() -> None:
     clipped = replace(early, needs_global_norm=True)
     assert clipped.waiting() == UpdateMode(behind)
     assert clipped.can_speculate
-    assert clipped.speculating() == UpdateMode(inside, has_spare_states=True)
+    assert clipped.speculating() == UpdateMode(inside)
     for several in (replace(clipped, num_backwards=2), replace(clipped, accumulates=True)):
         assert several.waiting() == UpdateMode(behind)
         assert (several.can_reuse, several.can_speculate) == (False, False)

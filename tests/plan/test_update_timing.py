@@ -13,10 +13,12 @@ from lightning_elixir.plan import step_simulator
 from lightning_elixir.plan.cost import Costs
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget, Scheme, memory_use
+from lightning_elixir.plan.placement import place
 from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
 from lightning_elixir.plan.spans import Timeline
+from lightning_elixir.plan.spares import with_spares
 from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.timeline import scheme_of, simulate_step
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
@@ -329,49 +331,61 @@ def test_what_hides_more_is_never_predicted_to_be_slower() -> None:
 def test_spare_states_take_host_memory_where_there_is_a_master() -> None:
     chunks = [replace(c, dtype="bfloat16") for c in chunks_at(OFFLOADED, 2)]
     scheme = Scheme(1, True, BLOCK_BYTES, MIXED)
-    sparing = replace(scheme, updates=UpdateMode(has_spare_states=True))
-    assert memory_use(chunks, 2, sparing).host_bytes == 2 * NUMEL * (16 + 14)
-    assert memory_use(chunks, 2, sparing).host_spare_bytes == 2 * NUMEL * 14
-    assert memory_use(chunks, 2, sparing).gpu_bytes == memory_use(chunks, 2, scheme).gpu_bytes
-    kept = [replace(c, dtype="bfloat16") for c in chunks_at(KEPT, 2)]
-    assert memory_use(kept, 2, sparing).host_bytes == 2 * NUMEL * (14 + 14)
+    all_spared = with_spares(chunks, scheme, None)
+    assert memory_use(all_spared, 2, scheme).host_bytes == 2 * NUMEL * (16 + 14)
+    assert memory_use(all_spared, 2, scheme).host_spare_bytes == 2 * NUMEL * 14
+    assert memory_use(all_spared, 2, scheme).gpu_bytes == memory_use(chunks, 2, scheme).gpu_bytes
+    one_spared = with_spares(chunks, scheme, None, most=1)
+    assert memory_use(one_spared, 2, scheme).host_bytes == NUMEL * (2 * 16 + 14)
+    kept = with_spares([replace(c, dtype="bfloat16") for c in chunks_at(KEPT, 2)], scheme, None)
+    assert memory_use(kept, 2, scheme).host_bytes == 2 * NUMEL * (14 + 14)
     in_two = [replace(c, dtype="bfloat16") for c in chunks_at(OFFLOADED, 2, world_size=2)]
-    assert memory_use(in_two, 2, replace(sparing, world_size=2)).host_spare_bytes == sum(c.numel for c in in_two) * 7
+    on_two = replace(scheme, world_size=2)
+    spared = with_spares(in_two, on_two, None)
+    assert memory_use(spared, 2, on_two).host_spare_bytes == sum(c.numel for c in in_two) * 7
     for others in (
         chunks_at(OFFLOADED, 2),  # no master
         [replace(c, dtype="bfloat16") for c in chunks_at(RESIDENT, 2)],
         [replace(c, dtype="bfloat16", requires_grad=False) for c in chunks_at(OFFLOADED, 2)],
         [replace(c, optim_tier=Tier.NVME) for c in chunks],
     ):
-        assert memory_use(others, 2, sparing) == memory_use(others, 2, scheme)
+        assert with_spares(others, scheme, None) == tuple(others)
+    without = replace(scheme, regime=replace(MIXED, master_weights=False))
+    assert with_spares(chunks, without, None) == tuple(chunks)
 
 
 def test_spare_states_come_where_a_norm_is_needed_and_the_host_has_memory() -> None:
     options = {"update_timing": INSIDE, "hardware": HARDWARE["slow host Adam"], "can_reuse_compute_shard": True}
-    for host_bytes, has_spares in ((8 * 30 * KIB, True), (None, True), (8 * 30 * KIB - 1, False)):
+    for host_bytes, spares in ((8 * 30 * KIB, 1), (None, 1), ((8 * 16 + 14) * KIB, 1), ((8 * 16 + 14) * KIB - 1, 0)):
         candidates, problem = problem_of(host_bytes, needs_global_norm=True, **options)
         plan = search(candidates, problem)
-        assert (plan.has_spare_states, plan.update_timing) == (has_spares, INSIDE if has_spares else BEHIND)
-        assert plan.notes["host_spare_bytes"] == has_spares * 8 * 14 * KIB
+        # The host's updates take so long that the last one, which begins first, lasts as long as backward.
+        assert [c.id for c in plan.chunks if c.has_spare_states] == [7] * spares
+        assert plan.update_timing == (INSIDE if spares else BEHIND)
+        assert plan.notes["host_spare_bytes"] == spares * 14 * KIB
         assert plan.forecast is not None
-        assert plan.forecast.host_bytes == 8 * (30 if has_spares else 16) * KIB
-        assert ("into spare states" in plan.explain()) is has_spares
-        assert ("spare states 112.0 KiB" in plan.explain()) is has_spares
+        assert plan.forecast.host_bytes == (8 * 16 + spares * 14) * KIB
+        said = "into spare states for 1 of 8 chunks (the updates of the others wait for the step)"
+        assert (said in plan.explain()) is bool(spares)
+        assert ("spare states 14.0 KiB" in plan.explain()) is bool(spares)
     for changes in ({"needs_global_norm": False}, {"update_timing": BEHIND}, {"update_timing": AFTER}):
         candidates, problem = problem_of(None, **{**options, "needs_global_norm": True, **changes})
         plan = search(candidates, problem)
         assert (plan.has_spare_states, plan.update_timing) == (False, problem.regime.update_timing)
 
 
-def test_a_step_with_spare_states_is_predicted_like_one_that_needs_no_norm() -> None:
+def test_a_step_with_spare_states_for_all_is_predicted_like_one_that_needs_no_norm() -> None:
     options = {"update_timing": INSIDE, "hardware": HARDWARE["slow host Adam"]}
-    forecasts = []
+    times = []
     for needs_global_norm in (False, True):
-        candidates, problem = problem_of(None, needs_global_norm=needs_global_norm, **options)
-        forecasts.append(search(candidates, problem).forecast)
-    assert forecasts[0] is not None
-    assert forecasts[1] is not None
-    assert forecasts[0].times == forecasts[1].times
+        [candidate], problem = problem_of(None, needs_global_norm=needs_global_norm, **options)
+        problem = replace(problem, request=replace(problem.request, policy="cpu"))
+        way = problem.regime.speculating() if needs_global_norm else problem.regime.waiting()
+        plan = place(candidate.layout, problem.with_updates(way))
+        assert all(c.has_spare_states is needs_global_norm for c in plan.chunks)
+        scheme = scheme_of(plan, problem.regime)
+        times.append(simulate_step(plan, candidate.profile, problem.hardware, scheme).times)
+    assert times[0] == times[1]
 
 
 def test_spare_states_are_not_taken_where_they_hide_nothing() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
 from lightning_elixir.errors import ElixirError
 from lightning_elixir.plan.types import UpdateTiming
-from tests.helpers.plans import make_plan
+from tests.helpers.plans import make_plan, with_spares
 from tests.helpers.streamed_updates import SITES
 
 WIDTH = 16
@@ -68,7 +68,8 @@ def build(how: How, folder: str) -> tuple[ElixirModule, ElixirOptimizer]:
     inner = HybridAdam(net.parameters(), lr=1e-2)
     plan = make_plan(net, placement_policy="cpu", compute_dtype=torch.bfloat16, chunk_size=2048)
     chunks = tuple(SITES[how.site](c) for c in plan.chunks)
-    plan = replace(plan, chunks=chunks, update_timing=how.timing, rcache_blocks=3, has_spare_states=how.has_spares)
+    plan = replace(plan, chunks=chunks, rcache_blocks=3)
+    plan = replace(with_spares(plan, "all" if how.has_spares else "none"), update_timing=how.timing)
     module = ElixirModule(net, plan, dtype=torch.bfloat16, nvme_offload_dir=folder)
     return module, ElixirOptimizer(module, inner, max_norm=0.5 if how.has_spares else 0.0)
 

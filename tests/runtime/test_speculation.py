@@ -37,11 +37,10 @@ from tests.helpers import streamed_updates as streamed_bodies
 from tests.helpers import update_timing as timing_bodies
 from tests.helpers.accumulation import additions as slow_additions
 from tests.helpers.dist import run_ranks
-from tests.helpers.plans import make_plan
+from tests.helpers.plans import make_plan, with_spares
 from tests.helpers.speculation import (
     ACTIONS,
     AFTER,
-    INSIDE,
     NEVER_CLIPPED,
     SCALED,
     Action,
@@ -290,7 +289,7 @@ def wrapped(model: nn.Module, chunk_size: int, *, is_ahead: bool) -> Training:
     """With spare states, or with updates as a plan has them run that says nothing of it."""
     plan = make_plan(model, placement_policy="cpu", chunk_size=chunk_size, compute_dtype=torch.bfloat16)
     if is_ahead:
-        plan = replace(plan, update_timing=INSIDE, has_spare_states=True)
+        plan = with_spares(plan)
     inner = HybridAdam(model.parameters(), lr=0.1)
     module = ElixirModule(model, plan, dtype=torch.bfloat16)
     return module, ElixirOptimizer(module, inner)
@@ -862,7 +861,7 @@ def test_spares_are_counted_and_come_and_go_with_the_plan(monkeypatch: pytest.Mo
     for number, has_spares in enumerate([True, True, False, True, True, True]):
         if number >= 2:
             plan = replace(streamed_bodies.plan_for(module.module, how, "every_site" if number > 3 else "host"))
-            module.replan(replace(plan, update_timing=INSIDE, has_spare_states=has_spares))
+            module.replan(with_spares(plan, "all" if has_spares else "none"))
         with slow_updates(monkeypatch, 0.001):
             for micro in range(2):
                 for one in (training, other):
@@ -887,10 +886,10 @@ def test_replan_with_updates_that_have_begun_asks_for_a_step() -> None:
     warm_up(training, how)
     backward(training, how, 0)
     with pytest.raises(StateError, match="while gradients wait for a step"):
-        module.replan(replace(module.engine.plan, has_spare_states=False, update_timing=AFTER))
+        module.replan(replace(with_spares(module.engine.plan, "none"), update_timing=AFTER))
     assert optimizer.num_ahead == 0
     optimizer.step()
-    module.replan(replace(module.engine.plan, has_spare_states=False, update_timing=AFTER))
+    module.replan(replace(with_spares(module.engine.plan, "none"), update_timing=AFTER))
     backward(training, how, 1)
     assert optimizer.num_ahead == 0
     module.close()
@@ -904,11 +903,8 @@ def test_a_new_group_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
         named = list(model.named_parameters())
         late = [p for n, p in named if ".ln" in n]
         inner = HybridAdam([p for n, p in named if ".ln" not in n], lr=1e-2)
-        plan = replace(
-            streamed_bodies.plan_for(model, How(), "host"),
-            update_timing=INSIDE if is_ahead else AFTER,
-            has_spare_states=is_ahead,
-        )
+        plan = streamed_bodies.plan_for(model, How(), "host")
+        plan = with_spares(plan) if is_ahead else replace(plan, update_timing=AFTER)
         module = ElixirModule(model, plan, dtype=torch.bfloat16)
         optimizer = ElixirOptimizer(module, inner)
         for number in range(5):

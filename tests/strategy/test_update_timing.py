@@ -154,6 +154,30 @@ def test_updates_that_can_be_taken_back_begin_under_clipping(
     assert trainer.strategy.stats().redone_steps == (0 if redone == 0 else num_tried)
 
 
+@pytest.mark.parametrize("limit", [1e3, 5.0], ids=["never clipped", "sometimes clipped"])
+def test_a_host_with_room_for_some_spare_states(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(timing: str, **options: Any) -> Any:
+        made = ElixirStrategy(**TIGHT, update_timing=timing, **options)  # type: ignore[arg-type]
+        return fit(made, AheadNet, gradient_clip_val=limit, **BF16)
+
+    every, _, _ = run("auto")
+    notes, most = every.strategy.plan.notes, num_with_master(every)
+    assert sum(c.has_spare_states for c in every.strategy.plan.chunks) == most
+    room = int(notes["host_bytes"]) - int(notes["host_spare_bytes"]) // 2
+    _, _, expected = run("after_backward")
+    with slow_updates(monkeypatch, 0.001):
+        trainer, model, actual = run("auto", cpu_memory_limit=room)
+    assert_same_run(actual, expected)
+    plan = trainer.strategy.plan
+    count = sum(c.has_spare_states for c in plan.chunks)
+    assert 0 < count < most
+    assert f"into spare states for {count} of {len(plan.chunks)} chunks" in plan.explain()
+    assert {n for n in model.begun if n} == {count}
+    redone, tried = trainer.strategy.stats().redone_steps, sum(map(bool, model.begun))
+    assert (redone == 0) if limit == 1e3 else (0 < redone < tried)
+    assert int(plan.notes["host_bytes"]) <= room
+
+
 def test_no_spare_states_where_the_host_has_no_room_or_gradients_are_clamped() -> None:
     for options in ({"gradient_clip_algorithm": "value"}, {"accumulate_grad_batches": 2}):
         trainer, _, _ = fit(strategy(), HybridNet, gradient_clip_val=1e3, **options, **BF16)
