@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.files import read_json
-from lightning_elixir.plan.memory import problem_of_params_on_nvme, problem_of_spare_states
+from lightning_elixir.plan.memory import problem_of_places
 from lightning_elixir.plan.types import (
     ALIGN_NUMEL,
     DTYPE_BYTES,
@@ -289,8 +289,7 @@ def _check_layout(plan: Plan) -> None:
     """What the runtime relies on and JSON types cannot say."""
     if plan.grad_reuses_compute_shard and plan.update_timing is UpdateTiming.INSIDE_BACKWARD:
         raise PlanError("grad_reuses_compute_shard and updates inside backward exclude each other")
-    problem = problem_of_params_on_nvme(plan.chunks, plan.world_size, plan.is_storage_distributed)
-    problem = problem or problem_of_spare_states(plan)
+    problem = problem_of_places(plan)
     if problem is not None:
         raise PlanError(problem)
     seen: set[str] = set()

@@ -106,8 +106,13 @@ def problem_of_params_on_nvme(chunks: Iterable[ChunkSpec], world_size: int, is_s
     return None
 
 
-def problem_of_spare_states(plan: Plan) -> str | None:
-    """Why no runtime could obey a plan with these chunks having spare states; None if one can."""
+def problem_of_places(plan: Plan) -> str | None:
+    """Why no runtime could obey a plan that has these things of its chunks in these places; None if one can."""
+    on_nvme = problem_of_params_on_nvme(plan.chunks, plan.world_size, plan.is_storage_distributed)
+    return on_nvme or _problem_of_spare_states(plan)
+
+
+def _problem_of_spare_states(plan: Plan) -> str | None:
     for chunk in plan.chunks:
         if not chunk.has_spare_states:
             continue

@@ -23,8 +23,7 @@ from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.plan.memory import (
     has_params_on_nvme,
     is_on_nvme,
-    problem_of_params_on_nvme,
-    problem_of_spare_states,
+    problem_of_places,
     uses_nvme,
 )
 from lightning_elixir.plan.shard_segments import segments_of
@@ -91,8 +90,7 @@ class Builder:
         self._meta_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by id of the replacement
         check_names(plan, self._named)
         _check_modules(module)
-        problem = problem_of_params_on_nvme(plan.chunks, plan.world_size, plan.is_storage_distributed)
-        problem = problem or problem_of_spare_states(plan)
+        problem = problem_of_places(plan)
         if problem is not None:
             raise PlanError(problem)
         self._sources = self._agreed_sources()  # by the plan's names

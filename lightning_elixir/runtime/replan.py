@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_elixir.errors import PlanError
-from lightning_elixir.plan.memory import problem_of_spare_states
+from lightning_elixir.plan.memory import problem_of_places
 from lightning_elixir.plan.moving import order_of_moves
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.build import dtype_of, storage_bytes
@@ -40,7 +40,7 @@ def check_layout(old: Plan, new: Plan) -> None:
         )
     if old.is_storage_distributed != new.is_storage_distributed:
         raise PlanError("enable_distributed_storage cannot change while an engine runs: close it and build a new one")
-    problem = problem_of_spare_states(new)
+    problem = problem_of_places(new)
     if problem is not None:
         raise PlanError(problem)
 
