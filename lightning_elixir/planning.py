@@ -17,8 +17,8 @@ from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.fallbacks import plan_with_fallbacks
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.kept_dtypes import kept_in
-from lightning_elixir.plan.memory import Budget
-from lightning_elixir.plan.packing import DEFAULT_N_GRIDS, ChunkSizes, PackedChunk
+from lightning_elixir.plan.memory import Budget, host_share
+from lightning_elixir.plan.packing import DEFAULT_N_GRIDS, ChunkSizes, PackedChunk, packed_chunks
 from lightning_elixir.plan.placement import Layout, place
 from lightning_elixir.plan.problem import DEFAULT_PREFETCH_DEPTH, PlacementRequest, Problem
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
@@ -48,6 +48,10 @@ __all__ = [
     "simple_search",
     "timeline_of",
 ]
+
+COMMON_SHARE = 0.15
+"""Of the device's memory, for activations before anything is known of them: what is too little costs moving some chunks
+to the host, what is too much has all of them go through the host's memory."""
 
 _LEAST_PROGRESS = 0.9
 
@@ -117,6 +121,20 @@ def make_plan(
     return _with_smaller_chunks(numels, of_sizes, budget.gpu_bytes or 0) if can_shrink else of_sizes(numels)
 
 
+def with_common_activations(make: Callable[[Budget], Plan], budget: Budget) -> Plan:
+    """A plan from before anything is known of a step: as if activations took `COMMON_SHARE` of the device, or nothing
+    if that leaves too little.
+
+    Args:
+        make: Raises `CapacityError` where nothing fits.
+        budget: Limits of one rank, which `make` gets with such activations.
+    """
+    try:
+        return make(replace(budget, non_model_bytes=int((budget.gpu_bytes or 0) * COMMON_SHARE)))
+    except CapacityError:
+        return make(budget)
+
+
 def _decided(layouts: Sequence[Layout], problem: Problem, profile: MemoryProfile | StepProfile | None) -> Plan:
     """The plan for one of these layouts; a fixed policy takes the first."""
     if problem.request.policy == "auto":
@@ -164,8 +182,7 @@ def timeline_of(
         hardware: Figures to predict times with.
         regime: What training is like.
     """
-    packed = tuple(PackedChunk(c.dtype, c.requires_grad, c.numel, c.members) for c in plan.chunks)
-    over_chunks = profile if isinstance(profile, StepProfile) else step_profile(profile, packed, hardware)
+    over_chunks = profile if isinstance(profile, StepProfile) else step_profile(profile, packed_chunks(plan), hardware)
     return simulate_step(plan, over_chunks, hardware, scheme_of(plan, regime), is_detailed=True)
 
 
@@ -186,28 +203,31 @@ def detect_budget(
     cpu_bytes: int | None = None,
     non_model_bytes: int = 0,
 ) -> Budget:
-    """What one rank of this machine may use now. Initialises CUDA where there is one.
+    """What one rank of this machine may use now, less a reserve of the host's memory (`host_share`). Initialises CUDA
+    where there is one.
 
     Collective where the default process group has several ranks: all get what the poorest has, so that they plan alike.
 
     Args:
         local_world_size: Ranks on this host, which share its memory.
         gpu_bytes: Plan as if the device had no more than this.
-        cpu_bytes: Plan as if this rank had no more host memory than this.
+        cpu_bytes: Plan as if this rank had no more host memory than this; nothing is kept back of it.
         non_model_bytes: Passed on.
     """
-    device_bytes = current_device_memory_bytes()
-    host_bytes = available_host_bytes() // max(1, local_world_size)
+    device_bytes, num_ranks = current_device_memory_bytes(), max(1, local_world_size)
+    host_bytes = available_host_bytes()
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         comm = make_comm(None, make_device().torch_device)
         by_rank: list[tuple[int | None, int]] = comm.exchange_objects((device_bytes, host_bytes))
         comm.close()
         device_bytes = min((gpu for gpu, _ in by_rank if gpu is not None), default=None)
         host_bytes = min(host for _, host in by_rank)
+    cpu, spare = host_share(host_bytes, num_ranks, None if cpu_bytes is None else cpu_bytes * num_ranks)
     return Budget(
         gpu_bytes=min((b for b in (device_bytes, gpu_bytes) if b is not None), default=None),
-        cpu_bytes=host_bytes if cpu_bytes is None else min(host_bytes, cpu_bytes),
+        cpu_bytes=cpu,
         non_model_bytes=non_model_bytes,
+        spare_cpu_bytes=spare,
     )
 
 
@@ -232,7 +252,7 @@ def _packed_layout(layout: Plan, specs: tuple[ParamSpec, ...], world_size: int) 
             f"{fqn}: {theirs.get(fqn)} in the plan, {ours.get(fqn)} in the model" for fqn in different[:3]
         )
         raise PlanError(f"the layout was made for another model: {len(different)} parameters differ ({shown})")
-    return tuple(PackedChunk(c.dtype, c.requires_grad, c.numel, c.members) for c in layout.chunks)
+    return packed_chunks(layout)
 
 
 # The ancestors' searches

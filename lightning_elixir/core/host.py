@@ -10,6 +10,8 @@ import psutil
 
 # Kernels write "no limit" as "max" (v2) or as a number near 2**63 (v1).
 _NO_LIMIT_BYTES = 2**60
+# Linux describes each page of 4096 bytes in 64, so it takes that part of all memory itself.
+_KERNELS_PART = 64
 
 
 def cpu_model(root: Path = Path("/")) -> str:
@@ -39,18 +41,26 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     """Bytes of host memory that this process may still take: what the system has available, within the control groups
     (v1 or v2) that it runs in.
 
-    On some virtual machines memory grows on demand: there a control group's limit is larger than the system's total,
-    which is small until it is used. Then the limit counts.
+    Memory of virtual machines may grow on demand: there a control group's limit is larger than the system's total,
+    which is small until it is used. Then the limit counts, less what the kernel's own table of pages takes of it. On
+    other machines no limit counts for more than the total.
 
     Args:
         root: Where `/proc` and `/sys` are looked for.
     """
     memory = psutil.virtual_memory()
     limits = _cgroup_limits(root)
-    free = [max(0, limit - usage) for limit, usage in limits]
-    if any(limit > memory.total for limit, _ in limits):
-        return min(free)
-    return min([int(memory.available), *free])
+    may_grow = any(limit > memory.total for limit, _ in limits) and _is_virtual(root)
+    free = [max(0, (limit - limit // _KERNELS_PART if may_grow else limit) - usage) for limit, usage in limits]
+    return min(free) if may_grow else min([int(memory.available), *free])
+
+
+def _is_virtual(root: Path) -> bool:
+    """Whether the system runs under a hypervisor, which alone can give it more memory."""
+    try:
+        return " hypervisor" in (root / "proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:

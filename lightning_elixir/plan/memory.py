@@ -30,6 +30,15 @@ NVME_BUFFER_BYTES = 96 * 2**20
 PARAM_BUFFERS = 3
 """Buffers through which parameters come from NVMe: some are read into, from others replicas are filled."""
 
+HOST_RESERVE_BYTES = 2 * 2**30
+"""Host memory that is left to each rank beside its plan."""
+
+HOST_RESERVE_PART = 50
+"""That part of the free host memory is left beside."""
+
+MOST_RESERVED_PART = 4
+"""No more than that part of it is left in all, however small the host."""
+
 
 def num_grad_blocks(chunks: Iterable[ChunkSpec]) -> int:
     """How many such blocks there are at the most, where there are as many chunks."""
@@ -145,6 +154,23 @@ class Budget:
     def most_with_spares(self) -> int | None:
         """Bytes of host memory that a plan with spare states may take; None: as many as it likes."""
         return min((b for b in (self.cpu_bytes, self.spare_cpu_bytes) if b is not None), default=None)
+
+
+def host_share(free_bytes: int, num_ranks: int, limit: int | None = None) -> tuple[int, int]:
+    """What one of the ranks on a host may use of its memory, and up to where it may fill that with what a plan can do
+    without: `Budget.cpu_bytes` and `Budget.spare_cpu_bytes`.
+
+    A reserve is kept back, for what no plan counts: the processes themselves and their libraries, page tables and the
+    driver's own of page-locked memory, the user's data and its loaders. What can be done without leaves as much again.
+
+    Args:
+        free_bytes: Of the host, before the plan takes any.
+        num_ranks: On the host.
+        limit: Of the host, as the user gave it; within what is free it counts as it is.
+    """
+    reserve = min(num_ranks * HOST_RESERVE_BYTES + free_bytes // HOST_RESERVE_PART, free_bytes // MOST_RESERVED_PART)
+    cpu = free_bytes - reserve if limit is None else min(free_bytes, limit)
+    return cpu // num_ranks, min(cpu, max(0, free_bytes - 2 * reserve)) // num_ranks
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,14 @@ def test_the_system_counts_where_it_has_less_than_the_group_may_take(tmp_path: P
 def test_memory_that_grows_on_demand_is_sized_by_the_group(tmp_path: Path) -> None:
     files: dict[str, object] = {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": 128 * GIB}
     write(tmp_path, {**files, "sys/fs/cgroup/memory.current": 3 * GIB})
-    assert available_host_bytes(tmp_path) == 125 * GIB
+    write(tmp_path, {"proc/cpuinfo": "flags\t\t: fpu vme hypervisor lahf_lm"})
+    assert available_host_bytes(tmp_path) == (128 - 2 - 3) * GIB  # the kernel has two for its table of pages
+
+
+def test_a_group_larger_than_a_real_machine_adds_nothing(tmp_path: Path) -> None:
+    files: dict[str, object] = {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": 128 * GIB}
+    write(tmp_path, {**files, "sys/fs/cgroup/memory.current": 3 * GIB, "proc/cpuinfo": "flags\t\t: fpu vme"})
+    assert available_host_bytes(tmp_path) == 20 * GIB
 
 
 def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
