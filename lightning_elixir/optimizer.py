@@ -118,6 +118,15 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if init_step:
             self._updates.allocate()
 
+    def reserve(self) -> None:
+        """Take the memory that steps keep, states and gradients of chunks beside the device among it, now rather than
+        in the first step. Nothing is stepped, and no number changes. Collective.
+
+        Raises:
+            CapacityError: A host runs short of memory.
+        """
+        self._updates.reserve()
+
     # What it can do
 
     @property

@@ -194,6 +194,11 @@ class SegmentOptimizer:
         if self.is_adam and not self._moments:
             self._moments = self._new_moments()
 
+    @property
+    def moments_bytes(self) -> int:
+        """What Adam's moments take; 0 for other optimizers."""
+        return len(MOMENTS) * self._moments_numel * self.work.itemsize if self.is_adam else 0
+
     def allocate_spares(self) -> None:
         """Make a second set of Adam's moments, if there is none yet; nothing for other optimizers."""
         if self.is_adam and not self._spare_moments:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from lightning_elixir.plan.memory import (
 from lightning_elixir.plan.shard_segments import segments_of
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
+from lightning_elixir.runtime.host_room import HostRoom
 from lightning_elixir.runtime.sources import Source, forget_source, source_of
 from lightning_elixir.storage.nvme import MASTER, DiskOptions, StateFile, StateSpec, StateTraffic, open_state_file
 from lightning_elixir.storage.shards import ShardStore
@@ -101,16 +103,30 @@ class Builder:
         """Bind everything, and fill the shards.
 
         Raises:
+            CapacityError: A host runs short of memory; raised on every rank.
             StorageError: Values could not be read from their source; raised on every rank.
         """
         self._store = store
         self._precision = precision
         self._replace_meta_parameters()
         self._move_buffers()
-        chunks = [self._build_chunk(spec) for spec in self._plan.chunks]
+        room = HostRoom(self._comm)
+        chunks = []
+        for spec in self._plan.chunks:
+            room.take(spec, self._host_bytes_of(spec), self._plan, partial(_host_bytes, store))
+            chunks.append(self._build_chunk(spec))
         self._staging = None
         self._raise_read_error()
         return chunks
+
+    def _host_bytes_of(self, spec: ChunkSpec) -> int:
+        """What the chunk's shard takes of the host's memory, states and gradients not counted."""
+        master, nbytes = self._precision.master_of(spec), 0
+        if master is not None and spec.optim_tier is Tier.CPU:
+            nbytes += self._store.optim_numel(spec) * master.itemsize
+        if spec.param_tier is Tier.CPU:
+            nbytes += self._store.param_numel(spec) * dtype_of(spec).itemsize
+        return nbytes
 
     def _agreed_sources(self) -> dict[str, Source]:
         """Rank 0 decides which values come from their sources; where it has values itself, all ranks get them."""
@@ -283,6 +299,10 @@ class Builder:
         whole[rank * numel : (rank + 1) * numel].copy_(piece)
         if self._comm.world_size > 1:
             self._comm.all_gather(whole)
+
+
+def _host_bytes(store: ShardStore) -> int:
+    return sum(nbytes for kind, nbytes in store.bytes_by_kind().items() if kind.startswith("cpu_"))
 
 
 def states_on_nvme(plan: Plan, precision: Precision) -> dict[int, StateSpec]:

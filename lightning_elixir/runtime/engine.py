@@ -30,6 +30,7 @@ from lightning_elixir.runtime.fetcher import TransferBytes
 from lightning_elixir.runtime.forwards import Forwards
 from lightning_elixir.runtime.gradients import Gradients
 from lightning_elixir.runtime.hooks import Hooks, SavedTensors
+from lightning_elixir.runtime.host_room import HostRoom
 from lightning_elixir.runtime.interception import Interception
 from lightning_elixir.runtime.iterations import Iterations
 from lightning_elixir.runtime.phases import Phase, Phases
@@ -91,6 +92,7 @@ class Engine:
         self.has_prefetch = prefetch
         self.reduce_dtype = reduce_dtype if comm.world_size > 1 else None  # one rank has nothing to reduce
         self._is_freed = False
+        self.host_room = HostRoom(comm)
         self._holders: list[weakref.WeakMethod[Callable[[], dict[str, int]]]] = []
         self.store = self._new_store(plan, self._open_states(plan))
         try:
@@ -447,6 +449,10 @@ class Engine:
         """Device memory that replicas, gradient blocks and shards take now."""
         held = self.held_bytes()
         return sum(n for key, n in held.items() if not key.startswith(("cpu_", "nvme_")))
+
+    def host_bytes(self) -> int:
+        """Host memory that shards, states and buffers take now."""
+        return sum(nbytes for kind, nbytes in self.held_bytes().items() if kind.startswith("cpu_"))
 
     def on_held_bytes(self, holder: Callable[[], dict[str, int]]) -> None:
         """Have `held_bytes` include what `holder`, a bound method, reports, for as long as its object lives."""

@@ -44,6 +44,7 @@ class Landing:
         self._chunks = chunks
         self._device = device
         self._store = store
+        self._reduce_dtype = reduce_dtype
         itemsize = None if reduce_dtype is None else reduce_dtype.itemsize
         num_buffers, nbytes = grad_staging((c.spec for c in chunks), world_size, itemsize)
         if any(has_params_on_nvme(c.spec) for c in chunks):
@@ -81,6 +82,25 @@ class Landing:
         """Go on with what an earlier one over the same chunks has learned."""
         self.accumulates = earlier.accumulates
         self.is_accumulation_expected = earlier.is_accumulation_expected
+
+    def reserve(self, chunk: Chunk) -> None:
+        """Take the host memory now that the chunk's gradients are going to land in."""
+        if self.bytes_to_reserve(chunk):
+            self._store.reserve_grad(chunk.spec, self._first_dtype(chunk))
+
+    def bytes_to_reserve(self, chunk: Chunk) -> int:
+        """How much `reserve` takes."""
+        dtype = self._first_dtype(chunk)
+        return (
+            0
+            if self._store.has_grad_memory(chunk.spec, dtype)
+            else self._store.optim_numel(chunk.spec) * dtype.itemsize
+        )
+
+    def _first_dtype(self, chunk: Chunk) -> torch.dtype:
+        """In which the first gradient lands in host memory."""
+        dtype = self._reduce_dtype or chunk.dtype
+        return torch.promote_types(torch.float32, dtype) if self.accumulates else dtype
 
     # What is under way
 

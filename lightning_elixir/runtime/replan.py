@@ -56,6 +56,7 @@ def move_chunks(engine: Engine, plan: Plan, before: ShardStore, moving: Sequence
     changes = [_change(engine, chunk.spec, plan.chunks[chunk.id]) for chunk in engine.chunks]
     for number in order_of_moves(changes):
         chunk = engine.chunks[number]
+        engine.host_room.take(chunk.spec, max(0, changes[number][1]), plan, engine.host_bytes)
         with torch.no_grad():
             _move(engine, chunk, plan.chunks[chunk.id], plan, before)
         before.vacate(chunk.id)

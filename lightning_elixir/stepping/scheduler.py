@@ -87,6 +87,28 @@ class UpdateScheduler:
             self._runner.reserve_stream()  # a lack of memory shows now, not in the first step
             self._runner.release_stream()
 
+    def reserve(self) -> None:
+        """Take the memory of Adam's states and of gradients in host memory now, without values. Collective.
+
+        Raises:
+            CapacityError: A host runs short of memory.
+        """
+        engine = self._engine
+        for chunk in engine.chunks:
+            if chunk.id not in self.states.inner or chunk.spec.optim_tier is not Tier.CPU:
+                continue
+            engine.host_room.take(chunk.spec, self._host_bytes_to_come(chunk), engine.plan, engine.host_bytes)
+            self._reserve_states(chunk)
+            engine.reducer.landing.reserve(chunk)
+
+    def _host_bytes_to_come(self, chunk: Chunk) -> int:
+        """What `reserve` takes for a chunk that has its states in host memory."""
+        inner, shard = self.states.inner[chunk.id], self._engine.store[chunk.id]
+        nbytes = inner.moments_bytes if not inner.state_bytes() else 0
+        if chunk.spec.has_spare_states and shard.spare_master is None and shard.master is not None:
+            nbytes += inner.moments_bytes + shard.master.nbytes + shard.master.numel() * chunk.dtype.itemsize
+        return nbytes + self._engine.reducer.landing.bytes_to_reserve(chunk)
+
     def prepare_move(self, groups: Sequence[dict[str, Any]] | None = None) -> None:
         """States are going to move, or to be in other groups.
 

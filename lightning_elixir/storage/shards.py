@@ -261,6 +261,21 @@ class ShardStore:
         shard.grad = shard.grad_buffer
         return shard.grad
 
+    def has_grad_memory(self, spec: ChunkSpec, dtype: torch.dtype) -> bool:
+        """Whether `set_grad` takes no host memory, for what the chunk has in another place, or has already."""
+        shard = self._shards[spec.id]
+        is_elsewhere = spec.optim_tier is Tier.GPU or shard.is_param_on_disk or self._may_reuse_param(spec, dtype)
+        return (
+            shard.grad is not None
+            or is_elsewhere
+            or (shard.grad_buffer is not None and shard.grad_buffer.dtype == dtype)
+        )
+
+    def reserve_grad(self, spec: ChunkSpec, dtype: torch.dtype) -> None:
+        """Make the host memory that `set_grad` is going to take."""
+        if not self.has_grad_memory(spec, dtype):
+            self._shards[spec.id].grad_buffer = self.empty(self.optim_numel(spec), dtype, Tier.CPU)
+
     def _may_reuse_param(self, spec: ChunkSpec, dtype: torch.dtype) -> bool:
         if not self._is_param_reused or spec.param_tier is not Tier.CPU:
             return False

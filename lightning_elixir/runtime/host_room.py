@@ -1,0 +1,96 @@
+"""Looks whether the host still has memory, while the engine takes it: before the kernel ends a process for want of it.
+
+A plan leaves a reserve (`host_share`, `plan/memory.py`). Where other programs, or the user's own data, take that and
+more, all ranks get an error that has the figures, between one piece of memory and the next.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.host import available_host_bytes
+from lightning_elixir.errors import CapacityError
+from lightning_elixir.plan.types import ChunkSpec, Plan
+from lightning_elixir.plan.units import format_bytes
+
+_BETWEEN_LOOKS = 32 * 2**20
+"""Elements of this rank's shards from one look to the next: the same on all ranks, whatever each has taken already."""
+
+_LEAST_FREE = 512 * 2**20
+"""Bytes that each rank of a host must find beside what it is going to take."""
+
+
+class HostRoom:
+    """Every method is called by all ranks.
+
+    Args:
+        comm: The ranks, which look together.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._hosts: list[str] = []  # by rank
+        self._num_elements = 0  # since the last look
+        self._wanted = 0
+
+    def take(self, spec: ChunkSpec, nbytes: int, plan: Plan, held_bytes: Callable[[], int]) -> None:
+        """A rank is going to take memory of its host for a chunk.
+
+        Args:
+            spec: The chunk, the same on all ranks.
+            nbytes: How much.
+            plan: What for.
+            held_bytes: What this rank has taken for it so far.
+
+        Raises:
+            CapacityError: A host has too little left. Raised on all ranks.
+        """
+        self._num_elements += spec.numel // plan.world_size
+        self._wanted += nbytes
+        if self._num_elements >= _BETWEEN_LOOKS:
+            self.look(plan, held_bytes)
+
+    def look(self, plan: Plan, held_bytes: Callable[[], int]) -> None:
+        """See whether all hosts have memory left: for what `take` was told of since the last look, and for what comes
+        until the next one.
+
+        Args:
+            plan: The plan in force.
+            held_bytes: As there.
+
+        Raises:
+            CapacityError: A host has too little. Raised on all ranks.
+        """
+        self._hosts = self._hosts or self._comm.exchange_objects(socket.gethostname())
+        rows = self._comm.exchange((available_host_bytes(), self._wanted, held_bytes()))
+        self._num_elements = self._wanted = 0
+        for host in dict.fromkeys(self._hosts):
+            of_host = [row for row, name in zip(rows, self._hosts, strict=True) if name == host]
+            free, wanted = min(row[0] for row in of_host), sum(row[1] + _LEAST_FREE for row in of_host)
+            if free < wanted:
+                raise _refusal(plan, len(of_host), sum(row[2] for row in of_host), free, wanted)
+
+
+def _refusal(plan: Plan, num_ranks: int, held: int, free: int, wanted: int) -> CapacityError:
+    """
+    Args:
+        plan: What memory is taken for.
+        num_ranks: On the host.
+        held: Bytes that they have taken.
+        free: What the host has left.
+        wanted: What they are going to take, and must find beside.
+    """
+    planned = plan.notes.get("host_bytes")
+    of_plan = f" of {format_bytes(planned * num_ranks)} that were planned" if isinstance(planned, int) else ""
+    fitting = max(0, held + free - 2 * num_ranks * _LEAST_FREE)
+    return CapacityError(
+        f"the host runs short of memory: its {num_ranks} rank{'s' * (num_ranks > 1)} hold {format_bytes(held)}"
+        f"{of_plan}, and {format_bytes(free)} are left. Other programs, or data and loaders of your own, take more than"
+        " there was when the plan was made and than was kept back for them. What would fit is"
+        f" cpu_memory_limit={fitting} ({format_bytes(fitting)}); or free memory, or have states go to NVMe"
+        " (nvme_offload_dir)",
+        resource="host",
+        lacking_bytes=wanted - free,
+    )

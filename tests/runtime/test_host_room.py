@@ -1,0 +1,125 @@
+"""The host runs short of memory while the engine takes it: an error on all ranks, with figures that are true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
+from lightning_elixir.errors import CapacityError
+from lightning_elixir.plan.types import Plan
+from lightning_elixir.planning import ChunkSizes, PlacementRequest, TrainingRegime, make_plan
+from lightning_elixir.runtime import host_room
+from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import telling
+
+WIDTH = 64
+MIB = 2**20
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+
+
+def make_host_plan(policy: str, world_size: int) -> Plan:
+    return make_plan(
+        make_model(),
+        PlacementRequest(policy=policy),
+        chunk_sizes=ChunkSizes(WIDTH * WIDTH * 2 + 2048),
+        regime=TrainingRegime(can_stream=True),
+        world_size=world_size,
+        compute_dtype=torch.bfloat16,
+    )
+
+
+class Host:
+    """A host whose memory shrinks by what the engine takes; looked at after each chunk."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, looks_until_short: int) -> None:
+        self.looks = 0
+        self._looks_until_short = looks_until_short
+        monkeypatch.setattr(host_room, "_BETWEEN_LOOKS", 1)
+        monkeypatch.setattr(host_room, "available_host_bytes", self._available)
+
+    def _available(self) -> int:
+        self.looks += 1
+        return 8 * 1024 * MIB if self.looks <= self._looks_until_short else 100 * MIB
+
+
+def _run(where: str, world_size: int) -> Any:
+    """Come to `where` on a host that then has no memory left; what was raised, and after how many looks."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        host = Host(monkeypatch, 3 if where == "build" else 10**9)
+        plan = make_host_plan("cuda" if where == "move" else "cpu", world_size)
+        try:
+            engine = ElixirModule(make_model(), plan, dtype=torch.bfloat16, device=torch.device("cpu"))
+            optimizer = ElixirOptimizer(engine, HybridAdam(engine.parameters()))
+            host.looks, host._looks_until_short = 0, 3
+            if where == "move":
+                engine.replan(make_host_plan("cpu", world_size))
+            else:
+                optimizer.reserve()
+        except CapacityError as error:
+            return str(error), host.looks, error.resource, error.lacking_bytes
+        return None
+
+
+@pytest.mark.parametrize("where", ["build", "move", "reserve"])
+@pytest.mark.parametrize("world_size", telling([1, 2], "2"))
+def test_an_error_on_all_ranks_before_the_memory_is_gone(where: str, world_size: int) -> None:
+    found = run_ranks(_run, world_size, where, world_size)
+    assert len(set(found)) == 1 or where == "move"
+    for message, looks, resource, lacking in found:
+        assert looks == 4
+        assert resource == "host"
+        assert lacking >= world_size * 512 * MIB - 100 * MIB
+        assert "100.0 MiB are left" in message
+        assert "were planned" in message
+        assert f"its {world_size} rank" in message
+        assert "cpu_memory_limit=" in message
+
+
+def test_what_is_reserved_is_what_steps_keep() -> None:
+    plan = make_host_plan("cpu", 1)
+    engine = ElixirModule(make_model(), plan, dtype=torch.bfloat16, device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(engine, HybridAdam(engine.parameters()))
+    optimizer.reserve()
+    reserved = engine.engine.host_bytes()
+    assert reserved == plan.notes["host_bytes"]
+    for _ in range(2):
+        optimizer.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)).float().sum())
+        optimizer.step()
+    engine.engine.synchronize()
+    assert engine.engine.host_bytes() == reserved
+
+
+def test_small_models_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never() -> int:
+        raise AssertionError("looked")
+
+    monkeypatch.setattr(host_room, "available_host_bytes", never)
+    plan = make_host_plan("cpu", 1)
+    engine = ElixirModule(make_model(), plan, dtype=torch.bfloat16, device=torch.device("cpu"))
+    ElixirOptimizer(engine, HybridAdam(engine.parameters())).reserve()
+
+
+def _resumed(rank: int) -> int:
+    """With states there already, nothing more is wanted."""
+    plan = make_host_plan("cpu", 1)
+    engine = ElixirModule(make_model(), plan, dtype=torch.bfloat16, device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(engine, HybridAdam(engine.parameters()))
+    optimizer.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)).float().sum())
+    optimizer.step()
+    wanted: list[int] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(host_room.HostRoom, "take", lambda room, spec, nbytes, *rest: wanted.append(nbytes))
+        optimizer.reserve()
+    return sum(wanted)
+
+
+def test_what_is_there_is_not_wanted_again() -> None:
+    assert _resumed(0) == 0
