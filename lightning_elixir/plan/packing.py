@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from lightning_elixir.errors import PlanError
-from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, Member, ParamSpec
+from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, Member, ParamSpec, Plan
 
 MIN_CHUNK_BYTES = 32 * 2**20
 """Least chunk size that the search looks at: smaller copies do not reach the bandwidth of the bus."""
@@ -43,6 +43,11 @@ class PackedChunk:
     def used_bytes(self) -> int:
         """Bytes that hold parameters."""
         return sum(m.numel for m in self.members) * DTYPE_BYTES[self.dtype]
+
+
+def packed_chunks(plan: Plan) -> tuple[PackedChunk, ...]:
+    """A plan's chunks without their places."""
+    return tuple(PackedChunk(c.dtype, c.requires_grad, c.numel, c.members) for c in plan.chunks)
 
 
 @dataclass(frozen=True)

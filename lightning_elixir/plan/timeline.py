@@ -17,6 +17,7 @@ parameters on the GPU have beside states in host memory or on NVMe.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Scheme, memory_use
@@ -35,6 +36,7 @@ __all__ = [
     "moments",
     "scheme_of",
     "simulate_step",
+    "with_times",
 ]
 
 
@@ -69,6 +71,13 @@ def simulate_step(
     beside = beside_rcache_bytes(plan.chunks, moments(profile), scheme)
     peak = beside + max(plan.rcache_blocks, step.peak_blocks) * plan.block_bytes
     return Timeline(step.times, peak, step.backward_end_s, step.spans, step.memory)
+
+
+def with_times(plan: Plan, timeline: Timeline) -> Plan:
+    """A plan of which something is expected, with newer figures of its step."""
+    if plan.forecast is None:
+        return plan
+    return replace(plan, forecast=replace(plan.forecast, times=timeline.times, peak_gpu_bytes=timeline.peak_gpu_bytes))
 
 
 def moments(profile: StepProfile) -> tuple[tuple[tuple[int, ...], int], ...]:

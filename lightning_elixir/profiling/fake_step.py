@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.profile import MemoryProfile
@@ -25,6 +26,11 @@ __all__ = ["StepFn", "cuda_memory_profiling", "profile_memory"]
 
 StepFn = Callable[[nn.Module, Mapping[str, Any]], object]
 """Runs forward and backward of one step on (model, inputs)."""
+
+# Of a model's attributes these are not copied: data, and containers of more items than this.
+_DATA = (DataLoader, Dataset, Sampler)
+_MOST_COPIED = 10_000
+_DEEPEST = 4
 
 _CURE = (
     "It must not read values (.item(), .cpu(), nonzero(), control flow on tensors) or move tensors to a device; where"
@@ -45,6 +51,7 @@ def profile_memory(
     autocast: bool = False,
     keep_fp32: KeepFp32 = None,
     master_weights: bool = True,
+    stand_ins: Sequence[tuple[object, object]] = (),
 ) -> MemoryProfile:
     """What one training step needs on a GPU, and which parameters it needs when.
 
@@ -66,6 +73,7 @@ def profile_memory(
             `16-mixed` and `bf16-mixed` under this package; inputs are not cast then.
         keep_fp32: What stays in fp32 where `dtype` is a 16-bit one, as for `ElixirModule`.
         master_weights: Whether 16-bit parameters have an fp32 master; without, nothing stays in fp32 unasked.
+        stand_ins: (object, what the copy of the model has in its place), such as a trainer that the model knows.
 
     Raises:
         PlanError: `step_fn` or the factory fails without real values, `autocast` comes without a 16-bit dtype, or
@@ -77,7 +85,8 @@ def profile_memory(
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # Copies of modules ask fake tensors for their address, to see whether there is one.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        model = _fake_model(model_or_factory, dtype, keep_fp32, has_autocast=autocast, has_master=master_weights)
+        memo = {id(one): stand_in for one, stand_in in stand_ins}
+        model = _fake_model(model_or_factory, dtype, keep_fp32, memo, has_autocast=autocast, has_master=master_weights)
         input_dtype = dtype if dtype is not None and dtype.itemsize == 2 and not autocast else None
         fake_inp = tree_map_only(Tensor, lambda t: _fake_input(t, input_dtype), inp)
         recorder = StepRecorder()
@@ -135,11 +144,16 @@ def _fake_model(
     model_or_factory: nn.Module | Callable[[], nn.Module],
     dtype: torch.dtype | None,
     keep_fp32: KeepFp32,
+    memo: dict[int, Any],
     *,
     has_autocast: bool,
     has_master: bool,
 ) -> nn.Module:
-    """A copy of the model whose parameters and buffers are fake CPU tensors; to be called under the fake mode."""
+    """A copy of the model whose tensors are fake ones on the CPU; to be called under the fake mode.
+
+    Args:
+        memo: Of `copy.deepcopy`: what the copy has in the place of others, by id.
+    """
     model: object = model_or_factory
     if not isinstance(model, nn.Module):
         try:
@@ -153,17 +167,15 @@ def _fake_model(
     kept = kept_parameters(model, keep_fp32, has_autocast=has_autocast, has_defaults=is_half and has_master)
     if not is_half:
         kept = frozenset()
-    memo: dict[int, Any] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in memo:
             fake = _fake_like(parameter, torch.float32 if fqn in kept else dtype)
             memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = _fake_like(buffer, None)
-    for module in model.modules():  # tensors that are attributes and nothing else, such as `example_input_array`
+    for module in model.modules():  # what is an attribute and nothing else, such as `example_input_array`
         for value in vars(module).values():
-            if isinstance(value, Tensor) and id(value) not in memo:
-                memo[id(value)] = _fake_input(value, None)
+            _note(value, memo)
     try:
         fake_model = copy.deepcopy(model, memo)
     except Exception as error:
@@ -171,6 +183,20 @@ def _fake_model(
     if dtype is not None and is_half and not has_autocast:
         compute_in_fp32(fake_model, kept, dtype, "cpu")
     return fake_model
+
+
+def _note(value: Any, memo: dict[int, Any], depth: int = 0) -> None:
+    """Have deep copies make tensors into stand-ins, and share data, which may be larger than the model."""
+    if id(value) in memo or isinstance(value, nn.Module):
+        return
+    is_container = isinstance(value, (list, tuple, set, dict))
+    if isinstance(value, Tensor):
+        memo[id(value)] = _fake_input(value, None)
+    elif isinstance(value, _DATA) or type(value).__module__ == "numpy" or (is_container and len(value) > _MOST_COPIED):
+        memo[id(value)] = value
+    elif is_container and depth < _DEEPEST:
+        for item in dict.values(value) if isinstance(value, dict) else value:
+            _note(item, memo, depth + 1)
 
 
 def _fake_input(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

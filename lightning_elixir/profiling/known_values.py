@@ -68,3 +68,21 @@ class KnownValues(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(sources[0], FakeTensor):
             return False if sources[0].dtype is torch.bool else func(*args, **kwargs)
         return run(func, args, kwargs, sources, _MAX_NUMEL_OF_MODEL)
+
+
+class GuessedValues(TorchDispatchMode):
+    """Enter around code that reads numbers, to log or to check them, from tensors without values: those are taken to
+    be 1, and answers no. Integers, which decide on shapes, stay unknown."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            if args[0].dtype is torch.bool:
+                return False
+            if args[0].is_floating_point():
+                return 1.0
+        return func(*args, **(kwargs or {}))
