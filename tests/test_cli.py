@@ -523,7 +523,7 @@ def test_figures_are_laid_over_the_profile(tmp_path: Path) -> None:
     options.cpu_adam = 2.5
     machine = machine_of(options, "bfloat16")
     spec = machine.hardware
-    assert (machine.gpu_bytes, machine.cpu_bytes) == (40 * GIB, 100 * GIB)
+    assert (machine.budget.gpu_bytes, machine.budget.cpu_bytes) == (40 * GIB, 96 * GIB)
     assert spec.h2d.bytes_per_s(GIB) == pytest.approx(10e9)
     assert spec.d2h == HardwareSpec.nominal().d2h
     assert spec.matmul_flops_per_s == {**HardwareSpec.nominal().matmul_flops_per_s, "bfloat16": 300e12}
@@ -536,7 +536,7 @@ def test_ranks_share_the_host(tmp_path: Path) -> None:
     measured = replace(HardwareSpec.nominal(40 * GIB, 100 * GIB), all_gather=None, reduce_scatter=None)
     save_hardware(measured, tmp_path / "one.json")
     machine = machine_of(parse("--hardware", str(tmp_path / "one.json"), "--gpus", "4"), "bfloat16")
-    assert machine.cpu_bytes == 25 * GIB
+    assert machine.budget.cpu_bytes == (100 - 4 * 2 - 2) * GIB // 4  # less what is kept back
     assert machine.hardware.cpu_adam_numel_per_s == pytest.approx(measured.cpu_adam_numel_per_s / 4)
     assert machine.hardware.all_gather is not None
     assert len(machine.remarks) == 2
@@ -546,7 +546,9 @@ def test_limits_are_below_the_measured_memory(tmp_path: Path) -> None:
     save_hardware(HardwareSpec.nominal(40 * GIB, 100 * GIB), tmp_path / "mine.json")
     options = parse("--hardware", str(tmp_path / "mine.json"), "--gpu-memory", "24GiB", "--cpu-memory", "1073741824")
     machine = machine_of(options, "bfloat16")
-    assert (machine.gpu_bytes, machine.cpu_bytes) == (24 * GIB, GIB)
+    assert (machine.budget.gpu_bytes, machine.budget.cpu_bytes) == (24 * GIB, GIB * 3 // 4)
+    options.cpu_memory_limit = "1GiB"
+    assert machine_of(options, "bfloat16").budget.cpu_bytes == GIB
     assert (machine.hardware.gpu_bytes, machine.hardware.host_bytes) == (24 * GIB, GIB)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning_elixir.cli.wording import size_of
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, load_hardware
+from lightning_elixir.plan.memory import Budget, host_share
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,8 @@ class Machine:
     """What one rank has."""
 
     hardware: HardwareSpec
-    gpu_bytes: int
-    cpu_bytes: int
-    """This rank's part of the host's memory."""
-    nvme_bytes: int
-    """This rank's part of the disk."""
+    budget: Budget
+    """Less what a fit keeps back of the host's memory."""
     remarks: tuple[str, ...]
     """Figures that were assumed, for people."""
 
@@ -53,7 +51,9 @@ def machine_of(options: argparse.Namespace, dtype: str) -> Machine:
     spec = replace(spec, gpu_bytes=gpu_bytes, host_bytes=host_bytes, nvme_bytes=nvme_bytes or None)
     if options.hardware is None:
         remarks = ("speeds are round figures of no machine in particular: see --hardware", *remarks)
-    return Machine(spec, gpu_bytes, host_bytes // options.gpus, nvme_bytes // options.gpus, remarks)
+    cpu, spare = host_share(host_bytes, options.gpus, size_of(options.cpu_memory_limit, "--cpu-memory-limit"))
+    budget = Budget(gpu_bytes, cpu, nvme_bytes=nvme_bytes // options.gpus, spare_cpu_bytes=spare)
+    return Machine(spec, budget, remarks)
 
 
 def named_hardware(name: str) -> HardwareSpec:

@@ -6,6 +6,7 @@ import argparse
 
 TRAINING_COMMANDS = ("fit", "validate", "test", "predict")
 PRECISIONS = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+TIMINGS = ("auto", "after_backward", "behind_forward", "inside_backward")
 
 _PLAN_EXAMPLES = """\
 examples:
@@ -93,7 +94,14 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the machine", "sizes are bytes, or strings such as 24GiB")
     group.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU that may be used")
-    group.add_argument("--cpu-memory", metavar="SIZE", help="host memory for all GPUs together")
+    group.add_argument(
+        "--cpu-memory",
+        metavar="SIZE",
+        help="host memory that is free, for all GPUs together; a part of it is kept back, as in a fit",
+    )
+    group.add_argument(
+        "--cpu-memory-limit", metavar="SIZE", help="use so much of it, as cpu_memory_limit; nothing is kept back then"
+    )
     group.add_argument(
         "--nvme-memory",
         metavar="SIZE",
@@ -145,6 +153,24 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         choices=("hybrid", "torch"),
         default="hybrid",
         help="HybridAdam or CPUAdam, whose updates may be streamed to the GPU, or Adam of torch.optim; default: hybrid",
+    )
+    group.add_argument(
+        "--gradient-clip-val",
+        type=_positive_rate,
+        metavar="X",
+        help="gradients are clipped, as the Trainer's option does",
+    )
+    group.add_argument(
+        "--gradient-clip-algorithm",
+        choices=("norm", "value"),
+        default="norm",
+        help="with --gradient-clip-val; default: norm",
+    )
+    group.add_argument(
+        "--update-timing",
+        choices=TIMINGS,
+        default="auto",
+        help="when updates of states beside the GPU may run; default: auto",
     )
     group.add_argument("--policy", choices=("auto", "cpu", "cuda"), default="auto", help="where chunks may live")
     group.add_argument("--chunk-size", metavar="SIZE", help="bytes of a chunk; default: searched")

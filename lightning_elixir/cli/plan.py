@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,14 +24,22 @@ from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.io import plan_to_dict, save_plan
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.timeline import Timeline
-from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
-from lightning_elixir.planning import Budget, ChunkSizes, PlacementRequest, TrainingRegime, make_plan, timeline_of
+from lightning_elixir.plan.types import Plan, Tier
+from lightning_elixir.planning import (
+    ChunkSizes,
+    PlacementRequest,
+    TrainingRegime,
+    make_plan,
+    timeline_of,
+    with_common_activations,
+)
 from lightning_elixir.profiling.fake_step import profile_memory
 from lightning_elixir.profiling.kept_fp32 import kept_parameters
 from lightning_elixir.profiling.parameters import dtype_name, param_specs
 from lightning_elixir.report import ReportData, render_report
 from lightning_elixir.report.markup import format_count
 from lightning_elixir.strategy.precision import ElixirPrecision
+from lightning_elixir.strategy.regimes import fit_regime, with_optimizer
 
 
 @dataclass(frozen=True)
@@ -56,13 +65,6 @@ class Found:
         remarks = (*self.subject.remarks, *self.machine.remarks)
         if any(c.optim_tier is Tier.NVME for c in self.plan.chunks):
             remarks += ("states on NVMe: training takes nvme_offload_dir, a folder on that disk",)
-        has_host_states = any(c.requires_grad and c.optim_tier is not Tier.GPU for c in self.plan.chunks)
-        is_inside = self.plan.update_timing is UpdateTiming.INSIDE_BACKWARD and not self.plan.has_spare_states
-        if has_host_states and is_inside:
-            remarks += (
-                "gradients are not clipped: with clipping by norm, updates begin inside backward only of chunks"
-                " for which the host has memory for spare states",
-            )
         return remarks
 
     @property
@@ -122,7 +124,6 @@ def find(options: argparse.Namespace) -> Found:
     precision = ElixirPrecision(options.precision)
     dtype = precision.compute_dtype
     machine = machine_of(options, dtype_name(dtype or torch.float32))
-    chunk_size = size_of(options.chunk_size, "--chunk-size")
     with _telling(options, "looking at the model"):
         subject = module_subject(options) if options.module else transformers_subject(options)
     with _telling(options, "running a training step without values"), speaking_of_options():
@@ -135,43 +136,55 @@ def find(options: argparse.Namespace) -> Found:
             keep_fp32=options.keep_fp32,
             master_weights=precision.is_mixed,
         )
-    regime = TrainingRegime(
-        master_weights=precision.is_mixed,
-        accumulates=options.accumulate > 1,
-        num_backwards=options.accumulate,
-        update_timing=update_timing_of(options),
-        needs_global_norm=options.precision == "16-mixed",
-        can_stream=options.optimizer == "hybrid",
-        can_reuse_compute_shard=precision.is_mixed,
-    )
+    regime = with_optimizer(regime_of(options, precision), can_stream=options.optimizer == "hybrid", num_states=2)
     with _telling(options, "looking for the fastest placement"), speaking_of_options():
-        plan = make_plan(
-            subject.model,
-            PlacementRequest(policy=options.policy),
-            chunk_sizes=ChunkSizes(chunk_size),
-            budget=Budget(machine.gpu_bytes, machine.cpu_bytes, nvme_bytes=machine.nvme_bytes),
-            regime=regime,
-            world_size=options.gpus,
-            compute_dtype=dtype,
-            keep_fp32=kept_parameters(
-                subject.model,
-                options.keep_fp32,
-                has_autocast=precision.has_autocast,
-                has_defaults=precision.is_mixed,
-            )
-            if dtype is not None
-            else (),
-            profile=profile,
-            hardware=machine.hardware,
-        )
+        plan = _fit_plan(subject, machine, profile, options, regime)
         timeline = timeline_of(plan, profile, machine.hardware, regime)
     num_params = sum(spec.numel for spec in param_specs(subject.model))
     return Found(subject, machine, profile, plan, timeline, num_params, options.accumulate)
 
 
-def update_timing_of(options: argparse.Namespace) -> UpdateTiming:
-    """When updates of states beside the GPU may run, if gradients are not clipped."""
-    return UpdateTiming.INSIDE_BACKWARD if options.optimizer == "hybrid" else UpdateTiming.AFTER_BACKWARD
+def _fit_plan(
+    subject: Subject, machine: Machine, profile: MemoryProfile, options: argparse.Namespace, regime: TrainingRegime
+) -> Plan:
+    """The plan that a fit comes to, which cuts the model into chunks before it knows its optimizer and what a step
+    takes, and places them when it does; where that is too late, one to be given to a fit."""
+    precision = ElixirPrecision(options.precision)
+    make = partial(
+        make_plan,
+        subject.model,
+        PlacementRequest(policy=options.policy),
+        world_size=options.gpus,
+        compute_dtype=precision.compute_dtype,
+        hardware=machine.hardware,
+    )
+    kept: Collection[str] = ()
+    if precision.compute_dtype is not None:
+        kept = kept_parameters(
+            subject.model, options.keep_fp32, has_autocast=precision.has_autocast, has_defaults=precision.is_mixed
+        )
+    sizes = ChunkSizes(size_of(options.chunk_size, "--chunk-size"))
+    cut = partial(make, chunk_sizes=sizes, keep_fp32=kept)
+    without_optimizer, budget = regime_of(options, precision), machine.budget
+    layout = with_common_activations(lambda limits: cut(budget=limits, regime=without_optimizer), budget)
+    try:
+        return make(budget=budget, regime=regime, profile=profile, layout=layout)
+    except CapacityError:
+        return cut(budget=budget, regime=regime, profile=profile)
+
+
+def regime_of(options: argparse.Namespace, precision: ElixirPrecision) -> TrainingRegime:
+    """What training is like, without the optimizer."""
+    is_clipped, is_scaled = options.gradient_clip_val is not None, options.precision == "16-mixed"
+    is_clamped = is_clipped and options.gradient_clip_algorithm == "value"
+    return fit_regime(
+        is_mixed=precision.is_mixed,
+        wanted=options.update_timing,
+        can_begin_early=not (is_clipped or is_scaled),
+        needs_global_norm=(is_clipped or is_scaled) and not is_clamped,
+        accumulates=options.accumulate > 1,
+        num_backwards=options.accumulate,
+    )
 
 
 @contextmanager
@@ -194,6 +207,10 @@ def _report_data(found: Found, options: argparse.Namespace) -> ReportData:
     ]
     if found.subject.num_tokens and found.subject.num_samples:
         facts.append(("tokens of a sample", f"{found.subject.num_tokens // found.subject.num_samples:,}"))
+    if options.gradient_clip_val is not None:
+        facts.append(
+            ("gradients are clipped", f"by {options.gradient_clip_algorithm}, to {options.gradient_clip_val:g}")
+        )
     if options.checkpointing:
         facts.append(("activation checkpointing", "on"))
     return ReportData(

@@ -116,7 +116,7 @@ def _memory(found: Found) -> Table:
     table.add_section()
     peak = int(plan.notes.get("gpu_bytes", 0)) if forecast is None else forecast.peak_gpu_bytes
     table.add_row("at the highest moment", _bytes(peak), _bytes(int(plan.notes.get("host_bytes", 0))))
-    table.add_row("limit", _bytes(found.machine.gpu_bytes), _bytes(found.machine.cpu_bytes))
+    table.add_row("limit", _bytes(found.machine.budget.gpu_bytes or 0), _bytes(found.machine.budget.cpu_bytes or 0))
     notes = []
     # Gradients come while activations go: a sum of the highest of all kinds is more than there ever is.
     if peak < sum(int(plan.notes.get(key, 0)) for key, *_ in GPU_KINDS):

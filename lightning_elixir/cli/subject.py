@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_elixir._lightning import LightningModule
 from lightning_elixir.errors import PlanError
+from lightning_elixir.profiling.known_values import GuessedValues
 
 _OPTIONS_OF = {"model": ("--set", "--batch-size", "--seq-len"), "module": ("--init", "--batch")}
 
@@ -73,7 +74,8 @@ def module_subject(options: argparse.Namespace) -> Subject:
     samples, tokens = _size_of(batch)
 
     def step(module: nn.Module, inp: Mapping[str, Any]) -> None:
-        torch.autograd.backward(run(module, inp["batch"]))
+        with GuessedValues():
+            backward(run(module, inp["batch"]), options.accumulate)
 
     return Subject(name, model.train(), {"batch": batch}, step, samples, tokens, remarks)
 
@@ -219,6 +221,13 @@ def _size_of(batch: Any) -> tuple[int | None, int | None]:
 
 
 # The step
+
+
+def backward(loss: Tensor, num_backwards: int) -> None:
+    """Backward of a loss, of so many before a step, with all operators of the Trainer's."""
+    loss = loss / num_backwards
+    loss.detach().clone()  # for logs
+    torch.autograd.backward(loss)
 
 
 def _training_step(module: nn.Module, batch: Any) -> Tensor:

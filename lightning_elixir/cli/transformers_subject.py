@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_elixir.cli.shapes import SHAPES
-from lightning_elixir.cli.subject import Subject, check_options, enable_checkpointing, key_values
+from lightning_elixir.cli.subject import Subject, backward, check_options, enable_checkpointing, key_values
 from lightning_elixir.errors import PlanError
 
 _DEFAULT_BATCH_SIZE = 8
@@ -52,7 +52,7 @@ def transformers_subject(options: argparse.Namespace) -> Subject:
         inp["decoder_input_ids"] = tokens
 
     def step(module: nn.Module, inp: Mapping[str, Any]) -> None:
-        torch.autograd.backward(module(**inp).loss)
+        backward(module(**inp).loss, options.accumulate)
 
     name = Path(options.model).stem if options.model.endswith(".json") else options.model
     changes = f" with {' '.join(options.set)}" if options.set else ""

@@ -1,0 +1,65 @@
+"""From what is known of a fit to what plans have to know of it: pure, for the strategy and for the command."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.plan.types import UpdateTiming
+
+
+def base_regime(*, is_mixed: bool) -> TrainingRegime:
+    """What is known without a Trainer.
+
+    Args:
+        is_mixed: 16 bits with an fp32 master.
+    """
+    return TrainingRegime(
+        master_weights=is_mixed, can_reuse_compute_shard=is_mixed, update_timing=UpdateTiming.BEHIND_FORWARD
+    )
+
+
+def fit_regime(
+    *,
+    is_mixed: bool,
+    wanted: str,
+    can_begin_early: bool,
+    needs_global_norm: bool,
+    accumulates: bool,
+    num_backwards: int,
+) -> TrainingRegime:
+    """What training is like, as far as that is known without the optimizer.
+
+    Args:
+        is_mixed: 16 bits with an fp32 master.
+        wanted: The user's `update_timing`.
+        can_begin_early: Nothing happens between a backward and its step: no clipping, no loss scale, no hook, no other
+            dtype of reduction.
+        needs_global_norm: What happens there is clipping by the norm, or loss scaling.
+        accumulates: Gradients of several backwards may be added up.
+        num_backwards: How many of them, as far as that is known.
+    """
+    is_early_possible = is_mixed and can_begin_early
+    is_inside_wanted = wanted in ("auto", "inside_backward")
+    needs_norm = is_mixed and needs_global_norm and not is_early_possible
+    is_inside = is_inside_wanted and (is_early_possible or needs_norm)
+    timing = UpdateTiming.INSIDE_BACKWARD if is_inside else UpdateTiming.BEHIND_FORWARD
+    return replace(
+        base_regime(is_mixed=is_mixed),
+        accumulates=accumulates,
+        num_backwards=num_backwards,
+        update_timing=UpdateTiming.AFTER_BACKWARD if wanted == "after_backward" else timing,
+        needs_global_norm=is_inside_wanted and needs_norm,
+    )
+
+
+def with_optimizer(regime: TrainingRegime, *, can_stream: bool, num_states: int) -> TrainingRegime:
+    """What training is like with this optimizer.
+
+    Args:
+        regime: Without it.
+        can_stream: Whether its updates may be streamed to the device, and so run behind a forward: `HybridAdam`.
+        num_states: States for each element.
+    """
+    timing = regime.update_timing if can_stream else UpdateTiming.AFTER_BACKWARD
+    return replace(regime, can_stream=can_stream, num_states=num_states, update_timing=timing)

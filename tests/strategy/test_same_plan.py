@@ -1,0 +1,97 @@
+"""`lightning-elixir plan` says which plan a fit comes to, with the same options on the same machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir import CPUAdam
+from lightning_elixir._lightning import LightningModule
+from lightning_elixir.cli.options import make_parser
+from lightning_elixir.cli.plan import find
+from lightning_elixir.plan.hardware import HardwareSpec, save_hardware
+from lightning_elixir.plan.types import Plan
+from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.shared_plans import Planner
+from tests.strategy.models import make_trainer
+
+WIDTH, NUM_LAYERS, BATCH = 512, 8, 4
+
+
+class Net(LightningModule):
+    """No norms: autocast on a CPU, where the fit runs, leaves them alone, and the command plans for GPUs."""
+
+    def __init__(self, optimizer: str = "hybrid") -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.embed = nn.Embedding(100, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch)
+        for layer in self.layers:
+            x = x + nn.functional.gelu(layer(x))
+        return x.float().square().mean()
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "hybrid":
+            return CPUAdam(self.parameters(), lr=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def batch() -> Tensor:
+    return torch.arange(BATCH * 16).view(BATCH, 16) % 100
+
+
+def _planned(machine: Path, limits: dict[str, str], options: list[str]) -> Plan:
+    arguments = ["plan", "--module", f"{__file__}:Net", "--batch", f"{__file__}:batch", "--hardware", str(machine)]
+    for name, value in limits.items():
+        arguments += [name, value]
+    return find(make_parser().parse_args([*arguments, *options, "--json"])).plan
+
+
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "nothing": ({}, []),
+    "clip": ({"gradient_clip_val": 1.0}, ["--gradient-clip-val", "1"]),
+    "clip value": (
+        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+        ["--gradient-clip-val", "1", "--gradient-clip-algorithm", "value"],
+    ),
+    "accumulate": ({"accumulate_grad_batches": 2}, ["--accumulate", "2"]),
+    "torch": ({"optimizer": "torch"}, ["--optimizer", "torch"]),
+    "timing": ({"update_timing": "after_backward"}, ["--update-timing", "after_backward"]),
+    "fp32": ({"precision": "32-true"}, ["--precision", "32-true"]),
+    "cpu": ({"placement_policy": "auto", "chunk_size": "256KiB"}, ["--chunk-size", "256KiB"]),
+}
+
+
+@pytest.mark.parametrize("host", ["24MiB", "64MiB"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_fit_comes_to_the_plan_of_the_command(
+    case: str, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a GPU, whose memory chunks share with what a step takes beside them.
+    monkeypatch.setattr(Planner, "_counts_activations", property(lambda planner: True))
+    machine = tmp_path / "machine.json"
+    save_hardware(HardwareSpec.nominal(), machine)
+    trained, typed = CASES[case]
+    limit = "116MiB"  # 90 of them for activations and working memory
+    planned = _planned(machine, {"--gpu-memory": limit, "--cpu-memory": "1GiB", "--cpu-memory-limit": host}, typed)
+    options = dict(trained)
+    names = ("update_timing", "placement_policy", "chunk_size")
+    strategy = ElixirStrategy(
+        gpu_memory_limit=limit,
+        cpu_memory_limit=host,
+        hardware=machine,
+        **{name: options.pop(name) for name in names if name in options},
+    )
+    model = Net(options.pop("optimizer", "hybrid"))
+    trainer = make_trainer(strategy, max_steps=1, **{"precision": "bf16-mixed", **options})
+    trainer.fit(model, torch.utils.data.DataLoader([batch()[i] for i in range(BATCH)] * 4, batch_size=BATCH))
+    assert strategy.plan.fingerprint() == planned.fingerprint()
+    assert not planned.is_all_resident
+    assert any(c.has_spare_states for c in planned.chunks) == (case == "clip")
