@@ -43,10 +43,8 @@ from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.fallbacks import needs_disk
-from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan, UpdateTiming
-from lightning_elixir.profiling.measured_hardware import profile_hardware, with_disk_rates
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.storage.nvme import is_in_memory
 from lightning_elixir.strategy.config import (
@@ -62,6 +60,7 @@ from lightning_elixir.strategy.config import (
 from lightning_elixir.strategy.engine_handle import BuildOptions, EngineHandle
 from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients
 from lightning_elixir.strategy.graceful_stop import GracefulStop
+from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import built_by_first_rank, materialise, meta_parameter_names, skeleton_of
 from lightning_elixir.strategy.oom_retry import RepeatableStep
 from lightning_elixir.strategy.precision import (
@@ -71,9 +70,10 @@ from lightning_elixir.strategy.precision import (
     needs_norm_or_scale,
 )
 from lightning_elixir.strategy.processes import ProcessStrategy, StartMethod
+from lightning_elixir.strategy.regimes import base_regime, fit_regime
 from lightning_elixir.strategy.run_report import RunReport
 from lightning_elixir.strategy.sharded_checkpoints import SavesOnException, ShardedCheckpoints, sees_saves
-from lightning_elixir.strategy.shared_plans import Planner, disk_options
+from lightning_elixir.strategy.shared_plans import Planner, disk_options, host_bytes_of
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
 log = logging.getLogger(__name__)
@@ -178,7 +178,8 @@ class ElixirStrategy(ProcessStrategy):
             gpu_margin_mem_ratio: auto: share of the GPU memory left beside rCache and activations that optimizer states
                 may take. Default: all of it.
             gpu_memory_limit: Plan as if each GPU had no more. On the CPU accelerator this limits the rCache.
-            cpu_memory_limit: Plan as if each host had no more.
+            cpu_memory_limit: Plan as if each host had no more. Without it, 2 GiB for each rank and a fiftieth of what is free
+                are kept back.
             nvme_offload_fraction: cpu, const: share of the masters and optimizer states in host memory, by elements,
                 that lives on NVMe instead; `HybridAdam` and `CPUAdam` only.
             nvme_offload_param_fraction: cpu, const: share of the parameters in host memory whose states are on NVMe,
@@ -225,7 +226,7 @@ class ElixirStrategy(ProcessStrategy):
         given = locals()
         self._config = ElixirConfig(**{option.name: given[option.name] for option in fields(ElixirConfig)})
         self._elixir_optimizer: ElixirOptimizer | None = None
-        self._hardware: HardwareSpec | None = None
+        self._figures: MachineFigures | None = None
         self._regime = TrainingRegime()
         self._threads: ThreadPlan | None = None
         self._is_timing_told = False
@@ -250,6 +251,7 @@ class ElixirStrategy(ProcessStrategy):
         state: dict[str, Any] = super().__getstate__()
         state |= {
             "_elixir_optimizer": None,
+            "_figures": None,
             "_evaluation": None,
             "_fit_run": None,
             "_comm": SoloComm(),  # until it runs
@@ -333,7 +335,9 @@ class ElixirStrategy(ProcessStrategy):
         if is_training and self._layer_sync is not None and not is_synced:
             self._layer_sync.apply(module)  # for good: another module would lose the engine's hooks
         self._fit_run = None
-        self._hardware = self._obtain_hardware(is_training)
+        known = None if self._figures is None else self._figures.known
+        self._figures = MachineFigures(self._config, self._comm, self.root_device, max(1, self.num_processes), known)
+        self._figures.prepare(is_training=is_training)
         self._regime = self._regime_of(trainer)
         self.model = self._obtain_engine(module, is_training)
         self._sharded.load_awaited_model(self._engine)
@@ -366,29 +370,7 @@ class ElixirStrategy(ProcessStrategy):
         _move_metrics(module, self.root_device, is_fresh=handle is None)
         if handle is None:
             handle = self._build(module, options, is_training)
-        elif is_training and not handle.is_warm:
-            planner = self._planner()
-            handle.engine.replan(planner.warm_up_plan(handle.skeleton, handle.engine.plan, handle.budget))
         return handle.engine
-
-    def _obtain_hardware(self, is_training: bool) -> HardwareSpec | None:
-        """The figures to plan with; None where no plan depends on them. Measured once. Collective."""
-        config, device = self._config, self.root_device
-        found = run_together(self._comm, config.given_hardware if self.is_global_zero else lambda: None)
-        given: HardwareSpec | None = self._comm.exchange_objects(found)[0]
-        is_searched = config.is_placement_searched
-        disk = config.nvme_offload_dir if is_searched else None
-        known = given or self._hardware
-        is_wanted = is_training and (is_searched or config.report_dir is not None)
-        if known is None and is_wanted and device.type != "cpu":
-            known = profile_hardware(
-                device=device, comm=self._comm, local_world_size=max(1, self.num_processes), nvme_dir=disk
-            )
-        elif known is None and (is_wanted or disk is not None):
-            known = HardwareSpec.nominal(config.gpu_limit_bytes)
-        if known is None or disk is None or known.nvme_adam_numel_per_s is not None:
-            return known
-        return with_disk_rates(known, disk, self._comm, device=device, local_world_size=max(1, self.num_processes))
 
     def _build(self, module: LightningModule, options: BuildOptions, is_training: bool) -> EngineHandle:
         plugin, config = self.precision_plugin, self._config
@@ -397,7 +379,7 @@ class ElixirStrategy(ProcessStrategy):
         planner = self._planner()
         plugin.convert_module(module, run_together(self._comm, lambda: planner.kept_fp32(module)))
         planner.check_model(module, is_training=is_training)
-        budget = planner.budget(module)
+        budget = planner.budget(host_bytes_of(module))
         plan, is_final = planner.first_plan(module, budget, is_training=is_training)
         skeleton, disk = skeleton_of(module), disk_options(config)
         engine = ElixirModule(
@@ -428,38 +410,26 @@ class ElixirStrategy(ProcessStrategy):
     def _regime_of(self, trainer: Trainer) -> TrainingRegime:
         """What training is like, as far as that is known without the optimizer."""
         config, plugin, module = self._config, self.precision_plugin, self._module
-        regime = TrainingRegime(
-            master_weights=plugin.is_mixed,
-            can_reuse_compute_shard=plugin.is_mixed,
-            update_timing=UpdateTiming.BEHIND_FORWARD,
-        )
         if trainer.state.fn != TrainerFn.FITTING:
-            return regime
-        wanted = config.update_timing
-        can_begin_early = (
-            plugin.is_mixed
-            and plugin.precision != "16-mixed"
-            and config.reduction_dtype is None
-            and is_update_unobserved(module)
+            return base_regime(is_mixed=plugin.is_mixed)
+        is_unscaled = plugin.precision != "16-mixed" and config.reduction_dtype is None
+        regime = fit_regime(
+            is_mixed=plugin.is_mixed,
+            wanted=config.update_timing,
+            can_begin_early=is_unscaled and is_update_unobserved(module),
+            needs_global_norm=needs_norm_or_scale(module),
+            accumulates=accumulates_gradients(trainer, module),
+            num_backwards=trainer.accumulate_grad_batches,
         )
-        needs_global_norm = not can_begin_early and plugin.is_mixed and needs_norm_or_scale(module)
-        is_possible = can_begin_early or needs_global_norm
-        if wanted == "inside_backward" and not is_possible and not self._is_timing_told:
+        is_inside = regime.update_timing is UpdateTiming.INSIDE_BACKWARD
+        if config.update_timing == "inside_backward" and not is_inside and not self._is_timing_told:
             self._is_timing_told = True
             log.warning(
                 "update_timing='inside_backward' is not possible here (it takes bf16-mixed precision, automatic "
                 "optimization, no clipping by value, no reduce_dtype and no hook between backward and step): updates "
                 "run behind the next forward"
             )
-        is_inside_wanted = wanted in ("auto", "inside_backward")
-        timing = UpdateTiming.INSIDE_BACKWARD if is_inside_wanted and is_possible else UpdateTiming.BEHIND_FORWARD
-        return replace(
-            regime,
-            accumulates=accumulates_gradients(trainer, module),
-            num_backwards=trainer.accumulate_grad_batches,
-            update_timing=UpdateTiming.AFTER_BACKWARD if wanted == "after_backward" else timing,
-            needs_global_norm=is_inside_wanted and needs_global_norm,
-        )
+        return regime
 
     def _planner(self) -> Planner:
         plugin = self.precision_plugin
@@ -471,7 +441,7 @@ class ElixirStrategy(ProcessStrategy):
             plugin.compute_dtype,
             plugin.has_autocast,
             self._regime,
-            self._hardware,
+            self._machine_figures,
         )
 
     @staticmethod
@@ -552,7 +522,7 @@ class ElixirStrategy(ProcessStrategy):
         plan = handle.engine.plan
         if needs_disk(plan):
             log.info("%s cannot update states on NVMe: placing them without it", type(optimizer).__name__)
-            handle.engine.replan(self._planner().warm_up_plan(handle.skeleton, plan, handle.budget))
+            handle.engine.replan(self._planner().guessed_plan(handle.skeleton, plan, handle.budget))
 
     # Training
 
@@ -571,7 +541,7 @@ class ElixirStrategy(ProcessStrategy):
                 self._sharded.restore_random_states(self._comm, self.root_device)
             self._sharded.close()
         if self._fit_run is not None:
-            self._fit_run.before_batch(batch_idx)
+            self._fit_run.before_batch(batch, batch_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -604,12 +574,21 @@ class ElixirStrategy(ProcessStrategy):
         if step is None or step.engine is not self._engine.engine:
             engine = self._engine.engine
             step = self._evaluation = RepeatableStep(
-                self._module, engine, lambda: trainer._results or {}, lambda: False
+                self._module, engine, lambda: trainer._results or {}, self._leave_more_to_evaluation
             )
         try:
             return step.forward(lambda: run(*args, **kwargs), (*args, *kwargs.values()))
         finally:
             step.forget()
+
+    def _leave_more_to_evaluation(self) -> bool:
+        """Move to the smallest plan, if the one in force is only a guess. Returns whether there is more room."""
+        handle = self._handle
+        if handle.is_warm or not self._config.is_placement_searched:
+            return False
+        before = handle.engine.plan
+        handle.engine.replan(self._planner().warm_up_plan(handle.skeleton, before, handle.budget))
+        return handle.engine.plan.fingerprint() != before.fingerprint()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -861,6 +840,12 @@ class ElixirStrategy(ProcessStrategy):
         if self.lightning_module is None:
             raise StateError("ElixirStrategy has no model yet: call fit, validate, test or predict first")
         return self.lightning_module
+
+    @property
+    def _machine_figures(self) -> MachineFigures:
+        if self._figures is None:
+            raise StateError("ElixirStrategy is not set up yet: call fit, validate, test or predict first")
+        return self._figures
 
     @property
     def _handle(self) -> EngineHandle:

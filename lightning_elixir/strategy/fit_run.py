@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from lightning_elixir._lightning import GradientAccumulationScheduler, LightningModule, Trainer
+from lightning_elixir.errors import PlanError
 from lightning_elixir.optimizer import ElixirOptimizer
+from lightning_elixir.plan.kept_dtypes import kept_in
+from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.timeline import Timeline
-from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.report import ReportData
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
+from lightning_elixir.strategy.dry_run import dry_run
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.oom_retry import RepeatableStep
+from lightning_elixir.strategy.regimes import with_optimizer
 from lightning_elixir.strategy.run_report import RunReport
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.step_meter import StepMeter
-from lightning_elixir.strategy.warm_up import WarmUp
+from lightning_elixir.strategy.warm_up import Stage, WarmUp
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +42,9 @@ def _most_backwards(trainer: Trainer) -> int:
     return max([trainer.accumulate_grad_batches, *(n for s in schedulers for n in s.scheduling.values())])
 
 
-def _with_optimizer(regime: TrainingRegime, optimizer: ElixirOptimizer) -> TrainingRegime:
+def _regime_with(regime: TrainingRegime, optimizer: ElixirOptimizer) -> TrainingRegime:
     """What training is like with this optimizer, as it is now: states come with its first step."""
-    return replace(
-        regime,
-        can_stream=optimizer.can_stream,
-        num_states=optimizer.num_states,
-        update_timing=regime.update_timing if optimizer.can_stream else UpdateTiming.AFTER_BACKWARD,
-    )
+    return with_optimizer(regime, can_stream=optimizer.can_stream, num_states=optimizer.num_states)
 
 
 class FitRun:
@@ -72,7 +71,7 @@ class FitRun:
         self._handle = handle
         self._planner = planner
         # Not a method: in a cycle, the states would stay until the collector comes.
-        self._regime = partial(_with_optimizer, planner.regime, optimizer)
+        self._regime = partial(_regime_with, planner.regime, optimizer)
         self._report = None if planner.config.report_dir is None else RunReport(planner.config.report_dir)
         engine = handle.engine.engine
         engine.set_memory_limit(handle.budget.gpu_bytes)
@@ -80,7 +79,8 @@ class FitRun:
         self.warm_up = WarmUp(handle, planner, self._regime)
         self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.start_over)
         self._meter: StepMeter | None = None
-        self._optimizer_name = type(optimizer.optimizer).__name__
+        self._optimizer = optimizer
+        self._is_reserved = False
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._is_monitored = any(isinstance(callback, ElixirStatsMonitor) for callback in callbacks)
         if self._is_monitored or self._report is not None:
@@ -94,9 +94,12 @@ class FitRun:
 
     # Steps
 
-    def before_batch(self, batch_idx: int) -> None:
+    def before_batch(self, batch: Any, batch_idx: int) -> None:
         """A batch begins. Collective until the warm-up is over."""
-        self.warm_up.before_batch()
+        self.warm_up.before_batch(partial(self._dry_run, batch, batch_idx))
+        if not self._is_reserved and self.warm_up.stage is not Stage.WATCHED:
+            self._is_reserved = True
+            self._optimizer.reserve()  # a lack of memory shows now, not in the middle of a step
         if self._meter is not None:
             if batch_idx == 0:
                 self._meter.interrupt()
@@ -135,6 +138,19 @@ class FitRun:
         """Run `backward`; if memory runs out, the training step and then it a second time."""
         return self._step.backward(loss, backward, self._loss_of)
 
+    def _dry_run(self, batch: Any, batch_idx: int) -> MemoryProfile:
+        if not self._module.automatic_optimization:
+            raise PlanError("under manual optimization a batch may have several steps")
+        plan = self._handle.engine.plan
+        return dry_run(
+            self._module,
+            tuple(self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx).values()),
+            self._loss_of,
+            compute_dtype=self._planner.compute_dtype,
+            has_autocast=self._planner.has_autocast,
+            kept_fp32=kept_in(plan),
+        )
+
     def _loss_of(self, output: Any) -> Tensor | None:
         """The loss that Lightning makes from what a training step returns."""
         make = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls.from_training_step_output
@@ -155,7 +171,7 @@ class FitRun:
             data = ReportData(
                 title=type(self._module).__name__,
                 plan=self._handle.engine.plan,
-                hardware=self._planner.hardware,
+                hardware=self._planner.figures.known,
                 timeline=self._timeline(),
                 measured=measured,
                 num_samples=self._num_samples(),
@@ -182,7 +198,7 @@ class FitRun:
         trainer = self._trainer
         facts = {
             "precision": trainer.precision,
-            "optimizer": self._optimizer_name,
+            "optimizer": type(self._optimizer.optimizer).__name__,
             "steps": trainer.global_step,
             "micro-batches in a step": trainer.accumulate_grad_batches,
             "samples in a step": self._num_samples() or "unknown",

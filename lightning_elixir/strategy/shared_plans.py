@@ -20,18 +20,20 @@ from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.kept_dtypes import with_kept
-from lightning_elixir.plan.memory import Budget, memory_use
-from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.memory import Budget, host_share, memory_use
+from lightning_elixir.plan.packing import packed_chunks
+from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.timeline import Timeline, scheme_of
+from lightning_elixir.plan.timeline import Timeline, scheme_of, with_times
 from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes
-from lightning_elixir.planning import make_plan, param_specs, timeline_of
+from lightning_elixir.planning import make_plan, param_specs, timeline_of, with_common_activations
 from lightning_elixir.profiling.kept_fp32 import is_nothing, kept_parameters
 from lightning_elixir.profiling.parameters import dtype_name
 from lightning_elixir.runtime.build import check_names
 from lightning_elixir.storage.nvme import DiskOptions
 from lightning_elixir.strategy.config import ElixirConfig
+from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import check_same_model
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,14 @@ _ON_A_CPU = (
 T = TypeVar("T")
 
 
+def host_bytes_of(model: nn.Module) -> int:
+    """Host memory of the model's parameters, as the user built it."""
+    storages = {
+        p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters() if p.device.type == "cpu"
+    }
+    return sum(storage.nbytes() for storage in storages.values())
+
+
 def disk_options(config: ElixirConfig) -> DiskOptions:
     """Where states on NVMe go."""
     folder = None if config.nvme_offload_dir is None else os.fspath(config.nvme_offload_dir)
@@ -64,8 +74,8 @@ class _RankMemory:
 
     node_rank: int
     host_bytes: int
-    model_bytes: int
-    """Host memory of the model as the user built it, which its shards will take over."""
+    own_bytes: int
+    """Host memory that the model takes now, and its shards will take over."""
     device_bytes: int | None
     nvme_bytes: int
     """Free on the disk that states may go to."""
@@ -82,7 +92,7 @@ class Planner:
         compute_dtype: Dtype of forward and backward; None: each parameter keeps its own.
         has_autocast: Whether steps run under `torch.autocast`.
         regime: What training is like, as far as that is known without the optimizer.
-        hardware: Measured figures to predict times with; None: `HardwareSpec.nominal()`.
+        figures: Of the machine, to predict times with.
     """
 
     def __init__(
@@ -94,16 +104,22 @@ class Planner:
         compute_dtype: torch.dtype | None,
         has_autocast: bool,
         regime: TrainingRegime,
-        hardware: HardwareSpec | None = None,
+        figures: MachineFigures,
     ) -> None:
         self.config = config
         self.comm = comm
         self.regime = regime
-        self.hardware = hardware
+        self.figures = figures
         self._device = device
         self._node_rank = node_rank
-        self._compute_dtype = compute_dtype
-        self._has_autocast = has_autocast
+        self.compute_dtype = compute_dtype
+        self.has_autocast = has_autocast
+
+    @property
+    def _counts_activations(self) -> bool:
+        """Whether what a step takes beside the chunks lies in the memory that these are placed in: on a CPU,
+        `gpu_memory_limit` is about chunks alone."""
+        return self._device.type != "cpu"
 
     def check_model(self, model: nn.Module, *, is_training: bool) -> None:
         """Look at the parameters of all ranks, before memory is taken.
@@ -111,7 +127,7 @@ class Planner:
         Raises:
             PlanError: Parameters that no plan can hold, none that trains, or other parameters than on rank 0.
         """
-        specs = run_together(self.comm, lambda: param_specs(model, self._compute_dtype, self.kept_fp32(model)))
+        specs = run_together(self.comm, lambda: param_specs(model, self.compute_dtype, self.kept_fp32(model)))
         check_same_model(self.comm, specs)
         if not is_training:
             return
@@ -128,34 +144,38 @@ class Planner:
                 else f"{type(model).__name__} has no parameters. Make layers in __init__ or configure_model"
             )
 
-    def budget(self, model: nn.Module) -> Budget:
+    def budget(self, own_bytes: int) -> Budget:
         """What a rank may use: the same on all of them, and so as small as on the poorest.
 
         Args:
-            model: As the user built it; its own host memory counts as free, since the shards will take it over.
+            own_bytes: Host memory that the model takes now, which counts as free: as the user built it
+                (`host_bytes_of`), or in an engine.
         """
-        own = {p.untyped_storage().data_ptr(): p for p in model.parameters() if p.device.type == "cpu"}
         by_rank: list[_RankMemory] = self.comm.exchange_objects(
             _RankMemory(
                 self._node_rank,
                 available_host_bytes(),
-                sum(p.untyped_storage().nbytes() for p in own.values()),
+                own_bytes,
                 current_device_memory_bytes(self._device),
                 self._free_nvme_bytes(),
             )
         )
-        limit = self.config.cpu_limit_bytes
-        per_rank = []
+        shares = []
         for node in {memory.node_rank for memory in by_rank}:
             ranks = [memory for memory in by_rank if memory.node_rank == node]
-            host = min(m.host_bytes for m in ranks) + sum(m.model_bytes for m in ranks)
-            per_rank.append((host if limit is None else min(host, limit)) // len(ranks))
+            free = min(m.host_bytes for m in ranks) + sum(m.own_bytes for m in ranks)
+            shares.append(host_share(free, len(ranks), self.config.cpu_limit_bytes))
         device = [m.device_bytes for m in by_rank if m.device_bytes is not None]
         if self.config.gpu_limit_bytes is not None:
             device.append(self.config.gpu_limit_bytes)
         on_disk = [m.nvme_bytes // sum(n.node_rank == m.node_rank for n in by_rank) for m in by_rank]
-        # Half: where the engine moves to another placement, states may be there twice for a moment.
-        return Budget(min(device, default=None), min(per_rank), nvme_bytes=min(on_disk) // 2)
+        return Budget(
+            gpu_bytes=min(device, default=None),
+            cpu_bytes=min(cpu for cpu, _ in shares),
+            # Half: where the engine moves to another placement, states may be there twice for a moment.
+            nvme_bytes=min(on_disk) // 2,
+            spare_cpu_bytes=min(spare for _, spare in shares),
+        )
 
     def _free_nvme_bytes(self) -> int:
         """Looked for where the search may use it."""
@@ -176,7 +196,13 @@ class Planner:
             PlanError: An option or a given plan does not suit the model.
             CapacityError: A limit cannot hold what the policy needs.
         """
+        if is_training:
+            self._measure_unless_all_fits(model, budget, self.regime)
         return self._share(lambda: self._decide(model, budget, is_training))
+
+    def guessed_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
+        """A placement of `current`'s chunks to build with, before anything is known of a step."""
+        return self._share(lambda: self._guessed_plan(model, current, budget))
 
     def warm_up_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
         """A placement of `current`'s chunks that needs as little device memory as possible."""
@@ -191,35 +217,68 @@ class Planner:
             model: For the parameters and the order of its modules.
             current: The plan in force.
             budget: Limits of one rank.
-            profile: What this rank saw in a step, over `current`'s chunks.
+            profile: What a step takes and does on this rank, foreseen or seen, over `current`'s chunks.
             regime: What training is like, with the optimizer.
         """
         shared = self._shared_profile(profile, current)
-        log.info("one step took up to %s beside the chunks: placing them", format_bytes(shared.peak_non_model_bytes))
+        log.info("a step takes up to %s beside the chunks: placing them", format_bytes(shared.peak_non_model_bytes))
+        self._measure_unless_all_fits(model, budget, regime, layout=current, profile=shared)
         return self._share(lambda: self._final_plan(model, current, budget, shared, regime))
+
+    def _measure_unless_all_fits(
+        self,
+        model: nn.Module,
+        budget: Budget,
+        regime: TrainingRegime,
+        *,
+        layout: Plan | None = None,
+        profile: StepProfile | None = None,
+    ) -> None:
+        """Have figures to weigh placements with, if there is more than one. Collective."""
+
+        def all_fits() -> bool:
+            def make(limits: Budget) -> Plan:
+                return self._make(model, limits, regime, layout=layout, policy="cuda", profile=profile)
+
+            try:
+                return bool(make(budget) if profile is not None else self._unforeseen(make, budget))
+            except CapacityError:
+                return False
+
+        if self.figures.is_pending and not self._share(all_fits):
+            self.figures.measure()
 
     def refined_plan(
         self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, regime: TrainingRegime
-    ) -> Plan | None:
-        """A plan that is faster than `current` by more than `LEAST_GAIN` of the step, by what is known now; None if
-        there is none. Arguments as for `final_plan`."""
+    ) -> Plan:
+        """A plan that is faster than `current` by more than `LEAST_GAIN` of the step, by what is known now; or else
+        `current`, with what is expected of it now. Arguments as for `final_plan`."""
         shared = self._shared_profile(profile, current)
 
-        def decide() -> Plan | None:
+        def decide() -> Plan:
+            now = with_times(current, self.simulated(current, shared, regime))
             try:
                 better = self._make(model, budget, regime, layout=current, profile=shared)
-                now_s = self.simulated(current, shared, regime).times.total_s
             except CapacityError:
-                return None
-            if better.forecast is None or better.forecast.times.total_s > now_s * (1 - LEAST_GAIN):
-                return None
-            return better
+                return now
+            if now.forecast is None or better.forecast is None:
+                return now
+            is_faster = better.forecast.times.total_s < now.forecast.times.total_s * (1 - LEAST_GAIN)
+            return better if is_faster else now
 
         return self._share(decide)
 
+    def over_chunks(self, profile: MemoryProfile, plan: Plan) -> StepProfile:
+        """What a step does over a plan's chunks, with times from the hardware's rates. On the CPU only chunks count, so
+        what is beside them is left out. Not collective."""
+        found = step_profile(profile, packed_chunks(plan), self.figures.known or HardwareSpec.nominal())
+        if self._counts_activations:
+            return found
+        return replace(found, intervals=tuple(replace(i, non_model_bytes=0) for i in found.intervals))
+
     def simulated(self, plan: Plan, profile: StepProfile, regime: TrainingRegime) -> Timeline:
         """The predicted step of a plan, with spans and memory. Not collective."""
-        return timeline_of(plan, profile, self.hardware or HardwareSpec.nominal(), regime)
+        return timeline_of(plan, profile, self.figures.known or HardwareSpec.nominal(), regime)
 
     def _shared_profile(self, profile: StepProfile, current: Plan) -> StepProfile:
         """Rank 0's, with the most memory that any rank saw, and a margin."""
@@ -242,14 +301,14 @@ class Planner:
             given = self._with_kept(given, model)
             self._check_given(given, model, budget)
             return given, True
-        plan = self._make(model, budget, self.regime)
+        plan = self._unforeseen(lambda limits: self._make(model, limits, self.regime), budget)
         is_fixed = self.config.placement_policy == "cuda" or plan.is_all_resident
         if self.config.placement_policy == "auto":
             is_fixed = budget.gpu_bytes is None
         if is_fixed or (self._device.type == "cpu" and self.config.placement_policy != "auto"):
             return plan, True  # nothing is left to decide, or no activations share the memory
         if is_training:
-            return self._safe_plan(model, plan, budget), False
+            return self._guessed_plan(model, plan, budget), False
         return self._evaluation_plan(model, plan, budget), False
 
     def _check_given(self, plan: Plan, model: nn.Module, budget: Budget) -> None:
@@ -261,10 +320,10 @@ class Planner:
         """
         named = dict(model.named_parameters(remove_duplicate=False))
         check_names(plan, named)
-        if self._compute_dtype is None:  # each parameter keeps its own
+        if self.compute_dtype is None:  # each parameter keeps its own
             dtypes = [(dtype_name(named[m.fqn].dtype), c.dtype) for c in plan.chunks for m in c.members]
         else:
-            dtypes = [(dtype_name(self._compute_dtype), plan.compute_dtype)]
+            dtypes = [(dtype_name(self.compute_dtype), plan.compute_dtype)]
         for ours, planned in dtypes:
             if ours != planned:
                 raise PlanError(
@@ -302,14 +361,32 @@ class Planner:
     ) -> Plan:
         try:
             return self._make(model, budget, regime, layout=current, profile=profile)
-        except CapacityError as error:  # and yet the step has run
-            log.warning("going on with the plan of the first step, the smallest there is: %s", error)
-            return current
+        except CapacityError as error:  # and yet a step may run, or has done so
+            log.warning("going on with the smallest plan there is: %s", error)
+            return self._safe_plan(model, current, budget)
+
+    def _guessed_plan(self, model: nn.Module, plan: Plan, budget: Budget) -> Plan:
+        """The fastest one if activations take a common share of the device and the optimizer is an Adam of ours. It
+        serves to build with, not to train with: what it has on the device need not go through the host's memory first.
+        """
+        regime = replace(self.regime, can_stream=True, needs_global_norm=False)
+        try:
+            guessed = self._unforeseen(lambda limits: self._make(model, limits, regime, layout=plan), budget)
+        except CapacityError:
+            return plan
+        # Another optimizer may come, which can have no updates streamed.
+        return replace(guessed, chunks=tuple(replace(c, is_update_streamed=False) for c in guessed.chunks))
+
+    def _unforeseen(self, make: Callable[[Budget], Plan], budget: Budget) -> Plan:
+        """A plan from before anything is known of a step."""
+        return with_common_activations(make, budget) if self._counts_activations else make(budget)
 
     def _safe_plan(self, model: nn.Module, plan: Plan, budget: Budget) -> Plan:
-        """As little on the device as possible: what the activations take is not known yet. Updates run when `plan` has
-        them run, but for spare states, which a few steps are not worth."""
-        timing = UpdateTiming.BEHIND_FORWARD if plan.has_spare_states else plan.update_timing
+        """As little on the device as possible: what the activations take is not known. No chunk has spare states, which
+        a few steps are not worth."""
+        timing = self.regime.update_timing
+        if self.regime.needs_global_norm and timing is UpdateTiming.INSIDE_BACKWARD:
+            timing = UpdateTiming.BEHIND_FORWARD
         regime = replace(self.regime, update_timing=timing, needs_global_norm=False)
         try:
             largest = self._make(model, budget, regime, layout=plan, policy="cpu")
@@ -356,10 +433,10 @@ class Planner:
                 budget=budget,
                 regime=regime,
                 world_size=self.comm.world_size,
-                compute_dtype=self._compute_dtype,
+                compute_dtype=self.compute_dtype,
                 keep_fp32=self.kept_fp32(model) if layout is None else (),
                 profile=profile,
-                hardware=self.hardware,
+                hardware=self.figures.known,
                 layout=layout,
             )
 
@@ -376,12 +453,12 @@ class Planner:
         kept = kept_parameters(
             model,
             self.config.keep_fp32,
-            has_autocast=self._has_autocast,
+            has_autocast=self.has_autocast,
             # On a GPU autocast casts the operands of norms itself.
-            leaves_norms=self._has_autocast and self._device.type == "cpu",
+            leaves_norms=self.has_autocast and self._device.type == "cpu",
             has_defaults=self.regime.master_weights,
         )
-        is_half = self._compute_dtype is not None and self._compute_dtype.itemsize == 2
+        is_half = self.compute_dtype is not None and self.compute_dtype.itemsize == 2
         return kept if is_half else frozenset()
 
     def _with_kept(self, given: Plan, model: nn.Module) -> Plan:

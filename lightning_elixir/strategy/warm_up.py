@@ -1,12 +1,16 @@
-"""From the first plan, made before a step was seen, to the one that training goes on with.
+"""From the plan that an engine is built with to the one that training goes on with.
 
-The first step runs with as little as possible on the device, and is watched: what it takes beside the chunks, when, and
-how long it computes. With that the final plan is made before the second step. First times are too long, since kernels
-are loaded and memory is obtained; so the step after the move is left alone, the next one is timed, and if another
-placement then promises to be faster by more than `LEAST_GAIN`, the engine moves once more.
+When the first batch is there, a dry run ([Note: dry run], `strategy/dry_run.py`) tells what a step takes beside the
+chunks, and when, and how long it computes. With that the final plan is made, before the first step. That step is
+watched: where it takes more than was foreseen, the plan is made anew. First times are too long, since kernels are
+loaded and memory is obtained; so the second step is timed, and if another placement then promises to be faster by more
+than `LEAST_GAIN`, the engine moves once more.
+
+Where there can be no dry run, the first step runs with as little as possible on the device, and is watched; the plan is
+made before the second one, and the third one is timed.
 
 Later on a step may take more than the plan leaves even beside the smallest rCache ([Note: growth],
-`runtime/growth.py`). Then all this begins anew.
+`runtime/growth.py`). Then a step is watched again.
 
 In a fit the layout is chosen before the first step, from the order of the modules, with computing assumed to last as
 long as fetching. Moves keep it. A plan leaves room for what the allocator cannot use (`StepProfile.with_margin`).
@@ -19,7 +23,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_elixir.plan.profile import StepInterval, StepProfile
+from lightning_elixir.plan.profile import LATER_BATCHES, MemoryProfile, StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import AccessTrace, Plan
 from lightning_elixir.plan.units import format_bytes
@@ -28,6 +32,9 @@ from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.shared_plans import Planner
 
 log = logging.getLogger(__name__)
+
+DryRun = Callable[[], MemoryProfile]
+"""Raises whatever the user's code does, or `PlanError`, where there can be none."""
 
 # So many steps may depart from what was recorded before the plan is made from their highest moment alone.
 _MOST_STEPS_WATCHED = 3
@@ -39,10 +46,12 @@ _STEPS_BETWEEN_LOOKS = 16
 class Stage(enum.Enum):
     """What the step under way is for."""
 
+    NEW = "new"
+    """None has begun."""
     WATCHED = "watched"
     """Memory and times, under the smallest plan."""
     SETTLING = "settling"
-    """The first one under a plan: it obtains memory, and is like no other."""
+    """The first one under a plan: it obtains memory, and is like no other. Memory, where that was only foreseen."""
     TIMED = "timed"
     DONE = "done"
 
@@ -73,7 +82,7 @@ class WarmUp:
         self._least_bytes = 0  # what every plan must leave beside the chunks from now on
         self.profile: StepProfile | None = None
         """What a step under the plan in force does, as far as it is known."""
-        self.stage = Stage.WATCHED
+        self.stage = Stage.NEW
         if handle.is_warm:
             self.stage = Stage.SETTLING if handle.is_refinable or is_profile_wanted else Stage.DONE
         self._watch()
@@ -92,24 +101,34 @@ class WarmUp:
         """The optimizer has stepped."""
         self._num_steps += 1
 
-    def before_batch(self) -> None:
-        """A batch begins: take the next stage, and perhaps another plan. Collective until all is done."""
+    def before_batch(self, dry_run: DryRun) -> None:
+        """A batch begins: take the next stage, and perhaps another plan. Collective until all is done.
+
+        Args:
+            dry_run: Of the training step with this batch.
+        """
         if self.stage is Stage.DONE:
             self._follow_growth()
             return
-        if not self._num_steps or self._has_pending_gradients():
+        is_new = self.stage is Stage.NEW
+        if not (is_new or self._num_steps) or self._has_pending_gradients():
             return
-        if self.stage is Stage.WATCHED:
+        if is_new:
+            self.stage = self._begin(dry_run)
+        elif self.stage is Stage.WATCHED:
             if not self._make_final_plan():
                 return
             self.stage = Stage.SETTLING
         elif self.stage is Stage.SETTLING:
             self.stage = Stage.TIMED
+            if self._is_more_than_foreseen() and self._make_final_plan():
+                self.stage = Stage.SETTLING
         else:
             self._refine()
             self.stage = Stage.DONE
         self._num_steps = 0
         self._watch()
+        self._engine.host_room.look(self._engine.plan, self._engine.host_bytes)
 
     def start_over(self) -> bool:
         """Back to the smallest plan, and to watching; between steps, with no gradients pending. Collective.
@@ -148,12 +167,54 @@ class WarmUp:
         """Look at what this stage is about, and at nothing else."""
         engine = self._engine
         has_memory = self._handle.has_memory_samples
-        engine.sample_activations(self.stage is Stage.WATCHED or (self.stage is Stage.TIMED and not has_memory))
-        engine.sample_times(self.stage in (Stage.WATCHED, Stage.TIMED) or self._is_timed_for_others)
+        is_first_look = self.stage in (Stage.SETTLING, Stage.TIMED) and not has_memory
+        engine.sample_activations(self.stage is Stage.WATCHED or is_first_look)
+        is_foreseen = self.stage is Stage.SETTLING and not has_memory
+        is_timed = self.stage in (Stage.WATCHED, Stage.TIMED) or is_foreseen
+        engine.sample_times(is_timed or self._is_timed_for_others)
 
     def _has_pending_gradients(self) -> bool:
         """Whether manual optimization goes on with gradients of an earlier batch, on any rank."""
         return any(self._comm.exchange_objects(bool(self._engine.reducer.used)))
+
+    def _begin(self, dry_run: DryRun) -> Stage:
+        """Make the plan for the first step."""
+        handle, planner, engine = self._handle, self._planner, self._engine
+        handle.budget = planner.budget(
+            engine.host_bytes()
+        )  # less what has come since: libraries, the user's data and its loaders
+        engine.set_memory_limit(handle.budget.gpu_bytes)
+        profile = self._foreseen(dry_run)
+        if profile is None:
+            self._move_to(planner.warm_up_plan(handle.skeleton, engine.plan, handle.budget))
+            return Stage.WATCHED
+        self._place(profile, is_known=True)
+        return Stage.SETTLING
+
+    def _foreseen(self, dry_run: DryRun) -> StepProfile | None:
+        """What a step will do, if all ranks can tell."""
+        found: StepProfile | None = None
+        try:
+            found = self._planner.over_chunks(dry_run(), self._engine.plan)
+        except Exception as error:  # whatever the user's code raises; in the real step it is heard of
+            log.info("the first step is watched, as it cannot be foreseen (%s: %s)", type(error).__name__, error)
+        return found if all(self._comm.exchange_objects(found is not None)) else None
+
+    def _is_more_than_foreseen(self) -> bool:
+        """Whether the first step has taken more than the plan was made for, on any rank."""
+        handle, engine = self._handle, self._engine
+        if handle.has_memory_samples or self.profile is None:
+            return False
+        handle.has_memory_samples = True
+        seen, foreseen = engine.peak_non_model_bytes, self.profile.peak_non_model_bytes
+        is_more = any(self._comm.exchange_objects(seen > foreseen * (1 + LATER_BATCHES)))
+        if is_more:
+            log.info(
+                "the first step took %s beside the chunks, and %s were foreseen: making another plan",
+                format_bytes(seen),
+                format_bytes(foreseen),
+            )
+        return is_more
 
     def _make_final_plan(self) -> bool:
         """False: no step could be watched from end to end."""
@@ -164,14 +225,25 @@ class WarmUp:
             return False
         if profile is None or not is_known:
             profile = StepProfile(AccessTrace(()), (StepInterval(0.0, engine.peak_non_model_bytes),))
-        self.profile = profile = _with_peak(profile, self._least_bytes)
+        handle.has_memory_samples = True
+        self._place(_with_peak(profile, self._least_bytes), is_known=is_known)
+        return True
+
+    def _place(self, profile: StepProfile, *, is_known: bool) -> None:
+        """Move to the plan for such a step.
+
+        Args:
+            profile: What it does on this rank.
+            is_known: Whether that is more than its highest moment.
+        """
+        handle, engine = self._handle, self._engine
+        self.profile = profile
         plan = self._planner.final_plan(handle.skeleton, engine.plan, handle.budget, profile, self._regime())
-        handle.is_warm = handle.has_memory_samples = True
+        handle.is_warm = True
         # Where everything is on the device nothing can be gained; and fixed policies leave nothing to choose.
         handle.is_refinable = is_known and plan.policy == "auto" and not plan.is_all_resident
         self._move_to(plan)
         log.info("the plan from now on: %s", _first_lines(plan))
-        return True
 
     def _refine(self) -> None:
         handle, engine = self._handle, self._engine
@@ -183,9 +255,10 @@ class WarmUp:
         if not handle.is_refinable or profile is None or not is_known:
             return
         handle.is_refinable = False
+        before = engine.plan.fingerprint()
         plan = self._planner.refined_plan(handle.skeleton, engine.plan, handle.budget, profile, self._regime())
-        if plan is not None:
-            self._move_to(plan)
+        self._move_to(plan)
+        if plan.fingerprint() != before:
             log.info("the times of a later step promise more from another plan: %s", _first_lines(plan))
 
     def _move_to(self, plan: Plan) -> None:

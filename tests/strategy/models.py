@@ -90,6 +90,14 @@ class Net(LightningModule):
         return make_optimizer(self.hparams["optimizer"], self.parameters(), self.hparams["lr"])
 
 
+class UnforeseenNet(Net):
+    """Looks at values in its step, so that no dry run can tell what that does."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        assert len(batch[0].nonzero()) > 0
+        return super().training_step(batch, batch_idx)
+
+
 class LateNet(Net):
     """Its layers are made in the current hook."""
 

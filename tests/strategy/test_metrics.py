@@ -15,7 +15,7 @@ from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from tests.helpers.dist import run_ranks
-from tests.strategy.models import CHUNK, TIGHT, Net, fit, make_data
+from tests.strategy.models import CHUNK, TIGHT, Net, UnforeseenNet, fit, make_data
 from tests.strategy.nets import ManualNet
 
 CSVLogger = pl.loggers.CSVLogger
@@ -74,7 +74,7 @@ def test_counters_that_a_user_resets_stay_positive(tmp_path: Path) -> None:
 
 
 def test_the_plan_of_the_warm_up_is_left_behind(tmp_path: Path) -> None:
-    _, _, _, rows = _fit_logged(tmp_path, {**CHUNK, "gpu_memory_limit": "8MiB"}, log_every_n_steps=1)
+    _, _, _, rows = _fit_logged(tmp_path, {**CHUNK, "gpu_memory_limit": "8MiB"}, UnforeseenNet, log_every_n_steps=1)
     assert float(rows[0]["elixir/fetches"]) > 0
     assert float(rows[0]["elixir/cpu_param_bytes"]) > 0
     assert float(rows[-1]["elixir/fetches"]) == 0

@@ -225,8 +225,8 @@ def test_auto_does_not_go_there_where_the_host_has_room(tmp_path: Path) -> None:
 def test_auto_measures_the_disk(tmp_path: Path) -> None:
     strategy = ElixirStrategy(**SHORT, nvme_offload_dir=str(tmp_path / "disk"))
     fit(strategy, hybrid(DeepNet), limit_train_batches=2)
-    assert strategy._hardware is not None
-    assert strategy._hardware.nvme_adam_numel_per_s is not None
+    assert strategy._machine_figures.known is not None
+    assert strategy._machine_figures.known.nvme_adam_numel_per_s is not None
     assert Tier.NVME in tiers(strategy)
 
 

@@ -215,6 +215,7 @@ class MeteredNet(Net):
         object.__setattr__(self, "meter", meter)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        assert len(batch[0].nonzero())  # no dry run: it would tell what a GPU takes, not this device
         with self._counting():
             loss = self.loss(batch)
         self.losses[batch_idx:] = [loss.detach().clone()]

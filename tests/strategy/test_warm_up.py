@@ -1,4 +1,4 @@
-"""Policy "auto": a safe plan first, and after one step the final one."""
+"""Policy "auto": the final plan before the first step, by a dry run; where there is none, a safe plan for that step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,23 @@ import torch
 from lightning_elixir._lightning import Trainer, pl
 from lightning_elixir.plan.io import load_plan, save_plan
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
+from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import telling
-from tests.strategy.models import CHUNK, Net, assert_same_as_plain, fit, make_data, make_trainer
+from tests.strategy.models import (
+    CHUNK,
+    Net,
+    UnforeseenNet,
+    assert_same_as_plain,
+    assert_same_run,
+    fit,
+    make_data,
+    make_trainer,
+)
 
 
 class Plans(pl.Callback):
@@ -33,11 +42,16 @@ class Plans(pl.Callback):
             self.plans.append(trainer.strategy.plan)
 
 
-def _plans(**options: Any) -> list[Plan]:
+def _plans(make_model: type[Net] = Net, **options: Any) -> list[Plan]:
+    """Those in force when callbacks hear of a batch: strategies, which move, hear of it later."""
     callback = Plans()
     trainer_options = {"accumulate_grad_batches": options.pop("accumulate", 1)}
-    assert_same_as_plain(elixir={**CHUNK, **options}, callbacks=lambda: [callback], **trainer_options)
+    assert_same_as_plain(make_model, elixir={**CHUNK, **options}, callbacks=lambda: [callback], **trainer_options)
     return callback.plans
+
+
+def _changes(plans: list[Plan]) -> list[int]:
+    return [i for i in range(1, len(plans)) if plans[i].fingerprint() != plans[i - 1].fingerprint()]
 
 
 def test_without_a_limit_everything_stays_from_the_start() -> None:
@@ -46,32 +60,33 @@ def test_without_a_limit_everything_stays_from_the_start() -> None:
     assert plans[0].is_all_resident
 
 
-def test_what_fits_goes_to_the_device_before_step_two() -> None:
+@pytest.mark.parametrize(("make_model", "changes"), [(Net, [1]), (UnforeseenNet, [1, 2])])
+def test_what_fits_is_on_the_device(make_model: type[Net], changes: list[int]) -> None:
+    """From the start; where the first step has to be watched, that one has everything on the host."""
+    _, _, expected = fit("auto", make_model)
     callback = Plans()
-    _, _, expected = fit("auto")
-    strategy = ElixirStrategy(gpu_memory_limit="8MiB", **CHUNK)
-    _, _, actual = fit(strategy, callbacks=[callback])
-    assert actual.losses == expected.losses
+    _, _, actual = fit(ElixirStrategy(gpu_memory_limit="8MiB", **CHUNK), make_model, callbacks=[callback])
+    assert_same_run(actual, expected)
     plans = callback.plans
-    # Strategy hooks come after those of callbacks: the second batch still shows the first plan.
-    assert not plans[0].is_all_resident
-    assert all(chunk.optim_tier is Tier.CPU for chunk in plans[0].chunks)
+    assert plans[0].is_all_resident
     assert plans[-1].is_all_resident
-    assert len({plan.fingerprint() for plan in plans}) == 2
-    assert strategy.plan.fingerprint() == plans[2].fingerprint()
+    assert _changes(plans) == changes
+    # The optimizer is not known when the engine is built; so there is another plan, for a dry run with the same places.
+    assert plans[1].is_all_resident == (make_model is Net)
+    assert all(chunk.optim_tier is (Tier.GPU if make_model is Net else Tier.CPU) for chunk in plans[1].chunks)
 
 
-def test_what_does_not_fit_stays_on_the_host() -> None:
-    plans = _plans(gpu_memory_limit="96KiB")
+@pytest.mark.parametrize("make_model", [Net, UnforeseenNet])
+def test_what_does_not_fit_stays_on_the_host(make_model: type[Net]) -> None:
+    plans = _plans(make_model, gpu_memory_limit="96KiB")
     assert not plans[-1].is_all_resident
     assert any(chunk.param_tier is Tier.CPU for chunk in plans[-1].chunks)
-    assert plans[-1].rcache_blocks >= plans[0].rcache_blocks
+    assert plans[-1].rcache_blocks >= plans[1].rcache_blocks
     assert len({plan.layout_fingerprint() for plan in plans}) == 1
 
 
 def test_accumulation_makes_the_first_step_longer() -> None:
-    plans = _plans(gpu_memory_limit="96KiB", accumulate=3)
-    assert len({plan.fingerprint() for plan in plans[:3]}) == 1
+    assert _changes(_plans(UnforeseenNet, gpu_memory_limit="96KiB", accumulate=3))[:2] == [1, 4]
 
 
 class PendingNet(Net):
@@ -95,11 +110,12 @@ class PendingNet(Net):
 
 
 def test_the_plan_waits_for_pending_gradients() -> None:
+    """Manual optimization has no dry run."""
     callback = Plans()
     _, _, expected = fit("auto", PendingNet)
     _, _, actual = fit(ElixirStrategy(gpu_memory_limit="8MiB", **CHUNK), PendingNet, callbacks=[callback])
     assert actual.losses == expected.losses
-    assert len({plan.fingerprint() for plan in callback.plans[:5]}) == 1
+    assert _changes(callback.plans) == [1, 6]
     assert callback.plans[-1].is_all_resident
 
 
@@ -115,12 +131,13 @@ def test_a_final_plan_is_kept_for_the_next_fit() -> None:
 
 
 def test_evaluation_first_leaves_the_warm_up_to_fit() -> None:
-    strategy, callback = ElixirStrategy(gpu_memory_limit="8MiB", **CHUNK), Plans()
+    strategy, callback = ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK), Plans()
     model, trainer = Net(), make_trainer(strategy, callbacks=[callback])
     trainer.validate(model, make_data(8), verbose=False)
+    evaluating = strategy.plan
     trainer.fit(model, make_data())
-    assert not callback.plans[0].is_all_resident
-    assert strategy.plan.is_all_resident
+    assert callback.plans[0].fingerprint() == evaluating.fingerprint() != callback.plans[1].fingerprint()
+    assert strategy.plan.forecast is not None
 
 
 @pytest.mark.parametrize("as_path", [True, False])
@@ -180,33 +197,35 @@ class Asked:
         monkeypatch.setattr(WarmUp, "after_step", after_step)
         monkeypatch.setattr(Planner, "refined_plan", self._refined_plan)
 
-    def _refined_plan(
-        self, model: Any, current: Plan, budget: Any, profile: StepProfile, optimizer: Any
-    ) -> Plan | None:
+    def _refined_plan(self, model: Any, current: Plan, budget: Any, profile: StepProfile, optimizer: Any) -> Plan:
         self.asked.append((self.steps, profile))
-        return replace(current, prefetch_depth=current.prefetch_depth + 1) if self._has_better else None
+        return replace(current, prefetch_depth=current.prefetch_depth + 1) if self._has_better else current
 
 
 @pytest.mark.parametrize("has_better", [True, False])
-def test_times_of_the_third_step_may_change_the_plan(monkeypatch: pytest.MonkeyPatch, has_better: bool) -> None:
+@pytest.mark.parametrize(("make_model", "last"), [(Net, 2), (UnforeseenNet, 3)])
+def test_times_of_a_later_step_may_change_the_plan(
+    monkeypatch: pytest.MonkeyPatch, make_model: type[Net], last: int, has_better: bool
+) -> None:
     asked = Asked(monkeypatch, has_better=has_better)
-    plans = _plans(gpu_memory_limit="96KiB")
+    plans = _plans(make_model, gpu_memory_limit="96KiB")
     ((steps, profile),) = asked.asked
-    assert steps == 3
+    assert steps == last
     assert profile.compute_s > 0
     assert len(list(profile.trace.acquires())) > 10
-    # Strategy hooks come after those of callbacks: the fourth batch still shows the earlier plan.
-    assert len({plan.fingerprint() for plan in plans[1:4]} | {plans[3].fingerprint()}) == 2
-    assert (plans[4].fingerprint() != plans[3].fingerprint()) == has_better
-    assert {plan.fingerprint() for plan in plans[4:]} == {plans[4].fingerprint()}
+    # Strategy hooks come after those of callbacks.
+    assert (last + 1 in _changes(plans)) == has_better
+    assert max(_changes(plans)) <= last + 1
 
 
-def test_steps_with_several_batches_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("make_model", "changes"), [(Net, [1, 5]), (UnforeseenNet, [1, 3, 7])])
+def test_steps_with_several_batches_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, make_model: type[Net], changes: list[int]
+) -> None:
     asked = Asked(monkeypatch, has_better=True)
-    plans = _plans(gpu_memory_limit="96KiB", accumulate=2)
-    assert [steps for steps, _ in asked.asked] == [3]
-    changes = [i for i in range(1, len(plans)) if plans[i].fingerprint() != plans[i - 1].fingerprint()]
-    assert changes == [3, 7]  # seen one batch late
+    plans = _plans(make_model, gpu_memory_limit="96KiB", accumulate=2)
+    assert [steps for steps, _ in asked.asked] == [len(changes)]
+    assert _changes(plans) == changes  # seen one batch late
 
 
 @pytest.mark.parametrize(
@@ -296,8 +315,8 @@ def _ddp() -> list[float]:
 
 def test_first_step_leaves_room_where_the_host_cannot_hold_everything() -> None:
     """Chunks take 400 KiB, most of which no host has; and nobody knows yet what activations take."""
-    plans = _plans(gpu_memory_limit="300KiB", cpu_memory_limit="250KiB")
-    on_gpu = [sum(c.numel for c in plan.chunks if c.optim_tier is Tier.GPU) for plan in (plans[0], plans[-1])]
+    plans = _plans(UnforeseenNet, gpu_memory_limit="300KiB", cpu_memory_limit="250KiB")
+    on_gpu = [sum(c.numel for c in plan.chunks if c.optim_tier is Tier.GPU) for plan in (plans[1], plans[-1])]
     total = sum(c.numel for c in plans[0].chunks)
     assert 0 < on_gpu[0] < on_gpu[1] < total
 
@@ -305,14 +324,14 @@ def test_first_step_leaves_room_where_the_host_cannot_hold_everything() -> None:
 @pytest.mark.parametrize("world_size", telling([1, 2], "2"))
 def test_steps_that_outgrow_the_plan_are_watched_again(world_size: int) -> None:
     results = run_ranks(_growing, world_size, world_size, init_group=False)
-    for losses, fingerprints, least in results:
+    for losses, plans, least in results:
         assert losses == results[0][0] or world_size > 1
-        assert fingerprints == results[0][1]
+        assert plans == results[0][1]
         assert least == 5000
-        # The smallest plan, the final one, the smallest again, and another final one.
-        order = [f for i, f in enumerate(fingerprints) if i == 0 or f != fingerprints[i - 1]]
+        # What was built with, the plan for the step that was foreseen, the smallest, and the one for the larger step.
+        order = [plan for i, plan in enumerate(plans) if i == 0 or plan[0] != plans[i - 1][0]]
         assert len(order) == 4
-        assert order[2] == order[0]
+        assert [policy for _, policy in order] == ["auto", "auto", "cpu", "auto"]
 
 
 def _growing(world_size: int) -> Any:
@@ -330,7 +349,7 @@ def _growing(world_size: int) -> Any:
 
         monkeypatch.setattr(WarmUp, "after_step", after_step)
         monkeypatch.setattr(Engine, "wanted_non_model_bytes", property(wanted))
-        monkeypatch.setattr(Planner, "refined_plan", lambda *args, **options: None)
+        monkeypatch.setattr(Planner, "refined_plan", lambda planner, model, current, *args: current)
         callback = Plans()
         strategy = ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK)
         trainer = make_trainer(strategy, devices=world_size, callbacks=[callback])
@@ -339,6 +358,5 @@ def _growing(world_size: int) -> Any:
         least: list[int] = []
         model.on_train_end = lambda: least.append(strategy._fit_run.warm_up._least_bytes)  # type: ignore[method-assign,union-attr]
         trainer.fit(model, make_data(world_size * 4 * 30))
-        # The first plan does not know yet that this optimizer's updates cannot go on behind a forward.
-        plans = [replace(plan, update_timing=UpdateTiming.AFTER_BACKWARD) for plan in callback.plans]
-        return [x.item() for x in model.losses], [plan.fingerprint() for plan in plans], least[0]
+        plans = [(plan.fingerprint(), plan.policy) for plan in callback.plans]
+        return [x.item() for x in model.losses], plans, least[0]

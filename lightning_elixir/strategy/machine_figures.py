@@ -1,0 +1,78 @@
+"""What the machine can do: given by the user, kept from an earlier run, or measured when a plan first depends on it."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.together import run_together
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.profiling.measured_hardware import profile_hardware, with_disk_rates
+from lightning_elixir.strategy.config import ElixirConfig
+
+
+class MachineFigures:
+    """One machine's figures.
+
+    Args:
+        config: The user's options.
+        comm: All ranks.
+        device: The compute device.
+        num_local_ranks: Ranks on this host.
+        known: What was found out earlier.
+    """
+
+    def __init__(
+        self,
+        config: ElixirConfig,
+        comm: Comm,
+        device: torch.device,
+        num_local_ranks: int,
+        known: HardwareSpec | None = None,
+    ) -> None:
+        self._config = config
+        self._comm = comm
+        self._device = device
+        self._num_local_ranks = num_local_ranks
+        self.known = known
+        """None: not found out, or not needed."""
+        self.is_pending = False
+        """Whether measuring was put off until a plan depends on it."""
+
+    def prepare(self, *, is_training: bool) -> None:
+        """Find out what costs nothing, and put off what need not be known where everything fits on the device.
+        Collective."""
+        config, comm = self._config, self._comm
+        found = run_together(comm, config.given_hardware if comm.rank == 0 else lambda: None)
+        given: HardwareSpec | None = comm.exchange_objects(found)[0]
+        self.known = given or self.known
+        is_reported = config.report_dir is not None
+        is_needed = is_training and (config.is_placement_searched or is_reported)
+        if self._device.type == "cpu" and (is_needed or self._disk is not None):
+            self.known = self.known or HardwareSpec.nominal(config.gpu_limit_bytes)
+        self.is_pending = self.known is None and is_needed
+        if self.is_pending and (is_reported or self._disk is not None):
+            self.measure()
+        self._see_disk()
+
+    def measure(self) -> None:
+        """Have the figures. Collective."""
+        if self.known is None:
+            self.known = profile_hardware(
+                device=self._device, comm=self._comm, local_world_size=self._num_local_ranks, nvme_dir=self._disk
+            )
+        self.is_pending = False
+
+    @property
+    def _disk(self) -> str | None:
+        """The folder whose disk plans may count on."""
+        return self._config.nvme_offload_dir if self._config.is_placement_searched else None
+
+    def _see_disk(self) -> None:
+        known, disk = self.known, self._disk
+        if known is None and disk is not None:
+            known = HardwareSpec.nominal(self._config.gpu_limit_bytes)
+        if known is not None and disk is not None and known.nvme_adam_numel_per_s is None:
+            ranks = self._num_local_ranks
+            known = with_disk_rates(known, disk, self._comm, device=self._device, local_world_size=ranks)
+        self.known = known

@@ -1,0 +1,385 @@
+"""The dry run: what a user's own step does is known before the first one, and the user's code does not notice."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
+
+from lightning_elixir._lightning import LightningModule, Trainer, pl
+from lightning_elixir.plan.kept_dtypes import kept_in
+from lightning_elixir.plan.profile import MemoryProfile
+from lightning_elixir.profiling.fake_step import profile_memory
+from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy import fit_run as fit_run_module
+from lightning_elixir.strategy.dry_run import dry_run
+from lightning_elixir.strategy.warm_up import WarmUp
+from tests.helpers.dist import run_ranks
+from tests.strategy.models import (
+    CHUNK,
+    WIDTH,
+    Net,
+    UnforeseenNet,
+    assert_same_run,
+    fit,
+    make_data,
+    make_layers,
+    make_trainer,
+)
+
+LIMIT = {**CHUNK, "gpu_memory_limit": "96KiB"}
+
+
+@pytest.fixture
+def profiles(monkeypatch: pytest.MonkeyPatch) -> list[MemoryProfile | Exception]:
+    """What came out of each dry run."""
+    found: list[MemoryProfile | Exception] = []
+
+    def noted(*args: Any, **options: Any) -> MemoryProfile:
+        try:
+            found.append(dry_run(*args, **options))
+        except Exception as error:
+            found.append(error)
+            raise
+        result = found[-1]
+        assert isinstance(result, MemoryProfile)
+        return result
+
+    monkeypatch.setattr(fit_run_module, "dry_run", noted)
+    return found
+
+
+class Counting(Net):
+    """Does in its step what users do there, and keeps what it has seen of it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.num_steps = 0
+        self.by_kind: dict[str, list[float]] = {"loss": [], "drawn": [], "lr": []}
+        self.mean = MeanMetric()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.num_steps += 1
+        print(f"step {batch_idx}")
+        warnings.warn(f"a warning of step {batch_idx}", stacklevel=1)
+        loss = super().training_step(batch, batch_idx)
+        self.seen += 1
+        self.mean.update(loss.detach())
+        self.by_kind["loss"].append(loss.item())
+        self.by_kind["drawn"] += [random.random(), float(np.random.rand()), torch.rand(()).item()]
+        optimizer: Any = self.optimizers()
+        self.by_kind["lr"].append(optimizer.param_groups[0]["lr"])
+        if torch.isnan(loss):
+            return None
+        assert self.global_step == batch_idx == self.num_steps - 1
+        assert self.trainer.current_epoch == 0
+        assert self.trainer.training
+        self.log_dict({"mean": self.mean, "seen": self.seen.clone()})
+        self.print("printed by the module")
+        self.logger.experiment.add_scalar("a", loss.item())  # type: ignore[union-attr]
+        return {"loss": loss, "where": torch.zeros(3, device=self.device), "all": self.all_gather(loss.detach())}
+
+
+class Board:
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float]] = []
+
+    def add_scalar(self, name: str, value: float) -> None:
+        self.scalars.append((name, value))
+
+    def log_hparams(self, *_: Any) -> None: ...
+
+    def log_metrics(self, *_: Any) -> None: ...
+
+    def save(self) -> None: ...
+
+
+class BoardLogger(pl.loggers.CSVLogger):
+    def __init__(self, folder: Any) -> None:
+        super().__init__(folder)
+        self.board = Board()
+
+    @property
+    def experiment(self) -> Any:
+        return self.board
+
+
+def test_the_users_code_does_not_notice(tmp_path: Any, capsys: Any, profiles: list[Any]) -> None:
+    def run(strategy: Any) -> Any:
+        random.seed(3)
+        np.random.seed(3)
+        logger = BoardLogger(tmp_path)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _, model, result = fit(strategy, Counting, logger=logger)
+        told = [str(w.message) for w in caught if "a warning of step" in str(w.message)]
+        printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("step", "printed"))]
+        assert isinstance(model, Counting)
+        return result, model.num_steps, model.by_kind, model.seen.item(), logger.board.scalars, told, printed
+
+    expected, actual = run("auto"), run(ElixirStrategy(**LIMIT))
+    (profile,) = profiles
+    assert isinstance(profile, MemoryProfile)
+    assert_same_run(actual[0], expected[0])
+    assert actual[1:] == expected[1:]
+
+
+def test_a_warning_that_is_told_once_is_told(profiles: list[Any]) -> None:
+    class Warning1(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            warnings.warn("told by the default filter, once", stacklevel=1)
+            return super().training_step(batch, batch_idx)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        fit(ElixirStrategy(**LIMIT), Warning1)
+    assert isinstance(profiles[0], MemoryProfile)
+    assert sum("once" in str(w.message) for w in caught) == 1
+
+
+def test_it_fetches_nothing(profiles: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before: list[Any] = []
+    original = dry_run
+
+    def watched(module: Any, *args: Any, **options: Any) -> Any:
+        strategy = module.trainer.strategy
+        first = strategy.stats()
+        found = original(module, *args, **options)
+        second = strategy.stats()
+        before.append((first.fetches, first.h2d_bytes, second.fetches, second.h2d_bytes))
+        return found
+
+    monkeypatch.setattr(fit_run_module, "dry_run", watched)
+    fit(ElixirStrategy(**LIMIT))
+    ((fetches, moved, fetches_after, moved_after),) = before
+    assert (fetches, moved) == (fetches_after, moved_after)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+def test_it_tells_what_the_profiler_tells_of_the_plain_model(precision: str, profiles: list[Any]) -> None:
+    strategy = ElixirStrategy(**LIMIT)
+    _, model, _ = fit(strategy, Net, precision=precision)
+    plugin, batch = strategy.precision_plugin, next(iter(make_data()))
+    expected = profile_memory(
+        Net(),
+        {"batch": batch},
+        lambda net, inp: net.loss(inp["batch"]).backward(),  # type: ignore[operator]
+        plugin.compute_dtype,
+        autocast=plugin.has_autocast,
+        keep_fp32=sorted(kept_in(strategy.plan)) or None,
+        master_weights=False,
+    )
+    (found,) = profiles
+    assert isinstance(found, MemoryProfile)
+    assert found.flops == expected.flops
+    assert found.param_bytes == expected.param_bytes
+    assert found.activation_bytes == pytest.approx(expected.activation_bytes, rel=1e-3)
+    assert [i.fqns for i in found.timeline] == [i.fqns for i in expected.timeline]
+
+
+# Batches
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+
+
+class Wrapped(Net):
+    def loss(self, batch: Any) -> Tensor:
+        if isinstance(batch, Pair):
+            return super().loss([batch.x, batch.y])
+        return super().loss([batch["x"], batch["more"]["y"]])
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "user dict"])
+def test_batches_of_other_classes(kind: str, profiles: list[Any]) -> None:
+    def collate(samples: Any) -> Any:
+        x, y = torch.utils.data.default_collate(samples)
+        return Pair(x, y) if kind == "dataclass" else UserDict(x=x, more={"y": y})
+
+    def data() -> Any:
+        return DataLoader(make_data().dataset, batch_size=4, collate_fn=collate)
+
+    _, _, actual = fit(ElixirStrategy(**LIMIT), Wrapped, train=data)
+    _, _, expected = fit("auto", Wrapped, train=data)
+    assert isinstance(profiles[0], MemoryProfile)
+    assert_same_run(actual, expected)
+
+
+# Where it cannot be
+
+
+class AskingTheTrainer(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.trainer.train_dataloader is not None
+        return super().training_step(batch, batch_idx)
+
+
+class SkippingTheFirst(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx else None
+
+
+class TakingAnIterator(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        loss = self.loss(batch)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`", "ignore:.*dataloader_iter")
+@pytest.mark.parametrize("make", [UnforeseenNet, AskingTheTrainer, SkippingTheFirst, TakingAnIterator])
+def test_steps_that_cannot_be_run_without_values(make: type[Net], profiles: list[Any], caplog: Any) -> None:
+    _, _, expected = fit("auto", make)
+    with caplog.at_level("INFO", "lightning_elixir"):
+        _, _, actual = fit(ElixirStrategy(**LIMIT), make)
+    assert isinstance(profiles[0], Exception)
+    assert any("the first step is watched" in r.getMessage() for r in caplog.records)
+    assert_same_run(actual, expected)
+
+
+def test_a_step_that_fails_fails_in_the_real_step() -> None:
+    class Failing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("of the user's own")
+
+    with pytest.raises(RuntimeError, match="of the user's own"):
+        fit(ElixirStrategy(**LIMIT), Failing)
+
+
+# What is not copied
+
+
+class Rows(Dataset[Any]):
+    def __init__(self) -> None:
+        self.rows = torch.zeros(10, 4)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("data was copied")
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+def test_data_that_a_module_holds_is_not_copied() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make_layers(1)
+            self.data = Rows()
+            self.table = np.zeros((100, 100))
+            self.words = {"all": list(range(20_000)), "few": [torch.ones(3), {"deep": torch.ones(5)}]}
+
+    model, seen = Holder(), []
+
+    def step(copy: Any, inp: Any) -> None:
+        seen.append(copy)
+        copy.layers(inp["x"]).sum().backward()
+
+    profile_memory(model, {"x": torch.zeros(2, WIDTH)}, step)
+    (copy,) = seen
+    assert copy.data is model.data
+    assert copy.table is model.table
+    assert copy.words["all"] is model.words["all"]
+    assert copy.words is not model.words
+    assert type(copy.words["few"][0]).__name__ == "FakeTensor"
+    assert type(copy.words["few"][1]["deep"]).__name__ == "FakeTensor"
+
+
+# When there is one
+
+
+def test_there_is_one_for_each_engine(profiles: list[Any]) -> None:
+    strategy = ElixirStrategy(**LIMIT)
+    trainer, model, _ = fit(strategy)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, make_data())
+    assert len(profiles) == 1
+
+
+@pytest.mark.parametrize("options", [{"placement_policy": "cpu"}, {"placement_policy": "cuda"}, {}], ids=str)
+def test_there_is_none_where_nothing_is_to_be_decided(options: Any, profiles: list[Any]) -> None:
+    fit(ElixirStrategy(**CHUNK, **options))
+    assert profiles == []
+
+
+def _one_rank_cannot_tell(rank: int) -> Any:
+    class Uneven(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_rank == 1:
+                assert len(batch[0].nonzero())
+            return super().training_step(batch, batch_idx)
+
+    stages: list[str] = []
+    original = WarmUp.before_batch
+    with pytest.MonkeyPatch.context() as monkeypatch:
+
+        def before_batch(warm_up: WarmUp, dry: Any) -> None:
+            original(warm_up, dry)
+            stages.append(warm_up.stage.value)
+
+        monkeypatch.setattr(WarmUp, "before_batch", before_batch)
+        _, _, run = fit(ElixirStrategy(**LIMIT), Uneven, devices=2, train=lambda: make_data(64))
+    return [loss.item() for loss in run.losses], stages[:4]
+
+
+def _ddp() -> Any:
+    return [loss.item() for loss in fit("ddp", devices=2, train=lambda: make_data(64))[2].losses]
+
+
+def test_all_ranks_watch_where_one_cannot_tell() -> None:
+    found = run_ranks(_one_rank_cannot_tell, 2, 0, init_group=False)
+    assert [stages for _, stages in found] == [["watched", "settling", "timed", "done"]] * 2
+    assert [losses for losses, _ in found] == run_ranks(_ddp, 2, init_group=False)
+
+
+def test_modules_within_modules_and_the_trainer_in_attributes(profiles: list[Any]) -> None:
+    class Inner(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make_layers(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)
+
+    class Callbacking(pl.Callback):
+        trainer: Trainer | None = None
+
+        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            self.trainer = trainer
+
+    class Outer(Net):
+        def _make(self) -> None:
+            torch.manual_seed(7)
+            self.layers: Any = Inner()
+            self.helper = callback
+
+    callback = Callbacking()
+    _, _, expected = fit("auto", Outer, callbacks=[callback])
+    _, _, actual = fit(ElixirStrategy(**LIMIT), Outer, callbacks=[callback])
+    assert isinstance(profiles[0], MemoryProfile)
+    assert_same_run(actual, expected)
+
+
+def test_the_trainer_that_a_copy_has_does_nothing() -> None:
+    from lightning_elixir.strategy.dry_run import _FiguresOf
+
+    trainer = make_trainer("auto")
+    figures = _FiguresOf(trainer)
+    assert figures.global_step == trainer.global_step
+    assert not figures.logger.experiment.log_image("x", [1])
+    with pytest.raises(Exception, match=r"trainer\.save_checkpoint"):
+        figures.save_checkpoint("x")
