@@ -25,7 +25,7 @@ from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
 from lightning_elixir.plan.spans import MemoryPoint, Span, Timeline
 from lightning_elixir.plan.step_simulator import StepSimulator
-from lightning_elixir.plan.types import AccessTrace, Acquire, ChunkSpec, Drop, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.types import AccessTrace, Acquire, Alternative, ChunkSpec, Drop, Plan, Tier, UpdateTiming
 
 __all__ = [
     "MemoryPoint",
@@ -73,11 +73,25 @@ def simulate_step(
     return Timeline(step.times, peak, step.backward_end_s, step.spans, step.memory)
 
 
-def with_times(plan: Plan, timeline: Timeline) -> Plan:
-    """A plan of which something is expected, with newer figures of its step."""
+def with_times(plan: Plan, timeline: Timeline, binding: str, alternatives: tuple[Alternative, ...] = ()) -> Plan:
+    """A plan of which something is expected, with newer figures of its step. Nothing stays that older ones have led to.
+
+    Args:
+        plan: Without a forecast it is returned as it is.
+        timeline: Its step.
+        binding: See `Forecast.binding`.
+        alternatives: In the newer figures.
+    """
     if plan.forecast is None:
         return plan
-    return replace(plan, forecast=replace(plan.forecast, times=timeline.times, peak_gpu_bytes=timeline.peak_gpu_bytes))
+    forecast = replace(
+        plan.forecast,
+        times=timeline.times,
+        peak_gpu_bytes=timeline.peak_gpu_bytes,
+        binding=binding,
+        alternatives=alternatives,
+    )
+    return replace(plan, forecast=forecast)
 
 
 def moments(profile: StepProfile) -> tuple[tuple[tuple[int, ...], int], ...]:

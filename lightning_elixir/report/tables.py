@@ -179,21 +179,15 @@ def comparison_table(data: ReportData, measured: Measured) -> Markup:
         if predicted is not None or real is not None:
             shown = tuple("" if value is None else format_bytes(value) for value in (predicted, real))
             rows.append((what, *shown, difference(predicted, real)))
-    for what, seconds, real_s in (
-        ("one step, median", times.total_s if times else None, median_s),
-        ("forward and backward, without waiting", times.compute_s if times else None, measured.compute_s),
-        ("waiting in them", times.waiting_s if times else None, measured.waiting_s),
-        ("Adam", times.adam_s if times else None, measured.adam_s),
+    for what, is_part, seconds, real_s in (
+        ("one step, median", False, times.total_s if times else None, median_s),
+        ("forward and backward, without waiting", False, times.compute_s if times else None, measured.compute_s),
+        ("waiting in them", True, times.waiting_s if times else None, measured.waiting_s),
+        ("Adam", True, times.adam_s if times else None, measured.adam_s),
     ):
         if real_s is not None:
-            rows.append(
-                (
-                    what,
-                    "" if seconds is None else format_seconds(seconds),
-                    format_seconds(real_s),
-                    difference(seconds, real_s),
-                )
-            )
+            off = difference_in_step(seconds, real_s, median_s) if is_part else difference(seconds, real_s)
+            rows.append((what, "" if seconds is None else format_seconds(seconds), format_seconds(real_s), off))
     return table(("", "predicted", "measured", "measured is"), rows)
 
 
@@ -202,6 +196,13 @@ def difference(predicted: float | None, real: float | None) -> str:
     if predicted is None or real is None or predicted == 0:
         return ""
     return f"{(real / predicted - 1) * 100:+.1f}%"
+
+
+def difference_in_step(predicted: float | None, real: float, step_s: float | None) -> str:
+    """The same for a part of a step, which may be next to nothing: in parts of the measured step."""
+    if predicted is None or not step_s:
+        return ""
+    return f"{(real - predicted) / step_s * 100:+.1f}% of a step"
 
 
 def counters_table(measured: Measured) -> Markup:

@@ -47,6 +47,12 @@ def _regime_with(regime: TrainingRegime, optimizer: ElixirOptimizer) -> Training
     return with_optimizer(regime, can_stream=optimizer.can_stream, num_states=optimizer.num_states)
 
 
+def _ends_with_this_step(trainer: Trainer) -> bool:
+    """Whether a fit under automatic optimization is over after the step under way."""
+    has_all_steps = 0 <= trainer.max_steps <= trainer.global_step + 1
+    return has_all_steps or (trainer.is_last_batch and trainer.max_epochs == trainer.current_epoch + 1)
+
+
 class FitRun:
     """One fit.
 
@@ -116,9 +122,10 @@ class FitRun:
             self._meter.after_backward()
 
     def after_step(self) -> None:
-        """The optimizer has stepped."""
-        self.warm_up.after_step()
-        if self._module.automatic_optimization:
+        """The optimizer has stepped. Collective until the warm-up is over."""
+        is_automatic = self._module.automatic_optimization
+        self.warm_up.after_step(may_move=is_automatic and not _ends_with_this_step(self._trainer))
+        if is_automatic:
             self.end_step()
 
     def end_step(self) -> None:

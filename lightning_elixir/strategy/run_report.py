@@ -16,7 +16,7 @@ from typing import Any
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.io import save_plan
 from lightning_elixir.plan.timeline import with_times
-from lightning_elixir.plan.types import StepTimes
+from lightning_elixir.plan.types import Plan, StepTimes
 from lightning_elixir.report import ReportData, render_report
 
 log = logging.getLogger(__name__)
@@ -65,14 +65,21 @@ class RunReport:
         Raises:
             OSError: A file could not be written.
         """
-        if data.timeline is not None:
-            data = replace(data, plan=with_times(data.plan, data.timeline))
+        data = replace(data, plan=_with_times(data))
         self.folder.mkdir(parents=True, exist_ok=True)
         save_plan(data.plan, self.folder / "plan.json")
         text = json.dumps(_finite(_summary(data, held_bytes)), indent=1, allow_nan=False) + "\n"
         (self.folder / "report.json").write_text(text, encoding="utf-8")
         (self.folder / "report.html").write_text(render_report(data), encoding="utf-8")
         log.info("wrote the report of this run to %s", self.folder)
+
+
+def _with_times(data: ReportData) -> Plan:
+    """The plan, with what is expected of it by the figures that the report shows."""
+    plan, timeline = data.plan, data.timeline
+    if plan.forecast is None or timeline is None or timeline.times == plan.forecast.times:
+        return plan
+    return with_times(plan, timeline, "nothing that is known: the plan was made with other figures than these")
 
 
 def _summary(data: ReportData, held_bytes: Mapping[str, int]) -> dict[str, Any]:

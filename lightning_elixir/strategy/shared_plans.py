@@ -18,6 +18,7 @@ from lightning_elixir.core.device import current_device_memory_bytes
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.kept_dtypes import with_kept
 from lightning_elixir.plan.memory import Budget, host_share, memory_use
@@ -25,8 +26,8 @@ from lightning_elixir.plan.packing import packed_chunks
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.timeline import Timeline, scheme_of, with_times
-from lightning_elixir.plan.types import Plan, UpdateTiming
-from lightning_elixir.plan.units import format_bytes
+from lightning_elixir.plan.types import Alternative, Plan, UpdateTiming
+from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.planning import make_plan, param_specs, timeline_of, with_common_activations
 from lightning_elixir.profiling.kept_fp32 import is_nothing, kept_parameters
 from lightning_elixir.profiling.parameters import dtype_name
@@ -256,15 +257,24 @@ class Planner:
         shared = self._shared_profile(profile, current)
 
         def decide() -> Plan:
-            now = with_times(current, self.simulated(current, shared, regime))
+            now = self.simulated(current, shared, regime)
             try:
                 better = self._make(model, budget, regime, layout=current, profile=shared)
             except CapacityError:
-                return now
-            if now.forecast is None or better.forecast is None:
-                return now
-            is_faster = better.forecast.times.total_s < now.forecast.times.total_s * (1 - LEAST_GAIN)
-            return better if is_faster else now
+                return with_times(current, now, "what is known now: by that, no plan would fit")
+            is_same = better.fingerprint() == current.fingerprint()
+            if better.forecast is None or is_same:
+                return better if is_same else current
+            total_s = better.forecast.times.total_s
+            if total_s < now.times.total_s * (1 - LEAST_GAIN):
+                return better
+            other = Alternative(
+                describe_placement(better.chunks, better.rcache_blocks, better.prefetch_depth),
+                f"not faster by {LEAST_GAIN:.0%}, which a move would have to be worth",
+                total_s,
+            )
+            binding = f"what a move is worth: the fastest plan found would take {format_seconds(total_s)}"
+            return with_times(current, now, binding, (other, *better.forecast.alternatives))
 
         return self._share(decide)
 

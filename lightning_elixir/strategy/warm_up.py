@@ -97,36 +97,45 @@ class WarmUp:
         if self.stage is Stage.DONE or self.stage is Stage.SETTLING:
             self._engine.sample_times(is_timed)
 
-    def after_step(self) -> None:
-        """The optimizer has stepped."""
+    def after_step(self, *, may_move: bool) -> None:
+        """The optimizer has stepped: the next stage, and perhaps another plan. Collective until all is done.
+
+        Args:
+            may_move: More of the fit comes, and nothing more of this batch; otherwise the next batch is waited for.
+        """
         self._num_steps += 1
+        if may_move and self.stage is not Stage.DONE:
+            self._advance()
 
     def before_batch(self, dry_run: DryRun) -> None:
-        """A batch begins: take the next stage, and perhaps another plan. Collective until all is done.
+        """A batch begins: the first plan, or one for steps that have grown. Collective until the warm-up is done.
 
         Args:
             dry_run: Of the training step with this batch.
         """
         if self.stage is Stage.DONE:
             self._follow_growth()
+        elif self.stage is not Stage.NEW:
+            self._advance()
+        elif not self._has_pending_gradients():
+            self._enter(self._begin(dry_run))
+
+    def _advance(self) -> None:
+        """From stage to stage, each after a step."""
+        if not self._num_steps or self._has_pending_gradients():
             return
-        is_new = self.stage is Stage.NEW
-        if not (is_new or self._num_steps) or self._has_pending_gradients():
-            return
-        if is_new:
-            self.stage = self._begin(dry_run)
-        elif self.stage is Stage.WATCHED:
-            if not self._make_final_plan():
-                return
-            self.stage = Stage.SETTLING
+        if self.stage is Stage.WATCHED:
+            if self._make_final_plan():
+                self._enter(Stage.SETTLING)
         elif self.stage is Stage.SETTLING:
-            self.stage = Stage.TIMED
-            if self._is_more_than_foreseen() and self._make_final_plan():
-                self.stage = Stage.SETTLING
+            is_to_settle_again = self._is_more_than_foreseen() and self._make_final_plan()
+            self._enter(Stage.SETTLING if is_to_settle_again else Stage.TIMED)
         else:
             self._refine()
-            self.stage = Stage.DONE
-        self._num_steps = 0
+            self._enter(Stage.DONE)
+
+    def _enter(self, stage: Stage) -> None:
+        self.stage, self._num_steps = stage, 0
         self._watch()
         self._engine.host_room.look(self._engine.plan, self._engine.host_bytes)
 
@@ -144,8 +153,7 @@ class WarmUp:
             return False
         self._move_to(plan)
         handle.is_warm = False
-        self.stage, self._num_steps = Stage.WATCHED, 0
-        self._watch()
+        self._enter(Stage.WATCHED)
         return True
 
     def _follow_growth(self) -> None:

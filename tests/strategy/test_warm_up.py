@@ -190,9 +190,9 @@ class Asked:
         self._has_better = has_better
         original = WarmUp.after_step
 
-        def after_step(warm_up: WarmUp) -> None:
+        def after_step(warm_up: WarmUp, **options: bool) -> None:
             self.steps += 1
-            original(warm_up)
+            original(warm_up, **options)
 
         monkeypatch.setattr(WarmUp, "after_step", after_step)
         monkeypatch.setattr(Planner, "refined_plan", self._refined_plan)
@@ -340,9 +340,9 @@ def _growing(world_size: int) -> Any:
         steps: list[int] = []
         original = WarmUp.after_step
 
-        def after_step(warm_up: WarmUp) -> None:
+        def after_step(warm_up: WarmUp, **options: bool) -> None:
             steps.append(len(steps))
-            original(warm_up)
+            original(warm_up, **options)
 
         def wanted(engine: Engine) -> int:
             return 5000 if len(steps) >= 6 and engine.comm.rank == 0 else 0
