@@ -178,8 +178,8 @@ class ElixirStrategy(ProcessStrategy):
             gpu_margin_mem_ratio: auto: share of the GPU memory left beside rCache and activations that optimizer states
                 may take. Default: all of it.
             gpu_memory_limit: Plan as if each GPU had no more. On the CPU accelerator this limits the rCache.
-            cpu_memory_limit: Plan as if each host had no more. Without it, 2 GiB for each rank and a fiftieth of what is free
-                are kept back.
+            cpu_memory_limit: Plan as if each host had no more. Default: what is free, but for 2 GiB for each rank and a
+                fiftieth of it.
             nvme_offload_fraction: cpu, const: share of the masters and optimizer states in host memory, by elements,
                 that lives on NVMe instead; `HybridAdam` and `CPUAdam` only.
             nvme_offload_param_fraction: cpu, const: share of the parameters in host memory whose states are on NVMe,

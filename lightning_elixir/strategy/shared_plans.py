@@ -270,8 +270,8 @@ class Planner:
                 return better
             other = Alternative(
                 describe_placement(better.chunks, better.rcache_blocks, better.prefetch_depth),
-                f"not faster by {LEAST_GAIN:.0%}, which a move would have to be worth",
                 total_s,
+                f"not faster by {LEAST_GAIN:.0%}, which a move would have to be worth",
             )
             binding = f"what a move is worth: the fastest plan found would take {format_seconds(total_s)}"
             return with_times(current, now, binding, (other, *better.forecast.alternatives))
