@@ -76,7 +76,6 @@ def test_counters_that_a_user_resets_stay_positive(tmp_path: Path) -> None:
 def test_the_plan_of_the_warm_up_is_left_behind(tmp_path: Path) -> None:
     _, _, _, rows = _fit_logged(tmp_path, {**CHUNK, "gpu_memory_limit": "8MiB"}, UnforeseenNet, log_every_n_steps=1)
     assert float(rows[0]["elixir/fetches"]) > 0
-    assert float(rows[0]["elixir/cpu_param_bytes"]) > 0
     assert float(rows[-1]["elixir/fetches"]) == 0
     assert not float(rows[-1].get("elixir/cpu_param_bytes") or 0)
 
