@@ -119,6 +119,38 @@ class _Deferred:
 _DEFERRED = _Deferred()
 
 
+class DeferringLock:
+    """A lock inside which signals are deferred, so that what it guards is whole for this thread as for all others.
+
+    A thread may take it again inside: the garbage collector may come back to what it guards.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        _DEFERRED.__enter__()
+        try:
+            self._lock.acquire()
+        except BaseException as error:  # a second signal
+            _DEFERRED.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+        _DEFERRED.__exit__(kind, error, trace)
+
+
+def start(thread: threading.Thread) -> None:
+    """Start it. `Thread.start` waits for an `Event`, which is written in Python (Note: signals)."""
+    with deferred():
+        thread.start()
+
+
 class _Note:
     """The handler inside. Only the main thread knows of it."""
 
