@@ -208,6 +208,8 @@ class Held:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._turn.drop(self)
-        if self._is_whole:
-            deferred().__exit__(kind, error, trace)
+        try:
+            self._turn.drop(self)
+        finally:
+            if self._is_whole:
+                deferred().__exit__(kind, error, trace)
