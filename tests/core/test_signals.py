@@ -138,7 +138,7 @@ def test_the_second_signal_ends_the_wait_for_a_lock_and_defers_nothing_after_it(
             time.sleep(0.3)  # two that wait for their handler at the same time are one
             send()
 
-    holder = threading.Thread(target=hold)
+    holder = threading.Thread(target=hold, daemon=True)
     holder.start()
     is_taken.acquire()
     sender = threading.Thread(target=send_twice)
