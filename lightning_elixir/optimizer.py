@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_elixir.core.labels import label
-from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.execution import UpdateRecord, UpdateRunner, UpdateTimes
 from lightning_elixir.optim.own_steps import OwnStep
@@ -321,7 +320,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 result = closure()
         engine = self._engine
         # A step is done, or is not: half of it cannot be saved.
-        with label("step"), engine.telling(), engine.turn.phase("a step"), deferred():
+        with label("step"), engine.telling(), engine.turn.phase("a step"):
             self._step()
         return result
 

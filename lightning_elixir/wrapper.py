@@ -144,7 +144,7 @@ class ElixirModule(nn.Module):
     # they take from chunks is collective.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        with self.engine.turn.call("a copy"):
+        with self.engine.turn.long_call("a copy"):
             copied = copy.deepcopy(self.module, memo)
         without_hooks(self.module.modules(), memo)
         return copied

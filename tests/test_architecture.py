@@ -39,6 +39,34 @@ ARROWS: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 
+# Where signals are deferred: doors of the engine, and pieces below it that have to be whole (Note: signals). A call
+# that has the engine (`Turn.call`), a `DeferringLock` and a `Worker` need no row.
+DEFERRED = {
+    "checkpoint/writer.py": {"ShardWriter.__init__", "ShardWriter.__exit__"},
+    "core/signals.py": {"start"},
+    "core/worker.py": {"_Pool._help_to_end", "_Pool._help_to_begin", "_Pool.cancel", "_end"},
+    "runtime/backwards.py": {"Backwards.collect_grad", "Backwards.end", "Backwards.need"},
+    "runtime/engine.py": {"Engine.prepare_meeting", "Engine.replan"},
+    "runtime/forwards.py": {"Forwards.enter_module", "Forwards.exit_module"},
+    "runtime/param_reads.py": {"ParamReads.submit"},
+    "runtime/spans.py": {"Span.__enter__", "Span.__exit__"},
+    "runtime/turns.py": {"Held.__enter__", "Held.__exit__"},
+    "runtime/user_writes.py": {"UserWrites.resident"},
+    "stepping/scheduler.py": {"UpdateScheduler.step_promised"},
+    "storage/nvme/offload_file.py": {"OffloadFile.close"},
+    "storage/nvme/state_file.py": {"StateFile.close"},
+}
+# Their inner locks stay taken where a signal comes at the wrong moment.
+WRITTEN_IN_PYTHON = {
+    "Barrier",
+    "Condition",
+    "Event",
+    "Future",
+    "ProcessPoolExecutor",
+    "Semaphore",
+    "ThreadPoolExecutor",
+}
+
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 COLLECTIVES = re.compile(
     r"(all_reduce|all_gather|reduce|reduce_scatter|broadcast|scatter|gather|all_to_all)(_\w+)?"
@@ -128,6 +156,25 @@ def _uses_data_assignment(tree: ast.Module) -> Iterator[int]:
                 yield node.lineno
 
 
+def _uses_what_signals_break(tree: ast.Module) -> Iterator[int]:
+    for name, line in _imported(tree):
+        module, _, member = name.rpartition(".")
+        if module in ("threading", "concurrent.futures") and member in WRITTEN_IN_PYTHON:
+            yield line
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _dotted(node) in {f"threading.{each}" for each in WRITTEN_IN_PYTHON}:
+            yield node.lineno
+
+
+def _deferring(node: ast.AST, name: str = "") -> Iterator[str]:
+    """Functions that call `deferred`, as often as they do."""
+    for child in ast.iter_child_nodes(node):
+        is_named = isinstance(child, ast.FunctionDef | ast.ClassDef)
+        yield from _deferring(child, f"{name}.{child.name}".lstrip(".") if is_named else name)  # type: ignore[attr-defined]
+        if isinstance(child, ast.Call) and _dotted(child.func) == "deferred":
+            yield name
+
+
 def _uses_lightning(tree: ast.Module) -> Iterator[int]:
     yield from (line for name, line in _imported(tree) if name.partition(".")[0] in LIGHTNING)
 
@@ -173,6 +220,15 @@ def test_collectives_are_called_in_comm_and_checkpoint_io_alone() -> None:
 
 def test_data_is_assigned_where_chunks_bind_parameters_alone() -> None:
     assert _found(_uses_data_assignment, "runtime/chunk.py") == []
+
+
+def test_signals_are_deferred_at_the_doors_alone() -> None:
+    found = {name: set(_deferring(tree)) for name, tree in MODULES}
+    assert {name: doors for name, doors in found.items() if doors} == DEFERRED
+
+
+def test_no_thread_waits_for_what_a_signal_leaves_locked() -> None:
+    assert _found(_uses_what_signals_break) == []
 
 
 def test_package_has_no_assert() -> None:

@@ -14,11 +14,11 @@ import contextlib
 import ctypes
 import errno
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.storage.nvme import ALIGNMENT, NOT_OFFERED, aligned, aligned_memory, go_direct
 
 PIECE_BYTES = 4 * 2**20
@@ -69,9 +69,9 @@ class DirectFile:
         except BaseException:
             os.close(self._fd)
             raise
-        self._pool = ThreadPoolExecutor(NUM_PIECES, "elixir-checkpoint-write")
+        self._worker = Worker("elixir-checkpoint-write", num_threads=NUM_PIECES)
         self._pieces = [aligned_memory(PIECE_BYTES) for _ in range(NUM_PIECES)]
-        self._under_way: list[Future[None] | None] = [None] * NUM_PIECES
+        self._under_way: list[Task | None] = [None] * NUM_PIECES
         self._number = self._filled = 0  # of the piece that is being filled, and how far it is
 
     def write(self, data: Any) -> int:
@@ -120,23 +120,26 @@ class DirectFile:
 
     def abandon(self) -> None:
         """Let go of the file, whatever it holds."""
-        self._pool.shutdown(cancel_futures=True)
+        for task in self._under_way:
+            if task is not None:
+                task.cancel()
+        self._worker.wait()  # for what writes to the file
+        self._worker.close()
         with contextlib.suppress(OSError):
             os.close(self._fd)
         self._fd = -1
 
     def _wait(self, slot: int) -> None:
-        future, self._under_way[slot] = self._under_way[slot], None
-        if future is not None:
-            with deferred():  # `Future` is written in Python
-                future.result()
+        task, self._under_way[slot] = self._under_way[slot], None
+        if task is not None:
+            task.wait()
 
     def _send(self, nbytes: int) -> None:
         offset = self._number * PIECE_BYTES
         if offset + nbytes > self._reserved:
             self._reserve(nbytes)
         slot = self._number % NUM_PIECES
-        self._under_way[slot] = self._pool.submit(self._put, memoryview(self._pieces[slot])[:nbytes], offset)
+        self._under_way[slot] = self._worker.submit(partial(self._put, memoryview(self._pieces[slot])[:nbytes], offset))
 
     def _put(self, piece: memoryview, offset: int) -> None:
         done = 0

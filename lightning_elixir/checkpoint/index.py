@@ -15,7 +15,6 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -26,8 +25,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from lightning_elixir.checkpoint.boxes import Box, Extent, Shape, whole
 from lightning_elixir.checkpoint.folder import META_FILE, METADATA_FILE, restore_previous
-from lightning_elixir.core.signals import deferred
 from lightning_elixir.core.threads import default_num_threads
+from lightning_elixir.core.worker import Worker
 from lightning_elixir.errors import PlanError, StorageError
 
 _MOST_THREADS = 8
@@ -199,18 +198,29 @@ class CheckpointIndex:
             for task in tasks:
                 self._run(task)
             return
-        pool: ThreadPoolExecutor | None = None
+        left, has_failed = iter(tasks), False
+
+        def run() -> None:
+            nonlocal has_failed
+            try:
+                for task in left:
+                    if has_failed:
+                        return
+                    self._run(task)
+            except BaseException:
+                has_failed = True
+                raise
+
+        worker = Worker("elixir-checkpoint-read", num_threads=num_threads)
         try:
-            with deferred():  # the pool is written in Python
-                pool = ThreadPoolExecutor(num_threads, "elixir-checkpoint-read")
-                futures = [pool.submit(self._run, task) for task in tasks]
-            for future in futures:
-                with deferred():
-                    future.result()
+            for thread in [worker.submit(run) for _ in range(num_threads)]:
+                thread.wait()
+        except BaseException:
+            has_failed = True
+            raise
         finally:
-            with deferred():
-                if pool is not None:
-                    pool.shutdown(cancel_futures=True)
+            worker.wait()  # what is read goes to the caller's tensors
+            worker.close()
 
     def _run(self, task: _Task) -> None:
         stored = self._load(task.place)

@@ -20,7 +20,6 @@ import io
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,6 +44,7 @@ from lightning_elixir.checkpoint.boxes import Box, Extent, Shape, whole
 from lightning_elixir.checkpoint.direct_file import DirectFile, open_new
 from lightning_elixir.core.device import Device
 from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.errors import StorageError
 
 BOX_NUMEL = 4 * 2**20
@@ -85,16 +85,16 @@ class ShardWriter:
         self.written: list[Written] = []
         self._device = device
         self._free_files: SimpleQueue[tuple[str, Any]] = SimpleQueue()  # those that no thread writes to
-        self._under_way: deque[Future[None]] = deque()
+        self._under_way: deque[Task] = deque()
         self._most_under_way = num_files + 1
         self._buffers: list[Tensor] = []  # page-locked, free; never more than may be under way
         self._files: list[Any] = []
+        self._worker = Worker("elixir-checkpoint", num_threads=num_files)
         try:
             with deferred():
                 for path in self.paths:
                     self._files.append(open_new(path, past_cache=past_cache))
                     self._free_files.put((path.name, self._files[-1]))
-                self._pool = ThreadPoolExecutor(num_files, "elixir-checkpoint")
         except BaseException:
             self._leave(is_whole=False)
             raise
@@ -113,9 +113,16 @@ class ShardWriter:
         finally:
             with deferred():
                 try:
-                    self._pool.shutdown(cancel_futures=True)
+                    self._end_tasks()
                 finally:
                     self._leave(is_whole)
+
+    def _end_tasks(self) -> None:
+        """Drop what has not begun, wait for what has, and end the threads: the files are theirs until then."""
+        for task in self._under_way:
+            task.cancel()
+        self._worker.wait()
+        self._worker.close()
 
     def _leave(self, is_whole: bool) -> None:
         """Close all files. If they are not whole, an error is on its way already: an `OSError` here is not raised."""
@@ -198,15 +205,14 @@ class ShardWriter:
         finally:
             self._free_files.put((name, file))
 
-    def _submit(self, task: Callable[[], None]) -> None:
-        with deferred():  # the pool is written in Python
-            self._under_way.append(self._pool.submit(task))
+    def _submit(self, work: Callable[[], None]) -> None:
+        self._under_way.append(self._worker.submit(work))
 
     def _wait(self, num_left: int) -> None:
         """Until no more than so many are under way."""
         while len(self._under_way) > num_left:
-            with deferred():
-                self._under_way.popleft().result()
+            self._under_way[0].wait()
+            self._under_way.popleft()
 
 
 def _alone(value: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_elixir.core.host import cpu_model
-from lightning_elixir.core.signals import deferred
 
 log = logging.getLogger(__name__)
 
@@ -484,15 +483,9 @@ def working_on(device: torch.device) -> Iterator[None]:
 
 def beside_dispatch_modes() -> AbstractContextManager[Any]:
     """Inside, the dispatch modes that are on do not see what is done: selective activation checkpointing and counters
-    of operators are about the user's operators, and raise, or count, where ours come between. Where there are any,
-    signals wait: what one interrupted would leave them off."""
-    return _without_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-
-
-@contextmanager
-def _without_modes() -> Iterator[None]:
-    with deferred(), _disable_current_modes():
-        yield
+    of operators are about the user's operators, and raise, or count, where ours come between. To be used with signals
+    deferred: one that came inside would leave them off."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def release_cached_memory(device: torch.device) -> None:

@@ -33,7 +33,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.signals import start
 
 # How long to look for lost ranks. Ranks that compute at the time have not heard of a failure yet.
 _LONGEST_LOOK_S = 5.0
@@ -296,8 +296,7 @@ class Watch:
             daemon=True,
         )
         atexit.register(self._end)
-        with deferred():  # it waits for an `Event`, which is written in Python
-            self._thread.start()
+        start(self._thread)
 
     def stop(self) -> None:
         """Look no more."""

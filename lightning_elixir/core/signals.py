@@ -6,9 +6,27 @@ after it (a replica that comes, a task that is handed over, the begin and the en
 handlers in place takes some us, too much for what is done at every module; between `arm` and `disarm`, so in every
 forward and backward, they are in place and do nothing of their own, and `deferred` only counts.
 
+*Doors, not rooms.* It is deferred where the user's program comes in, and nothing inside needs to think of it:
+
+- a call that has the engine defers by that (`Turn.call`, and `Turn.phase` where it has no user code inside);
+- so do the events of hooks and autograd that come too often for a turn of their own, and the begin and end of spans;
+- what may last (`Turn.long_call`, `Turn.block`) does not: Ctrl-C is heard inside, and pieces are deferred there;
+- below the engine, what a lock guards is whole by that lock (`DeferringLock`), and threads are those of a `Worker`.
+
+`tests/test_architecture.py` lists all doors. Between them the user's program runs, or torch, and hears signals as it
+does without us.
+
+*Why handlers do not only take a note* that is looked at between events. Where the main thread is in the user's code (a
+long loop in a forward, an operator, a hang) or in one of our long calls (a state dict, a save, a wait for a disk), no
+event may come for minutes, so a handler must know whether it may raise at once. That takes a mark at every door, as
+here, and besides a point in every long loop and wait of ours at which a note is looked at, and a second kind of mark
+where even those must not raise (a step). Deferring is that without the points: the note is looked at where the
+outermost door is left. A handler could find out from the frames whether it is in our code; but `loss.backward()` is
+called from ours and runs for seconds, and handlers would have to stay in place while other programs set theirs.
+
 Between `deferred` blocks, what waits does so by acquiring a lock, which is done or is not: a lock's own `with` lets no
 handler run between taking it and the block. `Condition`, `Event` and `Future` do: a signal there leaves their inner
-lock taken for good. No thread that runs handlers waits for one.
+lock taken for good. No thread that runs handlers waits for one, and so the standard library's pools are not used.
 
 Seen with `Condition` and `Event` in place of plain locks: one hang in 50 to 110 interrupts.
 """
@@ -117,6 +135,38 @@ class _Deferred:
 
 
 _DEFERRED = _Deferred()
+
+
+class DeferringLock:
+    """A lock inside which signals are deferred, so that what it guards is whole for this thread as for all others.
+
+    A thread may take it again inside: the garbage collector may come back to what it guards.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        _DEFERRED.__enter__()
+        try:
+            self._lock.acquire()
+        except BaseException as error:  # a second signal
+            _DEFERRED.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+        _DEFERRED.__exit__(kind, error, trace)
+
+
+def start(thread: threading.Thread) -> None:
+    """Start it. `Thread.start` waits for an `Event`, which is written in Python (Note: signals)."""
+    with deferred():
+        thread.start()
 
 
 class _Note:

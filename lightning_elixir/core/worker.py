@@ -19,7 +19,7 @@ from functools import partial
 
 from lightning_elixir.core.device import Event
 from lightning_elixir.core.labels import label
-from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.signals import DeferringLock, deferred, start
 
 log = logging.getLogger(__name__)
 
@@ -86,19 +86,18 @@ class Task:
 
     def release(self) -> None:
         """A task that was submitted as held may begin. Waits for nothing."""
-        with deferred(), self._pool.lock:
+        with self._pool.lock:
             self._is_held = False
             self._pool.ring()
 
     def then(self, follower: Callable[[], None]) -> None:
         """Call it when the work is done, or has failed: on the thread that did it, before the task counts as over; or
         right here if that is past. It must not wait for the task, nor raise."""
-        with deferred():
-            with self._pool.lock:
-                if not self._is_over:
-                    self._followers.append(follower)
-                    return
-            follower()
+        with self._pool.lock:
+            if not self._is_over:
+                self._followers.append(follower)
+                return
+        follower()
 
     # For the pool
 
@@ -197,7 +196,7 @@ class _Pool:
 
     def __init__(self, context: Callable[[], AbstractContextManager[None]], most_in_flight: int) -> None:
         # Not a `Condition`, which a signal may leave locked: [Note: signals]
-        self.lock = threading.RLock()  # the garbage collector may call `stop` here
+        self.lock = DeferringLock()
         self._bells: list[threading.Lock] = []
         self._context = context
         self._most_in_flight = most_in_flight
@@ -229,7 +228,7 @@ class _Pool:
         return bell
 
     def add(self, task: Task) -> None:
-        with deferred(), self.lock:
+        with self.lock:
             if self._is_stopped:
                 raise RuntimeError("a worker that was closed, or has failed, takes no more tasks") from self._failure
             self._waiting.append(task)
@@ -308,7 +307,7 @@ class _Pool:
         """Have the threads end when all tasks are done. Waits for nothing: the garbage collector may call it."""
         if os.getpid() != self._process:
             return  # a fork has our lock, perhaps closed, and none of our threads
-        with deferred(), self.lock:
+        with self.lock:
             self._is_stopped = True
             self.ring()
 
@@ -316,13 +315,12 @@ class _Pool:
         """Have the tasks that are held, and what comes after them, fail: they will not be released any more."""
         if os.getpid() != self._process:
             return
-        with deferred():
-            while True:
-                with self.lock:
-                    held = next((t for t in self._waiting if t._is_held), None)
-                if held is None:
-                    return
-                held.cancel()
+        while True:
+            with self.lock:
+                held = next((t for t in self._waiting if t._is_held), None)
+            if held is None:
+                return
+            held.cancel()
 
     def serve(self) -> None:
         """What each thread does."""
@@ -468,7 +466,7 @@ class Worker:
         self._name = name
         self._num_threads = num_threads
         self._new_pool = partial(_Pool, context, most_in_flight)
-        self._change = threading.RLock()  # of pool and threads, while others may submit
+        self._change = DeferringLock()  # of pool and threads, while others may submit
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -500,12 +498,12 @@ class Worker:
                 thread waits for that, as one does for an event: what comes first may be something that the threads
                 themselves have to bring about. The end of the program drops it.
         """
-        with deferred(), self._change:
+        with self._change:
             if not self._threads:
                 self._pool.end_at_exit(self._threads, self._num_threads)
                 for number in range(self._num_threads):
                     thread = threading.Thread(target=self._pool.serve, name=f"{self._name}-{number}", daemon=True)
-                    thread.start()
+                    start(thread)
                     self._threads.append(thread)
             task = Task(self._pool, work, order, after, event, is_brief, is_held)
             self._pool.add(task)
@@ -521,7 +519,7 @@ class Worker:
 
     def rest(self) -> None:
         """Do what is left and end the threads; the next task starts new ones. Raises nothing."""
-        with deferred(), self._change:
+        with self._change:
             if not self._threads:
                 return
             pool, threads = self._pool, self._threads

@@ -39,7 +39,6 @@ from torch import Tensor
 
 from lightning_elixir.core.device import Device, Event, Uploads, working_on
 from lightning_elixir.core.labels import label
-from lightning_elixir.core.signals import deferred
 from lightning_elixir.core.worker import Task, Work, Worker
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk
@@ -239,7 +238,8 @@ class UpdateRunner:
         return has_gone_down
 
     def submit(self, job: ChunkUpdate, record: UpdateRecord, *, order: float = 0.0, after: Task | None = None) -> Task:
-        """Have one chunk updated, and its new values sent up; memory for streaming must have been reserved.
+        """Have one chunk updated, and its new values sent up; memory for streaming must have been reserved. To be
+        called with signals deferred, as it is in steps and at gradients.
 
         Args:
             job: What to do.
@@ -281,23 +281,23 @@ class UpdateRunner:
         after: Task | None,
         event: Event | None,
     ) -> Task:
-        """One task for each piece of the states, and one that is over after all of them."""
+        """One task for each piece of the states, and one that is over after all of them. With signals deferred: a task
+        that was held and is not noted would never be released."""
         has_landed = event is None or _has_come(event)
         pieces: list[tuple[Task, Visit]] = []
-        with deferred():  # a task that was held and is not noted would never be released
-            close: Work = partial(_close_visits, job, pieces)
-            whole = self._host.submit(close, order=order, is_brief=job.cast is None, is_held=True)
-            try:
-                for piece, updates in on_disk.pieces(job.updates):
-                    visit = on_disk.begin(piece, order, has_landed=has_landed)
-                    work: Work = partial(self._update_visited, replace(job, updates=updates, cast=None), visit, record)
-                    pieces.append((self._submit_visit(work, visit, order, after, event), visit))
-            except BaseException:
-                whole.cancel()
-                raise
-            self._visits[whole] = pieces
-            whole.then(partial(self._forget_visits, whole))
-            when_all_over([task for task, _ in pieces], whole.release)
+        close: Work = partial(_close_visits, job, pieces)
+        whole = self._host.submit(close, order=order, is_brief=job.cast is None, is_held=True)
+        try:
+            for piece, updates in on_disk.pieces(job.updates):
+                visit = on_disk.begin(piece, order, has_landed=has_landed)
+                work: Work = partial(self._update_visited, replace(job, updates=updates, cast=None), visit, record)
+                pieces.append((self._submit_visit(work, visit, order, after, event), visit))
+        except BaseException:
+            whole.cancel()
+            raise
+        self._visits[whole] = pieces
+        whole.then(partial(self._forget_visits, whole))
+        when_all_over([task for task, _ in pieces], whole.release)
         return whole
 
     def _forget_visits(self, whole: Task) -> None:

@@ -8,12 +8,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.worker import Worker
 from lightning_elixir.errors import StorageError
 from lightning_elixir.profiling.stopwatch import Stopwatch
 from lightning_elixir.storage.nvme.folders import problem_of_folder
@@ -113,7 +113,7 @@ class _ScratchFile:
         except BaseException:
             os.close(self._fd)
             raise
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="disk")
+        self._worker = Worker("disk", num_threads=_NUM_THREADS)
 
     def _go_direct(self) -> bool:
         """Leave out the page cache, if the file system can."""
@@ -144,15 +144,15 @@ class _ScratchFile:
                 if moved != _BLOCK_BYTES:
                     raise OSError(f"{moved} bytes moved instead of {_BLOCK_BYTES}")
 
-        with deferred():  # `Future` is written in Python
-            for result in [self._threads.submit(run, thread) for thread in range(_NUM_THREADS)]:
-                result.result()
+        for task in [self._worker.submit(partial(run, thread)) for thread in range(_NUM_THREADS)]:
+            task.wait()
 
     def __enter__(self) -> _ScratchFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._threads.shutdown()
+        self._worker.wait()  # for what uses the buffers
+        self._worker.close()
         os.close(self._fd)
         for buffer in self._buffers:
             buffer.close()

@@ -47,7 +47,7 @@ class Backwards:
 
     def note_outermost(self, grad: Tensor) -> None:
         """A bare `loss.backward()` has reached an output of the model."""
-        with self._engine.turn.phase("a backward"), deferred():
+        with self._engine.turn.phase("a backward"):
             if self._phases.current is Phase.IDLE:
                 self._begin(is_bare=True)
                 # On the outermost graph: from inside reentrant checkpointing it would fire at the nested end.
@@ -81,7 +81,7 @@ class Backwards:
         """The outermost backward has returned: reduce what is left. Collective."""
         if self._phases.current is not Phase.BACKWARD:
             return
-        with self._engine.telling():
+        with deferred(), self._engine.telling():
             self._end()
 
     def _end(self) -> None:
@@ -118,18 +118,17 @@ class Backwards:
         """Backward raised: its gradients are dropped. Those of earlier backwards stay if none of its have been added to
         them yet; otherwise they are lost, and `step` raises until `zero_grad` has dropped the rest."""
         engine = self._engine
-        with deferred():
-            engine.forwards.clear_frames()
-            self._release_pins()
-            try:
-                engine.reducer.abandon()
-                if engine.has_lost_gradients:
-                    engine.gradients.retire()
-                engine.iterations.abandon()
-            except Exception:
-                self._phases.leave()
-                raise
-            self._phases.leave()  # last: after a second Ctrl-C, what comes next does all of this again
+        engine.forwards.clear_frames()
+        self._release_pins()
+        try:
+            engine.reducer.abandon()
+            if engine.has_lost_gradients:
+                engine.gradients.retire()
+            engine.iterations.abandon()
+        except Exception:
+            self._phases.leave()
+            raise
+        self._phases.leave()  # last: after a second Ctrl-C, what comes next does all of this again
 
     @property
     def is_stale(self) -> bool:
@@ -151,7 +150,8 @@ class Backwards:
         """Backward needs elements of a chunk, for a tensor that autograd has saved."""
         if self._phases.current is Phase.CLOSED:
             raise StateError("backward needs parameters of an engine that was closed")
-        self._engine.acquire((chunk.id,), pin=False)
+        with deferred():
+            self._engine.acquire((chunk.id,), pin=False)
 
     def collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
         """Autograd has put a gradient down at a parameter."""

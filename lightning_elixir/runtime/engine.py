@@ -304,7 +304,7 @@ class Engine:
             StateError: Inside forward or backward.
             DivergenceError: If the ranks are at different points.
         """
-        use = self.turn.block if meeting.has_user_code else self.turn.call
+        use = self.turn.block if meeting.has_user_code else self.turn.long_call
         with use(meeting.call.words):
             with self.telling():
                 self.prepare_meeting(meeting)
@@ -320,9 +320,9 @@ class Engine:
             StateError: Inside forward or backward.
         """
         self.phases.check_open()
-        self.leave_stale()
-        self.phases.check_idle(meeting.call.words, "call it when that has returned")
         with deferred():
+            self.leave_stale()
+            self.phases.check_idle(meeting.call.words, "call it when that has returned")
             self.writes.absorb()
             if meeting is not Meeting.GRADIENTS:  # which looks at one of them
                 self.gradients.absorb()
@@ -500,7 +500,7 @@ class Engine:
         Raises:
             StateError: Another thread trains.
         """
-        with self.turn.call("close()"), deferred():
+        with self.turn.call("close()"):
             if not self._is_freed:
                 self._is_freed = True
                 self._close()
@@ -535,7 +535,7 @@ class Engine:
         Args:
             has_met: Whether the ranks have come together for it.
         """
-        with self.turn.call(Meeting.STATE_DICT.call.words):
+        with self.turn.long_call(Meeting.STATE_DICT.call.words):
             self.check_whole()
             if self.phase is Phase.IDLE:
                 self.writes.absorb()

@@ -167,12 +167,11 @@ class Forwards:
 
     def abort(self) -> None:
         """The forward was ended by an error, or cut short before its end was noted."""
-        with deferred():
-            self.clear_frames()
-            self._is_implicit = False
-            self._engine.active.rcache.unpin_all()
-            self._close_region()
-            self._engine.iterations.abandon()
+        self.clear_frames()
+        self._is_implicit = False
+        self._engine.active.rcache.unpin_all()
+        self._close_region()
+        self._engine.iterations.abandon()
 
     def _close_region(self) -> None:
         hooks, self._region_hooks = self._region_hooks, None
@@ -204,7 +203,8 @@ class Forwards:
                 self.enter_module(module, inputs)
             return
         if self._phases.is_interrupted:
-            self._engine.leave_interrupted()
+            with deferred():
+                self._engine.leave_interrupted()
         if self._frames:
             above = self._frames[-1]
             if id(module) in above.covered and self._saves_through_us():

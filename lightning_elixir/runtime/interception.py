@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.shard_segments import segment_of, segments_of
 from lightning_elixir.runtime import released
@@ -204,10 +203,9 @@ class Interception:
             return self._assign_data(args[0], args[1])
         if engine.is_computing:
             return self._call_in_compute(func, args, kwargs, ids)
-        with deferred():  # it has no end that a later one could make up for
-            result = self._call_between_steps(func, args, kwargs, managed, ids)
-            for chunk_id in ids:
-                self._aliases.note(self._chunks[chunk_id], result)
+        result = self._call_between_steps(func, args, kwargs, managed, ids)
+        for chunk_id in ids:
+            self._aliases.note(self._chunks[chunk_id], result)
         if func == released.COPY and engine.home_of(args[0]) is not None:
             self._write_master(args[0], args[1] if len(args) > 1 else kwargs["src"])
         return result

@@ -58,7 +58,7 @@ class Phases:
             held: The turn, not taken yet.
         """
         if self._held is None:
-            held.__enter__()
+            held.take()
             self._held = held
         self._num_interruptions = num_interruptions()
         self._is_armed = self._is_armed or arm()
@@ -72,7 +72,7 @@ class Phases:
             self.current = Phase.IDLE
         held, self._held = self._held, None
         if held is not None:
-            held.__exit__()
+            held.drop()
 
     def close(self, why: str | None = None) -> None:
         """For good.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
-from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import Plan
@@ -79,8 +78,7 @@ class Residency:
         """
         if is_traced and held is None and self._rcache.serve(tuple(dict.fromkeys(ids)), pin=pin):
             return False
-        with deferred():  # what the rCache counts as resident is there, and nothing else
-            return self._acquire(ids, pin, held, is_traced)
+        return self._acquire(ids, pin, held, is_traced)
 
     def _acquire(self, ids: Sequence[int], pin: bool, held: Collection[int] | None, is_traced: bool) -> bool:
         rcache = self._rcache

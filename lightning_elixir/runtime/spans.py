@@ -1,4 +1,4 @@
-"""Contexts that begin and end something with signals deferred, and handle them inside."""
+"""Contexts of forwards and backwards, and of the hooks for tensors that these save."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Span:
 
 
 class Packing:
-    """Hooks for saved tensors, on inside.
+    """Hooks for saved tensors, on inside; in a call that has signals deferred.
 
     Args:
         enter: Enters them; None: there are none to enter.
@@ -77,15 +77,9 @@ class Packing:
         self._hooks: ThreadHooks | None = None
 
     def __enter__(self) -> None:
-        try:
-            with deferred():
-                self._hooks = self._enter()
-        except BaseException:
-            self.__exit__()
-            raise
+        self._hooks = self._enter()
 
     def __exit__(self, *error: object) -> None:
-        with deferred():
-            hooks, self._hooks = self._hooks, None
-            if hooks is not None:
-                hooks.__exit__()
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__()

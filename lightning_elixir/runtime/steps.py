@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.types import AccessTrace, Plan
 from lightning_elixir.runtime.agreement import Meeting
@@ -141,7 +140,7 @@ class Steps:
             StateError: Updates have begun with these gradients.
         """
         engine = self._engine
-        with engine.turn.call("zero_grad()"), deferred():
+        with engine.turn.call("zero_grad()"):
             engine.leave_stale()
             engine.leave_hooks()
             engine.check_whole()

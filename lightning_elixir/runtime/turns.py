@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import enum
 import threading
+from types import TracebackType
 from typing import NoReturn
 
 import torch
 
+from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StateError
 
 _CURE = (
@@ -63,7 +65,8 @@ class Turn:
         return self._owner is not None and self._owner is self._thread()
 
     def call(self, what: str) -> Held:
-        """Inside, have the engine for one call between steps, or inside a phase of this thread's.
+        """Inside, have the engine for one call between steps, or inside a phase of this thread's. Signals wait for its
+        end.
 
         Args:
             what: For the error: "state_dict()".
@@ -74,13 +77,18 @@ class Turn:
         """
         return Held(self, what, _Use.CALL)
 
+    def long_call(self, what: str) -> Held:
+        """As `call`, for what may last: signals are handled inside, but where that is deferred."""
+        return Held(self, what, _Use.CALL, is_whole=False)
+
     def block(self, what: str) -> Held:
-        """As `call`, with user code inside."""
-        return Held(self, what, _Use.BLOCK)
+        """As `long_call`, with user code inside."""
+        return Held(self, what, _Use.BLOCK, is_whole=False)
 
     def phase(self, what: str, *, is_of_trainer: bool = True, may_be_of_trainer: bool = True) -> Held:
-        """Inside, have the engine for a forward, a backward or a step. It may end in another thread, since autograd
-        ends a backward on one of its own.
+        """Inside, have the engine for a step, or for the begin of a forward or a backward; signals wait for the end of
+        that. A phase with user code inside takes it (`Held.take`) and drops it when it ends, which may be in another
+        thread, since autograd ends a backward on one of its own.
 
         Args:
             what: For the error: "a forward".
@@ -158,23 +166,50 @@ class Turn:
 class Held:
     """The engine, for one use: see `Turn.call`. A class, since parameters are touched often."""
 
-    __slots__ = ("_turn", "is_of_trainer", "may_be_of_trainer", "use", "what")
+    __slots__ = ("_is_whole", "_turn", "is_of_trainer", "may_be_of_trainer", "use", "what")
 
     def __init__(
-        self, turn: Turn, what: str, use: _Use, is_of_trainer: bool = False, may_be_of_trainer: bool = False
+        self,
+        turn: Turn,
+        what: str,
+        use: _Use,
+        is_of_trainer: bool = False,
+        may_be_of_trainer: bool = False,
+        *,
+        is_whole: bool = True,
     ) -> None:
         self._turn = turn
         self.what = what
         self.use = use
         self.is_of_trainer = is_of_trainer
         self.may_be_of_trainer = may_be_of_trainer
+        self._is_whole = is_whole
 
-    def __enter__(self) -> None:
+    def take(self) -> None:
+        """Have it until `drop`."""
         try:
             self._turn.take(self)
         except BaseException:  # a signal may have come when it had taken it
             self._turn.drop(self)
             raise
 
-    def __exit__(self, *error: object) -> None:
+    def drop(self) -> None:
         self._turn.drop(self)
+
+    def __enter__(self) -> None:
+        try:
+            self._turn.take(self)  # which may wait for another thread, and hears signals meanwhile
+            if self._is_whole:
+                deferred().__enter__()
+        except BaseException:
+            self._turn.drop(self)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._turn.drop(self)
+        finally:
+            if self._is_whole:
+                deferred().__exit__(kind, error, trace)

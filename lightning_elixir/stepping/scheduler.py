@@ -208,9 +208,8 @@ class UpdateScheduler:
         landed, record = self._engine.reducer.landing.end_of(chunk.id), UpdateRecord()
         updates = self._describer.ahead(chunk, members)
         job = ChunkUpdate(updates, chunk.spec.is_update_streamed, () if landed is None else (landed,))
-        with deferred():  # one that runs and is not noted could not be dropped
-            task = self._runner.submit(job, record, order=len(self._speculation))
-            self._speculation.add(chunk.id, Begun(way, updates, task, record))
+        task = self._runner.submit(job, record, order=len(self._speculation))
+        self._speculation.add(chunk.id, Begun(way, updates, task, record))
 
     def _can_speculate(self, chunk: Chunk, members: set[int]) -> bool:
         """Whether the chunk's next update can be described already, into spare states that are there."""

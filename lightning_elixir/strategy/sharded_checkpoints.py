@@ -26,7 +26,7 @@ from lightning_elixir.checkpoint.consolidate import OWN_KEY
 from lightning_elixir.checkpoint.writer import Contents
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.random_states import capture_random_states, restore_random_states
-from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.signals import start
 from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import DivergenceError, PeerLostError, StateError
@@ -224,8 +224,7 @@ class _Commit:
         self._running = threading.Lock()
         self._running.acquire()
         self._thread = threading.Thread(target=self._run, name="elixir-checkpoint")  # the process waits for it
-        with deferred():  # it waits for an `Event`, which is written in Python
-            self._thread.start()
+        start(self._thread)
 
     def join(self) -> None:
         """Wait for its end, whatever that is."""

@@ -135,7 +135,7 @@ def test_an_interrupted_read_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     def copy(*arguments: Any) -> None:
         calls[0] += 1
         if calls[0] == 5:
-            signal.raise_signal(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.05)
         original(*arguments)
 

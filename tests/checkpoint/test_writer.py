@@ -139,13 +139,13 @@ def test_ctrl_c_while_it_ends_leaves_no_file_open(
     def write(is_failing: bool) -> None:
         with ShardWriter(tmp_path, 0, CpuDevice(), num_files=3, past_cache=past_cache) as writer:
             _add_runs(writer, _values())
-            shutdown = writer._pool.shutdown
+            close = writer._worker.close
 
-            def interrupted(**options: Any) -> None:
+            def interrupted() -> None:
                 signal.raise_signal(signal.SIGINT)
-                shutdown(**options)
+                close()
 
-            monkeypatch.setattr(writer._pool, "shutdown", interrupted)
+            monkeypatch.setattr(writer._worker, "close", interrupted)
             if is_failing:
                 raise OSError
 

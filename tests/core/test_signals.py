@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.signals import DeferringLock, deferred
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +105,64 @@ def test_signals_without_a_handler_and_other_threads_are_left_alone() -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert found == [signal.getsignal(signal.SIGINT)]
+
+
+def test_what_a_lock_guards_is_whole() -> None:
+    lock, done = DeferringLock(), []
+
+    def work() -> None:
+        with lock:
+            with lock:  # as the garbage collector may
+                send()
+            done.append("work")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["work"]
+    assert _is_free(lock)
+
+
+def test_the_second_signal_ends_the_wait_for_a_lock_and_defers_nothing_after_it() -> None:
+    lock, done = DeferringLock(), []
+    is_taken, may_go = threading.Lock(), threading.Lock()
+    is_taken.acquire()
+    may_go.acquire()
+
+    def hold() -> None:
+        with lock:
+            is_taken.release()
+            may_go.acquire()
+
+    def send_twice() -> None:
+        for _ in range(2):
+            time.sleep(0.3)  # two that wait for their handler at the same time are one
+            send()
+
+    holder = threading.Thread(target=hold, daemon=True)
+    holder.start()
+    is_taken.acquire()
+    sender = threading.Thread(target=send_twice)
+    sender.start()
+    try:
+        with pytest.raises(KeyboardInterrupt), lock:
+            done.append("inside")
+        assert done == []
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        sender.join()
+        may_go.release()
+        holder.join()
+    assert _is_free(lock)
+
+
+def _is_free(lock: DeferringLock) -> bool:
+    found = []
+
+    def take() -> None:
+        with lock:
+            found.append(True)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    thread.join(20)
+    return bool(found)

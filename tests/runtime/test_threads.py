@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +69,65 @@ def test_a_signal_while_the_engine_is_taken_locks_no_thread_out() -> None:
         if is_through:
             break
     assert moment > 5
+
+
+@pytest.mark.parametrize(
+    ("use", "is_whole"),
+    [("call", True), ("phase", True), ("long_call", False), ("block", False), ("taken", False)],
+)
+def test_signals_wait_for_the_end_of_a_call_and_not_for_user_code(use: str, is_whole: bool) -> None:
+    turn, reached = turns.Turn(is_shared=False), []
+
+    def run() -> None:
+        if use == "taken":  # as a forward has it while the user's modules run
+            turn.phase("a forward").take()
+            signal.raise_signal(signal.SIGINT)
+        else:
+            with getattr(turn, use)("a use"):
+                signal.raise_signal(signal.SIGINT)
+                reached.append(turn.is_mine())
+        reached.append(None)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert reached == ([True] if is_whole else [])
+    assert turn.is_mine() == (use == "taken")
+
+
+def test_ctrl_c_ends_the_wait_for_the_call_of_another_thread() -> None:
+    turn = turns.Turn(is_shared=False)
+    has_it, may_go = threading.Lock(), threading.Lock()
+    has_it.acquire()
+    may_go.acquire()
+
+    def use() -> None:
+        with turn.call("a call"):
+            has_it.release()
+            may_go.acquire(timeout=30)
+
+    def interrupt() -> None:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    others = [threading.Thread(target=use, daemon=True), threading.Thread(target=interrupt, daemon=True)]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        others[0].start()
+        has_it.acquire()
+        others[1].start()
+        with pytest.raises(KeyboardInterrupt), turn.call("a call of this thread"):
+            pass
+        assert others[0].is_alive()  # it has not been waited for
+    finally:
+        signal.signal(signal.SIGINT, before)
+        may_go.release()
+        for other in others:
+            other.join()
+    assert not turn.is_mine()
 
 
 def test_a_monitor_reads_parameters_all_the_time() -> None:

@@ -16,7 +16,6 @@ A request is an `Event`: a task of a `Worker` can be told to begin when it is ov
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.core.device import Device
-from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.signals import DeferringLock, deferred
 from lightning_elixir.errors import PlanError, StateError, StorageError
 from lightning_elixir.storage.nvme.checksums import Checksums
 from lightning_elixir.storage.nvme.direct import DirectBackend, aligned_part
@@ -69,7 +68,7 @@ class OffloadFile:
         self._backend = backend
         self._device = device
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = DeferringLock()
         self._requests: list[Request] = []
         self._is_closed = False
         self._stats = OffloadStats()
@@ -178,7 +177,7 @@ class OffloadFile:
         what = f"{'writing' if is_write else 'reading'} region {region}"
         self._check_tensor(what, region, tensor, offset)
         transfer = Transfer(is_write, region, offset, tensor.detach(), will_write, order)
-        with deferred(), self._lock:  # pieces of which no later request knows could overtake it
+        with self._lock:  # pieces of which no later request knows could overtake it
             self._check_usable()
             request = Request(self._backend.submit(transfer), self.path, what)
             self._requests = [r for r in self._requests if r.needs_care]

@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.signals import DeferringLock, deferred
 from lightning_elixir.errors import StateError, StorageError
 from lightning_elixir.plan.memory import nvme_buffers
 from lightning_elixir.storage.nvme.folders import check_folder, temporary_folder
@@ -239,12 +239,11 @@ class Visit:
 
     def then(self, follower: Callable[[], None]) -> None:
         """Call it when this is over, on whatever thread finds out; or right here. It must not wait, nor raise."""
-        with deferred():
-            with self._file._lock:
-                if not self._has_come:
-                    self._followers.append(follower)
-                    return
-            follower()
+        with self._file._lock:
+            if not self._has_come:
+                self._followers.append(follower)
+                return
+        follower()
 
     def end(self) -> None:
         """Begin to write all parts back; `tensors` are of no use afterwards.
@@ -278,7 +277,7 @@ class StateFile:
         self._num_buffers, most_bytes = nvme_buffers(s.buffer_bytes() for s in visited.values())
         self._piece_numel = {chunk_id: spec.piece_numel(most_bytes) for chunk_id, spec in visited.items()}
         self._buffer_bytes = max((s.buffer_bytes(self._piece_numel[i]) for i, s in visited.items()), default=0)
-        self._lock = threading.RLock()  # what is called when a transfer is over may begin others that are over at once
+        self._lock = DeferringLock()  # what is called when a transfer is over may begin others that are over at once
         self._free: list[Tensor] = []
         self._num_made = 0
         self._waiting: list[Visit] = []
@@ -408,7 +407,7 @@ class StateFile:
         if grad_itemsize:
             nbytes[GRAD] = piece.numel * grad_itemsize
         visit = Visit(self, chunk_id, piece, nbytes, order)
-        with deferred(), self._lock:
+        with self._lock:
             self._note_time()
             self._waiting.append(visit)
             self._go_on()
@@ -525,7 +524,7 @@ class StateFile:
             self._give_back(visit)
 
     def _write_back(self, visit: Visit) -> None:
-        with deferred(), self._lock:
+        with self._lock:
             self._note_time()
             if visit._is_over:
                 return
@@ -552,7 +551,7 @@ class StateFile:
             self._give_back(visit)
 
     def _drop(self, visit: Visit) -> None:
-        with deferred(), self._lock:
+        with self._lock:
             self._note_time()
             if visit._is_over:
                 return
@@ -577,7 +576,7 @@ class StateFile:
 
     def _fail(self, error: BaseException) -> None:
         """Nothing that is here can be relied on any more."""
-        with deferred(), self._lock:
+        with self._lock:
             self._failure = self._failure or _as_error(error)
             self._go_on()
 

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lightning_elixir.core.signals import deferred
 from lightning_elixir.core.worker import Task
 from lightning_elixir.errors import StorageError
 
@@ -97,11 +96,10 @@ def when_all_over(ones: Sequence[Task | Request], follower: Callable[[], None]) 
         if is_last:
             follower()
 
-    with deferred():
-        for one in ones:
-            one.then(count)
-        if not ones:
-            follower()
+    for one in ones:
+        one.then(count)
+    if not ones:
+        follower()
 
 
 class Request:
