@@ -31,6 +31,18 @@ def parse_bytes(size: int | str) -> int:
     return int(float(match["amount"]) * _UNITS[match["unit"]])
 
 
+def option_bytes(name: str, size: int | str | None) -> int | None:
+    """What an option of that name was given as a size; None where it was not given.
+
+    Raises:
+        PlanError: As `parse_bytes`, naming the option.
+    """
+    try:
+        return None if size is None else parse_bytes(size)
+    except PlanError as error:
+        raise PlanError(f"{name}: {error}") from None
+
+
 def format_bytes(value: int, *, is_rounded_up: bool = False) -> str:
     """1536 -> "1.5 KiB"; rounded up where it is said what would be enough."""
     amount = float(value)

@@ -46,7 +46,7 @@ from lightning_elixir.plan.fallbacks import needs_disk
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan, UpdateTiming
-from lightning_elixir.profiling.measured_hardware import profile_hardware, with_disk_rates
+from lightning_elixir.profiling.measured_hardware import HardwareProbe
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.storage.nvme import is_in_memory
 from lightning_elixir.strategy.config import (
@@ -379,16 +379,16 @@ class ElixirStrategy(ProcessStrategy):
         is_searched = config.is_placement_searched
         disk = config.nvme_offload_dir if is_searched else None
         known = given or self._hardware
+        ranks_here = max(1, self.num_processes)
+        probe = HardwareProbe(device=device, comm=self._comm, local_world_size=ranks_here, nvme_dir=disk)
         is_wanted = is_training and (is_searched or config.report_dir is not None)
         if known is None and is_wanted and device.type != "cpu":
-            known = profile_hardware(
-                device=device, comm=self._comm, local_world_size=max(1, self.num_processes), nvme_dir=disk
-            )
+            known = probe.find().spec
         elif known is None and (is_wanted or disk is not None):
             known = HardwareSpec.nominal(config.gpu_limit_bytes)
         if known is None or disk is None or known.nvme_adam_numel_per_s is not None:
             return known
-        return with_disk_rates(known, disk, self._comm, device=device, local_world_size=max(1, self.num_processes))
+        return probe.with_disk_rates(known)
 
     def _build(self, module: LightningModule, options: BuildOptions, is_training: bool) -> EngineHandle:
         plugin, config = self.precision_plugin, self._config
@@ -530,13 +530,7 @@ class ElixirStrategy(ProcessStrategy):
         self._elixir_optimizer = ElixirOptimizer(
             self._engine,
             optimizer,
-            initial_scale=config.initial_scale,
-            min_scale=config.min_scale,
-            max_scale=config.max_scale,
-            growth_factor=config.growth_factor,
-            backoff_factor=config.backoff_factor,
-            growth_interval=config.growth_interval,
-            hysteresis=config.hysteresis,
+            **config.loss_scaling(),
             init_step=config.init_step,
             num_update_threads=None if self._threads is None else self._threads.num_update_threads,
         )

@@ -202,7 +202,7 @@ _UPDATES = (
         "updates",
         "silent",
         "optim/scaling.py",
-        "            self._growth_tracker = 0\n            self._hysteresis_tracker = self.hysteresis\n",
+        "            self._growth_tracker = 0\n            self._hysteresis_tracker = self.options.hysteresis\n",
         "            self._growth_tracker = 0\n",
         "With hysteresis, the loss scale backs off at the first overflow after it has grown.",
     ),
