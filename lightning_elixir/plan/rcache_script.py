@@ -43,8 +43,7 @@ def rcache_script(plan: Plan, trace: AccessTrace) -> RCacheScript:
         plan: Chunks, tiers and rCache.
         trace: What the step touches; the rCache knows it.
     """
-    cost_blocks = {c.id: plan.blocks_of(c.id) for c in plan.chunks if not c.is_persistent}
-    rcache = RCache(cost_blocks, plan.rcache_blocks, plan.prefetch_depth)
+    rcache = RCache.of(plan)
     policy = CachePolicy(trace)
     accesses = _step(plan, trace, rcache, policy)
     if any(not c.is_persistent and not c.requires_grad for c in plan.chunks):

@@ -57,8 +57,7 @@ class _Run:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        cost_blocks = {c.id: plan.blocks_of(c.id) for c in plan.chunks if not c.is_persistent}
-        self.rcache = RCache(cost_blocks, plan.rcache_blocks, plan.prefetch_depth)
+        self.rcache = RCache.of(plan)
         self.outdated: set[int] = set()  # whole shards of which only the own slice has seen the last step
         self.h2d_bytes = self.d2h_bytes = self.gathered_bytes = 0
         self.resident_bytes = self.peak_bytes = 0
