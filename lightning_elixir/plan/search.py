@@ -432,7 +432,8 @@ class _LayoutSearch(Space):
         if kept:
             parts.append(f"parameters {format_bytes(kept)}")
         parts.append(f"activations and other data {format_bytes(other)}")
-        cures = [f"{format_bytes(needed - limit, is_rounded_up=True)} more GPU memory"]
+        words = self.problem.budget.words
+        cures = [f"{format_bytes(needed - limit, is_rounded_up=True)} {words.more}"]
         share = 100 * (limit - needed + other) // other if other else 0
         if share >= _LEAST_ACTIVATIONS:
             how = "" if self.profile.is_recomputing else ", or activation checkpointing"
@@ -440,7 +441,7 @@ class _LayoutSearch(Space):
         if needed - limit <= placer.saved_by_smaller_chunks(smallest, blocks):
             cures.append("a smaller chunk_size")
         return CapacityError(
-            f"GPU memory: even with as much as possible beside it, a rank needs {format_bytes(needed)}"
+            f"{words.memory}: even with as much as possible beside it, a rank needs {format_bytes(needed)}"
             f" ({'; '.join(parts)}), but there are {format_bytes(limit)}. What would fit: {', or '.join(cures)}.",
             resource="GPU",
             lacking_bytes=needed - limit,
@@ -458,14 +459,14 @@ class _LayoutSearch(Space):
         whole = 0 if problem.request.distributed_storage else use.host_param_bytes
         if limit > whole:
             hosts = math.ceil((use.host_bytes - whole) * problem.world_size / (limit - whole))
-            cures.append(f"{hosts} GPUs on as many hosts")
+            cures.append(f"{hosts} {problem.budget.words.devices} on as many hosts")
         on_nvme = self._nvme_bytes(chunks)
         if on_nvme is not None:
             cures.append(f"{format_bytes(on_nvme, is_rounded_up=True)} of NVMe for each rank's optimizer states")
         return CapacityError(
-            f"host memory: with as much on the GPU as it holds, each rank still needs {format_bytes(use.host_bytes)} on"
-            f" the host ({host_parts(use)}), but there are {format_bytes(limit)}. What would fit:"
-            f" {', or '.join(cures)}.",
+            f"host memory: with as much on the {problem.budget.words.device} as it holds, each rank still needs"
+            f" {format_bytes(use.host_bytes)} on the host ({host_parts(use)}), but there are {format_bytes(limit)}."
+            f" What would fit: {', or '.join(cures)}.",
             resource="host",
             lacking_bytes=lacking,
         )
