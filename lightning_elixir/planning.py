@@ -16,19 +16,19 @@ from lightning_elixir.core.device import current_device_memory_bytes, make_devic
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.device_words import DeviceWords
-from lightning_elixir.plan.fallbacks import plan_with_fallbacks
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.plan.packing import DEFAULT_N_GRIDS, ChunkSizes, PackedChunk
-from lightning_elixir.plan.placement import Layout, place
+from lightning_elixir.plan.placing.fallbacks import plan_with_fallbacks
+from lightning_elixir.plan.placing.placement import Layout, place
+from lightning_elixir.plan.placing.search import distance, search, with_forecast
+from lightning_elixir.plan.placing.space import Candidate
+from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import DEFAULT_PREFETCH_DEPTH, PlacementRequest, Problem
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.search import distance, search, with_forecast
-from lightning_elixir.plan.space import Candidate
-from lightning_elixir.plan.structure import structural_profile
-from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
+from lightning_elixir.plan.simulator.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import ALIGN_NUMEL, ParamSpec, Plan, UpdateTiming
 from lightning_elixir.plan.units import option_bytes
 from lightning_elixir.profiling.fake_step import StepFn, profile_memory

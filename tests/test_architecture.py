@@ -166,6 +166,22 @@ def test_every_arrow_is_used() -> None:
     ] == []
 
 
+def test_arrows_within_plan() -> None:
+    """What is in its folders is used by those alone that stand above them, and through one module each."""
+    allowed = {"simulator": set(), "placing": {"simulator.timeline"}}
+    wrong = []
+    for name, tree in MODULES:
+        room, *folders, _ = name.split("/") if "/" in name else (name, "")
+        if room == "plan":
+            own = folders[0] if folders else ""
+            for imported, line in _imported(tree):
+                folder, _, module = imported.removeprefix("lightning_elixir.plan.").partition(".")
+                inside = f"{folder}.{module.partition('.')[0]}"
+                if folder in allowed and folder != own and inside not in allowed.get(own, ()):
+                    wrong.append(f"{name}:{line} imports {imported}")
+    assert wrong == []
+
+
 def test_plan_imports_the_standard_library_alone() -> None:
     allowed = sys.stdlib_module_names | {"lightning_elixir"}
     modules = [module for module in MODULES if _room(module[0]) in ("plan", "errors")]

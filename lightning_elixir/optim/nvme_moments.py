@@ -16,7 +16,7 @@ from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.optim.adam import AdamHyper, Operands, adam_update_
 from lightning_elixir.optim.memory_order import flattened, memory_order, unflattened, write_back
 from lightning_elixir.optim.nvme_states import NvmeStates, Part
-from lightning_elixir.plan.placement import check_fraction
+from lightning_elixir.plan.units import check_fraction
 from lightning_elixir.storage.nvme import BACKENDS, MOMENTS, is_in_memory, temporary_folder
 
 logger = logging.getLogger(__name__)

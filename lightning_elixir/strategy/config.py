@@ -14,11 +14,10 @@ from lightning_elixir.optim.scaling import LossScaling
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware
 from lightning_elixir.plan.io import load_plan
 from lightning_elixir.plan.packing import DEFAULT_N_GRIDS, ChunkSizes
-from lightning_elixir.plan.placement import check_fraction
 from lightning_elixir.plan.problem import DEFAULT_PREFETCH_DEPTH, PlacementRequest
 from lightning_elixir.plan.selection import Entry, entries_of
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.plan.units import option_bytes
+from lightning_elixir.plan.units import check_fraction, option_bytes
 
 PolicyName = Literal["auto", "cpu", "cuda", "const", "static"]
 TimingName = Literal["auto", "after_backward", "behind_forward", "inside_backward"]

@@ -42,8 +42,8 @@ from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optim import HybridAdam
-from lightning_elixir.plan.fallbacks import needs_disk
 from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.profiling.measured_hardware import HardwareProbe

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_elixir._lightning import GradientAccumulationScheduler, LightningModule, Trainer
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.timeline import Timeline
+from lightning_elixir.plan.simulator.timeline import Timeline
 from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.report import ReportData
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor

@@ -23,7 +23,7 @@ from lightning_elixir.plan.kept_dtypes import with_kept
 from lightning_elixir.plan.memory import Budget, memory_use
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.timeline import Timeline, scheme_of
+from lightning_elixir.plan.simulator.timeline import Timeline, scheme_of
 from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.planning import make_plan, param_specs, timeline_of

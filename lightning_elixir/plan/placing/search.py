@@ -1,16 +1,16 @@
 """The search: chunk size, rCache, tiers and update sites with the least predicted step time within the limits.
 
-Every candidate is a whole plan that is simulated (`plan/timeline.py`), so that what is compared is what the runtime
-would do. Candidates come from a grid of shares and a climb from its best point: how many chunks keep everything on the
-GPU, how many only their parameters, which ones, how many of the host's updates are streamed to the GPU, and how far
-ahead chunks are fetched. The rCache takes what memory is left. Everything is deterministic.
+Every candidate is a whole plan that is simulated (`plan/simulator/timeline.py`), so that what is compared is what the
+runtime would do. Candidates come from a grid of shares and a climb from its best point: how many chunks keep everything
+on the GPU, how many only their parameters, which ones, how many of the host's updates are streamed to the GPU, and how
+far ahead chunks are fetched. The rCache takes what memory is left. Everything is deterministic.
 
 Where updates need the norm of all gradients, plans with spare states for as many chunks as the host has memory for are
-searched as well; in the fastest of these, other chunks and fewer are tried (`plan/spares.py`), and other placements
-beside them. They win if the step is faster (`plan/fallbacks.py`). With several ranks, parameters that every rank keeps
-on the device while their states are on the host wait in the step, so the search keeps shards on the device where
-updates overlap (`Space.kept`). Nothing is random or timed, so equal inputs give equal plans, on rank 0, which shares
-them; a test compares them with every placement of small models.
+searched as well; in the fastest of these, other chunks and fewer are tried (`spares.py`), and other placements beside
+them. They win if the step is faster (`fallbacks.py`). With several ranks, parameters that every rank keeps on the
+device while their states are on the host wait in the step, so the search keeps shards on the device where updates
+overlap (`Space.kept`). Nothing is random or timed, so equal inputs give equal plans, on rank 0, which shares them; a
+test compares them with every placement of small models.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from itertools import combinations, product
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
-from lightning_elixir.plan.fallbacks import SAME, needs_disk, plan_with_fallbacks
 from lightning_elixir.plan.memory import memory_use
-from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, Site, host_parts, sites_of
-from lightning_elixir.plan.problem import Problem
-from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.space import (
+from lightning_elixir.plan.placing.fallbacks import SAME, needs_disk, plan_with_fallbacks
+from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Site, host_parts, sites_of
+from lightning_elixir.plan.placing.space import (
     PATTERNS,
     SHARDED,
     SHARDED_PARAMS,
@@ -39,9 +37,11 @@ from lightning_elixir.plan.space import (
     is_all_on_gpu,
     rank,
 )
-from lightning_elixir.plan.spares import SPARE_PATTERNS
-from lightning_elixir.plan.spilling import in_host_memory, spilled
-from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
+from lightning_elixir.plan.placing.spares import SPARE_PATTERNS
+from lightning_elixir.plan.placing.spilling import in_host_memory, spilled
+from lightning_elixir.plan.problem import Problem
+from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.simulator.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 

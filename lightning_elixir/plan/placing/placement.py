@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.memory import MemoryUse, memory_use, num_grad_blocks, problem_of_params_on_nvme
 from lightning_elixir.plan.packing import PackedChunk, pack, padding_bytes, regular_block_bytes, waste_bytes
+from lightning_elixir.plan.placing.spares import with_spares
+from lightning_elixir.plan.placing.spilling import can_move_params
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.spares import with_spares
-from lightning_elixir.plan.spilling import can_move_params
-from lightning_elixir.plan.timeline import beside_rcache_bytes, moments
+from lightning_elixir.plan.simulator.timeline import beside_rcache_bytes, moments
 from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 
@@ -55,7 +55,7 @@ OFFLOADED = Site(Tier.CPU, Tier.CPU, False)
 
 
 def place(layout: Layout, problem: Problem, profile: StepProfile | None = None) -> Plan:
-    """Place chunks by a fixed policy, within the budget; for "auto", see `plan/search.py`.
+    """Place chunks by a fixed policy, within the budget; for "auto", see `plan/placing/search.py`.
 
     Args:
         layout: The chunks.
@@ -342,12 +342,6 @@ class Placer:
             resource="host",
             lacking_bytes=use.host_bytes - limit,
         )
-
-
-def check_fraction(name: str, value: object) -> None:
-    """Raises `PlanError` unless an option's value is a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise PlanError(f"{name} must be between 0 and 1, got {value!r}")
 
 
 def host_parts(use: MemoryUse) -> str:
