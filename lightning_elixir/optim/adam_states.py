@@ -36,7 +36,7 @@ class AdamStates:
 
     Args:
         places: The segments, in order.
-        numel: Of the shard.
+        shard_numel: Elements of the shard.
         dtype: Of the moments.
         empty: Makes 1-D tensors (numel, dtype) where they shall live.
         on_disk: Where they are, if that is a disk.
@@ -45,7 +45,7 @@ class AdamStates:
     def __init__(
         self,
         places: Sequence[SegmentPlace],
-        numel: int,
+        shard_numel: int,
         dtype: torch.dtype,
         empty: Callable[[int, torch.dtype], Tensor],
         on_disk: ChunkStates | None,
@@ -59,16 +59,17 @@ class AdamStates:
         self.counts: dict[int, int] = {}
         """Updates so far, of the segments that have states; no tensors, which took long."""
         self._blank: set[int] = set()  # segments whose moments are zeros, whatever the disk holds
-        self._shard_numel = numel
+        self._shard_numel = shard_numel
         self._dtype = dtype
         self._empty = empty
         # Where each segment's moments begin, and how many elements they are in all. On a disk they lie as the shard
         # does, so that a piece is the same elements of everything. In memory they are as far apart as in the shard
         # where segments follow each other there.
         sizes = [-(-p.numel // ALIGN_NUMEL) * ALIGN_NUMEL for p in places]
-        *self._starts, self._numel = [0, *itertools.accumulate(sizes)]
+        *self._starts, self.numel = [0, *itertools.accumulate(sizes)]
+        """Elements of each moment."""
         if on_disk is not None:
-            self._starts, self._numel = [p.shard_offset for p in places], on_disk.spec.numel
+            self._starts, self.numel = [p.shard_offset for p in places], on_disk.spec.numel
 
     def allocate(self) -> None:
         """Make the moments, uninitialised, if there are none yet."""
@@ -79,7 +80,7 @@ class AdamStates:
         self.spares = self.spares or self._new()
 
     def _new(self) -> tuple[Tensor, ...]:
-        return tuple(self._empty(self._numel, self._dtype) for _ in MOMENTS)
+        return tuple(self._empty(self.numel, self._dtype) for _ in MOMENTS)
 
     def exchange(self) -> None:
         """The spare moments are those in use, and the other way round."""
@@ -137,7 +138,7 @@ class AdamStates:
                 for view in self.at(position).values():
                     view.zero_()
         else:
-            self.moments = tuple(torch.zeros(self._numel, dtype=self._dtype) for _ in MOMENTS)
+            self.moments = tuple(torch.zeros(self.numel, dtype=self._dtype) for _ in MOMENTS)
         try:
             yield
             if is_written:
