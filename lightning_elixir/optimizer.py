@@ -15,7 +15,7 @@ from lightning_elixir.core.labels import label
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.execution import UpdateRecord, UpdateRunner, UpdateTimes
 from lightning_elixir.optim.own_steps import OwnStep
-from lightning_elixir.optim.scaling import LossScaler
+from lightning_elixir.optim.scaling import LossScaler, LossScaling
 from lightning_elixir.optim.segments import elementwise_class
 from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.runtime.agreement import Meeting
@@ -90,7 +90,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.module = module
         self.max_norm = max_norm
-        self.scaler = LossScaler(
+        scaling = LossScaling(
             initial_scale=initial_scale,
             min_scale=min_scale,
             max_scale=max_scale,
@@ -98,8 +98,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,
             hysteresis=hysteresis,
-            enabled=module.needs_loss_scale,
         )
+        self.scaler = LossScaler(scaling, enabled=module.needs_loss_scale)
         self.is_step_skipped = False
         self._times: UpdateTimes | None = None
         self._last_record: UpdateRecord | None = None  # of the last step, until its updates are over

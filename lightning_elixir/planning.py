@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,20 +15,22 @@ from lightning_elixir.core.comm import make_comm
 from lightning_elixir.core.device import current_device_memory_bytes, make_device
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
-from lightning_elixir.plan.fallbacks import plan_with_fallbacks
+from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.memory import Budget, host_share
 from lightning_elixir.plan.packing import DEFAULT_N_GRIDS, ChunkSizes, PackedChunk, packed_chunks
-from lightning_elixir.plan.placement import Layout, place
+from lightning_elixir.plan.placing.fallbacks import plan_with_fallbacks
+from lightning_elixir.plan.placing.placement import Layout, place
+from lightning_elixir.plan.placing.search import distance, search, with_forecast
+from lightning_elixir.plan.placing.space import Candidate
+from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import DEFAULT_PREFETCH_DEPTH, PlacementRequest, Problem
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.search import distance, search, with_forecast
-from lightning_elixir.plan.space import Candidate
-from lightning_elixir.plan.structure import structural_profile
-from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
+from lightning_elixir.plan.simulator.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import ALIGN_NUMEL, ParamSpec, Plan, UpdateTiming
+from lightning_elixir.plan.units import option_bytes
 from lightning_elixir.profiling.fake_step import StepFn, profile_memory
 from lightning_elixir.profiling.kept_fp32 import KeepFp32, kept_parameters
 from lightning_elixir.profiling.measured_hardware import profile_hardware
@@ -228,6 +231,7 @@ def detect_budget(
         cpu_bytes=cpu,
         non_model_bytes=non_model_bytes,
         spare_cpu_bytes=spare,
+        words=DeviceWords.of_a_cpu("gpu_bytes") if device_bytes is None else DeviceWords(),
     )
 
 
@@ -287,8 +291,7 @@ def minimum_waste_search(
         PlanError: The model cannot be used as given.
         CapacityError: The machine's memory cannot hold it.
     """
-    how = _How(world_size, unified_dtype, overlap, verbose, keep_fp32)
-    return _searched(model, how, detect_budget(world_size), ChunkSizes(is_searched=False))
+    return _Search.asked(locals(), is_size_searched=False).plan()
 
 
 def simple_search(
@@ -300,19 +303,21 @@ def simple_search(
     inp: Mapping[str, object] | None = None,
     step_fn: StepFn | None = None,
     *,
-    gpu_bytes: int | None = None,
-    cpu_bytes: int | None = None,
-    non_model_bytes: int = 0,
+    gpu_bytes: int | str | None = None,
+    cpu_bytes: int | str | None = None,
+    non_model_bytes: int | str = 0,
     local_world_size: int | None = None,
-    chunk_search_range: int | None = None,
+    chunk_search_range: int | str | None = None,
     chunk_search_n_grids: int | None = None,
-    min_chunk_size: int | None = None,
+    min_chunk_size: int | str | None = None,
     hardware: HardwareSpec | None = None,
     can_stream: bool = False,
     update_timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD,
     keep_fp32: KeepFp32 = None,
 ) -> Plan:
     """Like `minimum_waste_search`, within limits of your own, and simulating several chunk sizes.
+
+    All sizes are bytes as an int, or strings such as "64MiB" or "40GiB".
 
     Args:
         model: The model, on any device.
@@ -326,9 +331,9 @@ def simple_search(
         cpu_bytes: Plan as if a rank had no more host memory than this.
         non_model_bytes: Device memory to leave for activations, buffers and temporaries.
         local_world_size: Ranks on this host; None: all of them.
-        chunk_search_range: Bytes above the smallest chunk size to search.
+        chunk_search_range: How far above the smallest chunk size to search.
         chunk_search_n_grids: How many chunk sizes to look at for their waste; None: 128.
-        min_chunk_size: Bytes of the smallest chunk size.
+        min_chunk_size: The smallest chunk size.
         hardware: Figures of the machine, such as `profile_hardware()` measures; None: `HardwareSpec.nominal()`.
         can_stream: Whether updates may be streamed to the device: the optimizer is `HybridAdam` or `CPUAdam`.
         update_timing: When updates of states beside the device may run.
@@ -338,11 +343,7 @@ def simple_search(
         PlanError: The model or a limit cannot be used as given.
         CapacityError: The memory cannot hold it.
     """
-    local = world_size if local_world_size is None else local_world_size
-    budget = detect_budget(local, gpu_bytes=gpu_bytes, cpu_bytes=cpu_bytes, non_model_bytes=non_model_bytes)
-    how = _How(world_size, unified_dtype, overlap, verbose, keep_fp32, can_stream, update_timing)
-    sizes = _sizes(chunk_search_range, chunk_search_n_grids, min_chunk_size)
-    return _searched(model, how, budget, sizes, hardware=hardware)
+    return _Search.asked(locals()).plan()
 
 
 def optimal_search(
@@ -354,13 +355,13 @@ def optimal_search(
     inp: Mapping[str, object] | None = None,
     step_fn: StepFn | None = None,
     *,
-    gpu_bytes: int | None = None,
-    cpu_bytes: int | None = None,
-    non_model_bytes: int | None = None,
+    gpu_bytes: int | str | None = None,
+    cpu_bytes: int | str | None = None,
+    non_model_bytes: int | str | None = None,
     local_world_size: int | None = None,
-    chunk_search_range: int | None = None,
+    chunk_search_range: int | str | None = None,
     chunk_search_n_grids: int | None = None,
-    min_chunk_size: int | None = None,
+    min_chunk_size: int | str | None = None,
     hardware: HardwareSpec | None = None,
     can_stream: bool = False,
     update_timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD,
@@ -383,8 +384,7 @@ def optimal_search(
     """
     if (inp is None) != (step_fn is None):
         raise PlanError("optimal_search needs both inp and step_fn to measure activations, or neither")
-    local = world_size if local_world_size is None else local_world_size
-    budget = detect_budget(local, gpu_bytes=gpu_bytes, cpu_bytes=cpu_bytes, non_model_bytes=non_model_bytes or 0)
+    search = _Search.asked(locals())
     profile = None
     if inp is not None and step_fn is not None and non_model_bytes is None:
         profile = profile_memory(model, inp, step_fn, unified_dtype, keep_fp32=keep_fp32)
@@ -394,56 +394,83 @@ def optimal_search(
         and current_device_memory_bytes() is not None
         and (world_size == 1 or torch.distributed.is_initialized())
     ):
-        hardware = profile_hardware(local_world_size=local)
-    how = _How(world_size, unified_dtype, overlap, verbose, keep_fp32, can_stream, update_timing)
-    sizes = _sizes(chunk_search_range, chunk_search_n_grids, min_chunk_size)
-    return _searched(model, how, budget, sizes, profile=profile, hardware=hardware)
+        search = replace(search, hardware=profile_hardware(local_world_size=search.num_local_ranks))
+    return search.plan(profile)
 
 
-@dataclass(frozen=True)
-class _How:
-    """How the model will be trained, and what is wanted of a search."""
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """What one of them was asked for; `simple_search` says what each is."""
 
+    model: nn.Module
     world_size: int
-    dtype: torch.dtype
+    unified_dtype: torch.dtype
     overlap: bool
     verbose: bool
     keep_fp32: KeepFp32
+    gpu_bytes: int | str | None = None
+    cpu_bytes: int | str | None = None
+    non_model_bytes: int | str | None = None
+    local_world_size: int | None = None
+    chunk_search_range: int | str | None = None
+    chunk_search_n_grids: int | None = None
+    min_chunk_size: int | str | None = None
+    is_size_searched: bool = True
+    """Whether several chunk sizes are simulated."""
+    hardware: HardwareSpec | None = None
     can_stream: bool = False
     update_timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD
 
+    @classmethod
+    def asked(cls, given: Mapping[str, Any], **more: Any) -> _Search:
+        """From the arguments of a search, by their names; those that only some have are passed over."""
+        return cls(**{option.name: given[option.name] for option in fields(cls) if option.name in given}, **more)
 
-def _sizes(search_range: int | None, n_grids: int | None, min_chunk_size: int | None) -> ChunkSizes:
-    return ChunkSizes(None, search_range, DEFAULT_N_GRIDS if n_grids is None else n_grids, min_chunk_size)
+    def __post_init__(self) -> None:
+        for name in ("gpu_bytes", "cpu_bytes", "non_model_bytes", "chunk_search_range", "min_chunk_size"):
+            self._size(name)
 
+    @property
+    def num_local_ranks(self) -> int:
+        return self.world_size if self.local_world_size is None else self.local_world_size
 
-def _searched(
-    model: nn.Module,
-    how: _How,
-    budget: Budget,
-    chunk_sizes: ChunkSizes,
-    *,
-    profile: MemoryProfile | None = None,
-    hardware: HardwareSpec | None = None,
-) -> Plan:
-    is_half = how.dtype.itemsize == 2
-    kept = kept_parameters(model, how.keep_fp32, has_autocast=False, has_defaults=is_half)
-    plan = make_plan(
-        model,
-        PlacementRequest(prefetch_depth=DEFAULT_PREFETCH_DEPTH if how.overlap else 0),
-        chunk_sizes=chunk_sizes,
-        budget=budget,
-        regime=TrainingRegime(
-            update_timing=how.update_timing,
-            can_stream=how.can_stream,
-            can_reuse_compute_shard=is_half,  # there is a master then
-        ),
-        world_size=how.world_size,
-        compute_dtype=how.dtype,
-        keep_fp32=kept if is_half else (),
-        profile=profile,
-        hardware=hardware,
-    )
-    if how.verbose and not (dist.is_initialized() and dist.get_rank()):
-        sys.stdout.write(f"{plan.explain()}\n")
-    return plan
+    def _size(self, name: str) -> int | None:
+        return option_bytes(name, getattr(self, name))
+
+    def plan(self, profile: MemoryProfile | None = None) -> Plan:
+        """Search, and print the plan if that is wanted.
+
+        Args:
+            profile: What a step takes; None: `non_model_bytes`.
+        """
+        is_half = self.unified_dtype.itemsize == 2
+        kept = kept_parameters(self.model, self.keep_fp32, has_autocast=False, has_defaults=is_half)
+        plan = make_plan(
+            self.model,
+            PlacementRequest(prefetch_depth=DEFAULT_PREFETCH_DEPTH if self.overlap else 0),
+            chunk_sizes=ChunkSizes(
+                search_range=self._size("chunk_search_range"),
+                n_grids=DEFAULT_N_GRIDS if self.chunk_search_n_grids is None else self.chunk_search_n_grids,
+                min_chunk_size=self._size("min_chunk_size"),
+                is_searched=self.is_size_searched,
+            ),
+            budget=detect_budget(
+                self.num_local_ranks,
+                gpu_bytes=self._size("gpu_bytes"),
+                cpu_bytes=self._size("cpu_bytes"),
+                non_model_bytes=self._size("non_model_bytes") or 0,
+            ),
+            regime=TrainingRegime(
+                update_timing=self.update_timing,
+                can_stream=self.can_stream,
+                can_reuse_compute_shard=is_half,  # there is a master then
+            ),
+            world_size=self.world_size,
+            compute_dtype=self.unified_dtype,
+            keep_fp32=kept if is_half else (),
+            profile=profile,
+            hardware=self.hardware,
+        )
+        if self.verbose and not (dist.is_initialized() and dist.get_rank()):
+            sys.stdout.write(f"{plan.explain()}\n")
+        return plan

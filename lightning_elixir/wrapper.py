@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -133,7 +133,9 @@ class ElixirModule(nn.Module):
 
     def _autocast(self) -> AbstractContextManager[Any]:
         # The cache would hold 16-bit copies of what is kept in fp32, and a recomputation would miss their casts.
-        return torch.autocast(self._device_type, self.dtype, cache_enabled=False) if self._has_autocast else _nothing()
+        if not self._has_autocast:
+            return nullcontext()
+        return torch.autocast(self._device_type, self.dtype, cache_enabled=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; with `set_to_none=False` they are zeros then, also those that the last step has dropped.
@@ -291,11 +293,6 @@ class ElixirModule(nn.Module):
 def _itself(module: nn.Module) -> nn.Module:
     """What a pickled `ElixirModule` is restored by."""
     return module
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -34,7 +34,7 @@ from lightning_elixir.cli.wording import in_options, size_of, speaking_of_option
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware, save_hardware
 from lightning_elixir.plan.io import load_plan, plan_from_dict
-from lightning_elixir.profiling.measured_hardware import FoundHardware, find_hardware
+from lightning_elixir.profiling.measured_hardware import FoundHardware, HardwareProbe
 from lightning_elixir.report.tables import GPU_KINDS
 from tests.helpers.dist import run_ranks
 
@@ -564,16 +564,15 @@ def test_packaged_machine_is_there() -> None:
 # bench-hardware
 
 
-def _find(**options: Any) -> FoundHardware:
-    spec = replace(HardwareSpec.nominal(None, 8 * GIB), name=f"measured with {sorted(options.items())}")
-    return FoundHardware(spec, None, None)
+def _find(probe: HardwareProbe) -> FoundHardware:
+    return FoundHardware(replace(HardwareSpec.nominal(None, 8 * GIB), name=f"measured with {probe}"), None, None)
 
 
 def test_bench_prints_and_writes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("lightning_elixir.cli.bench.find_hardware", _find)
+    monkeypatch.setattr(HardwareProbe, "find", _find)
     assert main(["bench-hardware", "--refresh", "--nvme-dir", "disk", "--out", "machine.json"]) == 0
     spec = load_hardware("machine.json")
-    for option in ("'refresh', True", "'nvme_dir', 'disk'", "'local_world_size', 1"):
+    for option in ("refresh=True", "nvme_dir='disk'", "local_world_size=1"):
         assert option in spec.name
     output = capsys.readouterr().out
     assert "8.0 GiB" in output
@@ -585,8 +584,8 @@ def test_bench_prints_and_writes(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_bench_tells_kept_figures_from_measured_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    quick = partial(find_hardware, cache_dir=tmp_path, budget_s=0.1, max_bytes=2**24)
-    monkeypatch.setattr("lightning_elixir.cli.bench.find_hardware", quick)
+    quick = partial(HardwareProbe, cache_dir=tmp_path, budget_s=0.1, max_bytes=2**24)
+    monkeypatch.setattr("lightning_elixir.cli.bench.HardwareProbe", quick)
     assert main(["bench-hardware"]) == 0
     output = capsys.readouterr().out
     (path,) = tmp_path.glob("hardware-*.json")
@@ -609,14 +608,14 @@ def _bench_rank(folder: str) -> None:
     rank = dist.get_rank()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_elixir.cli.bench.find_hardware", _find)
+        patch.setattr(HardwareProbe, "find", _find)
         assert main(["bench-hardware", "--out", f"{folder}/{rank}.json"]) == 0
 
 
 def test_bench_under_torchrun_speaks_once(tmp_path: Path) -> None:
     run_ranks(_bench_rank, 2, str(tmp_path))
     assert [path.name for path in tmp_path.glob("*.json")] == ["0.json"]
-    assert "'local_world_size', 2" in load_hardware(tmp_path / "0.json").name
+    assert "local_world_size=2" in load_hardware(tmp_path / "0.json").name
 
 
 # fit and its likes

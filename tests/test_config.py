@@ -151,7 +151,7 @@ def test_other_reduce_dtype_is_refused(given: Any) -> None:
     ],
 )
 def test_contradicting_loss_scale_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match="loss scaling needs"):
+    with pytest.raises(PlanError, match=r"(scale|factor|interval|hysteresis) must be "):
         ElixirConfig(**options)
 
 

@@ -1,4 +1,4 @@
-"""What README.md and docs/ show works: Python blocks run, commands and options exist, links lead somewhere."""
+"""What README.md and docs/ show works: Python blocks and commands run, options exist, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ import runpy
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from lightning_elixir.cli.options import TRAINING_COMMANDS, make_parser
+from lightning_elixir.cli import main
+from lightning_elixir.cli.options import TRAINING_COMMANDS
+from lightning_elixir.profiling.measured_hardware import HardwareProbe
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -53,17 +58,95 @@ def test_python_blocks_of_a_page_run_one_after_the_other(page: str) -> None:
         exec(compile(block, str(PAGES[page]), "exec"), names)
 
 
-@pytest.mark.parametrize("page", [page for page in sorted(PAGES) if _blocks(page, "bash")])
-def test_commands_of_a_page_exist(page: str) -> None:
+def _commands(page: str) -> list[list[str]]:
+    """The words of each command that a page shows."""
     script = "".join(_blocks(page, "bash")).replace("\\\n", " ")
-    for line in filter(None, map(str.strip, script.splitlines())):
-        words = shlex.split(line, comments=True)
-        if words[0] == "lightning-elixir" and words[1] not in TRAINING_COMMANDS:
-            make_parser().parse_args(words[1:])
-        elif words[:2] == ["python3", "dev.py"]:
+    return [shlex.split(line, comments=True) for line in script.splitlines() if line.strip()]
+
+
+def _is_run(words: list[str]) -> bool:
+    """Whether it is a command of ours that ends by itself within seconds."""
+    return words[0] == "lightning-elixir" and words[1] not in TRAINING_COMMANDS
+
+
+@pytest.mark.parametrize("page", [page for page in sorted(PAGES) if _commands(page)])
+def test_commands_of_a_page_exist(page: str) -> None:
+    for words in _commands(page):
+        if words[:2] == ["python3", "dev.py"]:
             assert words[2] in ("docs", "example", "tensornvme", "test")
         else:
-            assert words[0] in ("lightning-elixir", "python"), line
+            assert words[0] in ("lightning-elixir", "python"), words
+
+
+# What the commands take for granted: a module of the reader's.
+TRAIN_PY = """
+import torch
+from lightning_elixir._lightning import LightningModule
+
+
+class MyModule(LightningModule):
+    def __init__(self, width=8):
+        super().__init__()
+        self.model = torch.nn.Linear(width, width)
+
+    def training_step(self, batch):
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def example_batch():
+    return torch.randn(2, 4096)
+"""
+
+
+def _save_sharded(folder: str) -> None:
+    """A checkpoint of a fit of the module in `TRAIN_PY`."""
+    from lightning_elixir import ElixirStrategy
+    from lightning_elixir._lightning import Trainer
+
+    names: dict[str, Any] = {"__name__": "train"}
+    exec(TRAIN_PY, names)
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    strategy = ElixirStrategy(state_dict_type="sharded")
+    trainer = Trainer(strategy=strategy, accelerator="cpu", max_steps=1, enable_checkpointing=False, **quiet)
+    trainer.fit(names["MyModule"](), DataLoader(torch.randn(2, 8)))
+    trainer.save_checkpoint(folder)
+
+
+def _first_shown() -> dict[str, list[list[str]]]:
+    """The commands that are run, by the page that shows them first."""
+    shown: dict[str, list[list[str]]] = {}
+    seen: list[list[str]] = []
+    for page in sorted(PAGES):
+        new = [words for words in _commands(page) if _is_run(words) and words not in seen]
+        seen += new
+        if new:
+            shown[page] = new
+    return shown
+
+
+FIRST_SHOWN = _first_shown()
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*`isinstance.treespec, LeafSpec.` is depr")
+@pytest.mark.parametrize("page", FIRST_SHOWN)
+def test_commands_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = FIRST_SHOWN[page]
+    if any("--model" in words for words in commands):
+        pytest.importorskip("transformers")
+    Path("train.py").write_text(TRAIN_PY)
+    if any("checkpoints/last.ckpt" in words for words in commands):
+        _save_sharded("checkpoints/last.ckpt")
+    # How fast this machine is does not matter here.
+    quick = partial(HardwareProbe, cache_dir="kept", budget_s=0.1, max_bytes=2**24)
+    monkeypatch.setattr("lightning_elixir.cli.bench.HardwareProbe", quick)
+    for words in commands:
+        assert main(words[1:]) == 0, (words, capsys.readouterr().err)
+        written = [words[i + 1] for i, word in enumerate(words) if word in ("-o", "--out", "--html", "--save-plan")]
+        assert [name for name in written if not Path(name).exists()] == []
+        assert capsys.readouterr().out
 
 
 def test_options_that_are_shown_exist() -> None:

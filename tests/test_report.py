@@ -15,7 +15,7 @@ import pytest
 
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.io import load_plan
-from lightning_elixir.plan.timeline import MemoryPoint, Span, Timeline
+from lightning_elixir.plan.simulator.timeline import MemoryPoint, Span, Timeline
 from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Member, Plan, StepTimes, Tier, UpdateTiming
 from lightning_elixir.report import Measured, ReportData, render_report
 from lightning_elixir.report.markup import byte_ticks, element, format_count, format_seconds, time_ticks

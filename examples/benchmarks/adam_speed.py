@@ -18,6 +18,7 @@ import mmap
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.kernels import cpu
 from lightning_elixir.kernels.compilation import BuildError
 from lightning_elixir.kernels.sequence import run_sequence
-from lightning_elixir.optim.adam import AdamHyper, adam_scalars
+from lightning_elixir.optim.adam import AdamHyper
 from lightning_elixir.optim.execution import UpdateRunner, UpdateTimes
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
@@ -103,7 +104,7 @@ def torch_fused(update: FlatUpdate, wide_grad: Tensor) -> Callable[[], None]:
     param = torch.nn.Parameter(update.param)
     param.grad = wide_grad
     optimizer = torch.optim.AdamW(
-        [param], lr=HYPER["lr"], betas=(HYPER["beta1"], HYPER["beta2"]), weight_decay=HYPER["weight_decay"], fused=True
+        [param], lr=HYPER.lr, betas=(HYPER.beta1, HYPER.beta2), weight_decay=HYPER.weight_decay, fused=True
     )
     # A GPU takes unscaling as a tensor; on the host it would be another pass, and is left out.
     optimizer.state[param] = {
@@ -125,7 +126,7 @@ def deepspeed(update: FlatUpdate, wide_grad: Tensor) -> Callable[[], None] | Non
     try:
         adam = importlib.import_module("deepspeed.ops.adam")
         param = torch.nn.Parameter(update.param)
-        optimizer = adam.DeepSpeedCPUAdam([param], lr=HYPER["lr"], weight_decay=HYPER["weight_decay"])
+        optimizer = adam.DeepSpeedCPUAdam([param], lr=HYPER.lr, weight_decay=HYPER.weight_decay)
     except Exception as error:  # not installed, not compiled, no compiler: all one here
         print(f"DeepSpeedCPUAdam is left out: {type(error).__name__}: {error}"[:200])
         return None
@@ -140,7 +141,7 @@ def deepspeed(update: FlatUpdate, wide_grad: Tensor) -> Callable[[], None] | Non
 
 
 def torch_sequence(update: FlatUpdate) -> Callable[[], None]:
-    scalars = adam_scalars(step=STEP, grad_factor=GRAD_FACTOR, **HYPER)
+    scalars = HYPER.scalars(STEP, GRAD_FACTOR)
     tensors = (update.param, update.grad, update.exp_avg, update.exp_avg_sq)
     return lambda: run_sequence(*tensors, scalars, update.grad)
 
@@ -232,7 +233,7 @@ def errors(device: torch.device) -> list[dict[str, Any]]:
 
     ours = start.to(device).clone()
     states = torch.zeros_like(ours), torch.zeros_like(ours)
-    hyper: AdamHyper = {**HYPER, "lr": ERROR_LR}
+    hyper = replace(HYPER, lr=ERROR_LR)
     for i, grad in enumerate(grads):
         FlatUpdate(ours, grad, *states, (UpdatePart(0, ERROR_NUMEL, i + 1, hyper),)).run()
     exact = by_torch(torch.float64, foreach=False)

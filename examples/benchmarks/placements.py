@@ -32,7 +32,7 @@ from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.plan.packing import PackedChunk
-from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, Placer, Site
+from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Placer, Site
 from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.types import Plan, Tier

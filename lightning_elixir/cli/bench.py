@@ -16,7 +16,7 @@ from rich.markup import escape
 from lightning_elixir.cli.rich_tables import print_hardware
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import save_hardware
-from lightning_elixir.profiling.measured_hardware import FoundHardware, find_hardware
+from lightning_elixir.profiling.measured_hardware import FoundHardware, HardwareProbe
 
 
 def run_bench(options: argparse.Namespace) -> int:
@@ -29,12 +29,10 @@ def run_bench(options: argparse.Namespace) -> int:
     with _ranks() as (rank, local_rank, local_world_size):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, local_rank)
-        found = find_hardware(
-            device=device,
-            local_world_size=local_world_size,
-            nvme_dir=options.nvme_dir,
-            refresh=options.refresh,
+        probe = HardwareProbe(
+            device=device, local_world_size=local_world_size, nvme_dir=options.nvme_dir, refresh=options.refresh
         )
+        found = probe.find()
         if rank != 0:
             return 0
         print_hardware(found.spec)

@@ -23,7 +23,7 @@ from lightning_elixir.cli.wording import size_of, speaking_of_options
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.io import plan_to_dict, save_plan
 from lightning_elixir.plan.profile import MemoryProfile
-from lightning_elixir.plan.timeline import Timeline
+from lightning_elixir.plan.simulator.timeline import Timeline
 from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.planning import (
     ChunkSizes,

@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_elixir.core.cache import default_cache_dir
 from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.kernels.compilation import BuildError, load_library
-from lightning_elixir.kernels.sequence import Scalars, Table, run_sequence
+from lightning_elixir.kernels.sequence import Operands, Scalars, Table, run_sequence
 
 log = logging.getLogger(__name__)
 
@@ -40,38 +40,27 @@ _TEST_SCALARS = (
 )
 
 
-def adam_update(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    table: Table,
-    compute: Tensor | None = None,
-    num_threads: int | None = None,
-    outputs: Sequence[Tensor] | None = None,
-) -> bool:
-    """Carry out the written sequence over parts of flat host tensors of one numel, without the GIL.
+def adam_update(operands: Operands, table: Table, num_threads: int | None = None) -> bool:
+    """Carry out the written sequence over parts of tensors on the host, without the GIL.
 
     Args:
-        param, grad, exp_avg, exp_avg_sq, compute: As for `adam_update_`; every one fp32, bf16 or fp16.
+        operands: Every one fp32, bf16 or fp16.
         table: What to update; elements outside stay as they are.
         num_threads: None: as `core.threads.default_num_threads` says.
-        outputs: As for `update_parts_`.
 
     Returns:
         False if this cannot be done here, and nothing has been changed.
     """
-    operands = (param, grad, exp_avg, exp_avg_sq, compute)
-    results = () if outputs is None else tuple(outputs)
-    if not all(x is None or _is_plain(x) for x in (*operands, *results)) or torch.compiler.is_compiling():
+    tensors = (*operands[:5], *(operands.outputs or ()))
+    if not all(x is None or _is_plain(x) for x in tensors) or torch.compiler.is_compiling():
         return False
     kernel = _the_kernel.get()
     if kernel is None:
         return False
     num_threads = default_num_threads() if num_threads is None else num_threads
-    kernel.update((*operands, *results), table, num_threads)
+    kernel.update(tensors, table, num_threads)
     # As torch's own writes do, so that autograd notices a saved tensor that has changed.
-    written = (*(results or (param, exp_avg, exp_avg_sq)), compute)
+    written = (*operands.results, operands.compute)
     torch.autograd.graph.increment_version([x for x in written if x is not None])
     return True
 

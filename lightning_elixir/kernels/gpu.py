@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_elixir.kernels.sequence import Scalars, Table
+from lightning_elixir.kernels.sequence import Operands, Scalars, Table
 from lightning_elixir.plan.types import ALIGN_NUMEL
 
 log = logging.getLogger(__name__)
@@ -63,40 +63,29 @@ class SumLevel(NamedTuple):
     """Of all runs together."""
 
 
-def adam_update(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    table: Table,
-    compute: Tensor | None = None,
-) -> bool:
-    """Carry out the written sequence (`sequence`) over the parts of flat tensors, on the current stream.
+def adam_update(operands: Operands, table: Table) -> bool:
+    """Carry out the written sequence (`sequence`) over parts of tensors on the device, in place, on the current stream.
 
     One launch for each set of numbers in the table. Elements outside the parts are neither read nor written.
 
     Args:
-        param: 1-D, contiguous, on the device, fp32, bf16 or fp16, `[numel]`; so are all others, each in its own dtype.
-        grad: Read only.
-        exp_avg: First moment.
-        exp_avg_sq: Second moment.
+        operands: Without `outputs`; every one fp32, bf16 or fp16.
         table: Parts of the tensors, each starting at a multiple of `ALIGN_NUMEL`.
-        compute: Receives the updated parameter, rounded; may be the gradient's own memory, in the same dtype.
 
     Returns:
         Whether it was done; if not, nothing has been changed.
     """
-    tensors = [param, grad, exp_avg, exp_avg_sq, *(() if compute is None else (compute,))]
+    tensors = [x for x in operands[:5] if x is not None]
     if any(x.dtype not in _ADAM_DTYPES for x in tensors) or any(start % ALIGN_NUMEL for start, _, _ in table):
         return False
     kernels = _kernels()
     if not kernels.are_usable:
         return False
-    written = [x for x in tensors if x is not grad]
+    written = [x for x in tensors if x is not operands.grad]
     is_begun = False
     for scalars, runs in group_parts(table):
         try:
-            with kernels.lock, _chosen(param.device):
+            with kernels.lock, _chosen(operands.param.device):
                 _launch_adam(kernels.code, tensors, scalars, runs)
         except torch.OutOfMemoryError:
             raise

@@ -55,6 +55,29 @@ Table = list[tuple[int, int, Scalars]]
 """Start, numel and numbers of the parts of flat tensors: ascending, not overlapping."""
 
 
+class Operands(NamedTuple):
+    """The tensors of one update: 1-D, contiguous, floating, of one numel and on one device, each in its own dtype."""
+
+    param: Tensor
+    grad: Tensor
+    """Read only, unless `compute` is the same memory."""
+    exp_avg: Tensor
+    """First moment."""
+    exp_avg_sq: Tensor
+    """Second moment."""
+    compute: Tensor | None = None
+    """Receives the updated parameter, rounded to its own dtype, while it is still in cache. May be the gradient's own
+    memory, in the gradient's dtype."""
+    outputs: tuple[Tensor, Tensor, Tensor] | None = None
+    """What receives parameter and moments, in their dtypes and in memory of its own; these stay as they are then. None:
+    they are written over."""
+
+    @property
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the new parameter and moments go."""
+        return self.outputs or (self.param, self.exp_avg, self.exp_avg_sq)
+
+
 def piece_numel(device: torch.device) -> int:
     """How many elements one pass over the sequence covers on this device."""
     if device.type == "cpu":
@@ -71,10 +94,11 @@ def run_sequence(
     compute: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> None:
-    """Carry out the sequence over flat tensors of one numel on one device; see `adam_update_` for all of them.
+    """Carry out the sequence over whole tensors, in place; see `Operands` for all of them.
 
     Args:
-        compute: May be the gradient's own memory: of every element, the gradient is read before this is written.
+        scratch: Memory to work in, uint8, 1-D, same device, aligned for the compute dtype; at least `SCRATCH_ROWS` rows
+            of `ALIGN_NUMEL` elements of it. With more, one pass covers more. None: allocated here.
     """
     compute_dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
     operands = [param, exp_avg, exp_avg_sq]

@@ -7,79 +7,60 @@ where they can, torch's operations everywhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TypedDict
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from lightning_elixir.kernels import cpu
-from lightning_elixir.kernels.sequence import SCRATCH_ROWS, Scalars, Table, piece_numel, run_sequence
+from lightning_elixir.kernels.sequence import SCRATCH_ROWS, Operands, Scalars, Table, piece_numel, run_sequence
 
-__all__ = ["SCRATCH_ROWS", "AdamHyper", "Scalars", "adam_scalars", "adam_update_", "piece_numel", "update_parts_"]
+__all__ = ["SCRATCH_ROWS", "AdamHyper", "Operands", "Scalars", "adam_update_", "piece_numel", "update_parts_"]
 
 
-class AdamHyper(TypedDict):
-    """A group's settings in the form `adam_update_` takes: plain Python numbers, read at the moment of the call."""
+@dataclass(frozen=True, kw_only=True)
+class AdamHyper:
+    """The settings of one group: plain Python numbers, read at the moment of a step."""
 
     lr: float
     beta1: float
+    """Decay of the first moment."""
     beta2: float
+    """Decay of the second moment."""
     eps: float
+    """Added to the root of the second moment."""
     weight_decay: float
+    """Decoupled decay (AdamW) or L2 penalty (Adam)."""
     adamw_mode: bool
+    """Whether the decay is decoupled."""
     bias_correction: bool
-    maximize: bool
+    """Whether to correct both moments for their start at zero."""
+    maximize: bool = False
+    """Climb instead of descend."""
+
+    def scalars(self, step: int, grad_factor: float = 1.0) -> Scalars:
+        """The numbers of the written sequence.
+
+        Args:
+            step: Count of updates including this one, from 1.
+            grad_factor: Multiplies the gradient first (loss unscaling and clipping in one).
+        """
+        correction1 = 1.0 - self.beta1**step if self.bias_correction else 1.0
+        correction2_root = math.sqrt(1.0 - self.beta2**step) if self.bias_correction else 1.0
+        return Scalars(
+            grad_factor=-grad_factor if self.maximize else grad_factor,
+            l2=0.0 if self.adamw_mode else self.weight_decay,
+            shrink=1.0 - self.lr * self.weight_decay if self.adamw_mode else 1.0,
+            beta1=self.beta1,
+            one_minus_beta1=1.0 - self.beta1,
+            beta2=self.beta2,
+            one_minus_beta2=1.0 - self.beta2,
+            eps=self.eps * correction2_root,
+            minus_step_size=-self.lr * correction2_root / correction1,
+        )
 
 
-def adam_scalars(
-    *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    adamw_mode: bool,
-    bias_correction: bool,
-    maximize: bool = False,
-    grad_factor: float = 1.0,
-) -> Scalars:
-    """The numbers of the written sequence, from settings as `adam_update_` takes them."""
-    correction1 = 1.0 - beta1**step if bias_correction else 1.0
-    correction2_root = math.sqrt(1.0 - beta2**step) if bias_correction else 1.0
-    return Scalars(
-        grad_factor=-grad_factor if maximize else grad_factor,
-        l2=0.0 if adamw_mode else weight_decay,
-        shrink=1.0 - lr * weight_decay if adamw_mode else 1.0,
-        beta1=beta1,
-        one_minus_beta1=1.0 - beta1,
-        beta2=beta2,
-        one_minus_beta2=1.0 - beta2,
-        eps=eps * correction2_root,
-        minus_step_size=-lr * correction2_root / correction1,
-    )
-
-
-def adam_update_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    adamw_mode: bool,
-    bias_correction: bool,
-    maximize: bool = False,
-    grad_factor: float = 1.0,
-    compute_param: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> None:
-    """Update a flat parameter and its moments in place.
+def adam_update_(operands: Operands, scalars: Scalars) -> None:
+    """Update a flat parameter and its moments.
 
     With `c1 = 1 - beta1**step` and `c2 = sqrt(1 - beta2**step)` (both 1 without bias correction), and every line one
     or more single operations rounded in the compute dtype, scalars in brackets rounded once to it:
@@ -97,69 +78,31 @@ def adam_update_(
     The result is the same on CPU and CUDA, unless denormals are flushed (`torch.set_flush_denormal`).
 
     Args:
-        param: 1-D, contiguous, fp64, fp32, bf16 or fp16, `[numel]`.
-        grad: 1-D, contiguous, same device, any floating dtype, `[numel]`; read only.
-        exp_avg: First moment, 1-D, contiguous, floating, `[numel]`.
-        exp_avg_sq: Second moment, likewise.
-        step: Count of updates including this one, from 1.
-        lr: Learning rate.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled decay (AdamW) or L2 penalty (Adam).
-        adamw_mode: Whether the decay is decoupled.
-        bias_correction: Whether to correct both moments for their start at zero.
-        maximize: Climb instead of descend.
-        grad_factor: Multiplies the gradient first (loss unscaling and clipping in one).
-        compute_param: Receives the updated parameter, rounded to its own dtype, `[numel]`, while it is still in cache.
-            May be the gradient's own memory, in the gradient's dtype.
-        scratch: Memory to work in, uint8, 1-D, same device, aligned for the compute dtype; at least `SCRATCH_ROWS` rows
-            of `ALIGN_NUMEL` elements of it. With more, one pass covers more. None: allocated here, where it is needed.
+        operands: Parameter and moments fp64, fp32, bf16 or fp16, the gradient of any floating dtype.
+        scalars: From `AdamHyper.scalars`.
 
     Raises:
         ValueError: Tensors that are not flat, not floating, or do not fit each other.
     """
-    scalars = adam_scalars(
-        step=step,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        adamw_mode=adamw_mode,
-        bias_correction=bias_correction,
-        maximize=maximize,
-        grad_factor=grad_factor,
-    )
-    table = [(0, param.numel(), scalars)]
-    update_parts_(param, grad, exp_avg, exp_avg_sq, table, compute=compute_param, scratch=scratch)
+    update_parts_(operands, [(0, operands.param.numel(), scalars)])
 
 
 def update_parts_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    table: Table,
-    *,
-    compute: Tensor | None = None,
-    scratch: Tensor | None = None,
-    num_threads: int | None = None,
-    outputs: Sequence[Tensor] | None = None,
+    operands: Operands, table: Table, *, scratch: Tensor | None = None, num_threads: int | None = None
 ) -> None:
     """Update parts of flat tensors, each with its own numbers, in one call of a compiled kernel where there is one.
 
     Args:
-        param, grad, exp_avg, exp_avg_sq, compute, scratch: As for `adam_update_`.
+        operands: As for `adam_update_`.
         table: What to update; elements outside stay as they are.
+        scratch: See `run_sequence`; used where no compiled kernel is.
         num_threads: Host threads of the compiled kernel; None: as `core.threads.default_num_threads` says.
-        outputs: What receives parameter and moments, in their dtypes and in memory of its own; the operands then stay
-            as they are. None: they are written over.
 
     Raises:
         ValueError: Tensors that are not flat, not floating, or do not fit each other, or a part outside them.
     """
-    results = (param, exp_avg, exp_avg_sq) if outputs is None else tuple(outputs)
+    param, grad, exp_avg, exp_avg_sq, compute, outputs = operands
+    results = operands.results
     _check_operands(param, exp_avg, exp_avg_sq, grad, *(() if compute is None else (compute,)), *results)
     if [x.dtype for x in results] != [param.dtype, exp_avg.dtype, exp_avg_sq.dtype]:
         raise ValueError(f"outputs must have the dtypes of what they replace, got {[x.dtype for x in results]}")
@@ -169,17 +112,18 @@ def update_parts_(
     if not param.numel():
         return
     is_on_host = param.device.type == "cpu"
-    if is_on_host and cpu.adam_update(param, grad, exp_avg, exp_avg_sq, table, compute, num_threads, outputs):
+    if is_on_host and cpu.adam_update(operands, table, num_threads):
         return
     if outputs is not None:  # the others work in place
         for source, target in zip((param, exp_avg, exp_avg_sq), results, strict=True):
             for start, numel, _ in table:
                 target[start : start + numel].copy_(source[start : start + numel])
         param, exp_avg, exp_avg_sq = results
+        operands = Operands(param, grad, exp_avg, exp_avg_sq, compute)
     if param.device.type == "cuda":
         from lightning_elixir.kernels import gpu
 
-        if gpu.adam_update(param, grad, exp_avg, exp_avg_sq, table, compute):
+        if gpu.adam_update(operands, table):
             return
     for start, numel, scalars in table:
         if numel:

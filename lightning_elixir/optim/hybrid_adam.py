@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.errors import PlanError
 from lightning_elixir.kernels.cpu import implementation
-from lightning_elixir.optim.adam import AdamHyper, adam_update_
+from lightning_elixir.optim.adam import AdamHyper, Operands, adam_update_
 from lightning_elixir.optim.memory_order import flattened, memory_order, write_back
 from lightning_elixir.optim.nvme_moments import MomentsOnNvme, NvmeOptions, gradient, no_steps
 
@@ -128,7 +128,7 @@ class HybridAdam(Optimizer):
 
     @staticmethod
     def hyper_parameters(group: Mapping[str, Any]) -> AdamHyper:
-        """This group's current settings as keyword arguments of `adam_update_`."""
+        """This group's current settings."""
         beta1, beta2 = group["betas"]
         return AdamHyper(
             lr=float(group["lr"]),
@@ -294,14 +294,8 @@ class HybridAdam(Optimizer):
         order = memory_order(p)
         written = (p, state["exp_avg"], state["exp_avg_sq"])
         flat = [flattened(x, order) for x in written]
-        adam_update_(
-            flat[0],
-            flattened(gradient(p), order),
-            flat[1],
-            flat[2],
-            step=int(state["step"].item()),
-            **hyper,
-        )
+        operands = Operands(flat[0], flattened(gradient(p), order), flat[1], flat[2])
+        adam_update_(operands, hyper.scalars(int(state["step"].item())))
         for x, updated in zip(written, flat, strict=True):
             write_back(x, updated, order)
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.errors import PlanError, StorageError
-from lightning_elixir.optim.adam import AdamHyper, adam_update_
+from lightning_elixir.optim.adam import AdamHyper, Operands, adam_update_
 from lightning_elixir.optim.memory_order import flattened, memory_order, unflattened, write_back
 from lightning_elixir.optim.nvme_states import NvmeStates, Part
-from lightning_elixir.plan.placement import check_fraction
+from lightning_elixir.plan.units import check_fraction
 from lightning_elixir.storage.nvme import BACKENDS, MOMENTS, is_in_memory, temporary_folder
 
 logger = logging.getLogger(__name__)
@@ -259,7 +259,8 @@ class _Current:
             exp_avg.zero_()
             exp_avg_sq.zero_()
         where = slice(part.start, part.start + part.numel)
-        adam_update_(self._param[where], self._grad[where], exp_avg, exp_avg_sq, step=self._step, **hyper)
+        operands = Operands(self._param[where], self._grad[where], exp_avg, exp_avg_sq)
+        adam_update_(operands, hyper.scalars(self._step))
         if part.is_last:
             write_back(self._p, self._param, self._order)
 

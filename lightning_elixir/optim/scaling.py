@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,11 +27,17 @@ Segment = tuple[int, int]
 """Offset and numel of one parameter's part of a shard; the offset is a multiple of `ALIGN_NUMEL`."""
 
 
-@dataclass(kw_only=True)
-class LossScaler:
-    """The dynamic loss scale, step by step that of `torch.amp.GradScaler` with the default bounds and hysteresis.
+def _require(is_good: bool, name: str, what: str, value: float) -> None:
+    if not is_good:
+        raise PlanError(f"{name} must be {what}, got {value}")
 
-    Plain numbers without a tensor: the step has read the overflow flag on the host anyway.
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """The options of a dynamic loss scale, with `torch.amp.GradScaler`'s defaults.
+
+    Raises:
+        PlanError: One is out of range.
     """
 
     initial_scale: float = 2.0**16
@@ -45,13 +51,6 @@ class LossScaler:
     """Steps in a row without overflow before the scale grows."""
     hysteresis: int = 1
     """Overflows since the last growth that it takes to back off; every overflow skips its step all the same."""
-    enabled: bool = True
-    """False: the scale is 1 and stays so."""
-
-    scale: float = field(init=False)
-    """What the loss is to be multiplied by; always an fp32 number."""
-    _growth_tracker: int = field(init=False, default=0)
-    _hysteresis_tracker: int = field(init=False)
 
     def __post_init__(self) -> None:
         bounds = f"min_scale={self.min_scale}, max_scale={self.max_scale}"
@@ -62,8 +61,25 @@ class LossScaler:
         _require(0.0 <= self.min_scale <= self.max_scale, "min_scale", f"in [0, {self.max_scale}]", self.min_scale)
         is_inside = 0.0 < self.initial_scale < math.inf and self.min_scale <= self.initial_scale <= self.max_scale
         _require(is_inside, "initial_scale", f"positive, finite and within {bounds}", self.initial_scale)
-        self.scale = _round_to_fp32(self.initial_scale) if self.enabled else 1.0
-        self._hysteresis_tracker = self.hysteresis
+
+
+class LossScaler:
+    """The dynamic loss scale, step by step that of `torch.amp.GradScaler` with the default bounds and hysteresis.
+
+    Plain numbers without a tensor: the step has read the overflow flag on the host anyway.
+
+    Args:
+        options: Where it starts, and how it changes.
+        enabled: False: the scale is 1 and stays so.
+    """
+
+    def __init__(self, options: LossScaling = LossScaling(), *, enabled: bool = True) -> None:
+        self.options = options
+        self.enabled = enabled
+        self.scale = _round_to_fp32(options.initial_scale) if enabled else 1.0
+        """What the loss is to be multiplied by; always an fp32 number."""
+        self._growth_tracker = 0
+        self._hysteresis_tracker = options.hysteresis
 
     @property
     def inverse_scale(self) -> float:
@@ -78,13 +94,13 @@ class LossScaler:
             self._growth_tracker = 0
             self._hysteresis_tracker -= 1
             if self._hysteresis_tracker <= 0:
-                self.scale = max(_round_to_fp32(self.scale * self.backoff_factor), self.min_scale)
+                self.scale = max(_round_to_fp32(self.scale * self.options.backoff_factor), self.options.min_scale)
             return
         self._growth_tracker += 1
-        if self._growth_tracker == self.growth_interval:
+        if self._growth_tracker == self.options.growth_interval:
             self._growth_tracker = 0
-            self._hysteresis_tracker = self.hysteresis
-            grown = min(_round_to_fp32(self.scale * self.growth_factor), self.max_scale)
+            self._hysteresis_tracker = self.options.hysteresis
+            grown = min(_round_to_fp32(self.scale * self.options.growth_factor), self.options.max_scale)
             if math.isfinite(grown):
                 self.scale = grown
 
@@ -94,9 +110,9 @@ class LossScaler:
             return {}
         return {
             "scale": self.scale,
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
-            "growth_interval": self.growth_interval,
+            "growth_factor": self.options.growth_factor,
+            "backoff_factor": self.options.backoff_factor,
+            "growth_interval": self.options.growth_interval,
             "_growth_tracker": self._growth_tracker,
             "_hysteresis_tracker": self._hysteresis_tracker,
         }
@@ -105,18 +121,21 @@ class LossScaler:
         """Take over a state of this class or of `torch.amp.GradScaler`; does nothing when disabled.
 
         Raises:
-            PlanError: The state dict is empty, as a disabled scaler leaves it.
+            PlanError: The state dict is empty, as a disabled scaler leaves it, or holds an option out of range.
         """
         if not self.enabled:
             return
         if not state_dict:
             raise PlanError("the loss scaler's state dict is empty: it was saved by a run without loss scaling")
+        self.options = replace(
+            self.options,
+            growth_factor=float(state_dict["growth_factor"]),
+            backoff_factor=float(state_dict["backoff_factor"]),
+            growth_interval=int(state_dict["growth_interval"]),
+        )
         self.scale = float(state_dict["scale"])
-        self.growth_factor = float(state_dict["growth_factor"])
-        self.backoff_factor = float(state_dict["backoff_factor"])
-        self.growth_interval = int(state_dict["growth_interval"])
         self._growth_tracker = int(state_dict["_growth_tracker"])
-        self._hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", self.hysteresis))
+        self._hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", self.options.hysteresis))
 
 
 def square_sums(shard: Tensor, segments: Sequence[Segment], scale: float = 1.0, clamp: float | None = None) -> Tensor:
@@ -246,11 +265,6 @@ def _check_segments(shard: Tensor, segments: Sequence[Segment]) -> None:
                 f"segment ({offset}, {numel}) must start at a multiple of {ALIGN_NUMEL} and lie inside the shard of "
                 f"{shard.numel()} elements"
             )
-
-
-def _require(is_good: bool, name: str, what: str, value: float) -> None:
-    if not is_good:
-        raise PlanError(f"{name} must be {what}, got {value}")
 
 
 def _round_to_fp32(value: float) -> float:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.optim.adam_states import AdamStates, SegmentPlace
 from lightning_elixir.optim.gradient_change import GradientChange
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.optim.own_steps import check_own_steps
 from lightning_elixir.optim.state_layout import elementwise_state_dtypes, is_scalar_state
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk, UpdatePart
 from lightning_elixir.plan.types import ALIGN_NUMEL
-from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, Piece
+from lightning_elixir.storage.nvme import MOMENTS, ChunkStates
 
 # Their update of one element looks at that element alone, so they may run over any slice of a parameter.
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -62,24 +61,10 @@ def elementwise_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Opti
     )
 
 
-@dataclass(frozen=True)
-class SegmentPlace:
-    """Where a segment lies and which of the user's parameter groups it belongs to."""
-
-    member_index: int
-    group_index: int
-    shard_offset: int
-    numel: int
-
-
 class SegmentOptimizer:
     """Updates one chunk's shard in place.
 
-    Adam's two moments lie in one flat tensor each, segment after segment, so that a shard is moved and updated in long
-    pieces; the states that it shows are views of them. Other optimizers make theirs themselves.
-
-    Moments on a disk are tensors on `meta` here: an update is described over those, and carried out where they have
-    come to (`StatesOnDisk`). What needs their values opens them (`opened`).
+    The states that it shows of Adam are views of `AdamStates`. Other optimizers make theirs themselves.
 
     Args:
         cls: From `elementwise_class`.
@@ -100,22 +85,11 @@ class SegmentOptimizer:
         on_disk: ChunkStates | None = None,
     ) -> None:
         self.places = tuple(places)
-        self._on_disk = on_disk
-        self._blank: set[int] = set()  # positions whose moments are zeros, whatever the disk holds
         self.work = work
-        self._empty = empty
-        self._moments: tuple[Tensor, ...] = ()  # Adam: `MOMENTS`, once there are any
-        self._spare_moments: tuple[Tensor, ...] = ()  # memory for the next ones, where these must stay as they are
+        self.adam = AdamStates(self.places, work.numel(), work.dtype, empty, on_disk)
+        """Empty for other optimizers."""
         # Others than Adam: position -> memory for the states that its first step will make, until then.
         self._reserved: dict[int, list[Tensor]] = {}
-        self._counts: dict[int, int] = {}  # Adam: position -> updates so far; no tensors, which took long
-        # Where each segment's moments begin, and how many elements they are in all. On a disk they lie as the shard
-        # does, so that a piece is the same elements of everything. In memory they are as far apart as in the shard
-        # where segments follow each other there.
-        sizes = [-(-p.numel // ALIGN_NUMEL) * ALIGN_NUMEL for p in places]
-        *self._starts, self._moments_numel = [0, *itertools.accumulate(sizes)]
-        if on_disk is not None:
-            self._starts, self._moments_numel = [p.shard_offset for p in places], on_disk.spec.numel
         self._tensors = [work[p.shard_offset : p.shard_offset + p.numel].detach() for p in places]
         self._group_indices = sorted({p.group_index for p in places})
         inner_groups = [
@@ -173,16 +147,16 @@ class SegmentOptimizer:
     @property
     def has_states(self) -> bool:
         """Whether Adam's moments have been made."""
-        return bool(self._moments)
+        return bool(self.adam.moments)
 
     @property
     def has_spares(self) -> bool:
         """Whether there is a second set of Adam's moments."""
-        return bool(self._spare_moments)
+        return bool(self.adam.spares)
 
     def has_states_of(self, members: Collection[int]) -> bool:
         """Whether the segments of all these members have been updated before, or have states from elsewhere."""
-        return all(i in self._counts for i, place in enumerate(self.places) if place.member_index in members)
+        return all(i in self.adam.counts for i, place in enumerate(self.places) if place.member_index in members)
 
     def spans(self, members: Collection[int]) -> list[slice]:
         """Where in the shard the used segments lie, runs of them as one; what `describe` describes."""
@@ -191,71 +165,30 @@ class SegmentOptimizer:
 
     def allocate_moments(self) -> None:
         """Make Adam's moments, uninitialised, if there are none yet; nothing for other optimizers."""
-        if self.is_adam and not self._moments:
-            self._moments = self._new_moments()
+        if self.is_adam:
+            self.adam.allocate()
 
     @property
     def moments_bytes(self) -> int:
         """What Adam's moments take; 0 for other optimizers."""
-        return len(MOMENTS) * self._moments_numel * self.work.itemsize if self.is_adam else 0
+        return len(MOMENTS) * self.adam.numel * self.work.itemsize if self.is_adam else 0
 
     def allocate_spares(self) -> None:
         """Make a second set of Adam's moments, if there is none yet; nothing for other optimizers."""
-        if self.is_adam and not self._spare_moments:
-            self._spare_moments = self._new_moments()
+        if self.is_adam:
+            self.adam.allocate_spares()
 
-    @contextmanager
-    def opened(self, *, is_written: bool = False) -> Iterator[None]:
-        """Inside, moments have values wherever they live: those on a disk are read to host memory, one chunk's at a
-        time, so nothing else may open them or update them.
-
-        Args:
-            is_written: They are changed inside.
-
-        Raises:
-            StorageError: The disk has failed.
-        """
-        on_disk = self._on_disk
-        if on_disk is None or not self._moments or not self._moments[0].is_meta:
-            yield
-            return
-        stand_ins = self._moments
-        if self._has_come_from_disk():
-            self._moments = tuple(on_disk.read(part) for part in MOMENTS)
-            for position in self._blank:
-                for view in self._moments_at(position).values():
-                    view.zero_()
-        else:
-            self._moments = tuple(torch.zeros(self._moments_numel, dtype=self.work.dtype) for _ in MOMENTS)
-        try:
-            yield
-            if is_written:
-                for part, moment in zip(MOMENTS, self._moments, strict=True):
-                    on_disk.write(part, moment)
-                self._blank.clear()
-        finally:
-            self._moments = stand_ins
-
-    def _has_come_from_disk(self) -> bool:
-        """Whether any moments there hold something."""
-        return any(position not in self._blank for position in self._counts)
+    def opened(self, *, is_written: bool = False) -> AbstractContextManager[None]:
+        """See `AdamStates.opened`."""
+        return self.adam.opened(is_written=is_written)
 
     def take_on_disk(self, members: Collection[int]) -> StatesOnDisk | None:
-        """What the update of these members that was described just now has to know of states on a disk; it makes zeros
-        where it comes to, of all theirs and perhaps of others'."""
-        if self._on_disk is None:
-            return None
-        blank = [Piece(self._starts[i], self._starts[i] + self.places[i].numel) for i in sorted(self._blank)]
-        found = StatesOnDisk(self._on_disk, not self._has_come_from_disk(), tuple(blank))
-        self._blank = {i for i in self._blank if self.places[i].member_index not in members}
-        return found
-
-    def _new_moments(self) -> tuple[Tensor, ...]:
-        return tuple(self._empty(self._moments_numel, self.work.dtype) for _ in MOMENTS)
+        """See `AdamStates.take_on_disk`."""
+        return self.adam.take_on_disk(members)
 
     def drop_spares(self) -> None:
         """Give them back."""
-        self._spare_moments = ()
+        self.adam.spares = ()
 
     def exchange(self, work: Tensor) -> None:
         """An update to other memory takes effect: the spare moments are those in use, and the other way round.
@@ -264,30 +197,26 @@ class SegmentOptimizer:
             work: With the new values: what is updated from now on.
         """
         self.work = work
-        self._moments, self._spare_moments = self._spare_moments, self._moments
+        self.adam.exchange()
         for position, (tensor, place) in enumerate(zip(self._tensors, self.places, strict=True)):
             part = work[place.shard_offset : place.shard_offset + place.numel]
             # The same object over other memory: states are kept by it.
             tensor.set_(part.untyped_storage(), part.storage_offset(), part.shape, part.stride())
-            if self._inner is not None and position in self._counts:
-                self._inner.state[tensor].update(self._moments_at(position))
+            if self._inner is not None and position in self.adam.counts:
+                self._inner.state[tensor].update(self.adam.at(position))
 
     def start_states(self, members: Collection[int]) -> None:
         """Adam: zero moments and a step count of zero for the segments of `members` that have none yet."""
         self.allocate_moments()
         for position, place in enumerate(self.places):
-            if self._inner is not None and place.member_index in members and position not in self._counts:
-                moments = {key: view.zero_() for key, view in self._moments_at(position).items()}
-                self._inner.state[self._tensors[position]] = moments
-                self._counts[position] = 0
-                if self._on_disk is not None:
-                    self._blank.add(position)
+            if self._inner is not None and place.member_index in members and position not in self.adam.counts:
+                self._inner.state[self._tensors[position]] = self.adam.begin(position)
 
     def count_step(self, members: Collection[int]) -> None:
         """The described update of these members is their next step."""
         for position, place in enumerate(self.places):
             if place.member_index in members:
-                self._counts[position] += 1
+                self.adam.counts[position] += 1
 
     def describe(
         self,
@@ -319,13 +248,14 @@ class SegmentOptimizer:
             parts = []
             for position in run:
                 place = self.places[position]
-                start, step = place.shard_offset - first.shard_offset, self._counts[position] + 1
+                start, step = place.shard_offset - first.shard_offset, self.adam.counts[position] + 1
                 parts.append(UpdatePart(start, place.numel, step, hyper[place.group_index]))
-            at = slice(self._starts[run[0]], self._starts[run[0]] + span.stop - span.start)
-            exp_avg, exp_avg_sq = (m[at] for m in self._moments)
+            begin = self.adam.start_of(run[0])
+            at = slice(begin, begin + span.stop - span.start)
+            exp_avg, exp_avg_sq = (m[at] for m in self.adam.moments)
             outputs = None
             if apart is not None:
-                outputs = (apart[span], self._spare_moments[0][at], self._spare_moments[1][at])
+                outputs = (apart[span], self.adam.spares[0][at], self.adam.spares[1][at])
             updates.append(
                 FlatUpdate(
                     self.work[span],
@@ -362,13 +292,13 @@ class SegmentOptimizer:
             return {}
         state: dict[str, Any] = self._inner.state.get(self._tensors[position], {})
         if self.is_adam and state:
-            step = torch.tensor(float(self._counts[position]), dtype=torch.float32)
-            return {"step": step, **state, **self._moments_at(position)}
+            step = torch.tensor(float(self.adam.counts[position]), dtype=torch.float32)
+            return {"step": step, **state, **self.adam.at(position)}
         return state
 
     def has_only_reserved(self, position: int) -> bool:
         """Whether the state of a segment is there and has not seen an update: what a plain optimizer has not got."""
-        return self.is_adam and self._counts.get(position) == 0
+        return self.is_adam and self.adam.counts.get(position) == 0
 
     def flat_state(self, key: str, dtype: torch.dtype) -> Tensor:
         """One element-wise state of all segments, each where the segment lies in the shard, else zeros; in host memory.
@@ -377,25 +307,14 @@ class SegmentOptimizer:
             key: Its name.
             dtype: Of the result.
         """
-        if self._on_disk is not None and key in MOMENTS and self._moments and self._moments[0].is_meta:
-            return self._flat_moment_on_disk(self._on_disk, key).to(dtype)
+        if key in MOMENTS and self.adam.is_away:
+            return self.adam.flat_on_disk(key).to(dtype)
         piece = torch.zeros(self.work.numel(), dtype=dtype)
         for position, place in enumerate(self.places):
             value = self.state_of(position).get(key)
             if value is not None:
                 piece[place.shard_offset : place.shard_offset + place.numel] = value
         return piece
-
-    def _flat_moment_on_disk(self, on_disk: ChunkStates, key: str) -> Tensor:
-        if not self._has_come_from_disk():
-            return torch.zeros(self.work.numel(), dtype=self.work.dtype)
-        found, end = on_disk.read(key), 0
-        for position, place in enumerate(self.places):
-            if position in self._counts and position not in self._blank:
-                found[end : place.shard_offset].zero_()
-                end = place.shard_offset + place.numel
-        found[end:].zero_()
-        return found
 
     def set_state(self, position: int, state: Mapping[str, Any]) -> None:
         """Replace the state of the segment at `places[position]` by a copy, where the shard is. Those on a disk must be
@@ -415,8 +334,7 @@ class SegmentOptimizer:
         settings = self._inner.param_groups[self._group_indices.index(self.places[position].group_index)]
         if settings.get("capturable") or settings.get("fused"):  # these want their step counts beside the parameters
             taken = {k: v.to(self.work.device) if isinstance(v, Tensor) else v for k, v in taken.items()}
-        self._counts.pop(position, None)
-        self._blank.discard(position)
+        self.adam.forget(position)
         if self.is_adam and state:
             missing = [key for key in ("step", *MOMENTS) if key not in state]
             if missing:
@@ -424,10 +342,10 @@ class SegmentOptimizer:
                     f"a state to load into Adam holds {sorted(state)}, but not {missing}: it was saved by another "
                     "optimizer"
                 )
-            self._counts[position] = int(state["step"])
-            self.allocate_moments()
-            for key, view in self._moments_at(position).items():
-                if self._on_disk is None:
+            self.adam.counts[position] = int(state["step"])
+            self.adam.allocate()
+            for key, view in self.adam.at(position).items():
+                if self.adam.on_disk is None:
                     is_there = state[key].device == view.device and state[key].data_ptr() == view.data_ptr()
                     taken[key] = view if is_there else view.copy_(state[key])
                 elif view.is_meta:
@@ -440,85 +358,43 @@ class SegmentOptimizer:
     def take_states(self, earlier: SegmentOptimizer) -> None:
         """Take over the states of the optimizer that the same shard had before, on whatever device and with whatever
         segments in groups. `earlier` is of no use afterwards."""
-        has_reserved = bool(earlier._reserved)
-        earlier._reserved.clear()
-        self._take_states(earlier)
+        has_reserved = earlier.drop_reserved()
+        mine, theirs = self.adam, earlier.adam
+        is_same = mine.has_same_segments(theirs)
+        is_on_disk = mine.on_disk is not None or theirs.on_disk is not None
+        if is_same and is_on_disk:
+            mine.take_all(theirs)
+            self._show_states(earlier)
+        else:
+            if mine.on_disk is not None and theirs.counts:
+                mine.allocate()
+            if is_same and self.is_adam and theirs.moments and theirs.moments[0].device == self.work.device:
+                mine.take_memory(theirs)
+            with theirs.opened(), mine.opened(is_written=True):
+                self._copy_states(earlier)
         if has_reserved:
             self.reserve_states()
 
-    def _take_states(self, earlier: SegmentOptimizer) -> None:
-        if self._on_disk is not None and self._on_disk == earlier._on_disk and self._extents() == earlier._extents():
-            self._take_same(earlier)
+    def _show_states(self, earlier: SegmentOptimizer) -> None:
+        """Moments have been taken over; with them what users have put beside them."""
+        if self._inner is None:
             return
-        is_on_disk = self._on_disk is not None or earlier._on_disk is not None
-        if is_on_disk and self._extents() == earlier._extents():
-            self._copy_by_pieces(earlier)
-            return
-        if self._on_disk is not None and earlier._counts:
-            self.allocate_moments()
-        with earlier.opened(), self.opened(is_written=True):
-            self._copy_states(earlier)
+        for position in self.adam.counts:
+            others = {key: self._copied(key, value) for key, value in earlier.beside_adam(position).items()}
+            self._inner.state[self._tensors[position]] = others | self.adam.at(position)
 
-    def _extents(self) -> list[tuple[int, int, int]]:
-        return [(p.member_index, p.shard_offset, p.numel) for p in self.places]
+    def drop_reserved(self) -> bool:
+        """Give back what `reserve_states` has taken. Returns whether there was any."""
+        has_reserved = bool(self._reserved)
+        self._reserved.clear()
+        return has_reserved
 
-    def _take_same(self, earlier: SegmentOptimizer) -> None:
-        """As `take_states`, of states that are where they shall be."""
-        self._moments, self._counts, self._blank = earlier._moments, earlier._counts, earlier._blank
-        if self._inner is not None and earlier._inner is not None:
-            for tensor, before in zip(self._tensors, earlier._tensors, strict=True):
-                if before in earlier._inner.state:
-                    self._inner.state[tensor] = earlier._inner.state[before]
-
-    def _copy_by_pieces(self, earlier: SegmentOptimizer) -> None:
-        """As `take_states`, of the same segments, from or to a disk: host memory does not hold a chunk's moments for
-        that alone."""
-        positions = [i for i in range(len(self.places)) if earlier.state_of(i)]
-        if not positions:
-            return
-        self.allocate_moments()
-        source, target = earlier._on_disk, self._on_disk
-        for number, part in enumerate(MOMENTS) if any(i not in earlier._blank for i in positions) else ():
-            if source is not None and target is not None:
-                target.copy_from(source, part)
-            elif source is not None:
-                for start, values in source.buffers(part):
-                    source.read_piece(part, start, values)
-                    for own, inside in self._overlaps(number, start, values):
-                        own.copy_(inside)
-            elif target is not None:
-                for start, values in target.buffers(part):
-                    values.zero_()
-                    for own, inside in earlier._overlaps(number, start, values):
-                        inside.copy_(own)
-                    target.write_piece(part, start, values)
-        for position in positions:
-            views = self._moments_at(position)
-            if target is not None and position in earlier._blank:
-                self._blank.add(position)
-            elif position in earlier._blank:
-                for view in views.values():
-                    view.zero_()
-            self._counts[position] = earlier._counts[position]
-            if self._inner is not None and earlier._inner is not None:
-                before = earlier._inner.state[earlier._tensors[position]]
-                others = {k: self._copied(k, v) for k, v in before.items() if k not in ("step", *MOMENTS)}
-                self._inner.state[self._tensors[position]] = others | views
-
-    def _overlaps(self, number: int, start: int, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of a moment in memory and elements of the shard from `start` on: what is the same segment's."""
-        end = start + values.numel()
-        for place, begin in zip(self.places, self._starts, strict=True):
-            first, last = max(start, place.shard_offset), min(end, place.shard_offset + place.numel)
-            if first < last:
-                at = begin + first - place.shard_offset
-                yield self._moments[number][at : at + last - first], values[first - start : last - start]
+    def beside_adam(self, position: int) -> dict[str, Any]:
+        """What users have put into the state of a segment beside Adam's own."""
+        state = self.state_of(position)
+        return {key: value for key, value in state.items() if key not in ("step", *MOMENTS)}
 
     def _copy_states(self, earlier: SegmentOptimizer) -> None:
-        if self.is_adam and earlier._moments and earlier._moments[0].device == self.work.device:
-            is_in_memory = self._on_disk is None and earlier._on_disk is None
-            if is_in_memory and self._extents() == earlier._extents():
-                self._moments, self._spare_moments = earlier._moments, earlier._spare_moments
         by_member = {p.member_index: i for i, p in enumerate(earlier.places)}
         for position, place in enumerate(self.places):
             if place.member_index in by_member:
@@ -532,21 +408,15 @@ class SegmentOptimizer:
         device = "cpu" if self.work.is_meta else self.work.device
         return value.to(device=device, dtype=self.work.dtype, copy=True)
 
-    def _moments_at(self, position: int) -> dict[str, Tensor]:
-        start = self._starts[position]
-        return {
-            key: m[start : start + self.places[position].numel] for key, m in zip(MOMENTS, self._moments, strict=True)
-        }
-
     def spare_bytes(self) -> int:
         """Bytes of the second set of moments."""
-        return sum(m.nbytes for m in self._spare_moments)
+        return sum(m.nbytes for m in self.adam.spares)
 
     def state_bytes(self) -> int:
         """Bytes of all element-wise state tensors that are in use, and of what is reserved for those to come."""
         if self._inner is None:
             return 0
-        own = sum(m.nbytes for m in self._moments)
+        own = sum(m.nbytes for m in self.adam.moments)
         own += sum(tensor.nbytes for reserved in self._reserved.values() for tensor in reserved)
         return own + sum(
             v.nbytes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.kernels.sequence import Scalars, Table
-from lightning_elixir.optim.adam import AdamHyper, adam_scalars, update_parts_
+from lightning_elixir.optim.adam import AdamHyper, Operands, update_parts_
 from lightning_elixir.plan.types import ALIGN_NUMEL
 from lightning_elixir.storage.nvme import GRAD, MASTER, MOMENTS, PARAM, ChunkStates, Piece, Visit, aligned
 
@@ -101,7 +101,7 @@ class FlatUpdate:
 
         Args:
             changed_grad: Memory for `change_grad`, 1-D, `changed_grad_dtype`, `[numel]`. None: allocated here.
-            scratch: See `adam_update_`.
+            scratch: See `update_parts_`.
             num_threads: Host threads of the compiled kernel; None: as `core.threads.default_num_threads` says.
         """
         grad = self.grad
@@ -111,15 +111,10 @@ class FlatUpdate:
             grad = changed_grad.copy_(grad)
             self.change_grad(grad)
         update_parts_(
-            self.param,
-            grad,
-            self.exp_avg,
-            self.exp_avg_sq,
+            Operands(self.param, grad, self.exp_avg, self.exp_avg_sq, self.compute, self.outputs),
             self._table(),
-            compute=self.compute,
             scratch=scratch,
             num_threads=num_threads,
-            outputs=self.outputs,
         )
 
     def in_piece(self, piece: Piece) -> FlatUpdate | None:
@@ -175,7 +170,7 @@ class FlatUpdate:
         for part in self.parts:
             key = (part.step, id(part.hyper))
             if key not in numbers:
-                numbers[key] = adam_scalars(step=part.step, grad_factor=self.grad_factor, **part.hyper)
+                numbers[key] = part.hyper.scalars(part.step, self.grad_factor)
             table.append((part.start, part.numel, numbers[key]))
         return table
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.regime import ModelDataBytes, TrainingRegime, UpdateMode
 from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Plan, Tier, UpdateTiming
 
@@ -149,6 +150,8 @@ class Budget:
     spare_cpu_bytes: int | None = None
     """Up to how many bytes in all what a plan can do without may fill this rank's part of the host's memory: spare
     states. None: as many as `cpu_bytes`."""
+    words: DeviceWords = DeviceWords()
+    """Of the compute device, for refusals."""
 
     @property
     def most_with_spares(self) -> int | None:

@@ -8,6 +8,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget, Scheme
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
+from lightning_elixir.plan.units import check_fraction
 
 POLICIES = ("auto", "cpu", "cuda", "const", "static")
 
@@ -70,8 +71,8 @@ class Problem:
             "gpu_margin_mem_ratio",
         ):
             value = getattr(request, name)
-            if value is not None and not 0.0 <= value <= 1.0:
-                raise PlanError(f"{name} must be between 0 and 1, got {value}")
+            if value is not None:
+                check_fraction(name, value)
         if request.prefetch_depth < 0 or self.world_size < 1:
             raise PlanError(f"prefetch_depth ({request.prefetch_depth}) or world_size ({self.world_size}) is too small")
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.policy import CachePolicy
+from lightning_elixir.plan.types import Plan
 
 # How far ahead of the expected position an unexpected access is looked for in the trace, and how far behind the place
 # where it was found the one after it.
@@ -55,7 +56,7 @@ class RCache:
     """
 
     def __init__(self, cost_blocks: Mapping[int, int], budget_blocks: int, prefetch_depth: int = 0) -> None:
-        self._cost = dict(cost_blocks)
+        self.cost_blocks = dict(cost_blocks)
         self.budget_blocks = budget_blocks
         self.prefetch_depth = prefetch_depth
         self._resident: dict[int, int] = {}  # chunk id -> time of last use, in order of arrival
@@ -68,6 +69,17 @@ class RCache:
         self._settled_until = 0  # before this position there is nothing to prefetch, unless something goes
         self.peak_blocks = 0
         self._counts: dict[str, int] = asdict(CacheCounters())
+
+    @classmethod
+    def of(cls, plan: Plan, *, has_prefetch: bool = True) -> RCache:
+        """An empty one, as a plan has it.
+
+        Args:
+            plan: Whose chunks that come and go it manages.
+            has_prefetch: False: chunks are fetched on demand only, whatever the plan's depth.
+        """
+        cost_blocks = {c.id: plan.blocks_of(c.id) for c in plan.chunks if not c.is_persistent}
+        return cls(cost_blocks, plan.rcache_blocks, plan.prefetch_depth if has_prefetch else 0)
 
     # Queries
 
@@ -124,14 +136,14 @@ class RCache:
             What to evict and fetch. The chunks count as resident from here on.
         """
         ids = tuple(ids)
-        needed = tuple(dict.fromkeys(i for i in ids if i in self._cost))
+        needed = tuple(dict.fromkeys(i for i in ids if i in self.cost_blocks))
         if is_traced:
             self._advance(ids)
         missing = tuple(i for i in needed if i not in self._resident)
         counts = self._counts
         evict: tuple[int, ...] = ()
         if missing or self._used_blocks > self.budget_blocks:
-            room = sum(self._cost[i] for i in missing)
+            room = sum(self.cost_blocks[i] for i in missing)
             evict = self._make_room(room, {*needed, *held})
             if self._used_blocks + room > self.budget_blocks:
                 counts["overflows"] += 1
@@ -172,7 +184,7 @@ class RCache:
     def drop(self, ids: Iterable[int]) -> None:
         """Undo the pins of one `acquire`. The chunks stay resident and become evictable."""
         for chunk_id in dict.fromkeys(ids):  # `acquire` pins each once
-            if chunk_id not in self._cost:
+            if chunk_id not in self.cost_blocks:
                 continue
             count = self._pins.get(chunk_id, 0)
             if count == 0:
@@ -191,7 +203,7 @@ class RCache:
         absent: list[tuple[int, int]] = []
         ahead = 0
         for at, chunk_id in policy.upcoming(self._position):
-            if chunk_id not in self._cost:
+            if chunk_id not in self.cost_blocks:
                 continue
             ahead += 1
             if chunk_id not in self._resident:
@@ -205,14 +217,14 @@ class RCache:
         victims: list[tuple[int, int]] | None = None
         found: list[int] = []
         for at, chunk_id in absent:
-            free -= self._cost[chunk_id]
+            free -= self.cost_blocks[chunk_id]
             if free < 0 and victims is None:
                 victims = sorted(
                     ((policy.next_use(i, self._position), i) for i in self._resident if self._is_evictable(i, held)),
                     reverse=True,
                 )
             while free < 0 and victims and victims[0][0] > at:
-                free += self._cost[victims.pop(0)[1]]
+                free += self.cost_blocks[victims.pop(0)[1]]
             if free < 0:
                 break
             found.append(chunk_id)
@@ -223,12 +235,12 @@ class RCache:
         fetch: list[int] = []
         evict: list[int] = []
         for chunk_id in ids:
-            if chunk_id in self._resident or chunk_id not in self._cost:
+            if chunk_id in self._resident or chunk_id not in self.cost_blocks:
                 continue
             at = self._next_use(chunk_id)
-            released = self._make_room(self._cost[chunk_id], {chunk_id, *held, *fetch}, needed_at=at)
+            released = self._make_room(self.cost_blocks[chunk_id], {chunk_id, *held, *fetch}, needed_at=at)
             evict.extend(released)
-            if self._used_blocks + self._cost[chunk_id] > self.budget_blocks:
+            if self._used_blocks + self.cost_blocks[chunk_id] > self.budget_blocks:
                 break
             self._add(chunk_id)
             self._resident[chunk_id] = self._clock
@@ -308,7 +320,7 @@ class RCache:
             if needed_at is not None and self._next_use(chunk_id) <= needed_at:
                 break
             chosen.append(chunk_id)
-            lacking -= self._cost[chunk_id]
+            lacking -= self.cost_blocks[chunk_id]
         if needed_at is not None and lacking > 0:
             return ()
         for chunk_id in chosen:
@@ -325,10 +337,10 @@ class RCache:
 
     def _add(self, chunk_id: int) -> None:
         self._resident[chunk_id] = self._clock
-        self._used_blocks += self._cost[chunk_id]
+        self._used_blocks += self.cost_blocks[chunk_id]
         self.peak_blocks = max(self.peak_blocks, self._used_blocks)
 
     def _remove(self, chunk_id: int) -> None:
         self._settled_until = 0
         del self._resident[chunk_id]
-        self._used_blocks -= self._cost[chunk_id]
+        self._used_blocks -= self.cost_blocks[chunk_id]

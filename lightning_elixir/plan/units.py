@@ -1,4 +1,4 @@
-"""Bytes and seconds as people write and read them."""
+"""Bytes, seconds and shares as people write and read them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,24 @@ def parse_bytes(size: int | str) -> int:
     if match is None or match["unit"] not in _UNITS:
         raise PlanError(f'a size must be bytes as an int or a string like "64MiB", "40GiB" or "1.5GB", got {size!r}')
     return int(float(match["amount"]) * _UNITS[match["unit"]])
+
+
+def option_bytes(name: str, size: int | str | None) -> int | None:
+    """What an option of that name was given as a size; None where it was not given.
+
+    Raises:
+        PlanError: As `parse_bytes`, naming the option.
+    """
+    try:
+        return None if size is None else parse_bytes(size)
+    except PlanError as error:
+        raise PlanError(f"{name}: {error}") from None
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Raises `PlanError` unless an option's value is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise PlanError(f"{name} must be between 0 and 1, got {value!r}")
 
 
 def format_bytes(value: int, *, is_rounded_up: bool = False) -> str:

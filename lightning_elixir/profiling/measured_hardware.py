@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
@@ -95,7 +97,7 @@ def profile_hardware(
         PlanError: `local_world_size`, `budget_s` or `max_bytes` out of range.
         StorageError: `nvme_dir` cannot be written to; on every rank.
     """
-    return find_hardware(
+    probe = HardwareProbe(
         device=device,
         comm=comm,
         local_world_size=local_world_size,
@@ -104,122 +106,124 @@ def profile_hardware(
         cache_dir=cache_dir,
         budget_s=budget_s,
         max_bytes=max_bytes,
-    ).spec
+    )
+    return probe.find().spec
 
 
-def find_hardware(
-    *,
-    device: torch.device | None = None,
-    comm: Comm | None = None,
-    local_world_size: int = 1,
-    nvme_dir: str | Path | None = None,
-    refresh: bool = False,
-    cache_dir: str | Path | None = None,
-    budget_s: float = 10.0,
-    max_bytes: int = 4 * 2**30,
-) -> FoundHardware:
-    """`profile_hardware`, telling whether the figures were kept ones, and where they are. The same arguments and
-    errors."""
-    if local_world_size < 1 or budget_s <= 0 or max_bytes < 4 * _MIN_ARENA_BYTES:
-        raise PlanError(
-            f"profile_hardware needs local_world_size >= 1, budget_s > 0 and max_bytes >= {4 * _MIN_ARENA_BYTES}, got "
-            f"{local_world_size}, {budget_s} and {max_bytes}"
-        )
-    runtime_device = make_device(device)
-    torch_device = runtime_device.torch_device
-    folder = None if nvme_dir is None else Path(nvme_dir).absolute()
-    ranks = make_comm(None, torch_device) if comm is None else comm
-    try:
-        with current_device(torch_device):
-            facts = device_facts(torch_device)
-            memory = _least_memory(ranks, torch_device, folder)
+@dataclass(frozen=True, kw_only=True)
+class HardwareProbe:
+    """What shall be known of which machine, who measures it, and with how much; see `profile_hardware` for each.
+
+    Raises:
+        PlanError: `local_world_size`, `budget_s` or `max_bytes` out of range.
+    """
+
+    device: torch.device | None = None
+    comm: Comm | None = None
+    local_world_size: int = 1
+    nvme_dir: str | Path | None = None
+    refresh: bool = False
+    cache_dir: str | Path | None = None
+    budget_s: float = 10.0
+    max_bytes: int = 4 * 2**30
+
+    def __post_init__(self) -> None:
+        if self.local_world_size < 1 or self.budget_s <= 0 or self.max_bytes < 4 * _MIN_ARENA_BYTES:
+            raise PlanError(
+                "profile_hardware needs local_world_size >= 1, budget_s > 0 and max_bytes >="
+                f" {4 * _MIN_ARENA_BYTES}, got {self.local_world_size}, {self.budget_s} and {self.max_bytes}"
+            )
+
+    def find(self) -> FoundHardware:
+        """The figures, kept ones or new ones. Collective.
+
+        Raises:
+            StorageError: `nvme_dir` cannot be written to; on every rank.
+        """
+        with self._bench() as (device, ranks):
+            facts = device_facts(device.torch_device)
+            memory = _least_memory(ranks, device.torch_device, self._folder)
             kept = HardwareCache(
-                default_cache_dir() if cache_dir is None else Path(cache_dir),
+                default_cache_dir() if self.cache_dir is None else Path(self.cache_dir),
                 {
                     "schema": HARDWARE_SCHEMA,
                     "world_size": ranks.world_size,
-                    "local_world_size": local_world_size,
-                    "nvme_dir": None if folder is None else str(folder),
+                    "local_world_size": self.local_world_size,
+                    "nvme_dir": None if self._folder is None else str(self._folder),
                     "hosts": _distinct(ranks.exchange_objects(_identity(facts))),
                 },
             )
             # Rank 0 decides for all: one rank alone cannot measure.
-            found = kept.load() if ranks.rank == 0 and not refresh else None
+            found = kept.load() if ranks.rank == 0 and not self.refresh else None
             stored_at = None if found is None else kept.stored_at()
             is_kept = found is not None
             spec: HardwareSpec | None = ranks.exchange_objects(found)[0]
             if spec is None:
-                spec = _measured(runtime_device, ranks, memory, facts, local_world_size, folder, budget_s, max_bytes)
+                spec = self._measured(device, ranks, memory, facts)
                 is_kept = ranks.rank == 0 and kept.store(spec)
             return FoundHardware(replace(spec, **asdict(memory)), kept.path if is_kept else None, stored_at)
-    finally:
-        if comm is None:
-            ranks.close()
 
+    def with_disk_rates(self, spec: HardwareSpec) -> HardwareSpec:
+        """The same figures, with those of the disk of `nvme_dir`, measured now. Collective.
 
-def with_disk_rates(
-    spec: HardwareSpec,
-    folder: str | Path,
-    comm: Comm,
-    *,
-    device: torch.device,
-    local_world_size: int = 1,
-    budget_s: float = 10.0,
-) -> HardwareSpec:
-    """The same figures, with those of a folder's disk, measured now. Collective.
+        Args:
+            spec: Of the rest of the machine.
 
-    Args:
-        spec: Of the rest of the machine.
-        folder: On the disk; a file of at most 256 MiB a rank is written there for a moment.
-        comm: The ranks.
-        device: Compute device.
-        local_world_size: How many of them share this host.
-        budget_s: Of a whole measurement, of which this is a small part.
+        Raises:
+            StorageError: The folder cannot be written to, or has too little room; on every rank.
+        """
+        if self._folder is None:
+            return spec
+        with self._bench() as (device, ranks):
+            free = free_disk_bytes(self._folder, ranks)
+            found = replace(spec, nvme_bytes=free, **self._disk_rates(device, ranks, free))
+            specs: list[HardwareSpec] = ranks.exchange_objects(found)
+        return specs[0]
 
-    Raises:
-        StorageError: The folder cannot be written to, or has too little room; on every rank.
-    """
-    path = Path(folder).absolute()
-    free = free_disk_bytes(path, comm)
-    watch = Stopwatch(make_device(device), comm, _DISK_SHARE * budget_s)
-    read, write = measure_disk(path, comm, watch, int(free * _LARGEST_SHARE) // local_world_size)
-    found = replace(spec, nvme_read_bytes_per_s=read, nvme_write_bytes_per_s=write, nvme_bytes=free)
-    specs: list[HardwareSpec] = comm.exchange_objects(found)
-    return specs[0]
+    @property
+    def _folder(self) -> Path | None:
+        return None if self.nvme_dir is None else Path(self.nvme_dir).absolute()
 
+    @contextmanager
+    def _bench(self) -> Iterator[tuple[Device, Comm]]:
+        device = make_device(self.device)
+        ranks = make_comm(None, device.torch_device) if self.comm is None else self.comm
+        try:
+            with current_device(device.torch_device):
+                yield device, ranks
+        finally:
+            if self.comm is None:
+                ranks.close()
 
-def _measured(
-    device: Device,
-    comm: Comm,
-    memory: _Memory,
-    facts: DeviceFacts,
-    local_world_size: int,
-    folder: Path | None,
-    budget_s: float,
-    max_bytes: int,
-) -> HardwareSpec:
-    log.info("measuring what this machine can do; this takes up to %.0f s and is done once", budget_s)
-    arena_bytes = _arena_bytes(memory, local_world_size, max_bytes)
-    try:
-        bench = Workbench(device, comm, Stopwatch(device, comm, budget_s / _NUM_MEASUREMENTS), arena_bytes)
-        figures: dict[str, Any] = bench.measure()
-        del bench  # with it its memory, page-locked or on the device
-    finally:
-        release_cached_memory(device.torch_device)
-    if folder is not None:
-        watch = Stopwatch(device, comm, _DISK_SHARE * budget_s)
-        room = int((memory.nvme_bytes or 0) * _LARGEST_SHARE) // local_world_size
-        figures["nvme_read_bytes_per_s"], figures["nvme_write_bytes_per_s"] = measure_disk(folder, comm, watch, room)
-    spec = HardwareSpec(
-        name=_name(facts, comm.world_size),
-        gpu_total_bytes=facts.total_bytes,
-        world_size=comm.world_size,
-        versions=_versions(facts),
-        **figures,
-        **asdict(memory),
-    )
-    specs: list[HardwareSpec] = comm.exchange_objects(spec)
-    return specs[0]  # names may differ, figures do not: each was agreed when it was measured
+    def _measured(self, device: Device, comm: Comm, memory: _Memory, facts: DeviceFacts) -> HardwareSpec:
+        log.info("measuring what this machine can do; this takes up to %.0f s and is done once", self.budget_s)
+        arena_bytes = _arena_bytes(memory, self.local_world_size, self.max_bytes)
+        try:
+            bench = Workbench(device, comm, Stopwatch(device, comm, self.budget_s / _NUM_MEASUREMENTS), arena_bytes)
+            figures: dict[str, Any] = bench.measure()
+            del bench  # with it its memory, page-locked or on the device
+        finally:
+            release_cached_memory(device.torch_device)
+        spec = HardwareSpec(
+            name=_name(facts, comm.world_size),
+            gpu_total_bytes=facts.total_bytes,
+            world_size=comm.world_size,
+            versions=_versions(facts),
+            **figures,
+            **self._disk_rates(device, comm, memory.nvme_bytes or 0),
+            **asdict(memory),
+        )
+        specs: list[HardwareSpec] = comm.exchange_objects(spec)
+        return specs[0]  # names may differ, figures do not: each was agreed when it was measured
+
+    def _disk_rates(self, device: Device, comm: Comm, free: int) -> dict[str, Any]:
+        """Of the folder's disk, where that is asked for."""
+        if self._folder is None:
+            return {}
+        watch = Stopwatch(device, comm, _DISK_SHARE * self.budget_s)
+        room = int(free * _LARGEST_SHARE) // self.local_world_size
+        read, write = measure_disk(self._folder, comm, watch, room)
+        return {"nvme_read_bytes_per_s": read, "nvme_write_bytes_per_s": write}
 
 
 def _least_memory(comm: Comm, device: torch.device, folder: Path | None) -> _Memory:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.timeline import Timeline
+from lightning_elixir.plan.simulator.timeline import Timeline
 from lightning_elixir.plan.types import Plan
 
 

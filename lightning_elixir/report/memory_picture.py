@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_elixir.plan.timeline import MemoryPoint, Timeline
+from lightning_elixir.plan.simulator.timeline import MemoryPoint, Timeline
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.report.data import ReportData
 from lightning_elixir.report.markup import Markup, byte_ticks, element, format_seconds, joined, time_ticks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_elixir.plan.timeline import Timeline
+from lightning_elixir.plan.simulator.timeline import Timeline
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_elixir.plan.timeline import Span, Timeline
+from lightning_elixir.plan.simulator.timeline import Span, Timeline
 from lightning_elixir.report.markup import Markup, element, format_seconds, joined, time_ticks
 from lightning_elixir.report.parts import legend, swatch
 from lightning_elixir.report.phases import phases

@@ -13,6 +13,7 @@ from lightning_elixir.runtime.fetcher import Fetcher
 from lightning_elixir.runtime.param_reads import ParamReads
 from lightning_elixir.runtime.reducer import Reducer
 from lightning_elixir.runtime.residency import Residency
+from lightning_elixir.runtime.transport import Transport
 from lightning_elixir.storage.shards import ShardStore
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class ActivePlan:
         self._phases = engine.phases
         self.plan: Plan = plan
         self.store: ShardStore = store
-        self.cost: dict[int, int] = {c.id: plan.blocks_of(c.id) for c in plan.chunks if not c.is_persistent}
+        self.rcache: RCache = RCache.of(plan, has_prefetch=engine.has_prefetch)
+        self.cost = self.rcache.cost_blocks
         """Blocks of each chunk that comes and goes, by id."""
         self.needs_agreement = plan.world_size > 1 and bool(self.cost)
         self.is_watching = bool(self.cost) or (
@@ -44,11 +46,10 @@ class ActivePlan:
         )
         """Whether a forward meets parameters that may not be there yet."""
         self.agreement = Agreement(engine.comm, self)
-        self.rcache: RCache = RCache(self.cost, plan.rcache_blocks, plan.prefetch_depth if engine.has_prefetch else 0)
         on_nvme = (c.nbytes // plan.world_size for c in plan.chunks if has_params_on_nvme(c))
         reads = ParamReads(engine.device, *param_buffers(on_nvme))
-        is_distributed = plan.is_storage_distributed
-        self.fetcher: Fetcher = Fetcher(engine.device, engine.comm, store, is_distributed, engine.moved, reads)
+        transport = Transport(engine.device, engine.comm, store, plan.is_storage_distributed, engine.moved)
+        self.fetcher: Fetcher = Fetcher(transport, reads)
         self.residency: Residency = Residency(
             plan,
             engine.chunks,
@@ -61,12 +62,9 @@ class ActivePlan:
         )
         trainable = [c.id for c in reversed(plan.chunks) if c.requires_grad]
         self.reducer: Reducer = Reducer(
+            transport,
             engine.chunks,
             earlier.reducer.order if earlier is not None and earlier.reducer.is_order_known else trainable,
-            engine.device,
-            engine.comm,
-            store,
-            engine.moved,
             engine.reduce_dtype,
             plan.block_bytes,
             self.agreement.announce_ready,

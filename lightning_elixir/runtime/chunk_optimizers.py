@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.optim.adam_states import SegmentPlace
 from lightning_elixir.optim.hybrid_adam import HybridAdam
-from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace
+from lightning_elixir.optim.segments import SegmentOptimizer
 from lightning_elixir.plan.memory import is_on_nvme
 from lightning_elixir.plan.shard_segments import Segment, segments_of
 from lightning_elixir.plan.types import Plan

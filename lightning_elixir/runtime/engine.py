@@ -26,7 +26,6 @@ from lightning_elixir.runtime.backwards import Backwards
 from lightning_elixir.runtime.build import Builder, Precision, check_same_on_all_ranks, open_states
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.dtype_clash import explain_dtype_clash
-from lightning_elixir.runtime.fetcher import TransferBytes
 from lightning_elixir.runtime.forwards import Forwards
 from lightning_elixir.runtime.gradients import Gradients
 from lightning_elixir.runtime.hooks import Hooks, SavedTensors
@@ -40,6 +39,7 @@ from lightning_elixir.runtime.sampling import StepSeconds
 from lightning_elixir.runtime.stats import Stats, take_stats
 from lightning_elixir.runtime.steps import Steps
 from lightning_elixir.runtime.transforms import check_untransformed
+from lightning_elixir.runtime.transport import TransferBytes
 from lightning_elixir.runtime.turns import Turn
 from lightning_elixir.runtime.unreadable import serve_under_modes
 from lightning_elixir.runtime.user_writes import UserWrites
@@ -482,10 +482,9 @@ class Engine:
     def reset_stats(self) -> None:
         self.rcache.reset_counters()
         self.iterations.traces.forget_misses()
-        self.steps.num_redone = 0
-        self.moved.h2d = self.moved.d2h = self.moved.gathered = self.moved.reduced = 0
-        self.traffic.read_bytes = self.traffic.written_bytes = 0
-        self.traffic.waited_s = 0.0
+        self.steps.reset_counters()
+        self.moved.reset()
+        self.traffic.reset()
 
     def rest(self) -> None:
         """End all threads when what they do is done; what asks for more starts them again. Raises nothing."""

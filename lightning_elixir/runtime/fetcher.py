@@ -2,58 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from lightning_elixir.core.comm import Comm
-from lightning_elixir.core.device import Device, Event, working_on
+from lightning_elixir.core.device import Event, working_on
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.worker import LateEvent, Task
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.param_reads import ParamReads
-from lightning_elixir.storage.shards import Shard, ShardStore
-
-
-@dataclass
-class TransferBytes:
-    """Bytes moved since the last reset."""
-
-    h2d: int = 0
-    d2h: int = 0
-    gathered: int = 0
-    reduced: int = 0
+from lightning_elixir.runtime.transport import Transport
+from lightning_elixir.storage.shards import Shard
 
 
 class Fetcher:
     """Fills replicas from shards.
 
     Args:
-        device: Streams and storages.
-        comm: The ranks that share the chunks.
-        store: The shards.
-        is_distributed: Whether a parameter shard is a slice (else the whole chunk).
+        transport: What it works with.
         reads: Of parameters that are on a disk.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        comm: Comm,
-        store: ShardStore,
-        is_distributed: bool,
-        moved: TransferBytes,
-        reads: ParamReads,
-    ) -> None:
+    def __init__(self, transport: Transport, reads: ParamReads) -> None:
         self._reads = reads
-        self._device = device
-        self._comm = comm
-        self._store = store
-        self._is_distributed = is_distributed
-        self._moved = moved
+        self._device = transport.device
+        self._comm = transport.comm
+        self._store = transport.store
+        self._is_distributed = transport.is_distributed
+        self._moved = transport.moved
 
     def is_collective(self, chunk: Chunk) -> bool:
         """Whether fetching needs the other ranks."""

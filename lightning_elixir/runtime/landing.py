@@ -11,45 +11,36 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_elixir.core.device import Device, Event
+from lightning_elixir.core.device import Event
 from lightning_elixir.core.worker import TaskEvent
 from lightning_elixir.errors import StateError, StorageError
 from lightning_elixir.plan.memory import grad_staging, has_params_on_nvme
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, add_up, put
 from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.transport import Transport
 from lightning_elixir.storage.nvme import aligned
-from lightning_elixir.storage.shards import ShardStore
 
 
 class Landing:
     """The way of reduced gradients to the gradient shards, where they are added to what is there.
 
     Args:
+        transport: What it works with.
         chunks: All chunks.
-        device: Where gradients come from.
-        world_size: Over so many ranks a shard is a slice.
-        store: Has the gradient shards.
         reduce_dtype: Of what comes; None: the compute dtype.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        device: Device,
-        world_size: int,
-        store: ShardStore,
-        reduce_dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, transport: Transport, chunks: Sequence[Chunk], reduce_dtype: torch.dtype | None) -> None:
         self._chunks = chunks
-        self._device = device
-        self._store = store
+        self._device = transport.device
+        self._store = transport.store
         self._reduce_dtype = reduce_dtype
         itemsize = None if reduce_dtype is None else reduce_dtype.itemsize
-        num_buffers, nbytes = grad_staging((c.spec for c in chunks), world_size, itemsize)
+        num_buffers, nbytes = grad_staging((c.spec for c in chunks), transport.comm.world_size, itemsize)
         if any(has_params_on_nvme(c.spec) for c in chunks):
             nbytes = aligned(nbytes)  # the disk takes whole blocks
-        self._sums = HostSums(device, num_buffers, nbytes)
+        self._sums = HostSums(transport.device, num_buffers, nbytes)
         # Chunk id -> when its gradient is in host memory, added up, if that has not been waited for
         self._downloads: dict[int, Event] = {}
         self._single: set[int] = set()  # chunks with a sum in fp32 that holds the gradients of one backward alone

@@ -36,8 +36,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_elixir.core.comm import Comm, Work
-from lightning_elixir.core.device import Device, Event
+from lightning_elixir.core.comm import Work
+from lightning_elixir.core.device import Event
 from lightning_elixir.core.labels import label
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim.scaling import square_sums
@@ -45,10 +45,9 @@ from lightning_elixir.plan.memory import GRAD_BLOCKS
 from lightning_elixir.plan.shard_segments import Segment, segment_of, segments_of
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.chunk import Chunk
-from lightning_elixir.runtime.fetcher import TransferBytes
 from lightning_elixir.runtime.landing import Landing
+from lightning_elixir.runtime.transport import Transport
 from lightning_elixir.runtime.zero_grads import ZeroGrads
-from lightning_elixir.storage.shards import ShardStore
 
 # Blocks whose reduction or download may be under way before the compute stream waits for the oldest; one more collects.
 _MAX_IN_FLIGHT = GRAD_BLOCKS - 1
@@ -90,21 +89,20 @@ class Reducer:
     """Owner of the gradients between autograd and the gradient shards.
 
     Args:
+        transport: What it works with.
         chunks: All chunks; those that need no gradient are ignored.
         order: Chunk ids in the order in which they are reduced, the same on every rank.
         reduce_dtype: What gradients are cast to for the reduction; None: as they are.
+        block_bytes: Of the block in which a chunk's gradients are collected.
         announce: With several ranks, called when `num_ready` has grown; leads to `issue_until`.
         waiting: Entered wherever backward may have to wait for a block or for other ranks.
     """
 
     def __init__(
         self,
+        transport: Transport,
         chunks: Sequence[Chunk],
         order: Sequence[int],
-        device: Device,
-        comm: Comm,
-        store: ShardStore,
-        moved: TransferBytes,
         reduce_dtype: torch.dtype | None,
         block_bytes: int,
         announce: Callable[[], None],
@@ -114,11 +112,11 @@ class Reducer:
         self.order = tuple(order)
         self.is_order_known = False
         """Whether the ranks have agreed on `order` after a first backward."""
-        self.landing = Landing(chunks, device, comm.world_size, store, reduce_dtype)
-        self._device = device
-        self._comm = comm
-        self._store = store
-        self._moved = moved
+        self.landing = Landing(transport, chunks, reduce_dtype)
+        self._device = transport.device
+        self._comm = transport.comm
+        self._store = transport.store
+        self._moved = transport.moved
         self._reduce_dtype = reduce_dtype
         self._block_bytes = block_bytes
         self._announce = announce

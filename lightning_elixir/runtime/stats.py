@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_elixir.plan.rcache import RCache
-from lightning_elixir.runtime.fetcher import TransferBytes
 from lightning_elixir.runtime.sampling import StepSeconds
+from lightning_elixir.runtime.transport import TransferBytes
 from lightning_elixir.storage.nvme import StateTraffic
 
 

@@ -73,6 +73,9 @@ class Steps:
         """
         self.num_redone += is_redone
 
+    def reset_counters(self) -> None:
+        self.num_redone = 0
+
     def end(self, updated: Members, used: Members, members: Members) -> None:
         """The shards of `updated` hold new values: replicas made from the old ones go, and so do all gradients.
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.optim.scaling import LossScaling
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware
 from lightning_elixir.plan.io import load_plan
 from lightning_elixir.plan.packing import DEFAULT_N_GRIDS, ChunkSizes
-from lightning_elixir.plan.placement import check_fraction
 from lightning_elixir.plan.problem import DEFAULT_PREFETCH_DEPTH, PlacementRequest
 from lightning_elixir.plan.selection import Entry, entries_of
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.plan.units import parse_bytes
+from lightning_elixir.plan.units import check_fraction, option_bytes
 
 PolicyName = Literal["auto", "cpu", "cuda", "const", "static"]
 TimingName = Literal["auto", "after_backward", "behind_forward", "inside_backward"]
@@ -46,8 +45,8 @@ _REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElixirConfig:
-    """The options of `ElixirStrategy`, which documents each of them.
+class ElixirConfig(LossScaling):
+    """The options of `ElixirStrategy`, which documents each of them; those of the loss scale among them.
 
     Raises:
         PlanError: An unknown policy, a fraction outside [0, 1], a size that is none, or options that contradict.
@@ -84,15 +83,9 @@ class ElixirConfig:
     reduce_dtype: torch.dtype | str | None = None
     use_fused_kernels: bool = False
     init_step: bool = False
-    initial_scale: float = 2.0**16
-    min_scale: float = 0.0
-    max_scale: float = math.inf
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    hysteresis: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for option in fields(self):
             if isinstance(option.default, bool) and not isinstance(getattr(self, option.name), bool):
                 raise PlanError(f"{option.name} must be True or False, got {getattr(self, option.name)!r}")
@@ -102,14 +95,14 @@ class ElixirConfig:
         if self.gpu_margin_mem_ratio is not None:
             check_fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
         for name in ("chunk_size", "min_chunk_size", "chunk_search_range", "gpu_memory_limit", "cpu_memory_limit"):
-            self._check_bytes(name)
+            if self._size(name) == 0 and name in ("chunk_size", "min_chunk_size"):
+                raise PlanError(f"{name} must be positive")
         if self.chunk_search_n_grids < 1:
             raise PlanError(f"chunk_search_n_grids must be at least 1, got {self.chunk_search_n_grids}")
         _parse_reduce_dtype(self.reduce_dtype)
         if self.keep_fp32 is not None:
             entries_of("keep_fp32", self.keep_fp32)
         self._check_paths()
-        self._check_loss_scale()
         self._check_nvme()
         self._check_checkpoints()
 
@@ -159,14 +152,6 @@ class ElixirConfig:
         if self.async_save and self.state_dict_type != "sharded":
             raise PlanError("async_save=True is for sharded checkpoints: add state_dict_type='sharded'")
 
-    def _check_bytes(self, name: str) -> None:
-        try:
-            nbytes = _as_bytes(getattr(self, name))
-        except PlanError as error:
-            raise PlanError(f"{name}: {error}") from None
-        if nbytes == 0 and name in ("chunk_size", "min_chunk_size"):
-            raise PlanError(f"{name} must be positive")
-
     def _check_paths(self) -> None:
         if not isinstance(self.plan, (Plan, str, os.PathLike, type(None))) or self.plan == "":
             raise PlanError(f"plan must be a Plan or the path of one that was saved, got {self.plan!r:.60}")
@@ -178,32 +163,18 @@ class ElixirConfig:
         if self.report_dir is not None and (not isinstance(self.report_dir, (str, os.PathLike)) or not self.report_dir):
             raise PlanError(f"report_dir must be the path of a folder, got {self.report_dir!r}")
 
-    def _check_loss_scale(self) -> None:
-        if not (0 <= self.min_scale <= self.initial_scale <= self.max_scale and 0 < self.initial_scale < math.inf):
-            raise PlanError(
-                "loss scaling needs 0 <= min_scale <= initial_scale <= max_scale, and a positive finite initial_scale,"
-                f" got {self.min_scale}, {self.initial_scale}, {self.max_scale}"
-            )
-        if self.growth_factor <= 1 or not 0 < self.backoff_factor < 1:
-            raise PlanError(
-                "loss scaling needs growth_factor > 1 and 0 < backoff_factor < 1, got"
-                f" {self.growth_factor} and {self.backoff_factor}"
-            )
-        if self.growth_interval < 1 or self.hysteresis < 1:
-            raise PlanError(
-                "loss scaling needs growth_interval and hysteresis of at least 1, got"
-                f" {self.growth_interval} and {self.hysteresis}"
-            )
-
     # The values above in the types that the rest of the package works with
+
+    def _size(self, name: str) -> int | None:
+        return option_bytes(name, getattr(self, name))
 
     @property
     def chunk_sizes(self) -> ChunkSizes:
         return ChunkSizes(
-            _as_bytes(self.chunk_size),
-            _as_bytes(self.chunk_search_range),
+            self._size("chunk_size"),
+            self._size("chunk_search_range"),
             self.chunk_search_n_grids,
-            _as_bytes(self.min_chunk_size),
+            self._size("min_chunk_size"),
         )
 
     def placement_request(self) -> PlacementRequest:
@@ -227,11 +198,11 @@ class ElixirConfig:
 
     @property
     def gpu_limit_bytes(self) -> int | None:
-        return _as_bytes(self.gpu_memory_limit)
+        return self._size("gpu_memory_limit")
 
     @property
     def cpu_limit_bytes(self) -> int | None:
-        return _as_bytes(self.cpu_memory_limit)
+        return self._size("cpu_memory_limit")
 
     @property
     def may_use_nvme(self) -> bool:
@@ -258,13 +229,13 @@ class ElixirConfig:
             return self.hardware
         return load_hardware(os.fspath(self.hardware))
 
+    def loss_scaling(self) -> dict[str, Any]:
+        """The options of the loss scale by name, as `ElixirOptimizer` takes them."""
+        return {option.name: getattr(self, option.name) for option in fields(LossScaling)}
+
     @property
     def reduction_dtype(self) -> torch.dtype | None:
         return _parse_reduce_dtype(self.reduce_dtype)
-
-
-def _as_bytes(size: int | str | None) -> int | None:
-    return None if size is None else parse_bytes(size)
 
 
 def _parse_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:

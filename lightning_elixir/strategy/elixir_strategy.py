@@ -42,7 +42,7 @@ from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optim import HybridAdam
-from lightning_elixir.plan.fallbacks import needs_disk
+from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.runtime.stats import Stats
@@ -500,13 +500,7 @@ class ElixirStrategy(ProcessStrategy):
         self._elixir_optimizer = ElixirOptimizer(
             self._engine,
             optimizer,
-            initial_scale=config.initial_scale,
-            min_scale=config.min_scale,
-            max_scale=config.max_scale,
-            growth_factor=config.growth_factor,
-            backoff_factor=config.backoff_factor,
-            growth_interval=config.growth_interval,
-            hysteresis=config.hysteresis,
+            **config.loss_scaling(),
             init_step=config.init_step,
             num_update_threads=None if self._threads is None else self._threads.num_update_threads,
         )

@@ -16,7 +16,7 @@ from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.timeline import Timeline
+from lightning_elixir.plan.simulator.timeline import Timeline
 from lightning_elixir.report import ReportData
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from lightning_elixir.strategy.dry_run import dry_run

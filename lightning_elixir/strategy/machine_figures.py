@@ -7,7 +7,7 @@ import torch
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.together import run_together
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.profiling.measured_hardware import profile_hardware, with_disk_rates
+from lightning_elixir.profiling.measured_hardware import HardwareProbe
 from lightning_elixir.strategy.config import ElixirConfig
 
 
@@ -58,10 +58,12 @@ class MachineFigures:
     def measure(self) -> None:
         """Have the figures. Collective."""
         if self.known is None:
-            self.known = profile_hardware(
-                device=self._device, comm=self._comm, local_world_size=self._num_local_ranks, nvme_dir=self._disk
-            )
+            self.known = self._probe().find().spec
         self.is_pending = False
+
+    def _probe(self) -> HardwareProbe:
+        ranks = self._num_local_ranks
+        return HardwareProbe(device=self._device, comm=self._comm, local_world_size=ranks, nvme_dir=self._disk)
 
     @property
     def _disk(self) -> str | None:
@@ -73,6 +75,5 @@ class MachineFigures:
         if known is None and disk is not None:
             known = HardwareSpec.nominal(self._config.gpu_limit_bytes)
         if known is not None and disk is not None and known.nvme_adam_numel_per_s is None:
-            ranks = self._num_local_ranks
-            known = with_disk_rates(known, disk, self._comm, device=self._device, local_world_size=ranks)
+            known = self._probe().with_disk_rates(known)
         self.known = known

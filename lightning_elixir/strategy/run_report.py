@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.io import save_plan
-from lightning_elixir.plan.timeline import with_times
+from lightning_elixir.plan.simulator.timeline import with_times
 from lightning_elixir.plan.types import Plan, StepTimes
 from lightning_elixir.report import ReportData, render_report
 

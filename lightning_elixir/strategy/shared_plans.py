@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -19,13 +18,14 @@ from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
+from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.kept_dtypes import with_kept
 from lightning_elixir.plan.memory import Budget, host_share, memory_use
 from lightning_elixir.plan.packing import packed_chunks
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.timeline import Timeline, scheme_of, with_times
+from lightning_elixir.plan.simulator.timeline import Timeline, scheme_of, with_times
 from lightning_elixir.plan.types import Alternative, Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.planning import make_plan, param_specs, timeline_of, with_common_activations
@@ -44,13 +44,6 @@ LEAST_GAIN = 0.05
 
 _SHARES_LEFT = (0.75, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03)
 """Of the device's memory, for activations of unknown size: the first that leaves room for the chunks."""
-
-_ON_A_CPU = (
-    ("GPU memory: ", "CPU memory (gpu_memory_limit): "),
-    ("more GPU memory", "more (gpu_memory_limit)"),
-    ("GPUs on as many hosts", "ranks on as many hosts"),
-    ("on the GPU", "on the device"),
-)
 
 T = TypeVar("T")
 
@@ -176,6 +169,7 @@ class Planner:
             # Half: where the engine moves to another placement, states may be there twice for a moment.
             nvme_bytes=min(on_disk) // 2,
             spare_cpu_bytes=min(spare for _, spare in shares),
+            words=DeviceWords.of_a_cpu("gpu_memory_limit") if self._device.type == "cpu" else DeviceWords(),
         )
 
     def _free_nvme_bytes(self) -> int:
@@ -342,29 +336,15 @@ class Planner:
                     "leave out `plan`"
                 )
         use = memory_use(plan.chunks, plan.rcache_blocks, scheme_of(plan, self.regime))
-        with self._true_words():
-            for name, nbytes, limit in (
-                ("GPU memory", use.gpu_bytes, budget.gpu_bytes),
-                ("host memory", use.host_bytes, budget.cpu_bytes),
-            ):
-                if limit is not None and nbytes > limit:
-                    raise CapacityError(
-                        f"{name}: the given plan needs {format_bytes(nbytes)} on each rank, without activations, but"
-                        f" there are {format_bytes(limit)}. Make a plan for this machine, or leave out `plan`"
-                    )
-
-    @contextmanager
-    def _true_words(self) -> Iterator[None]:
-        """Plans speak of GPUs; a refusal of one for a CPU does not."""
-        try:
-            yield
-        except CapacityError as error:
-            if self._device.type != "cpu":
-                raise
-            text = str(error)
-            for word, true_word in _ON_A_CPU:
-                text = text.replace(word, true_word)
-            raise CapacityError(text, resource=error.resource, lacking_bytes=error.lacking_bytes) from error.__cause__
+        for name, nbytes, limit in (
+            (budget.words.memory, use.gpu_bytes, budget.gpu_bytes),
+            ("host memory", use.host_bytes, budget.cpu_bytes),
+        ):
+            if limit is not None and nbytes > limit:
+                raise CapacityError(
+                    f"{name}: the given plan needs {format_bytes(nbytes)} on each rank, without activations, but"
+                    f" there are {format_bytes(limit)}. Make a plan for this machine, or leave out `plan`"
+                )
 
     def _final_plan(
         self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, regime: TrainingRegime
@@ -435,20 +415,19 @@ class Planner:
         profile: StepProfile | None = None,
     ) -> Plan:
         request = self.config.placement_request()
-        with self._true_words():
-            return make_plan(
-                model,
-                request if policy is None else replace(request, policy=policy),
-                chunk_sizes=self.config.chunk_sizes,
-                budget=budget,
-                regime=regime,
-                world_size=self.comm.world_size,
-                compute_dtype=self.compute_dtype,
-                keep_fp32=self.kept_fp32(model) if layout is None else (),
-                profile=profile,
-                hardware=self.figures.known,
-                layout=layout,
-            )
+        return make_plan(
+            model,
+            request if policy is None else replace(request, policy=policy),
+            chunk_sizes=self.config.chunk_sizes,
+            budget=budget,
+            regime=regime,
+            world_size=self.comm.world_size,
+            compute_dtype=self.compute_dtype,
+            keep_fp32=self.kept_fp32(model) if layout is None else (),
+            profile=profile,
+            hardware=self.figures.known,
+            layout=layout,
+        )
 
     def kept_fp32(self, model: nn.Module) -> frozenset[str]:
         """Names of the parameters that stay in fp32 where the others are cast to 16 bits. Not collective.

@@ -94,6 +94,7 @@ def near_files(root: Path, path: str) -> list[str]:
     shared = {f for f in (root / "tests").rglob("*.py") if f not in files and imported.search(f.read_text())}
     shared = {".".join(f.relative_to(root).with_suffix("").parts) for f in shared}
     named = [f for f in files if re.fullmatch(rf"test_{re.escape(name)}(?:_\w+)?\.py", f.name)]
+    named.sort(key=lambda f: f.stem != f"test_{name}")
     others = [f for f in files if f not in named and (imported.search(f.read_text()) or shared & _tests_used(f))]
     return [str(f.relative_to(root)) for f in (*named, *others)]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.kernels import gpu
-from lightning_elixir.kernels.sequence import Scalars, Table, run_sequence
+from lightning_elixir.kernels.sequence import Operands, Scalars, Table, run_sequence
 from lightning_elixir.optim import scaling
 from lightning_elixir.plan.types import ALIGN_NUMEL
 
@@ -131,7 +131,7 @@ def check_adam(tensors: Tensors, table: Table) -> None:
     assert g is not None
     assert m is not None
     assert v is not None
-    assert gpu.adam_update(p, g, m, v, table, c)
+    assert gpu.adam_update(Operands(p, g, m, v, c), table)
     for x, y in zip((p, g, m, v, c), expected, strict=True):
         if x is not None and y is not None:
             assert_same(x, y)
@@ -160,7 +160,7 @@ def test_adam_of_tensors_that_start_anywhere(skip: int) -> None:
     buffers = [None if x is None else x.to(DEVICE) for x in whole]
     parts = [None if x is None else x[skip:2500] for x in buffers]
     expected = [None if x is None else x[skip:2500].clone() for x in whole]
-    assert gpu.adam_update(*parts[:4], [(0, 2500 - skip, numbers())], parts[4])  # type: ignore[arg-type]
+    assert gpu.adam_update(Operands(*parts), [(0, 2500 - skip, numbers())])  # type: ignore[arg-type]
     run_sequence(*expected[:4], numbers(), expected[4])  # type: ignore[arg-type]
     for buffer, original, updated in zip(buffers, whole, expected, strict=True):
         if buffer is not None and original is not None and updated is not None:
@@ -203,7 +203,7 @@ def test_compute_may_be_the_gradients_memory(dtype: torch.dtype) -> None:
     for first, numel, scalars in table:
         part = slice(first, first + numel)
         run_sequence(param[part], grad[part], exp_avg[part], exp_avg_sq[part], scalars, compute[part])
-    assert gpu.adam_update(p, g, m, v, table, g)
+    assert gpu.adam_update(Operands(p, g, m, v, g), table)
     for x, y in zip((p, m, v), (param, exp_avg, exp_avg_sq), strict=True):
         assert_same(x, y)
     assert_same(g, torch.cat([compute[:2000], grad[2000:2048], compute[2048:]]))
@@ -214,7 +214,7 @@ def test_autograd_sees_that_the_parameter_has_changed() -> None:
     assert param is not None
     leaf = param.requires_grad_()
     loss = (leaf * leaf).sum()
-    assert gpu.adam_update(leaf, grad, exp_avg, exp_avg_sq, [(0, 10, numbers())])  # type: ignore[arg-type]
+    assert gpu.adam_update(Operands(leaf, grad, exp_avg, exp_avg_sq), [(0, 10, numbers())])  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -294,7 +294,7 @@ def test_more_than_two_to_the_31_bytes() -> None:
     tail = slice(numel - 10_000, numel)
     expected = [x[tail].cpu() for x in (param, grad, exp_avg, exp_avg_sq)]
     run_sequence(*expected, numbers())  # type: ignore[arg-type]
-    assert gpu.adam_update(param, grad, exp_avg, exp_avg_sq, [(0, numel, numbers())])
+    assert gpu.adam_update(Operands(param, grad, exp_avg, exp_avg_sq), [(0, numel, numbers())])
     for x, y in zip((param, grad, exp_avg, exp_avg_sq), expected, strict=True):
         assert_same(x[tail], y)
 
@@ -316,7 +316,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     table = [(0, 700, numbers()), (far, 4 * ALIGN_NUMEL - 3, numbers())]
     expected = [torch.zeros(4 * ALIGN_NUMEL - 3, dtype=bf16) for _ in range(3)]
     run_sequence(expected[0], near[1024:-3], expected[1], expected[2], numbers())
-    assert gpu.adam_update(param, shard, exp_avg, exp_avg_sq, table)
+    assert gpu.adam_update(Operands(param, shard, exp_avg, exp_avg_sq), table)
     for x, y in zip((param, exp_avg, exp_avg_sq), expected, strict=True):
         assert_same(x[far : numel - 3], y)
         assert not x[700:far].any()
@@ -341,7 +341,7 @@ def test_a_step_like_the_last_neither_copies_nor_waits() -> None:
 
     def step(size: float) -> None:
         table = [(first, numel, numbers(minus_step_size=size)) for first, numel in segments]
-        assert gpu.adam_update(*tensors[:4], table, tensors[4])
+        assert gpu.adam_update(Operands(*tensors), table)
         assert gpu.square_sums(grad, segments, scale=size) is not None
 
     step(-1e-3)

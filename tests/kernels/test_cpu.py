@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import warnings
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
@@ -17,8 +18,8 @@ from torch import Tensor
 from lightning_elixir.kernels import cpu
 from lightning_elixir.kernels.compilation import BuildError, find_compiler
 from lightning_elixir.kernels.cpu import Kernel, adam_update, load_kernel
-from lightning_elixir.kernels.sequence import Scalars, Table, run_sequence
-from lightning_elixir.optim.adam import AdamHyper, adam_scalars, adam_update_
+from lightning_elixir.kernels.sequence import Operands, Scalars, Table, run_sequence
+from lightning_elixir.optim.adam import AdamHyper, adam_update_
 from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
 
 if find_compiler() is None:
@@ -35,13 +36,13 @@ HYPER = AdamHyper(
     maximize=False,
 )
 SCALARS = {
-    "adamw": adam_scalars(step=3, **HYPER),
-    "adam": adam_scalars(step=2, **{**HYPER, "adamw_mode": False, "weight_decay": 0.1}),
-    "small_beta1": adam_scalars(step=1, **{**HYPER, "beta1": 0.3}),
-    "adam_small_beta1": adam_scalars(step=9, **{**HYPER, "adamw_mode": False, "beta1": 0.5, "weight_decay": 1e-3}),
-    "maximize": adam_scalars(step=5, grad_factor=0.37, **{**HYPER, "maximize": True}),
-    "uncorrected": adam_scalars(step=5, grad_factor=3.0, **{**HYPER, "bias_correction": False, "weight_decay": 0.0}),
-    "no_eps": adam_scalars(step=5, **{**HYPER, "eps": 0.0}),
+    "adamw": HYPER.scalars(3),
+    "adam": replace(HYPER, adamw_mode=False, weight_decay=0.1).scalars(2),
+    "small_beta1": replace(HYPER, beta1=0.3).scalars(1),
+    "adam_small_beta1": replace(HYPER, adamw_mode=False, beta1=0.5, weight_decay=1e-3).scalars(9),
+    "maximize": replace(HYPER, maximize=True).scalars(5, 0.37),
+    "uncorrected": replace(HYPER, bias_correction=False, weight_decay=0.0).scalars(5, 3.0),
+    "no_eps": replace(HYPER, eps=0.0).scalars(5),
 }
 NARROW = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *NARROW)
@@ -393,10 +394,10 @@ def test_without_a_kernel_one_line_and_the_same_bits(
 ) -> None:
     operands = random_operands(5000, torch.float32, torch.bfloat16, torch.float32)
     ours, theirs = ([x.clone() for x in operands] for _ in range(2))
-    adam_update_(*ours, step=1, **HYPER)
+    adam_update_(Operands(*ours), HYPER.scalars(1))
     no_kernel(monkeypatch)
     for i in range(2):
-        adam_update_(*(theirs if i == 0 else [torch.ones(3) for _ in range(4)]), step=1, **HYPER)
+        adam_update_(Operands(*(theirs if i == 0 else [torch.ones(3) for _ in range(4)])), HYPER.scalars(1))
     assert_same(ours, theirs)
     assert [record.message for record in caplog.records] == [
         "Adam on the host runs slower than it could, by torch operations: there is no compiler"
@@ -426,7 +427,7 @@ def test_what_it_cannot_do_is_left_alone(make: str) -> None:
     others = [torch.ones(8) for _ in range(3)]
     for i in range(5):
         operands = [*others[:i], x, *others[i:], torch.ones(8)][:5]
-        assert not adam_update(*operands[:4], [(0, 8, SCALARS["adamw"])], operands[4])
+        assert not adam_update(Operands(*operands), [(0, 8, SCALARS["adamw"])])
     assert all(torch.equal(y, torch.ones(8)) for y in others)
 
 
@@ -434,7 +435,7 @@ def test_autograd_notices_what_was_updated() -> None:
     param, compute = torch.ones(8, requires_grad=True), torch.ones(8)
     loss = (param * param).sum()
     before = compute._version
-    adam_update_(*[param.view(-1), *(torch.ones(8) for _ in range(3))], step=1, compute_param=compute, **HYPER)
+    adam_update_(Operands(param.view(-1), *(torch.ones(8) for _ in range(3)), compute=compute), HYPER.scalars(1))
     assert compute._version > before
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -444,7 +445,7 @@ def test_autograd_notices_what_was_updated() -> None:
 def test_flat_update_is_one_call(num_threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     operands = random_operands(70_000, torch.float32, torch.bfloat16, torch.float32)
     ours, theirs = ([x.clone() for x in operands] for _ in range(2))
-    fast: AdamHyper = {**HYPER, "lr": 0.1}
+    fast = replace(HYPER, lr=0.1)
     spans = ((0, 20_000, 1, HYPER), (20_480, 20_000, 4, HYPER), (40_960, 20_000, 1, fast), (61_440, 5, 1, HYPER))
     parts = tuple(UpdatePart(*span) for span in spans)
     calls = []
@@ -458,6 +459,6 @@ def test_flat_update_is_one_call(num_threads: int | None, monkeypatch: pytest.Mo
     monkeypatch.setenv("LIGHTNING_ELIXIR_NUM_THREADS", "2")
     FlatUpdate(*ours, parts, grad_factor=0.5, compute=ours[1]).run(num_threads=num_threads)
     assert calls == [num_threads or 2]
-    table = [(part.start, part.numel, adam_scalars(step=part.step, grad_factor=0.5, **part.hyper)) for part in parts]
+    table = [(part.start, part.numel, part.hyper.scalars(part.step, 0.5)) for part in parts]
     by_sequence(theirs, table, theirs[1])
     assert_same(ours, theirs)

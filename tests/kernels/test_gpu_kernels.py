@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from lightning_elixir.kernels import gpu
-from lightning_elixir.kernels.sequence import Scalars
+from lightning_elixir.kernels.sequence import Operands, Scalars
 from lightning_elixir.optim import scaling
 from lightning_elixir.plan.types import ALIGN_NUMEL
 
@@ -169,7 +169,7 @@ def test_without_triton_nothing_is_done_and_one_line_says_so(
     monkeypatch.delitem(sys.modules, "lightning_elixir.kernels.triton_code", raising=False)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert not gpu.adam_update(*adam_operands(), [(0, 8, FIRST)])
+            assert not gpu.adam_update(Operands(*adam_operands()), [(0, 8, FIRST)])
             assert gpu.square_sums(torch.ones(8), ((0, 8),)) is None
     assert len(caplog.records) == 1
     assert "triton" in caplog.text
@@ -183,7 +183,7 @@ def test_a_launch_that_fails_is_not_tried_again(
     with caplog.at_level(logging.WARNING):
         assert gpu.square_sums(torch.ones(8), ((0, 8),)) is None
         assert gpu.square_sums(torch.ones(8), ((0, 8),)) is None
-        assert not gpu.adam_update(*adam_operands(), [(0, 8, FIRST)])
+        assert not gpu.adam_update(Operands(*adam_operands()), [(0, 8, FIRST)])
     assert code.num_launches == 1
     assert [record.getMessage() for record in caplog.records] == [
         "Triton's kernels for Adam and gradient norms are not used, but torch's operations, which give the same "
@@ -196,7 +196,7 @@ def test_an_update_half_done_is_no_case_for_torch(monkeypatch: pytest.MonkeyPatc
     stand_in(monkeypatch, fails_at=2)
     operands = [torch.ones(1024) for _ in range(4)]
     with pytest.raises(OSError, match="no C compiler"):
-        gpu.adam_update(*operands, [(0, 8, FIRST), (512, 8, SECOND)])
+        gpu.adam_update(Operands(*operands), [(0, 8, FIRST), (512, 8, SECOND)])
 
 
 @pytest.mark.usefixtures("_fresh_kernels")
@@ -208,7 +208,7 @@ def test_running_out_of_memory_is_no_reason_to_give_up(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Code, "__call__", fail)
     with pytest.raises(torch.OutOfMemoryError):
-        gpu.adam_update(*adam_operands(), [(0, 8, FIRST)])
+        gpu.adam_update(Operands(*adam_operands()), [(0, 8, FIRST)])
     with pytest.raises(torch.OutOfMemoryError):
         gpu.square_sums(torch.ones(8), ((0, 8),))
     assert gpu._kernels().code is code
@@ -218,10 +218,10 @@ def test_running_out_of_memory_is_no_reason_to_give_up(monkeypatch: pytest.Monke
 def test_the_environment_turns_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
     code = stand_in(monkeypatch)
     monkeypatch.setenv("LIGHTNING_ELIXIR_KERNELS", "0")
-    assert not gpu.adam_update(*adam_operands(), [(0, 8, FIRST)])
+    assert not gpu.adam_update(Operands(*adam_operands()), [(0, 8, FIRST)])
     assert gpu.square_sums(torch.ones(8), ((0, 8),)) is None
     monkeypatch.setenv("LIGHTNING_ELIXIR_KERNELS", "1")
-    assert gpu.adam_update(*adam_operands(), [(0, 8, FIRST)])
+    assert gpu.adam_update(Operands(*adam_operands()), [(0, 8, FIRST)])
     assert code.num_launches == 1
 
 
@@ -231,9 +231,9 @@ def test_other_dtypes_and_parts_between_blocks_are_left_to_torch(monkeypatch: py
     for i in range(4):
         operands = adam_operands()
         operands[i] = operands[i].double()
-        assert not gpu.adam_update(*operands, [(0, 8, FIRST)])
-    assert not gpu.adam_update(*adam_operands(), [(0, 8, FIRST)], torch.ones(8).double())
-    assert not gpu.adam_update(*adam_operands(), [(4, 4, FIRST)])
+        assert not gpu.adam_update(Operands(*operands), [(0, 8, FIRST)])
+    assert not gpu.adam_update(Operands(*adam_operands(), compute=torch.ones(8).double()), [(0, 8, FIRST)])
+    assert not gpu.adam_update(Operands(*adam_operands()), [(4, 4, FIRST)])
     assert gpu.square_sums(torch.ones(8, dtype=torch.float8_e5m2), ((0, 8),)) is None
     assert code.num_launches == 0
 
@@ -242,7 +242,7 @@ def test_other_dtypes_and_parts_between_blocks_are_left_to_torch(monkeypatch: py
 def test_other_gpus_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     code = stand_in(monkeypatch)
     monkeypatch.setattr(gpu.torch, "version", SimpleNamespace(hip="7.0"))
-    assert not gpu.adam_update(*adam_operands(), [(0, 8, FIRST)])
+    assert not gpu.adam_update(Operands(*adam_operands()), [(0, 8, FIRST)])
     assert code.num_launches == 0
 
 
@@ -250,7 +250,7 @@ def test_other_gpus_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_launch_for_each_set_of_numbers_and_for_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
     code = stand_in(monkeypatch)
     operands = [torch.ones(5 * 512) for _ in range(4)]
-    assert gpu.adam_update(*operands, [(i * 512, 8, SECOND if i % 2 else FIRST) for i in range(5)])
+    assert gpu.adam_update(Operands(*operands), [(i * 512, 8, SECOND if i % 2 else FIRST) for i in range(5)])
     assert code.num_launches == 2
     assert gpu.square_sums(torch.ones(10_000), ((0, 600), (1024, 8000))) is not None
     assert code.num_launches == 2 + 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TypedDict
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,30 +12,19 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.kernels import sequence
-from lightning_elixir.optim.adam import adam_scalars, adam_update_, update_parts_
+from lightning_elixir.optim.adam import AdamHyper, Operands, adam_update_, update_parts_
 
-
-class Settings(TypedDict):
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    adamw_mode: bool
-    bias_correction: bool
-
-
-SETTINGS: dict[str, Settings] = {
-    "adamw": Settings(
+SETTINGS: dict[str, AdamHyper] = {
+    "adamw": AdamHyper(
         lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, adamw_mode=True, bias_correction=True
     ),
-    "adam": Settings(
+    "adam": AdamHyper(
         lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1, adamw_mode=False, bias_correction=True
     ),
-    "uncorrected": Settings(
+    "uncorrected": AdamHyper(
         lr=3e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, adamw_mode=True, bias_correction=False
     ),
-    "small_beta1": Settings(
+    "small_beta1": AdamHyper(
         lr=1e-2, beta1=0.3, beta2=0.99, eps=1e-8, weight_decay=0.0, adamw_mode=True, bias_correction=True
     ),
 }
@@ -79,12 +68,12 @@ def random_start(
 
 
 def run_steps(
-    start: tuple[Tensor, Tensor, Tensor, Tensor], settings: Settings, num_steps: int = 3, device: str = "cpu"
+    start: tuple[Tensor, Tensor, Tensor, Tensor], settings: AdamHyper, num_steps: int = 3, device: str = "cpu"
 ) -> list[Tensor]:
     """Parameter and moments after some steps with the gradient scaled a little differently in each, on the CPU."""
     param, grad, exp_avg, exp_avg_sq = (x.clone().to(device) for x in start)
     for step in range(1, num_steps + 1):
-        adam_update_(param, grad, exp_avg, exp_avg_sq, step=step, grad_factor=1.0 / step, **settings)
+        adam_update_(Operands(param, grad, exp_avg, exp_avg_sq), settings.scalars(step, 1.0 / step))
     return [x.cpu() for x in (param, exp_avg, exp_avg_sq)]
 
 
@@ -99,22 +88,22 @@ def numpy_sequence(
     m: npt.NDArray[np.float32],
     v: npt.NDArray[np.float32],
     step: int,
-    s: Settings,
+    s: AdamHyper,
 ) -> list[npt.NDArray[np.float32]]:
     """The docstring of `adam_update_`, literally, in numpy: its element-wise operations are single IEEE ones."""
     f = p.dtype.type
     one = f(1.0)
-    c1 = 1.0 - s["beta1"] ** step if s["bias_correction"] else 1.0
-    c2 = math.sqrt(1.0 - s["beta2"] ** step) if s["bias_correction"] else 1.0
-    if s["adamw_mode"]:
-        p = p * f(1.0 - s["lr"] * s["weight_decay"])
+    c1 = 1.0 - s.beta1**step if s.bias_correction else 1.0
+    c2 = math.sqrt(1.0 - s.beta2**step) if s.bias_correction else 1.0
+    if s.adamw_mode:
+        p = p * f(1.0 - s.lr * s.weight_decay)
     else:
-        g = g + p * f(s["weight_decay"])
-    m = m + (g - m) * f(1.0 - s["beta1"]) if 1.0 - s["beta1"] < 0.5 else g - (g - m) * f(s["beta1"])
-    v = v * f(s["beta2"]) + (g * f(1.0 - s["beta2"])) * g
+        g = g + p * f(s.weight_decay)
+    m = m + (g - m) * f(1.0 - s.beta1) if 1.0 - s.beta1 < 0.5 else g - (g - m) * f(s.beta1)
+    v = v * f(s.beta2) + (g * f(1.0 - s.beta2)) * g
     with np.errstate(divide="ignore"):
-        d = one / (one / np.sqrt(v)) + f(s["eps"] * c2)
-    p = p + (m * f(-s["lr"] * c2 / c1)) / d
+        d = one / (one / np.sqrt(v)) + f(s.eps * c2)
+    p = p + (m * f(-s.lr * c2 / c1)) / d
     return [p, m, v]
 
 
@@ -124,7 +113,7 @@ def test_follows_the_written_sequence_bit_for_bit(name: str, dtype: torch.dtype)
     param, grad, exp_avg, exp_avg_sq = random_start(100_003, dtype, dtype, dtype)
     expected = [param.numpy().copy(), exp_avg.numpy().copy(), exp_avg_sq.numpy().copy()]
     for step in range(1, 4):
-        adam_update_(param, grad, exp_avg, exp_avg_sq, step=step, **SETTINGS[name])
+        adam_update_(Operands(param, grad, exp_avg, exp_avg_sq), SETTINGS[name].scalars(step))
         expected = numpy_sequence(expected[0], grad.numpy(), expected[1], expected[2], step, SETTINGS[name])
     assert_same_bits([param, exp_avg, exp_avg_sq], [torch.from_numpy(x) for x in expected])
 
@@ -186,46 +175,46 @@ def test_gradient_is_read_only() -> None:
     for settings in SETTINGS.values():
         param, grad, exp_avg, exp_avg_sq = random_start(999)
         before = grad.clone()
-        adam_update_(param, grad, exp_avg, exp_avg_sq, step=1, maximize=True, grad_factor=0.5, **settings)
+        adam_update_(Operands(param, grad, exp_avg, exp_avg_sq), replace(settings, maximize=True).scalars(1, 0.5))
         assert torch.equal(grad, before)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam"])
 def test_grad_factor_multiplies_the_gradient(name: str) -> None:
     first, second = random_start(4000), random_start(4000)
-    adam_update_(*first, step=1, grad_factor=0.3, **SETTINGS[name])
-    adam_update_(second[0], second[1] * 0.3, *second[2:], step=1, **SETTINGS[name])
+    adam_update_(Operands(*first), SETTINGS[name].scalars(1, 0.3))
+    adam_update_(Operands(second[0], second[1] * 0.3, *second[2:]), SETTINGS[name].scalars(1))
     assert_same_bits([first[0], *first[2:]], [second[0], *second[2:]])
 
 
 def test_maximize_negates_the_gradient() -> None:
     first, second = random_start(4000), random_start(4000)
-    adam_update_(*first, step=1, maximize=True, **SETTINGS["adam"])
-    adam_update_(second[0], -second[1], *second[2:], step=1, **SETTINGS["adam"])
+    adam_update_(Operands(*first), replace(SETTINGS["adam"], maximize=True).scalars(1))
+    adam_update_(Operands(second[0], -second[1], *second[2:]), SETTINGS["adam"].scalars(1))
     assert_same_bits([first[0], *first[2:]], [second[0], *second[2:]])
 
 
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
-def test_compute_param_receives_the_updated_parameter(param_dtype: torch.dtype) -> None:
+def test_compute_receives_the_updated_parameter(param_dtype: torch.dtype) -> None:
     start = random_start(70_000, param_dtype)
-    compute_param = torch.full((70_000,), math.nan, dtype=torch.float16)
+    compute = torch.full((70_000,), math.nan, dtype=torch.float16)
     plain = run_steps(start, SETTINGS["adamw"], num_steps=1)
     param, grad, exp_avg, exp_avg_sq = start
-    adam_update_(param, grad, exp_avg, exp_avg_sq, step=1, compute_param=compute_param, **SETTINGS["adamw"])
+    adam_update_(Operands(param, grad, exp_avg, exp_avg_sq, compute), SETTINGS["adamw"].scalars(1))
     assert_same_bits([param, exp_avg, exp_avg_sq], plain)
-    assert torch.equal(compute_param, param.half())
+    assert torch.equal(compute, param.half())
 
 
 def test_updates_a_leaf_that_requires_grad() -> None:
     param, grad, exp_avg, exp_avg_sq = random_start(10)
     leaf = param.clone().requires_grad_()
-    adam_update_(leaf, grad, exp_avg, exp_avg_sq, step=1, **SETTINGS["adamw"])
+    adam_update_(Operands(leaf, grad, exp_avg, exp_avg_sq), SETTINGS["adamw"].scalars(1))
     assert not torch.equal(leaf, param)
     assert leaf.grad_fn is None
 
 
 def test_empty_tensors_are_fine() -> None:
-    adam_update_(*random_start(0), step=1, **SETTINGS["adamw"])
+    adam_update_(Operands(*random_start(0)), SETTINGS["adamw"].scalars(1))
 
 
 @pytest.mark.parametrize(
@@ -236,20 +225,20 @@ def test_empty_tensors_are_fine() -> None:
         ({"exp_avg": torch.zeros(2, 2)}, r"got shape \(2, 2\)"),
         ({"exp_avg_sq": torch.zeros(8)[::2]}, r"stride \(2,\)"),
         ({"grad": torch.zeros(4, dtype=torch.int64)}, "int64"),
-        ({"compute_param": torch.zeros(5)}, "5 elements"),
+        ({"compute": torch.zeros(5)}, "5 elements"),
     ],
 )
 def test_tensors_that_do_not_fit_raise(broken: dict[str, Tensor], message: str) -> None:
     good = {name: torch.zeros(4) for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
     with pytest.raises(ValueError, match=message):
-        adam_update_(**{**good, **broken}, step=1, **SETTINGS["adamw"])
+        adam_update_(Operands(**{**good, **broken}), SETTINGS["adamw"].scalars(1))
 
 
 @pytest.mark.parametrize(("start", "numel"), [(-1, 2), (0, 5), (3, 2), (2, -1)])
 def test_part_outside_the_tensors_raises(start: int, numel: int) -> None:
     tensors = [torch.zeros(4) for _ in range(4)]
     with pytest.raises(ValueError, match=f"part of {numel} elements from {start} on is not within 4"):
-        update_parts_(*tensors, [(start, numel, adam_scalars(step=1, **SETTINGS["adamw"]))])
+        update_parts_(Operands(*tensors), [(start, numel, SETTINGS["adamw"].scalars(1))])
 
 
 @pytest.mark.gpu

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.kernels.cpu import implementation
+from lightning_elixir.kernels.sequence import Operands, Scalars
 from lightning_elixir.optim import CPUAdam, HybridAdam, hybrid_adam
+from lightning_elixir.optim.adam import AdamHyper
 from tests.helpers.tiers import crossed
 
 TORCH_CLASS: dict[bool, type[torch.optim.Adam]] = {True: torch.optim.AdamW, False: torch.optim.Adam}
@@ -144,8 +146,8 @@ def test_dense_layouts_are_updated_without_a_copy(layout: str, monkeypatch: pyte
     p.grad = LAYOUTS[layout](torch.randn(4, 3, 5, 2))
     addresses = []
 
-    def update(*tensors: Tensor, **settings: Any) -> None:
-        addresses.extend(x.data_ptr() for x in tensors)
+    def update(operands: Operands, scalars: Scalars) -> None:
+        addresses.extend(x.data_ptr() for x in operands[:4])
 
     optimizer = HybridAdam([p])
     monkeypatch.setattr(hybrid_adam, "adam_update_", update)
@@ -264,7 +266,7 @@ def test_mode_is_the_optimizers_not_the_checkpoints() -> None:
     optimizer = HybridAdam([first, second], adamw_mode=True)
     optimizer.load_state_dict(torch.optim.Adam([{"params": theirs[:3]}, {"params": theirs[3:]}]).state_dict())
     for other in (optimizer, copy.deepcopy(optimizer)):
-        assert [other.hyper_parameters(group)["adamw_mode"] for group in other.param_groups] == [True, False]
+        assert [other.hyper_parameters(group).adamw_mode for group in other.param_groups] == [True, False]
 
 
 def test_amsgrad_state_dict_is_refused_and_changes_nothing() -> None:
@@ -346,16 +348,9 @@ def test_closure_runs_with_gradients_and_its_value_is_returned() -> None:
 def test_argument_order_of_the_ancestors() -> None:
     p = nn.Parameter(torch.ones(3))
     optimizer = HybridAdam([p], 0.1, False, (0.5, 0.6), 1e-4, 0.2, False, 0.0, None)
-    assert optimizer.hyper_parameters(optimizer.param_groups[0]) == {
-        "lr": 0.1,
-        "beta1": 0.5,
-        "beta2": 0.6,
-        "eps": 1e-4,
-        "weight_decay": 0.2,
-        "adamw_mode": False,
-        "bias_correction": False,
-        "maximize": False,
-    }
+    assert optimizer.hyper_parameters(optimizer.param_groups[0]) == AdamHyper(
+        lr=0.1, beta1=0.5, beta2=0.6, eps=1e-4, weight_decay=0.2, adamw_mode=False, bias_correction=False
+    )
 
 
 def test_simd_log_names_the_implementation(caplog: pytest.LogCaptureFixture) -> None:

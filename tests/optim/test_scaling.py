@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim import LossScaler, absolute_max, clip_coefficient, scaling, square_sums
+from lightning_elixir.optim.scaling import LossScaling
 from lightning_elixir.plan.types import ALIGN_NUMEL
 
 
@@ -60,7 +61,8 @@ def overflows(num_steps: int, share: float) -> list[bool]:
 def test_same_scale_as_grad_scaler_at_every_step(settings: dict[str, Any], share: float) -> None:
     theirs = grad_scaler(**settings)
     initial_scale = settings["init_scale"]
-    ours = LossScaler(initial_scale=initial_scale, **{k: v for k, v in settings.items() if k != "init_scale"})
+    others = {k: v for k, v in settings.items() if k != "init_scale"}
+    ours = LossScaler(LossScaling(initial_scale=initial_scale, **others))
     assert ours.scale == theirs.get_scale()
     for found_inf in overflows(60, share):
         update_grad_scaler(theirs, found_inf)
@@ -75,11 +77,11 @@ def test_defaults_are_those_of_grad_scaler() -> None:
 
 
 def test_inverse_scale_unscales() -> None:
-    assert LossScaler(initial_scale=1024.0).inverse_scale == 1.0 / 1024.0
+    assert LossScaler(LossScaling(initial_scale=1024.0)).inverse_scale == 1.0 / 1024.0
 
 
 def test_scale_stays_within_its_bounds() -> None:
-    scaler = LossScaler(initial_scale=8.0, min_scale=3.0, max_scale=20.0, growth_interval=1)
+    scaler = LossScaler(LossScaling(initial_scale=8.0, min_scale=3.0, max_scale=20.0, growth_interval=1))
     seen = []
     for found_inf in (True, True, True, False, False, False, False):
         scaler.update(found_inf)
@@ -88,7 +90,7 @@ def test_scale_stays_within_its_bounds() -> None:
 
 
 def test_hysteresis_counts_overflows_since_the_last_growth() -> None:
-    scaler = LossScaler(initial_scale=16.0, hysteresis=3, growth_interval=2)
+    scaler = LossScaler(LossScaling(initial_scale=16.0, hysteresis=3, growth_interval=2))
     seen = []
     for found_inf in (True, False, True, True, True, False, False, True, True):
         scaler.update(found_inf)
@@ -107,10 +109,10 @@ def test_disabled_scaler_stays_at_one() -> None:
 @pytest.mark.parametrize("hysteresis", [1, 2])
 def test_resumed_scaler_goes_on_as_the_first(hysteresis: int) -> None:
     settings: dict[str, Any] = {"initial_scale": 100.0, "growth_interval": 4, "hysteresis": hysteresis}
-    first = LossScaler(growth_factor=3.0, **settings)
+    first = LossScaler(LossScaling(growth_factor=3.0, **settings))
     for found_inf in (False, False, True, False, False):
         first.update(found_inf)
-    second = LossScaler(**settings)
+    second = LossScaler(LossScaling(**settings))
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
     for found_inf in overflows(40, 0.2):
@@ -120,7 +122,7 @@ def test_resumed_scaler_goes_on_as_the_first(hysteresis: int) -> None:
 
 
 def test_state_dict_is_interchangeable_with_grad_scaler() -> None:
-    theirs, ours = grad_scaler(init_scale=64.0, growth_interval=3), LossScaler(initial_scale=2.0)
+    theirs, ours = grad_scaler(init_scale=64.0, growth_interval=3), LossScaler(LossScaling(initial_scale=2.0))
     update_grad_scaler(theirs, found_inf=False)
     ours.load_state_dict(theirs.state_dict())
     back = grad_scaler()
@@ -152,7 +154,7 @@ def test_empty_state_dict_raises() -> None:
 )
 def test_scaler_settings_out_of_range_raise(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        LossScaler(**settings)
+        LossScaling(**settings)
 
 
 # Norms

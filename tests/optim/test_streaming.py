@@ -37,7 +37,7 @@ DTYPES = {
 
 def hyper(**changes: Any) -> AdamHyper:
     values = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "adamw_mode": True}
-    return AdamHyper(**{**values, "bias_correction": True, "maximize": False, **changes})  # type: ignore[typeddict-item]
+    return AdamHyper(**{**values, "bias_correction": True, "maximize": False, **changes})  # type: ignore[arg-type]
 
 
 # Two parameters side by side, the first ending inside a block of 512, with other settings and step counts.

@@ -11,14 +11,14 @@ from typing import Any
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
 from lightning_elixir.plan.memory import Budget, memory_use
 from lightning_elixir.plan.packing import pack, regular_block_bytes
-from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, Placer, Site, place
+from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Placer, Site, place
+from lightning_elixir.plan.placing.search import search
+from lightning_elixir.plan.placing.space import Candidate
+from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.search import search
-from lightning_elixir.plan.space import Candidate
-from lightning_elixir.plan.structure import structural_profile
-from lightning_elixir.plan.timeline import Timeline, simulate_step
+from lightning_elixir.plan.simulator.timeline import Timeline, simulate_step
 from lightning_elixir.plan.types import AccessTrace, ChunkSpec, ParamSpec, Plan, Tier, UpdateTiming
 from tests.plan.models import accesses_of, spec
 

@@ -26,7 +26,7 @@ import pytest
 
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
 from lightning_elixir.plan.profile import StepInterval, StepProfile
-from lightning_elixir.plan.timeline import scheme_of, simulate_step
+from lightning_elixir.plan.simulator.timeline import scheme_of, simulate_step
 from lightning_elixir.plan.types import ALIGN_NUMEL, ChunkSpec, Member, Plan, Tier
 from tests.plan.problems import MIXED, constant_hardware
 from tests.plan.traces import unpinned

@@ -353,6 +353,25 @@ def test_simple_search_takes_limits(machine: dict[str, int | None]) -> None:
         simple_search(encoder(), gpu_bytes=MIB, cpu_bytes=KIB)
 
 
+@pytest.mark.parametrize("cpu_bytes", [None, KIB])
+def test_a_refusal_on_a_cpu_speaks_of_no_gpu(cpu_bytes: int | None, machine: dict[str, int | None]) -> None:
+    machine["gpu"] = None
+    with pytest.raises(CapacityError) as caught:
+        simple_search(encoder(), gpu_bytes=KIB if cpu_bytes is None else MIB, cpu_bytes=cpu_bytes)
+    assert "GPU" not in str(caught.value)
+    assert str(caught.value).startswith("CPU memory (gpu_bytes): " if cpu_bytes is None else "host memory: ")
+
+
+def test_searches_take_sizes_as_people_write_them(machine: dict[str, int | None]) -> None:
+    sizes = {"gpu_bytes": MIB, "cpu_bytes": 2**30, "non_model_bytes": 2 * KIB, "min_chunk_size": 50 * KIB}
+    written = {"gpu_bytes": "1MiB", "cpu_bytes": "1GiB", "non_model_bytes": "2KiB", "min_chunk_size": "50KiB"}
+    for find in (simple_search, optimal_search):
+        assert find(encoder(), **sizes).fingerprint() == find(encoder(), **written).fingerprint()  # type: ignore[operator]
+        for name in (*sizes, "chunk_search_range"):
+            with pytest.raises(PlanError, match=f"{name}: a size must be .*\"64MiB\".*, got 'big'"):
+                find(encoder(), **{name: "big"})  # type: ignore[operator]
+
+
 @pytest.mark.full
 def test_searches_have_gradients_take_the_place_of_parameters_where_the_host_is_too_small(
     machine: dict[str, int | None],

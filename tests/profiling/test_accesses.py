@@ -12,7 +12,7 @@ from lightning_elixir import profile_memory
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.packing import PackedChunk, pack
 from lightning_elixir.plan.profile import MemoryProfile, step_profile
-from lightning_elixir.plan.simulate import simulate
+from lightning_elixir.plan.simulator.counters import simulate
 from lightning_elixir.plan.types import AccessTrace, Acquire, Drop
 from lightning_elixir.profiling.parameters import param_specs
 from tests.helpers.training import Scheme, train_elixir

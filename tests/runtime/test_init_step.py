@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_elixir import HybridAdam
-from lightning_elixir.optim.segments import SegmentOptimizer, SegmentPlace
+from lightning_elixir.optim.adam_states import SegmentPlace
+from lightning_elixir.optim.segments import SegmentOptimizer
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks

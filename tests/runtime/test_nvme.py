@@ -30,7 +30,7 @@ from lightning_elixir.errors import PlanError, StateError, StorageError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk
 from lightning_elixir.plan.memory import NVME_BUFFERS
-from lightning_elixir.plan.placement import with_states_on_nvme
+from lightning_elixir.plan.placing.placement import with_states_on_nvme
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
 from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, StateFile, direct, mapped
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -774,7 +774,7 @@ PROGRAM = """
     from dataclasses import replace
     from torch import nn
     from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
-    from lightning_elixir.plan.placement import with_states_on_nvme
+    from lightning_elixir.plan.placing.placement import with_states_on_nvme
     from tests.helpers.plans import make_plan
     from tests.helpers.own_memory import own_bytes
 

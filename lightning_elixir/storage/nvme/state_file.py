@@ -187,6 +187,10 @@ class StateTraffic:
     waited_s: float = 0.0
     """Time in which states were wanted for updates and none had come that could be updated."""
 
+    def reset(self) -> None:
+        self.read_bytes = self.written_bytes = 0
+        self.waited_s = 0.0
+
 
 class Visit:
     """A piece of one chunk's states on its way to a buffer, in it, or on its way back. An `Event`: it is in it, or will

@@ -3,7 +3,7 @@
 [Note: the steady state] Where updates run behind forward, a step begins with work of the step before. Every chunk that
 trains is needed in forward, so nothing of that is left when backward begins: what one step leaves to the next hardly
 depends on what it was left itself, and the second simulated step, or the third, is like all that follow. What the
-rCache does is the same in all of them, and found once (`plan/rcache_script.py`).
+rCache does is the same in all of them, and found once (`rcache_script.py`).
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lightning_elixir.plan.clocks import Busy, Clocks
-from lightning_elixir.plan.cost import Costs
-from lightning_elixir.plan.forward_backward import ForwardBackward
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Scheme, is_on_nvme, nvme_buffers, uses_nvme
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.rcache_script import rcache_script
-from lightning_elixir.plan.spans import MemoryPoint, Span
-from lightning_elixir.plan.step_record import StepRecord
-from lightning_elixir.plan.step_updates import Updates
+from lightning_elixir.plan.simulator.clocks import Busy, Clocks
+from lightning_elixir.plan.simulator.cost import Costs
+from lightning_elixir.plan.simulator.forward_backward import ForwardBackward
+from lightning_elixir.plan.simulator.rcache_script import rcache_script
+from lightning_elixir.plan.simulator.record import StepRecord
+from lightning_elixir.plan.simulator.spans import MemoryPoint, Span
+from lightning_elixir.plan.simulator.updates import Updates
 from lightning_elixir.plan.types import Plan, StepTimes, Tier, UpdateTiming
 
 _MOST_STEPS = 4

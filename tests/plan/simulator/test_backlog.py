@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from lightning_elixir.plan.backlog import Backlog, Work
-from lightning_elixir.plan.lanes import Bus, Lane
+from lightning_elixir.plan.simulator.backlog import Backlog, Work
+from lightning_elixir.plan.simulator.lanes import Bus, Lane
 
 Spans = list[tuple[str, float, float, str]]
 

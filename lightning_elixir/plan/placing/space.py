@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_elixir.plan.memory import memory_use
-from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, Placer, Site, sites_of
+from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Placer, Site, sites_of
+from lightning_elixir.plan.placing.spares import SPARE_PATTERNS
+from lightning_elixir.plan.placing.spilling import spilled, spilled_with_params
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.spares import SPARE_PATTERNS
-from lightning_elixir.plan.spilling import spilled, spilled_with_params
-from lightning_elixir.plan.timeline import Timeline, compressed, simulate_step
+from lightning_elixir.plan.simulator.timeline import Timeline, compressed, simulate_step
 from lightning_elixir.plan.types import ChunkSpec, Tier, UpdateTiming
 
 KEPT = Site(Tier.GPU, Tier.CPU, True)
@@ -45,7 +45,7 @@ class Choice:
     streamed_share: float = 0.0
     depth: int = 0
     spare_pattern: str = SPARE_PATTERNS[0]
-    """Which chunks have spare states, where updates begin inside backward only with these: see `plan/spares.py`."""
+    """Which chunks have spare states, where updates begin inside backward only with these: see `spares.py`."""
     spares: int | None = None
     """At most so many of them; None: as many as the host has memory for."""
     sites: tuple[Site, ...] | None = None

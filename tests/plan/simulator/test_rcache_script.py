@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from lightning_elixir.plan.rcache_script import rcache_script
-from lightning_elixir.plan.simulate import simulate
+from lightning_elixir.plan.simulator.counters import simulate
+from lightning_elixir.plan.simulator.rcache_script import rcache_script
 from tests.plan.steps import random_problem
 
 

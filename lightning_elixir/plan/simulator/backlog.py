@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lightning_elixir.plan.lanes import Bus
+from lightning_elixir.plan.simulator.lanes import Bus
 from lightning_elixir.plan.stream_buffers import NUM_SLOTS
 
 Record = Callable[[str, float, float, str], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.placement import Layout
+from lightning_elixir.plan.placing.placement import Layout
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.types import AccessTrace, Acquire, Drop
 

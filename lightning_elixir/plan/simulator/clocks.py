@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_elixir.plan.backlog import Backlog
-from lightning_elixir.plan.lanes import Bus, Lane
-from lightning_elixir.plan.step_record import StepRecord
+from lightning_elixir.plan.simulator.backlog import Backlog
+from lightning_elixir.plan.simulator.lanes import Bus, Lane
+from lightning_elixir.plan.simulator.record import StepRecord
 
 
 @dataclass

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optimizer import ElixirOptimizer
-from lightning_elixir.plan.simulate import simulate
+from lightning_elixir.plan.simulator.counters import simulate
 from lightning_elixir.plan.types import AccessTrace, Acquire, Drop, Tier
 from lightning_elixir.wrapper import ElixirModule
 from tests.helpers.plans import make_plan

@@ -9,9 +9,9 @@ import pytest
 
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.memory import memory_use
-from lightning_elixir.plan.placement import OFFLOADED
+from lightning_elixir.plan.placing.placement import OFFLOADED
+from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest
-from lightning_elixir.plan.structure import structural_profile
 from lightning_elixir.plan.types import Tier, UpdateTiming
 from tests.helpers.tiers import crossed, telling
 from tests.plan.models import accesses_of, spec

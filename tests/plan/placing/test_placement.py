@@ -18,10 +18,10 @@ from lightning_elixir.plan.memory import (
     nvme_buffers,
 )
 from lightning_elixir.plan.packing import PackedChunk, pack
-from lightning_elixir.plan.placement import Needs, place, with_states_on_nvme
+from lightning_elixir.plan.placing.placement import Needs, place, with_states_on_nvme
+from lightning_elixir.plan.placing.spares import with_spares
 from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.regime import ModelDataBytes
-from lightning_elixir.plan.spares import with_spares
 from lightning_elixir.plan.types import ChunkSpec, ParamSpec, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 from tests.plan.models import accesses_of, random_specs, spec

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from lightning_elixir.plan.fallbacks import plan_with_fallbacks
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget, Scheme, memory_use
-from lightning_elixir.plan.placement import place
+from lightning_elixir.plan.placing.fallbacks import plan_with_fallbacks
+from lightning_elixir.plan.placing.placement import place
+from lightning_elixir.plan.placing.search import search
+from lightning_elixir.plan.placing.space import Candidate
+from lightning_elixir.plan.placing.spares import SPARE_PATTERNS, with_spares
+from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.search import search
-from lightning_elixir.plan.space import Candidate
-from lightning_elixir.plan.spans import Timeline
-from lightning_elixir.plan.spares import SPARE_PATTERNS, with_spares
-from lightning_elixir.plan.structure import structural_profile
-from lightning_elixir.plan.timeline import scheme_of, simulate_step
+from lightning_elixir.plan.simulator.spans import Timeline
+from lightning_elixir.plan.simulator.timeline import scheme_of, simulate_step
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
 from tests.plan.models import accesses_of, spec
 from tests.plan.problems import KIB, MIXED, OFFLOADED, constant_hardware, layers, layout_of

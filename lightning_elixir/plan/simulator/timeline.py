@@ -1,6 +1,6 @@
 """When everything in one training step happens: the simulated run of a plan, with measured figures.
 
-The rCache is the runtime's own class and decides as it will (`plan/rcache_script.py`). Around it are the clocks of what
+The rCache is the runtime's own class and decides as it will (`rcache_script.py`). Around it are the clocks of what
 works in parallel: the compute stream, the lane that fetches, the lane that reduces and downloads, the host's worker and
 the stream of updates, and the two directions of the bus that they share. The rules are those of the runtime ([Note:
 stream rule], `core/device.py`): a fetch begins when it was issued and all that the compute stream was given before is
@@ -23,8 +23,8 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Scheme, memory_use
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
-from lightning_elixir.plan.spans import MemoryPoint, Span, Timeline
-from lightning_elixir.plan.step_simulator import StepSimulator
+from lightning_elixir.plan.simulator.spans import MemoryPoint, Span, Timeline
+from lightning_elixir.plan.simulator.step import StepSimulator
 from lightning_elixir.plan.types import AccessTrace, Acquire, Alternative, ChunkSpec, Drop, Plan, Tier, UpdateTiming
 
 __all__ = [

@@ -9,7 +9,7 @@ from contextlib import suppress
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.memory import uses_nvme
 from lightning_elixir.plan.problem import Problem
-from lightning_elixir.plan.timeline import scheme_of
+from lightning_elixir.plan.simulator.timeline import scheme_of
 from lightning_elixir.plan.types import Plan
 
 SAME = 1e-3

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.policy import CachePolicy
 from lightning_elixir.plan.rcache import CacheCounters, RCache
-from lightning_elixir.plan.types import AccessTrace, Acquire, Plan, Tier
+from lightning_elixir.plan.simulator.rcache_script import drive
+from lightning_elixir.plan.types import AccessTrace, Plan, Tier
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,7 @@ class _Run:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        cost_blocks = {c.id: plan.blocks_of(c.id) for c in plan.chunks if not c.is_persistent}
-        self.rcache = RCache(cost_blocks, plan.rcache_blocks, plan.prefetch_depth)
+        self.rcache = RCache.of(plan)
         self.outdated: set[int] = set()  # whole shards of which only the own slice has seen the last step
         self.h2d_bytes = self.d2h_bytes = self.gathered_bytes = 0
         self.resident_bytes = self.peak_bytes = 0
@@ -84,20 +84,9 @@ class _Run:
         )
 
     def _iterate(self, trace: AccessTrace) -> None:
-        rcache = self.rcache
-        for event in trace.events:
-            if not isinstance(event, Acquire):
-                rcache.drop(event.ids)
-                continue
-            decision = rcache.acquire(event.ids, pin=event.is_pinned, held=event.held)
-            # Ranks meet, and so agree on what to prefetch, only where they gather something on demand.
-            can_prefetch = self.plan.world_size == 1 or any(map(self._is_gathered, decision.fetch))
-            self._move(decision.evict, decision.fetch)
-            if can_prefetch:
-                held = {*event.held, *event.ids}
-                decision = rcache.prefetch(rcache.prefetch_candidates(held), held)
+        for _, decisions in drive(self.plan, self.rcache, trace, self.outdated):
+            for decision in decisions:
                 self._move(decision.evict, decision.fetch)
-        rcache.unpin_all()  # what backward has pinned until its end
 
     def _step(self) -> None:
         plan = self.plan

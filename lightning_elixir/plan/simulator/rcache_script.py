@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from lightning_elixir.plan.policy import CachePolicy
-from lightning_elixir.plan.rcache import RCache
+from lightning_elixir.plan.rcache import Decision, RCache
 from lightning_elixir.plan.types import AccessTrace, Acquire, Drop, Plan
 
 
@@ -43,13 +44,44 @@ def rcache_script(plan: Plan, trace: AccessTrace) -> RCacheScript:
         plan: Chunks, tiers and rCache.
         trace: What the step touches; the rCache knows it.
     """
-    cost_blocks = {c.id: plan.blocks_of(c.id) for c in plan.chunks if not c.is_persistent}
-    rcache = RCache(cost_blocks, plan.rcache_blocks, plan.prefetch_depth)
+    rcache = RCache.of(plan)
     policy = CachePolicy(trace)
     accesses = _step(plan, trace, rcache, policy)
     if any(not c.is_persistent and not c.requires_grad for c in plan.chunks):
         accesses = _step(plan, trace, rcache, policy)  # frozen replicas survive the step
     return RCacheScript(accesses, rcache.peak_blocks)
+
+
+def drive(
+    plan: Plan, rcache: RCache, trace: AccessTrace, outdated: Collection[int]
+) -> Iterator[tuple[Acquire, list[Decision]]]:
+    """Run one iteration that has begun.
+
+    Args:
+        plan: Chunks, tiers and how they are shared.
+        rcache: As the runtime has it.
+        trace: What the iteration touches.
+        outdated: Chunks of which this rank has a whole shard that must be gathered before it is used; the caller takes
+            out what was fetched before it goes on.
+
+    Yields:
+        Each acquire, and what happens at it, in order: first what is needed, then what is fetched ahead.
+    """
+    for event in trace.events:
+        if isinstance(event, Drop):
+            rcache.drop(event.ids)
+            continue
+        decisions = [rcache.acquire(event.ids, pin=event.is_pinned, held=event.held)]
+        fetched = decisions[0].fetch
+        # Ranks meet, and so agree on what to prefetch, only where they gather something on demand.
+        is_met = bool(fetched) if plan.is_storage_distributed else any(i in outdated for i in fetched)
+        if plan.world_size == 1 or is_met:
+            held = {*event.held, *event.ids}
+            candidates = rcache.prefetch_candidates(held)
+            if candidates:
+                decisions.append(rcache.prefetch(candidates, held))
+        yield event, decisions
+    rcache.unpin_all()  # what backward has pinned until its end
 
 
 def _step(plan: Plan, trace: AccessTrace, rcache: RCache, policy: CachePolicy) -> tuple[ScriptedAccess, ...]:
@@ -58,26 +90,10 @@ def _step(plan: Plan, trace: AccessTrace, rcache: RCache, policy: CachePolicy) -
     outdated = {c.id for c in trained} if is_outdating else set()
     rcache.begin(policy)
     accesses = []
-    for event in trace.events:
-        if isinstance(event, Drop):
-            rcache.drop(event.ids)
-        else:
-            accesses.append(_access(plan, rcache, event, outdated))
-    rcache.unpin_all()
+    for event, decisions in drive(plan, rcache, trace, outdated):
+        fetched = [i for decision in decisions for i in decision.fetch]
+        fetches = tuple((i, i in outdated) for i in fetched)
+        outdated.difference_update(fetched)
+        accesses.append(ScriptedAccess(event.ids, fetches, rcache.used_blocks))
     rcache.release([c.id for c in trained if not c.is_persistent])
     return tuple(accesses)
-
-
-def _access(plan: Plan, rcache: RCache, event: Acquire, outdated: set[int]) -> ScriptedAccess:
-    decision = rcache.acquire(event.ids, pin=event.is_pinned, held=event.held)
-    fetched = list(decision.fetch)
-    # Ranks meet, and so agree on what to prefetch, only where they gather something on demand.
-    is_met = bool(fetched) if plan.is_storage_distributed else any(i in outdated for i in fetched)
-    if plan.world_size == 1 or is_met:
-        held = {*event.held, *event.ids}
-        candidates = rcache.prefetch_candidates(held)
-        if candidates:
-            fetched += rcache.prefetch(candidates, held).fetch
-    fetches = tuple((i, i in outdated) for i in fetched)
-    outdated.difference_update(fetched)
-    return ScriptedAccess(event.ids, fetches, rcache.used_blocks)

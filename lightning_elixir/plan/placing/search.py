@@ -1,16 +1,16 @@
 """The search: chunk size, rCache, tiers and update sites with the least predicted step time within the limits.
 
-Every candidate is a whole plan that is simulated (`plan/timeline.py`), so that what is compared is what the runtime
-would do. Candidates come from a grid of shares and a climb from its best point: how many chunks keep everything on the
-GPU, how many only their parameters, which ones, how many of the host's updates are streamed to the GPU, and how far
-ahead chunks are fetched. The rCache takes what memory is left. Everything is deterministic.
+Every candidate is a whole plan that is simulated (`plan/simulator/timeline.py`), so that what is compared is what the
+runtime would do. Candidates come from a grid of shares and a climb from its best point: how many chunks keep everything
+on the GPU, how many only their parameters, which ones, how many of the host's updates are streamed to the GPU, and how
+far ahead chunks are fetched. The rCache takes what memory is left. Everything is deterministic.
 
 Where updates need the norm of all gradients, plans with spare states for as many chunks as the host has memory for are
-searched as well; in the fastest of these, other chunks and fewer are tried (`plan/spares.py`), and other placements
-beside them. They win if the step is faster (`plan/fallbacks.py`). With several ranks, parameters that every rank keeps
-on the device while their states are on the host wait in the step, so the search keeps shards on the device where
-updates overlap (`Space.kept`). Nothing is random or timed, so equal inputs give equal plans, on rank 0, which shares
-them; a test compares them with every placement of small models.
+searched as well; in the fastest of these, other chunks and fewer are tried (`spares.py`), and other placements beside
+them. They win if the step is faster (`fallbacks.py`). With several ranks, parameters that every rank keeps on the
+device while their states are on the host wait in the step, so the search keeps shards on the device where updates
+overlap (`Space.kept`). Nothing is random or timed, so equal inputs give equal plans, on rank 0, which shares them; a
+test compares them with every placement of small models.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from itertools import combinations, product
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
-from lightning_elixir.plan.fallbacks import SAME, needs_disk, plan_with_fallbacks
 from lightning_elixir.plan.memory import memory_use
-from lightning_elixir.plan.placement import OFFLOADED, RESIDENT, Layout, Site, host_parts, sites_of
-from lightning_elixir.plan.problem import Problem
-from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.space import (
+from lightning_elixir.plan.placing.fallbacks import SAME, needs_disk, plan_with_fallbacks
+from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Site, host_parts, sites_of
+from lightning_elixir.plan.placing.space import (
     PATTERNS,
     SHARDED,
     SHARDED_PARAMS,
@@ -39,9 +37,11 @@ from lightning_elixir.plan.space import (
     is_all_on_gpu,
     rank,
 )
-from lightning_elixir.plan.spares import SPARE_PATTERNS
-from lightning_elixir.plan.spilling import in_host_memory, spilled
-from lightning_elixir.plan.timeline import Timeline, scheme_of, simulate_step
+from lightning_elixir.plan.placing.spares import SPARE_PATTERNS
+from lightning_elixir.plan.placing.spilling import in_host_memory, spilled
+from lightning_elixir.plan.problem import Problem
+from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.simulator.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 
@@ -432,7 +432,8 @@ class _LayoutSearch(Space):
         if kept:
             parts.append(f"parameters {format_bytes(kept)}")
         parts.append(f"activations and other data {format_bytes(other)}")
-        cures = [f"{format_bytes(needed - limit, is_rounded_up=True)} more GPU memory"]
+        words = self.problem.budget.words
+        cures = [f"{format_bytes(needed - limit, is_rounded_up=True)} {words.more}"]
         share = 100 * (limit - needed + other) // other if other else 0
         if share >= _LEAST_ACTIVATIONS:
             how = "" if self.profile.is_recomputing else ", or activation checkpointing"
@@ -440,7 +441,7 @@ class _LayoutSearch(Space):
         if needed - limit <= placer.saved_by_smaller_chunks(smallest, blocks):
             cures.append("a smaller chunk_size")
         return CapacityError(
-            f"GPU memory: even with as much as possible beside it, a rank needs {format_bytes(needed)}"
+            f"{words.memory}: even with as much as possible beside it, a rank needs {format_bytes(needed)}"
             f" ({'; '.join(parts)}), but there are {format_bytes(limit)}. What would fit: {', or '.join(cures)}.",
             resource="GPU",
             lacking_bytes=needed - limit,
@@ -458,14 +459,14 @@ class _LayoutSearch(Space):
         whole = 0 if problem.request.distributed_storage else use.host_param_bytes
         if limit > whole:
             hosts = math.ceil((use.host_bytes - whole) * problem.world_size / (limit - whole))
-            cures.append(f"{hosts} GPUs on as many hosts")
+            cures.append(f"{hosts} {problem.budget.words.devices} on as many hosts")
         on_nvme = self._nvme_bytes(chunks)
         if on_nvme is not None:
             cures.append(f"{format_bytes(on_nvme, is_rounded_up=True)} of NVMe for each rank's optimizer states")
         return CapacityError(
-            f"host memory: with as much on the GPU as it holds, each rank still needs {format_bytes(use.host_bytes)} on"
-            f" the host ({host_parts(use)}), but there are {format_bytes(limit)}. What would fit:"
-            f" {', or '.join(cures)}.",
+            f"host memory: with as much on the {problem.budget.words.device} as it holds, each rank still needs"
+            f" {format_bytes(use.host_bytes)} on the host ({host_parts(use)}), but there are {format_bytes(limit)}."
+            f" What would fit: {', or '.join(cures)}.",
             resource="host",
             lacking_bytes=lacking,
         )

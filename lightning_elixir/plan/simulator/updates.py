@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_elixir.plan.backlog import Work
-from lightning_elixir.plan.clocks import Clocks
-from lightning_elixir.plan.cost import Costs
 from lightning_elixir.plan.memory import has_params_on_nvme
+from lightning_elixir.plan.simulator.backlog import Work
+from lightning_elixir.plan.simulator.clocks import Clocks
+from lightning_elixir.plan.simulator.cost import Costs
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
 
 

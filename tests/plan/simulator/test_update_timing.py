@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from lightning_elixir.errors import CapacityError
-from lightning_elixir.plan import step_simulator
-from lightning_elixir.plan.cost import Costs
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget, Scheme, memory_use
-from lightning_elixir.plan.placement import place
+from lightning_elixir.plan.placing.placement import place
+from lightning_elixir.plan.placing.spares import with_spares
+from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
-from lightning_elixir.plan.spans import Timeline
-from lightning_elixir.plan.spares import with_spares
-from lightning_elixir.plan.structure import structural_profile
-from lightning_elixir.plan.timeline import scheme_of, simulate_step
+from lightning_elixir.plan.simulator import step as simulated_step
+from lightning_elixir.plan.simulator.cost import Costs
+from lightning_elixir.plan.simulator.spans import Timeline
+from lightning_elixir.plan.simulator.timeline import scheme_of, simulate_step
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
 from tests.plan.models import accesses_of
 from tests.plan.problems import (
@@ -227,8 +227,8 @@ def test_further_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         plan, profile, hardware = random_problem(random)
         timing = random.choice((BEHIND, INSIDE))
         few = run(plan, timing, profile, hardware).times
-        monkeypatch.setattr(step_simulator, "_SAME", -1.0)
-        monkeypatch.setattr(step_simulator, "_MOST_STEPS", 9)
+        monkeypatch.setattr(simulated_step, "_SAME", -1.0)
+        monkeypatch.setattr(simulated_step, "_MOST_STEPS", 9)
         many = run(plan, timing, profile, hardware).times
         monkeypatch.undo()
         odd += few.total_s != pytest.approx(many.total_s, rel=0.02)

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from lightning_elixir.errors import CapacityError, PlanError
-from lightning_elixir.plan import space as space_module
 from lightning_elixir.plan.explain import explain, step_parts
 from lightning_elixir.plan.memory import Budget, MemoryUse, memory_use
 from lightning_elixir.plan.packing import candidate_chunk_numels, pack, regular_block_bytes
-from lightning_elixir.plan.placement import OFFLOADED, Layout, host_parts
+from lightning_elixir.plan.placing import space as space_module
+from lightning_elixir.plan.placing.placement import OFFLOADED, Layout, host_parts
+from lightning_elixir.plan.placing.search import search
+from lightning_elixir.plan.placing.space import Candidate
+from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.search import search
-from lightning_elixir.plan.space import Candidate
-from lightning_elixir.plan.structure import structural_profile
-from lightning_elixir.plan.timeline import simulate_step
+from lightning_elixir.plan.simulator.timeline import simulate_step
 from lightning_elixir.plan.types import AccessTrace, Acquire, Forecast, ParamSpec, Plan, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from tests.helpers.tiers import full

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from lightning_elixir.plan.cost import Costs
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
 from lightning_elixir.plan.memory import NVME_BUFFERS, Scheme
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.simulate import simulate
-from lightning_elixir.plan.timeline import Timeline, compressed, moments, scheme_of, simulate_step
+from lightning_elixir.plan.simulator.cost import Costs
+from lightning_elixir.plan.simulator.counters import simulate
+from lightning_elixir.plan.simulator.timeline import Timeline, compressed, moments, scheme_of, simulate_step
 from lightning_elixir.plan.types import AccessTrace, Acquire, Plan, Tier, UpdateTiming
 from tests.plan.problems import KEPT, MIXED, OFFLOADED, RESIDENT, SHARDED
 from tests.plan.steps import NUMEL, RATE, TRANSFER_S, chunks_at, machine, random_problem, there, there_and_back

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.memory import MemoryUse, memory_use, num_grad_blocks, problem_of_params_on_nvme
 from lightning_elixir.plan.packing import PackedChunk, pack, padding_bytes, regular_block_bytes, waste_bytes
+from lightning_elixir.plan.placing.spares import with_spares
+from lightning_elixir.plan.placing.spilling import can_move_params
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.spares import with_spares
-from lightning_elixir.plan.spilling import can_move_params
-from lightning_elixir.plan.timeline import beside_rcache_bytes, moments
+from lightning_elixir.plan.simulator.timeline import beside_rcache_bytes, moments
 from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 
@@ -55,7 +55,7 @@ OFFLOADED = Site(Tier.CPU, Tier.CPU, False)
 
 
 def place(layout: Layout, problem: Problem, profile: StepProfile | None = None) -> Plan:
-    """Place chunks by a fixed policy, within the budget; for "auto", see `plan/search.py`.
+    """Place chunks by a fixed policy, within the budget; for "auto", see `plan/placing/search.py`.
 
     Args:
         layout: The chunks.
@@ -300,7 +300,7 @@ class Placer:
             if gpu_bytes - limit <= self.saved_by_smaller_chunks(chunks, blocks):
                 cures.append("lower chunk_size")
             if use.gpu_param_bytes + use.gpu_state_bytes:
-                cures.append("keep less on the GPU")
+                cures.append(f"keep less on the {self.budget.words.device}")
             if use.non_model_bytes > gpu_bytes - limit:
                 is_recomputing = self.profile is not None and self.profile.is_recomputing
                 cures.append(f"use a smaller batch{'' if is_recomputing else ' or activation checkpointing'}")
@@ -308,8 +308,9 @@ class Placer:
             cures = ['use placement_policy="auto" or "cpu"', "more ranks"]
         cure = ", or ".join(cures)
         raise CapacityError(
-            f"GPU memory: the plan needs {format_bytes(gpu_bytes)} on each rank ({'; '.join(parts)}), but there are"
-            f" {format_bytes(limit)}: {format_bytes(gpu_bytes - limit)} too few. {cure[0].upper()}{cure[1:]}.",
+            f"{self.budget.words.memory}: the plan needs {format_bytes(gpu_bytes)} on each rank ({'; '.join(parts)}),"
+            f" but there are {format_bytes(limit)}: {format_bytes(gpu_bytes - limit)} too few."
+            f" {cure[0].upper()}{cure[1:]}.",
             resource="GPU",
             lacking_bytes=gpu_bytes - limit,
         )
@@ -321,7 +322,9 @@ class Placer:
         in_memory = sum(
             c.numel for c in chunks if Tier.CPU in (c.param_tier, c.optim_tier if c.requires_grad else c.param_tier)
         )
-        cures = ["keep more on the GPU", "spread the model over more hosts"] if in_memory else []
+        cures = (
+            [f"keep more on the {self.budget.words.device}", "spread the model over more hosts"] if in_memory else []
+        )
         if use.host_state_bytes:
             cures.append("keep optimizer states on a disk (nvme_offload_fraction, nvme_offload_dir)")
         elif use.host_param_bytes:
@@ -339,12 +342,6 @@ class Placer:
             resource="host",
             lacking_bytes=use.host_bytes - limit,
         )
-
-
-def check_fraction(name: str, value: object) -> None:
-    """Raises `PlanError` unless an option's value is a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise PlanError(f"{name} must be between 0 and 1, got {value!r}")
 
 
 def host_parts(use: MemoryUse) -> str:

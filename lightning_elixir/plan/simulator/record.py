@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_elixir.plan.memory import Scheme, memory_use
-from lightning_elixir.plan.spans import MemoryPoint, Span
+from lightning_elixir.plan.simulator.spans import MemoryPoint, Span
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
 
 

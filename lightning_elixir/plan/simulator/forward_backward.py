@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_elixir.plan.clocks import Clocks
-from lightning_elixir.plan.cost import Costs
 from lightning_elixir.plan.profile import StepInterval, StepProfile
-from lightning_elixir.plan.rcache_script import RCacheScript, ScriptedAccess
-from lightning_elixir.plan.step_updates import Updates
+from lightning_elixir.plan.simulator.clocks import Clocks
+from lightning_elixir.plan.simulator.cost import Costs
+from lightning_elixir.plan.simulator.rcache_script import RCacheScript, ScriptedAccess
+from lightning_elixir.plan.simulator.updates import Updates
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 
 _PHASES = {True: "backward ", False: "forward ", None: ""}

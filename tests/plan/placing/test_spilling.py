@@ -8,8 +8,8 @@ from itertools import chain, combinations
 from random import Random
 
 from lightning_elixir.plan.memory import Scheme, memory_use
+from lightning_elixir.plan.placing.spilling import in_host_memory, spilled, spilled_with_params
 from lightning_elixir.plan.regime import UpdateMode
-from lightning_elixir.plan.spilling import in_host_memory, spilled, spilled_with_params
 from lightning_elixir.plan.types import ChunkSpec, Tier
 from tests.plan.models import spec
 from tests.plan.problems import KIB, MIXED, place_specs

@@ -1,0 +1,241 @@
+"""Adam's states over the segments of one shard: two moments and step counts, in memory or on a disk."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_elixir.optim.updates import StatesOnDisk
+from lightning_elixir.plan.types import ALIGN_NUMEL
+from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, Piece
+
+
+@dataclass(frozen=True)
+class SegmentPlace:
+    """Where a segment lies and which of the user's parameter groups it belongs to."""
+
+    member_index: int
+    group_index: int
+    shard_offset: int
+    numel: int
+
+
+class AdamStates:
+    """The moments lie in one flat tensor each, segment after segment, so that a shard is moved and updated in long
+    pieces.
+
+    Those on a disk are tensors on `meta` here: an update is described over them, and carried out where they have come
+    to (`StatesOnDisk`). What needs their values opens them (`opened`).
+
+    Segments are named by their position in `places`.
+
+    Args:
+        places: The segments, in order.
+        shard_numel: Elements of the shard.
+        dtype: Of the moments.
+        empty: Makes 1-D tensors (numel, dtype) where they shall live.
+        on_disk: Where they are, if that is a disk.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[SegmentPlace],
+        shard_numel: int,
+        dtype: torch.dtype,
+        empty: Callable[[int, torch.dtype], Tensor],
+        on_disk: ChunkStates | None,
+    ) -> None:
+        self.places = tuple(places)
+        self.on_disk = on_disk
+        self.moments: tuple[Tensor, ...] = ()
+        """`MOMENTS`, once there are any."""
+        self.spares: tuple[Tensor, ...] = ()
+        """Memory for the next ones, where these must stay as they are."""
+        self.counts: dict[int, int] = {}
+        """Updates so far, of the segments that have states; no tensors, which took long."""
+        self._blank: set[int] = set()  # segments whose moments are zeros, whatever the disk holds
+        self._shard_numel = shard_numel
+        self._dtype = dtype
+        self._empty = empty
+        # Where each segment's moments begin, and how many elements they are in all. On a disk they lie as the shard
+        # does, so that a piece is the same elements of everything. In memory they are as far apart as in the shard
+        # where segments follow each other there.
+        sizes = [-(-p.numel // ALIGN_NUMEL) * ALIGN_NUMEL for p in places]
+        *self._starts, self.numel = [0, *itertools.accumulate(sizes)]
+        """Elements of each moment."""
+        if on_disk is not None:
+            self._starts, self.numel = [p.shard_offset for p in places], on_disk.spec.numel
+
+    def allocate(self) -> None:
+        """Make the moments, uninitialised, if there are none yet."""
+        self.moments = self.moments or self._new()
+
+    def allocate_spares(self) -> None:
+        """Make a second set, if there is none yet."""
+        self.spares = self.spares or self._new()
+
+    def _new(self) -> tuple[Tensor, ...]:
+        return tuple(self._empty(self.numel, self._dtype) for _ in MOMENTS)
+
+    def exchange(self) -> None:
+        """The spare moments are those in use, and the other way round."""
+        self.moments, self.spares = self.spares, self.moments
+
+    def start_of(self, position: int) -> int:
+        """Where a segment's elements begin in each moment."""
+        return self._starts[position]
+
+    def at(self, position: int) -> dict[str, Tensor]:
+        """A segment's moments by name, views."""
+        start = self._starts[position]
+        return {
+            key: m[start : start + self.places[position].numel] for key, m in zip(MOMENTS, self.moments, strict=True)
+        }
+
+    def begin(self, position: int) -> dict[str, Tensor]:
+        """Zero moments and a step count of zero for a segment that has no states yet."""
+        self.counts[position] = 0
+        if self.on_disk is not None:
+            self._blank.add(position)
+        return {key: view.zero_() for key, view in self.at(position).items()}
+
+    def forget(self, position: int) -> None:
+        """The segment has no states any more."""
+        self.counts.pop(position, None)
+        self._blank.discard(position)
+
+    # On a disk
+
+    @property
+    def is_away(self) -> bool:
+        """Whether they are on a disk, and not opened."""
+        return self.on_disk is not None and bool(self.moments) and self.moments[0].is_meta
+
+    @contextmanager
+    def opened(self, *, is_written: bool = False) -> Iterator[None]:
+        """Inside, moments have values wherever they live: those on a disk are read to host memory, one chunk's at a
+        time, so nothing else may open them or update them.
+
+        Args:
+            is_written: They are changed inside.
+
+        Raises:
+            StorageError: The disk has failed.
+        """
+        on_disk = self.on_disk
+        if on_disk is None or not self.is_away:
+            yield
+            return
+        stand_ins = self.moments
+        if self._has_come_from_disk():
+            self.moments = tuple(on_disk.read(part) for part in MOMENTS)
+            for position in self._blank:
+                for view in self.at(position).values():
+                    view.zero_()
+        else:
+            self.moments = tuple(torch.zeros(self.numel, dtype=self._dtype) for _ in MOMENTS)
+        try:
+            yield
+            if is_written:
+                for part, moment in zip(MOMENTS, self.moments, strict=True):
+                    on_disk.write(part, moment)
+                self._blank.clear()
+        finally:
+            self.moments = stand_ins
+
+    def _has_come_from_disk(self) -> bool:
+        """Whether any moments there hold something."""
+        return any(position not in self._blank for position in self.counts)
+
+    def take_on_disk(self, members: Collection[int]) -> StatesOnDisk | None:
+        """What the update of these members that was described just now has to know of states on a disk; it makes zeros
+        where it comes to, of all theirs and perhaps of others'."""
+        if self.on_disk is None:
+            return None
+        blank = [Piece(self._starts[i], self._starts[i] + self.places[i].numel) for i in sorted(self._blank)]
+        found = StatesOnDisk(self.on_disk, not self._has_come_from_disk(), tuple(blank))
+        self._blank = {i for i in self._blank if self.places[i].member_index not in members}
+        return found
+
+    def flat_on_disk(self, key: str) -> Tensor:
+        """One moment of all segments, each where the segment lies in the shard, else zeros; read from the disk."""
+        if self.on_disk is None or not self._has_come_from_disk():
+            return torch.zeros(self._shard_numel, dtype=self._dtype)
+        found, end = self.on_disk.read(key), 0
+        for position, place in enumerate(self.places):
+            if position in self.counts and position not in self._blank:
+                found[end : place.shard_offset].zero_()
+                end = place.shard_offset + place.numel
+        found[end:].zero_()
+        return found
+
+    # From the same shard's earlier ones
+
+    def has_same_segments(self, earlier: AdamStates) -> bool:
+        return self._extents() == earlier._extents()
+
+    def _extents(self) -> list[tuple[int, int, int]]:
+        return [(p.member_index, p.shard_offset, p.numel) for p in self.places]
+
+    def take_memory(self, earlier: AdamStates) -> None:
+        """The same memory from now on, spare moments included; what lies there is as uninitialised as `allocate` leaves
+        it."""
+        self.moments, self.spares = earlier.moments, earlier.spares
+
+    def take_all(self, earlier: AdamStates) -> None:
+        """Take over the states of the same segments, from memory to a disk, from a disk, or left on it: host memory
+        does not hold a chunk's moments for that alone.
+
+        Args:
+            earlier: Of no use afterwards.
+
+        Raises:
+            StorageError: A disk has failed.
+        """
+        if self.on_disk is not None and self.on_disk == earlier.on_disk:
+            self.moments, self.counts, self._blank = earlier.moments, earlier.counts, earlier._blank
+        elif earlier.counts:
+            self.allocate()
+            if earlier._has_come_from_disk():
+                for number, part in enumerate(MOMENTS):
+                    self._copy_by_pieces(earlier, number, part)
+            for position, count in earlier.counts.items():
+                self._take_blank(position, position in earlier._blank)
+                self.counts[position] = count
+
+    def _take_blank(self, position: int, is_blank: bool) -> None:
+        if is_blank and self.on_disk is not None:
+            self._blank.add(position)
+        elif is_blank:
+            for view in self.at(position).values():
+                view.zero_()
+
+    def _copy_by_pieces(self, earlier: AdamStates, number: int, part: str) -> None:
+        source, target = earlier.on_disk, self.on_disk
+        if source is not None and target is not None:
+            target.copy_from(source, part)
+        elif source is not None:
+            for start, values in source.buffers(part):
+                source.read_piece(part, start, values)
+                for own, inside in self._overlaps(number, start, values):
+                    own.copy_(inside)
+        elif target is not None:
+            for start, values in target.buffers(part):
+                values.zero_()
+                for own, inside in earlier._overlaps(number, start, values):
+                    inside.copy_(own)
+                target.write_piece(part, start, values)
+
+    def _overlaps(self, number: int, start: int, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of a moment in memory and elements of the shard from `start` on: what is the same segment's."""
+        end = start + values.numel()
+        for place, begin in zip(self.places, self._starts, strict=True):
+            first, last = max(start, place.shard_offset), min(end, place.shard_offset + place.numel)
+            if first < last:
+                at = begin + first - place.shard_offset
+                yield self.moments[number][at : at + last - first], values[first - start : last - start]
