@@ -84,7 +84,7 @@ class _Run:
         )
 
     def _iterate(self, trace: AccessTrace) -> None:
-        for _, decisions in drive(self.plan, self.rcache, trace, self.outdated):
+        for _, *decisions in drive(self.plan, self.rcache, trace, self.outdated):
             for decision in decisions:
                 self._move(decision.evict, decision.fetch)
 

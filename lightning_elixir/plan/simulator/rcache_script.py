@@ -9,6 +9,8 @@ from lightning_elixir.plan.policy import CachePolicy
 from lightning_elixir.plan.rcache import Decision, RCache
 from lightning_elixir.plan.types import AccessTrace, Acquire, Drop, Plan
 
+_NOTHING = Decision()
+
 
 @dataclass(frozen=True)
 class ScriptedAccess:
@@ -54,7 +56,7 @@ def rcache_script(plan: Plan, trace: AccessTrace) -> RCacheScript:
 
 def drive(
     plan: Plan, rcache: RCache, trace: AccessTrace, outdated: Collection[int]
-) -> Iterator[tuple[Acquire, list[Decision]]]:
+) -> Iterator[tuple[Acquire, Decision, Decision]]:
     """Run one iteration that has begun.
 
     Args:
@@ -65,22 +67,22 @@ def drive(
             out what was fetched before it goes on.
 
     Yields:
-        Each acquire, and what happens at it, in order: first what is needed, then what is fetched ahead.
+        Each acquire, and what happens at it: first for what is needed, then for what is fetched ahead.
     """
     for event in trace.events:
         if isinstance(event, Drop):
             rcache.drop(event.ids)
             continue
-        decisions = [rcache.acquire(event.ids, pin=event.is_pinned, held=event.held)]
-        fetched = decisions[0].fetch
+        decision, ahead = rcache.acquire(event.ids, pin=event.is_pinned, held=event.held), _NOTHING
+        fetched = decision.fetch
         # Ranks meet, and so agree on what to prefetch, only where they gather something on demand.
         is_met = bool(fetched) if plan.is_storage_distributed else any(i in outdated for i in fetched)
         if plan.world_size == 1 or is_met:
             held = {*event.held, *event.ids}
             candidates = rcache.prefetch_candidates(held)
             if candidates:
-                decisions.append(rcache.prefetch(candidates, held))
-        yield event, decisions
+                ahead = rcache.prefetch(candidates, held)
+        yield event, decision, ahead
     rcache.unpin_all()  # what backward has pinned until its end
 
 
@@ -90,10 +92,10 @@ def _step(plan: Plan, trace: AccessTrace, rcache: RCache, policy: CachePolicy) -
     outdated = {c.id for c in trained} if is_outdating else set()
     rcache.begin(policy)
     accesses = []
-    for event, decisions in drive(plan, rcache, trace, outdated):
-        fetched = [i for decision in decisions for i in decision.fetch]
-        fetches = tuple((i, i in outdated) for i in fetched)
-        outdated.difference_update(fetched)
+    for event, decision, ahead in drive(plan, rcache, trace, outdated):
+        fetches = tuple([(i, i in outdated) for i in decision.fetch + ahead.fetch])
+        if outdated:
+            outdated.difference_update(decision.fetch, ahead.fetch)
         accesses.append(ScriptedAccess(event.ids, fetches, rcache.used_blocks))
     rcache.release([c.id for c in trained if not c.is_persistent])
     return tuple(accesses)
