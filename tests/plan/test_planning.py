@@ -13,7 +13,7 @@ from torch import nn
 from lightning_elixir import planning
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.memory import Budget
+from lightning_elixir.plan.memory import Budget, host_share
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
 from lightning_elixir.plan.types import ALIGN_NUMEL, AccessTrace, Plan, Tier, UpdateTiming
@@ -318,12 +318,29 @@ def test_a_host_with_room_for_spare_states(policy: str) -> None:
 
 
 def test_budget_of_this_machine(machine: dict[str, int | None]) -> None:
-    assert detect_budget(4) == Budget(3 * 2**30, 16 * 2**30, 0)
-    assert detect_budget(1, gpu_bytes=2**30, cpu_bytes=2**40, non_model_bytes=5) == Budget(2**30, 64 * 2**30, 5)
+    cpu, spare = host_share(64 * 2**30, 4)
+    assert detect_budget(4) == Budget(3 * 2**30, cpu, 0, spare_cpu_bytes=spare)
+    limited = detect_budget(1, gpu_bytes=2**30, cpu_bytes=2**40, non_model_bytes=5)
+    assert (limited.gpu_bytes, limited.cpu_bytes, limited.non_model_bytes) == (2**30, 64 * 2**30, 5)
     assert detect_budget(1, gpu_bytes=2**40).gpu_bytes == 3 * 2**30
     machine["gpu"] = None
     assert detect_budget().gpu_bytes is None
     assert detect_budget(gpu_bytes=7).gpu_bytes == 7
+
+
+def test_a_part_of_the_host_is_kept_back() -> None:
+    gib = 2**30
+    assert host_share(100 * gib, 1) == (
+        96 * gib,
+        92 * gib,
+    )  # 2 GiB, and a fiftieth; what can be done without, twice that
+    assert host_share(100 * gib, 4) == (90 * gib // 4, 80 * gib // 4)
+    assert host_share(4 * gib, 1) == (3 * gib, 2 * gib)  # no more than a quarter, however small the host
+    # A limit of the user's counts as it is, within what is free; spare states go no further than without one.
+    assert host_share(100 * gib, 1, 99 * gib) == (99 * gib, 92 * gib)
+    assert host_share(100 * gib, 2, 60 * gib) == (30 * gib, 30 * gib)
+    assert host_share(100 * gib, 1, 2**50) == (100 * gib, 92 * gib)
+    assert host_share(0, 3) == (0, 0)
 
 
 @pytest.mark.parametrize("search", SEARCHES)
