@@ -1,0 +1,391 @@
+"""What happens with the defaults, near the edge of the memory: does it train, when is the first step done, how much
+memory does it take against what was planned, how long are steps against what was predicted.
+
+    python examples/benchmarks/defaults.py --suite edges --out edges.json
+    python examples/benchmarks/defaults.py --suite first --out first_steps.json
+    python examples/benchmarks/defaults.py --cases llama_clip llama_plain --gpu-limit 40GiB --out llama.json
+    python examples/benchmarks/defaults.py --cases toy toy_clip toy_plain --device cpu --out toy.json
+
+Every case is a fit with `ElixirStrategy(gpu_memory_limit=...)` and nothing else but what its name says, under the
+Trainer's "bf16-mixed" (or "16-mixed"), or plain PyTorch: bf16 beside an fp32 master with fused AdamW. It runs in a
+process of its own, which the kernel may kill: that is a result, too. Start values are drawn on the device, and model
+building is not counted. Memory of some machines grows at its first touch: `--touch-first` takes it all before, and the
+time that all cores take to touch what a case took is measured beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from compare import parse_size
+from peers.jobs import PRESETS
+from peers.model import GPT
+
+from lightning_elixir import HybridAdam
+from lightning_elixir._lightning import pl
+from lightning_elixir.core.host import available_host_bytes
+from lightning_elixir.errors import CapacityError
+from lightning_elixir.strategy import ElixirStrategy
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    batch: int
+    seq: int = 1024
+    gpu_limit: int | None = None
+    cpu_limit: int | None = None
+    clip: float = 0.0
+    """To which norm; 1e6 never clips, 1e-3 does in each step."""
+    precision: str = "bf16-mixed"
+    accumulate: int = 1
+    is_plain: bool = False
+    num_steps: int = 12
+
+
+_LLAMA = Case("llama-7b", 4, 2048, 40 * GIB)
+_GPT = Case("5b", 16, 1024, 40 * GIB)
+_MOE = Case("moe", 4, 2048, 24 * GIB)
+_TOY = Case("toy", 2, 32, 6 * 2**20)
+
+CASES = {
+    "llama": _LLAMA,
+    "llama_clip": replace(_LLAMA, clip=1e6),
+    "llama_clip_each": replace(_LLAMA, clip=1e-3),
+    "llama_clip_108": replace(_LLAMA, clip=1e6, cpu_limit=108 * GIB),
+    "llama_clip_64": replace(_LLAMA, clip=1e6, cpu_limit=64 * GIB),
+    "llama_24": replace(_LLAMA, gpu_limit=24 * GIB, clip=1e6),
+    "llama_fp16": replace(_LLAMA, precision="16-mixed", clip=1e6),
+    "llama_accumulate": replace(_LLAMA, accumulate=2),
+    "gpt": _GPT,
+    "gpt_clip": replace(_GPT, clip=1e6),
+    "gpt_16": replace(_GPT, batch=8, gpu_limit=16 * GIB),
+    "moe": _MOE,
+    "moe_clip": replace(_MOE, clip=1e6),
+    "llama_whole": replace(_LLAMA, gpu_limit=None),
+    "llama_plain": replace(_LLAMA, gpu_limit=None, is_plain=True),
+    "gpt_plain": replace(_GPT, gpu_limit=None, is_plain=True),
+    "moe_plain": replace(_MOE, gpu_limit=None, is_plain=True),
+    "toy": _TOY,
+    "toy_clip": replace(_TOY, clip=1e6),
+    "toy_plain": replace(_TOY, gpu_limit=None, is_plain=True),
+}
+SUITES = {
+    "edges": [name for name in CASES if not name.startswith("toy") and not name.endswith(("plain", "whole"))],
+    "first": ["llama_plain", "llama_whole", "llama", "gpt_16"],
+    "speed": ["llama_plain", "llama", "llama_clip", "llama_clip_each"],
+}
+
+# ------------------------------------------------------------------------------------------- one case's process
+
+
+class Causal(nn.Module):
+    """A model of transformers as one from tokens to a loss, with activation checkpointing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return loss
+
+
+def make_model(case: Case, device: torch.device) -> nn.Module:
+    """The model in host memory, fp32, with small values that were drawn on the device."""
+    if case.model in PRESETS:
+        with torch.device("meta"):
+            model: nn.Module = GPT(replace(PRESETS[case.model], seq=case.seq))
+        model.to_empty(device="cpu")
+    else:
+        import transformers
+        from transformers.initialization import no_init_weights
+
+        if case.model == "llama-7b":
+            config, kind = transformers.LlamaConfig(), transformers.LlamaForCausalLM
+        else:
+            config = transformers.Qwen3MoeConfig(
+                num_hidden_layers=8,
+                num_experts=128,
+                num_experts_per_tok=8,
+                moe_intermediate_size=768,
+                experts_implementation="grouped_mm",
+            )
+            kind = transformers.Qwen3MoeForCausalLM
+        with no_init_weights():
+            model = Causal(kind(config))
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, device=device, generator=generator)
+            parameter.copy_(drawn * 0.02 if parameter.dim() > 1 else torch.ones_like(drawn))
+    return model
+
+
+class Clock:
+    """When steps end, without waiting for them but for the first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+        self.started_s = time.perf_counter()
+        self.first_s = 0.0
+
+    def step_ends(self) -> None:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+        if not self.first_s:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()
+            self.first_s = time.perf_counter() - self.started_s
+
+    def step_s(self) -> list[float]:
+        """Of all steps but the first."""
+        pairs = list(zip(self._marks, self._marks[1:], strict=False))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) / 1000 for a, b in pairs]
+        return [b - a for a, b in pairs]
+
+
+class Lit(pl.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(tokens)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return HybridAdam(self.parameters(), lr=1e-5)
+
+
+class Seen(pl.Callback):
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.plans: list[str] = []
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].detach())
+        self.plans.append(trainer.strategy.plan.fingerprint()[:8])
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self._clock.step_ends()
+
+
+def run_case(case: Case, device: torch.device) -> dict[str, Any]:
+    torch.set_float32_matmul_precision("high")
+    model = make_model(case, device)
+    vocab = 256 if case.model == "toy" else 30000
+    shape = (case.batch, case.seq)
+    batches = [torch.randint(0, vocab, shape) for _ in range(case.num_steps * case.accumulate)]
+    before = _host_bytes()
+    if case.gpu_limit is not None and device.type == "cuda":
+        share = case.gpu_limit / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(share, device)
+    clock = Clock(device)
+    if case.is_plain:
+        result = _run_plain(case, model, batches, clock, device)
+    else:
+        result = _run_elixir(case, model, batches, clock, device)
+    steps = clock.step_s()
+    settled = steps[3:] or steps
+    result |= {
+        "outcome": "trained",
+        "first_step_s": clock.first_s,
+        "steps_s": steps,
+        "step_s": statistics.median(settled),
+        "longest_after_two": max(steps[1:], default=0.0) / statistics.median(settled),
+        "host_bytes_before": before,
+        "host_peak_bytes": _host_bytes("VmHWM"),
+    }
+    if device.type == "cuda":
+        result["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
+        result["device"] = torch.cuda.get_device_name()
+    return result
+
+
+def _run_elixir(
+    case: Case, model: nn.Module, batches: list[Tensor], clock: Clock, device: torch.device
+) -> dict[str, Any]:
+    strategy = ElixirStrategy(gpu_memory_limit=case.gpu_limit, cpu_memory_limit=case.cpu_limit)
+    seen = Seen(clock)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        precision=case.precision,  # type: ignore[arg-type]
+        max_steps=case.num_steps,
+        gradient_clip_val=case.clip or None,
+        accumulate_grad_batches=case.accumulate,
+        callbacks=[seen],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Lit(model), torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    plan = strategy.plan
+    return {
+        "predicted_s": None if plan.forecast is None else plan.forecast.times.total_s,
+        "plan": plan.notes,
+        "plans": seen.plans,
+        "budget": asdict(strategy._handle.budget) | {"words": None},
+        "explained": plan.explain(),
+        "losses": [loss.item() for loss in seen.losses],
+    }
+
+
+def _run_plain(
+    case: Case, model: nn.Module, batches: list[Tensor], clock: Clock, device: torch.device
+) -> dict[str, Any]:
+    """bf16 parameters and gradients, an fp32 master, fused AdamW."""
+    model.to(device=device, dtype=torch.bfloat16)
+    parameters = list(model.parameters())
+    masters = [p.detach().float() for p in parameters]
+    optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.0, fused=True)
+    losses = []
+    for tokens in batches:
+        loss = model(tokens.to(device, non_blocking=True))
+        loss.backward()
+        if case.clip:
+            nn.utils.clip_grad_norm_(parameters, case.clip)
+        for master, parameter in zip(masters, parameters, strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, masters)
+        losses.append(loss.detach())
+        clock.step_ends()
+    return {"losses": [loss.item() for loss in losses]}
+
+
+def _host_bytes(key: str = "VmRSS") -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def child(name: str, gpu_limit: int | None, device: str, out: Path) -> None:
+    case = CASES[name] if gpu_limit is None else replace(CASES[name], gpu_limit=gpu_limit)
+    try:
+        result = run_case(case, torch.device(device))
+    except CapacityError as error:
+        result = {"outcome": "refused", "why": str(error), "host_peak_bytes": _host_bytes("VmHWM")}
+    except torch.OutOfMemoryError as error:
+        result = {"outcome": "out of memory", "why": str(error)}
+    out.write_text(json.dumps(result | {"case": asdict(case)}))
+
+
+# ------------------------------------------------------------------------------------------------- all of them
+
+
+def touch_s(nbytes: int) -> float:
+    """Seconds in which all cores touch so many bytes of fresh host memory."""
+    started = time.perf_counter()
+    pieces = [torch.empty(GIB, dtype=torch.uint8) for _ in range(max(1, nbytes // GIB))]
+    threads = [threading.Thread(target=_touch, args=(pieces[i :: os.cpu_count() or 1],)) for i in range(len(pieces))]
+    for thread in threads[: os.cpu_count() or 1]:
+        thread.start()
+    for thread in threads[: os.cpu_count() or 1]:
+        thread.join()
+    return time.perf_counter() - started
+
+
+def _touch(pieces: list[Tensor]) -> None:
+    for piece in pieces:
+        piece[::512].zero_()
+
+
+def run(names: list[str], arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    started = time.monotonic()
+    for name in names:
+        left = arguments.budget_s - (time.monotonic() - started)
+        if left < 20:
+            yield name, {"outcome": "left out: no time"}
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "result.json"
+            command = [sys.executable, __file__, "--child", name, str(out), "--device", arguments.device]
+            if arguments.gpu_limit is not None:
+                command += ["--gpu-limit", str(arguments.gpu_limit)]
+            log = Path(arguments.out).with_suffix(f".{name}.log")
+            with log.open("wb") as file:
+                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
+                try:
+                    code = process.wait(min(left, arguments.timeout_s))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                    code = None
+            if out.exists():
+                yield name, json.loads(out.read_text())
+            elif code is None:
+                yield name, {"outcome": "took too long"}
+            else:
+                tail = log.read_text(errors="replace")[-2000:]
+                yield name, {"outcome": "killed" if code == -9 else f"failed ({code})", "why": tail}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=SUITES)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[])
+    parser.add_argument("--gpu-limit", type=parse_size, help="in place of the cases' own")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--timeout-s", type=float, default=200.0, help="of each case")
+    parser.add_argument("--budget-s", type=float, default=560.0, help="of all")
+    parser.add_argument("--touch-first", action="store_true", help="have the machine grow its memory before")
+    parser.add_argument("--out", type=Path, default=Path("defaults.json"))
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child is not None:
+        child(arguments.child[0], arguments.gpu_limit, arguments.device, Path(arguments.child[1]))
+        return
+    names = SUITES[arguments.suite] if arguments.suite else arguments.cases
+    found: dict[str, Any] = {"command": sys.argv, "torch": torch.__version__, "cases": {}}
+    if arguments.touch_first:
+        found["touch_first_s"] = touch_s(available_host_bytes() * 9 // 10)
+    for name, result in run(names, arguments):
+        taken = result.get("host_peak_bytes", 0) - result.get("host_bytes_before", 0)
+        if arguments.suite == "first" and taken > GIB:
+            result["touch_s"] = touch_s(taken)
+        found["cases"][name] = result
+        arguments.out.write_text(json.dumps(found, indent=1))
+        figures = {
+            key: result.get(key)
+            for key in ("first_step_s", "step_s", "predicted_s", "longest_after_two", "host_peak_bytes", "touch_s")
+        }
+        shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if value)
+        print(f"{name:18s} {result['outcome']}: {shown or result.get('why', '')[-300:]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
