@@ -560,3 +560,17 @@ def test_layers_have_no_hooks_where_everything_is_resident() -> None:
         model.transformer.h[1].mlp(torch.zeros(1, 32))
     module.close()
     assert hooked(model) == 0
+
+
+def test_what_is_kept_of_a_parameter_outlives_the_engine() -> None:
+    """As in plain PyTorch; before, its storage was freed with the engine, and a read of it killed the process."""
+    model, module, _ = wrapped(**TIGHT)
+    chunk = module.engine.chunks[0]
+    named = dict(model.named_parameters())
+    name = chunk.spec.members[0].fqn
+    kept, expected = named[name].detach(), named[name].detach().clone()
+    module.close()
+    assert torch.equal(kept, expected)
+    assert chunk.device_bytes == 0
+    with pytest.raises(StateError, match="closed"):
+        named[name].sum()
