@@ -13,7 +13,7 @@ from tests.fuzz.interrupts import interrupted, run_interrupted
 from tests.fuzz.play import Note
 from tests.fuzz.programs import Draw, Program, generate, simpler
 from tests.fuzz.run import Outcome, run_engine, run_plain, run_program
-from tests.helpers.dist import RankError, run_ranks
+from tests.helpers.dist import RankError, run_ranks, stop_workers
 
 TIMEOUT_S = 180.0
 """Of one program, which usually takes a third of a second; a machine may be busy with other things."""
@@ -41,6 +41,8 @@ def run_apart(program: Program, timeout_s: float = TIMEOUT_S, *, is_interrupted:
     except TimeoutError as error:
         return Outcome(program.seed, "failed", f"it hangs: {error}")
     worst = max(outcomes, key=lambda o: _ORDER.index(o.verdict))
+    if worst.is_finding:  # what it has left in these processes is no other program's
+        stop_workers()
     counters: Counter[str] = Counter()
     for outcome in outcomes:
         counters.update(outcome.counters)
