@@ -76,6 +76,11 @@ class Plain:
                 return self.model(**batch)
         return self.model(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()})
 
+    def around_steps(self) -> AbstractContextManager[Any]:
+        """What a Trainer has around a training step."""
+        has_autocast = self.program.through == "trainer" and self.is_half and self.program.option("autocast")
+        return torch.autocast(self.program.device, torch.bfloat16) if has_autocast else nullcontext()
+
     def before_forward(self) -> None:
         """What is written to 16-bit parameters counts, and, as with DDP, running statistics are those of rank 0."""
         self._absorb()

@@ -144,7 +144,8 @@ class Player:
         if micro == self.program.micro_batches - 1:
             for action in self.program.at(step, AFTER_FORWARD + FAULTS):
                 if action.name in _ACTIONS:
-                    changed = _ACTIONS[action.name](self, action, loss)
+                    with self.backend.around_steps():
+                        changed = _ACTIONS[action.name](self, action, loss)
                     loss = loss if changed is None else changed
         return loss
 

@@ -9,7 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,8 +156,7 @@ class InTrainer(Plain):
     def __call__(self, **batch: Tensor) -> Any:
         if self.is_half and not self.program.option("autocast"):
             batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
-        is_cast = self.is_half and self.program.option("autocast")
-        with torch.autocast(self.program.device, torch.bfloat16) if is_cast else nullcontext():
+        with self.around_steps():
             return self.model(**batch)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
