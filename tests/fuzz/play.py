@@ -42,9 +42,12 @@ class Player:
     def __init__(self, program: Program, backend: Plain) -> None:
         self.program, self.backend = program, backend
         self.notes: list[Note] = []
-        self._number = 0
+        self.number = 0
+        """Of the next batch."""
         self._step = 0
         self._average: dict[str, Tensor] = {}
+        self.logits = torch.empty(0)
+        """Of the last forward."""
         self._aliases: list[Tensor] = []
         self._views: list[Tensor] = []
         """Of aliases: after an assignment these show the new values (Note: assignment)."""
@@ -61,9 +64,10 @@ class Player:
         self.finish()
         return self.notes
 
-    def go_to(self, step: int) -> None:
-        """That one comes next, whatever has been begun."""
-        self._number = step * self.program.micro_batches
+    def go_to(self, step: int, number: int | None = None) -> None:
+        """That one comes next, whatever has been begun, with this batch; None: as if every step took as many."""
+        self._step = max(0, step - 1)
+        self.number = step * self.program.micro_batches if number is None else number
 
     def finish(self) -> None:
         self.watcher.check()
@@ -167,8 +171,8 @@ class Player:
 
     def forward(self, *, noted: str = "") -> Tensor:
         """The loss of the next batch."""
-        number, rank = self._number, self.backend.rank
-        self._number += 1
+        number, rank = self.number, self.backend.rank
+        self.number += 1
         torch.manual_seed(5000 + 10 * number + rank)
         output = self.backend(**batch_of(self.program, number, rank))
         self.logits = logits_of(output)
@@ -296,7 +300,7 @@ def load_state_dict(player: Player, action: Action) -> None:
 @_action
 def deepcopy(player: Player, action: Action) -> None:
     copied = player.backend.copied().eval()
-    number = player._number
+    number = player.number
     batch = batch_of(player.program, number, player.backend.rank)
     with torch.no_grad():
         player.note("of a copy", logits_of(copied(**batch)))
@@ -439,6 +443,10 @@ def thread_read(player: Player, action: Action) -> None:
     thread.join(LONGEST_READ_S)
     if not found:
         raise TimeoutError("a thread that reads a parameter hangs")
+    if player.program.ranks > 1:  # which would take the other ranks, and is refused
+        if player.backend.is_engine and not (isinstance(found[0], Raised) and "StateError" in found[0].bases):
+            raise AssertionError("with several ranks, a thread was served")
+        return
     player.note(f"a thread reads {name}", found[0])
 
 

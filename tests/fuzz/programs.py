@@ -53,8 +53,6 @@ P_GRAD = ("p_grad_read", "p_grad_write", "nan_guard", "torch_clip", "torch_clip_
 """What users do with `p.grad` between backward and step."""
 WATCHERS = ("parameters", "gradients", "state_dict", "norms")
 """What a thread of the user's reads all the time, beside training."""
-HOWS = ("kill", "ctrl_c", "terminate", "full_disk")
-"""How a life ends (see `restarts.py`)."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,10 +8,10 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from tests.fuzz.play import Note, Player, raised
 from tests.fuzz.programs import AFTER_FORWARD, BEFORE_STEP, FAULTS, P_GRAD, Program
 
 _PATIENCE = 14
+
+T = TypeVar("T")
 
 
 class Module(LightningModule):
@@ -90,7 +92,7 @@ class HesitatingModule(WatchingModule):
             super().optimizer_step(epoch, index, optimizer, closure)
 
 
-def _make_module(program: Program) -> Module:
+def make_module(program: Program) -> Module:
     names = {a.name for a in program.actions}
     if "no_step" in names:
         return HesitatingModule(program)
@@ -213,10 +215,20 @@ class InTrainer(Plain):
 
 
 def fit(program: Program, folder: str, found: list[Note]) -> dict[str, int]:
-    """Run a program, with as little memory as its plan can do with, so that the rCache is small.
+    """Run a program.
 
     Returns:
         Counters; what is seen goes to `found`.
+    """
+    return within_limits(program, lambda limits: _fit(program, folder, limits, found))
+
+
+def within_limits(program: Program, run: Callable[[dict[str, Any]], T]) -> T:
+    """Run it with as little memory as the plan can do with, so that the rCache is small.
+
+    Args:
+        program: What is run.
+        run: Takes the strategy's limits of memory.
     """
     limits: dict[str, Any] = {}
     if program.is_tight:
@@ -225,7 +237,7 @@ def fit(program: Program, folder: str, found: list[Note]) -> dict[str, int]:
         limits["cpu_memory_limit"] = 1 if program.option("cpu_memory_limit") == "tight" else "2GiB"
     for _ in range(_PATIENCE if program.ranks == 1 else 0):
         try:
-            return _fit(program, folder, limits, found)
+            return run(limits)
         except CapacityError as error:  # the strategy counts more than a plan does
             name = "gpu_memory_limit" if error.resource == "GPU" else "cpu_memory_limit"
             if not isinstance(limits.get(name), int) or not error.lacking_bytes:
@@ -233,12 +245,12 @@ def fit(program: Program, folder: str, found: list[Note]) -> dict[str, int]:
             limits[name] += error.lacking_bytes
     # Ranks whose fit has failed have no process group any more, and get this one chance.
     more = {name: 2 * limit if isinstance(limit, int) and limit > 1 else None for name, limit in limits.items()}
-    return _fit(program, folder, more, found)
+    return run(more)
 
 
 def _fit(program: Program, folder: str, limits: dict[str, Any], found: list[Note]) -> dict[str, int]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    backend, counters = InTrainer(program, _make_module(program), folder), Counter[str]()
+    backend, counters = InTrainer(program, make_module(program), folder), Counter[str]()
     player = Player(program, backend)
     player.notes = found
     found.clear()
@@ -246,7 +258,7 @@ def _fit(program: Program, folder: str, limits: dict[str, Any], found: list[Note
     try:
         for end in ends:
             if end != ends[0]:
-                backend = player.backend = backend.successor(_make_module(program))
+                backend = player.backend = backend.successor(make_module(program))
             is_through = _run_until(end, player, backend, limits)
             stats = backend.strategy.stats()
             counters.update({name: getattr(stats, name) for name in COUNTED})
@@ -254,6 +266,7 @@ def _fit(program: Program, folder: str, limits: dict[str, Any], found: list[Note
                 break
     finally:
         player.watcher.stop()
+        player.logits = torch.empty(0)  # its graph knows the engine, which knows the module and this player
     player.finish()
     counters.update(backend.counters)
     if program.option("report_dir") and backend.rank == 0:
@@ -262,17 +275,16 @@ def _fit(program: Program, folder: str, limits: dict[str, Any], found: list[Note
     return dict(counters)
 
 
-def _run_until(end: int, player: Player, backend: InTrainer, limits: dict[str, Any]) -> bool:
-    """A Trainer of its own, up to so many steps. Returns whether nothing was raised."""
-    program, module, folder = player.program, backend.module, backend.folder
-    earlier = backend.earlier
+def make_trainer(backend: InTrainer, limits: dict[str, Any], end: int) -> Trainer:
+    """One that goes up to so many steps."""
+    program, module, folder, earlier = backend.program, backend.module, backend.folder, backend.earlier
     options = strategy_options(program, folder, lambda: tight_plan(module, plan_options(program), program.is_tight))
     if earlier is not None:
         if "plan" not in options:
             options |= {"chunk_size": plan_options(program, earlier.variant)["chunk_size"]}
         if earlier.variant % 3 == 0:  # either kind is loaded
             options |= {"state_dict_type": "full" if earlier.is_sharded else "sharded", "async_save": False}
-    trainer = Trainer(
+    return Trainer(
         accelerator="gpu" if program.device == "cuda" else "cpu",
         devices=program.ranks,
         strategy=ElixirStrategy(**options, **limits),
@@ -288,10 +300,20 @@ def _run_until(end: int, player: Player, backend: InTrainer, limits: dict[str, A
         num_sanity_val_steps=0,
         default_root_dir=folder,
     )
+
+
+def batches(program: Program) -> DataLoader[Any]:
+    """As many as the steps take; what is in them the player knows."""
+    return DataLoader(torch.arange(program.steps * program.micro_batches * program.ranks))  # type: ignore[arg-type]
+
+
+def _run_until(end: int, player: Player, backend: InTrainer, limits: dict[str, Any]) -> bool:
+    """A Trainer of its own, up to so many steps. Returns whether nothing was raised."""
+    program, module, earlier = player.program, backend.module, backend.earlier
+    trainer = make_trainer(backend, limits, end)
     module.player = player
-    data = DataLoader(torch.arange(program.steps * program.micro_batches * program.ranks))
     try:
-        trainer.fit(module, data, ckpt_path=None if earlier is None else earlier.checkpoint)
+        trainer.fit(module, batches(program), ckpt_path=None if earlier is None else earlier.checkpoint)
     except ElixirError:
         raise
     except Exception as error:
