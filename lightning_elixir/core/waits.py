@@ -261,6 +261,10 @@ class Wait:
     barriers: Sequence[tuple[int, str, int]] = ()
     """Ranks that wait in a barrier of torch's to which this rank comes next, the place and the number of that."""
 
+    def is_same_as(self, other: Wait) -> bool:
+        """Whether both are of one call; what is in torch is found anew every time."""
+        return (self.place, self.number, self.attempt) == (other.place, other.number, other.attempt)
+
     def check(self) -> None:
         """Called between the slices of a wait.
 
@@ -461,9 +465,9 @@ class Line:
         """What this process is in for the second look at least."""
         wait = self._current[-1] if self._current else self._torch_wait()
         seen, self._seen = self._seen, wait
-        if wait is not None and seen is not None and (wait.place, wait.number) == (seen.place, seen.number):
+        if wait is not None and seen is not None and wait.is_same_as(seen):
             if wait is not seen:
-                self._seen = wait = seen  # what is in torch is found anew every time
+                self._seen = wait = seen
             return wait
         self._beats.clear()
         self._has_ring = False
