@@ -235,6 +235,22 @@ def strategy_options(program: Program, folder: str, make_given_plan: Callable[[]
     return options
 
 
+def given_options(program: Program) -> dict[str, dict[str, Any]]:
+    """By class, what a program passes, as it was drawn."""
+    options = {**dict(program.plan), **dict(program.options)}
+    if program.dtype != "float32":
+        options["dtype"] = program.dtype
+    if _is_on_nvme(program):
+        options["nvme_offload_dir"] = "a folder"
+    if program.through == "trainer":
+        if program.is_tight:
+            options["gpu_memory_limit"] = "tight"
+        known = {f.name for f in dataclasses.fields(ElixirConfig)}
+        return {"ElixirStrategy": {name: value for name, value in options.items() if name in known}}
+    of_module = {name: options[name] for name in (*_MODULE, "dtype", "nvme_offload_dir") if name in options}
+    return {"ElixirModule": {**of_module, "device": program.device}, "ElixirOptimizer": optimizer_options(program)}
+
+
 def _is_on_nvme(program: Program) -> bool:
     return any(name.startswith("nvme") for name, _ in program.plan)
 
