@@ -121,19 +121,13 @@ def make_model(case: Case, device: torch.device) -> nn.Module:
         import transformers
         from transformers.initialization import no_init_weights
 
-        if case.model == "llama-7b":
-            config, kind = transformers.LlamaConfig(), transformers.LlamaForCausalLM
-        else:
-            config = transformers.Qwen3MoeConfig(
-                num_hidden_layers=8,
-                num_experts=128,
-                num_experts_per_tok=8,
-                moe_intermediate_size=768,
-                experts_implementation="grouped_mm",
-            )
-            kind = transformers.Qwen3MoeForCausalLM
+        options: dict[str, Any] = {}
+        config: Any = transformers.LlamaConfig()
+        if case.model == "moe":
+            sizes = {"num_hidden_layers": 8, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+            config, options = transformers.Qwen3MoeConfig(**sizes), {"experts_implementation": "grouped_mm"}
         with no_init_weights():
-            model = Causal(kind(config))
+            model = Causal(transformers.AutoModelForCausalLM.from_config(config, **options))
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -266,7 +260,7 @@ def _run_plain(
 ) -> dict[str, Any]:
     """bf16 parameters and gradients, an fp32 master, fused AdamW."""
     model.to(device=device, dtype=torch.bfloat16)
-    parameters = list(model.parameters())
+    parameters: list[Tensor] = list(model.parameters())
     masters = [p.detach().float() for p in parameters]
     optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.0, fused=True)
     losses = []

@@ -234,6 +234,8 @@ class Place:
         self.roster = roster
         self.count = 0
         """How many collectives this rank has come to."""
+        self.attempts = 0
+        """Of groups that are opened: how often this rank has tried. A try that fails is none of those that count."""
 
 
 @dataclass(eq=False)
@@ -248,6 +250,8 @@ class Wait:
     call: Call
     thread: int
     roster: Roster | None = None
+    attempt: int = 0
+    """Of groups that are opened: which of this rank's tries. What was found out of an earlier one says nothing."""
     since_s: float = field(default_factory=time.monotonic)
     verdict: str = ""
     """Why it will never end."""
@@ -256,6 +260,10 @@ class Wait:
     """Whether the user was told that it takes long."""
     barriers: Sequence[tuple[int, str, int]] = ()
     """Ranks that wait in a barrier of torch's to which this rank comes next, the place and the number of that."""
+
+    def is_same_as(self, other: Wait) -> bool:
+        """Whether both are of one call; what is in torch is found anew every time."""
+        return (self.place, self.number, self.attempt) == (other.place, other.number, other.attempt)
 
     def check(self) -> None:
         """Called between the slices of a wait.
@@ -348,20 +356,21 @@ class Line:
         """Wait until all ranks have come to make groups of this name: torch waits for them deaf to signals."""
         place = self._openings.setdefault(name, Place(f"open/{name}", ranks))
         place.count += 1
-        wait = Wait(place.name, place.count, place.ranks, call, threading.get_ident())
-        self._set(f"{place.name}/{self.rank}", str(place.count))
+        place.attempts += 1
+        wait = Wait(place.name, place.count, place.ranks, call, threading.get_ident(), attempt=place.attempts)
+        self._set(f"{place.name}/{self.rank}", f"{place.count} {place.attempts}")
         self.begin(wait)
         self._watch_out()
         try:
             pause_s = 0.002
             for rank in place.ranks:
-                while rank != self.rank and self._come_to(place.name, rank) < place.count:
+                while rank != self.rank and self._come_to(place.name, rank)[0] < place.count:
                     wait.check()
                     time.sleep(pause_s)
                     pause_s = min(0.1, pause_s * 1.5)
         except BaseException as error:
             place.count -= 1
-            self._set(f"{place.name}/{self.rank}", str(place.count))
+            self._set(f"{place.name}/{self.rank}", f"{place.count} {place.attempts}")
             self.end(wait)
             if isinstance(error, DivergenceError):
                 self.leave(error)
@@ -371,9 +380,10 @@ class Line:
         finally:
             self.end(wait)
 
-    def _come_to(self, name: str, rank: int) -> int:
-        text = self._get(f"{name}/{rank}")
-        return int(text) if text else 0
+    def _come_to(self, name: str, rank: int) -> tuple[int, int]:
+        """How often a rank has opened these groups, counting the try under way, and how often it has tried."""
+        count, _, attempts = self._get(f"{name}/{rank}").partition(" ")
+        return (int(count), int(attempts)) if count else (0, 0)
 
     # Of the thread that looks
 
@@ -410,7 +420,8 @@ class Line:
             ended = {(r["place"], r["number"]) for r in stuck.values() if r["position"][0] == _BARRIER}
             barriers = [(rank, *place) for rank, places in waits.items() for place in places if place in ended]
             for rank, places in waits.items():
-                told = {"of": places, "text": verdict, "barriers": barriers}
+                of = [(*place, _attempts_at(place, stuck)) for place in places]
+                told = {"of": of, "text": verdict, "barriers": barriers}
                 self._set(f"verdict/{rank}", json.dumps(told))
             self._conclude(wait, verdict, barriers)
 
@@ -419,9 +430,20 @@ class Line:
         if not wait.verdict:
             text = self._get(f"verdict/{self.rank}")
             told = json.loads(text) if text else {}
-            if [wait.place, wait.number] in told.get("of", ()):
-                self._conclude(wait, told["text"], told["barriers"])
+            for place, number, attempts in told.get("of", ()):
+                if (place, number) == (wait.place, wait.number) and not self._is_of_earlier_try(wait, attempts):
+                    self._conclude(wait, told["text"], told["barriers"])
         return bool(wait.verdict)
+
+    def _is_of_earlier_try(self, wait: Wait, attempts: Mapping[str, int]) -> bool:
+        """Whether groups are opened again since it was found out that they never will be.
+
+        Args:
+            attempts: Of the ranks that waited for it then, by number, as `json` gives them.
+        """
+        if str(self.rank) in attempts:
+            return attempts[str(self.rank)] != wait.attempt
+        return any(self._come_to(wait.place, int(rank))[1] > attempt for rank, attempt in attempts.items())
 
     def barriers_to_end(self, wait: Wait) -> list[dist.ProcessGroup]:
         """Where ranks wait in barriers of torch's for this one, which never comes: it should, so that they are back and
@@ -443,9 +465,9 @@ class Line:
         """What this process is in for the second look at least."""
         wait = self._current[-1] if self._current else self._torch_wait()
         seen, self._seen = self._seen, wait
-        if wait is not None and seen is not None and (wait.place, wait.number) == (seen.place, seen.number):
+        if wait is not None and seen is not None and wait.is_same_as(seen):
             if wait is not seen:
-                self._seen = wait = seen  # what is in torch is found anew every time
+                self._seen = wait = seen
             return wait
         self._beats.clear()
         self._has_ring = False
@@ -460,6 +482,7 @@ class Line:
         return {
             "place": wait.place,
             "number": wait.number,
+            "attempt": wait.attempt,
             "needs": [rank for rank in wait.needs if rank != self.rank],
             "position": position_of(wait.call, wait.thread),
             "passed": {p.name: p.count for p in (*self._places, *self._openings.values())} | _torch_counts(),
@@ -539,6 +562,12 @@ def _waits_in_vain(
             if rank not in stuck and (theirs is None or (theirs["place"], theirs["number"]) == place):
                 waits.setdefault(rank, set()).add(place)
     return {rank: sorted(places) for rank, places in waits.items()}
+
+
+def _attempts_at(place: tuple[str, int], stuck: Mapping[int, Mapping[str, Any]]) -> dict[int, int]:
+    """Rank -> which of its tries: of those that wait there."""
+    there = {rank: record for rank, record in stuck.items() if (record["place"], record["number"]) == place}
+    return {rank: record["attempt"] for rank, record in there.items()}
 
 
 def _ring(start: int, records: Mapping[int, Mapping[str, Any]]) -> list[int]:

@@ -32,6 +32,7 @@ class Backwards:
         self._phases = engine.phases
         self._is_bare = False  # begun by autograd, which does not tell of errors
         self._has_users_hooks = False
+        self._inner: int | None = None  # autograd's number of the user's own backward inside a forward
 
     def span(self) -> AbstractContextManager[None]:
         """Run the backward of a loss inside; the gradients are reduced at the end. Collective."""
@@ -58,11 +59,7 @@ class Backwards:
         self._phases.check_open()
         self._phases.check_idle("backward")
         engine.leave_hooks()
-        engine.gradients.absorb()
-        engine.gradients.begin_backward()
-        engine.steps.finish_gradient_changes()
-        engine.reducer.withdraw()  # with gradients that more are added to
-        self._check_late({*engine.reducer.begun_now()})
+        self._prepare_gradients()
         # What was read before backward was not written; what is still kept then may be, so its update must not begin.
         engine.writes.absorb()
         engine.interception.check_unwritten("forward and backward")
@@ -77,6 +74,38 @@ class Backwards:
             self.abort()
             raise
 
+    def _prepare_gradients(self) -> None:
+        """More are about to be added to those of earlier backwards."""
+        engine = self._engine
+        engine.gradients.absorb()
+        engine.gradients.begin_backward()
+        engine.steps.finish_gradient_changes()
+        engine.reducer.withdraw()  # with gradients that more are added to
+        self._check_late({*engine.reducer.begun_now()})
+
+    def _note_inner(self) -> None:
+        """A bare `loss.backward()` inside a forward (a training step that attacks its own model, say) has put a
+        gradient down: what such a backward gives is reduced when it ends, as that of any other is."""
+        number = torch._C._current_graph_task_id()
+        if self._inner == number:
+            return
+        self._prepare_gradients()
+        self._inner, self._engine.reducer.is_inside_forward = number, True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_inner)
+
+    def _end_inner(self) -> None:
+        """It has returned. Collective."""
+        if self._inner is not None:
+            with self._engine.telling():
+                self._reduce_rest()
+            self._inner, self._engine.reducer.is_inside_forward = None, False
+
+    def leave_inner(self) -> None:
+        """The forward ends. A backward inside it that has raised, of which autograd does not tell, gives nothing."""
+        if self._inner is not None:
+            self._inner, self._engine.reducer.is_inside_forward = None, False
+            self._engine.reducer.abandon()
+
     def end(self) -> None:
         """The outermost backward has returned: reduce what is left. Collective."""
         if self._phases.current is not Phase.BACKWARD:
@@ -86,23 +115,28 @@ class Backwards:
 
     def _end(self) -> None:
         engine, reducer = self._engine, self._engine.reducer
-        waiting, late, begun = reducer.waiting_ids(), reducer.late_ids(), reducer.begun_now()
-        shown = [n for key in engine.gradients.keys for n in key]
-        engine.iterations.end_backward(waiting)
+        engine.iterations.end_backward(reducer.waiting_ids())
         self._release_pins()
         self._phases.leave()
+        order = reducer.finish_order()
+        self._reduce_rest()
+        if not reducer.is_order_known:
+            reducer.set_order(engine.comm.exchange_objects(order)[0])
+        engine.interception.check_unwritten("forward and backward")
+
+    def _reduce_rest(self) -> None:
+        """What this backward has left, on all ranks."""
+        engine, reducer = self._engine, self._engine.reducer
+        waiting, late, begun = reducer.waiting_ids(), reducer.late_ids(), reducer.begun_now()
+        shown = [n for key in engine.gradients.keys for n in key]
         if engine.comm.world_size > 1:
             message = [n for part in (waiting, late, begun, shown) for n in (len(part), *part)]
             parts = [_split(row) for row in engine.active.agreement.meet(Meeting.BACKWARD_END, message)]
             # What was waiting when this rank came here may have been reduced while it served the others.
             waiting, late, begun, shown = ([i for part in parts for i in part[kind]] for kind in range(4))
         self._check_late({*late} & {*begun})
-        order = reducer.finish_order()
         reducer.flush(waiting, late)
-        if not reducer.is_order_known:
-            reducer.set_order(engine.comm.exchange_objects(order)[0])
         engine.gradients.refresh(zip(shown[::2], shown[1::2], strict=True))
-        engine.interception.check_unwritten("forward and backward")
 
     def _check_late(self, ids: set[int]) -> None:
         """`ids`, the same on all ranks: chunks that get more gradients although their update has begun."""
@@ -158,6 +192,8 @@ class Backwards:
         with deferred():
             if self._phases.current is Phase.IDLE:  # a graph that does not pass through a watched output
                 self.note_outermost(parameter)
+            elif self._phases.current is Phase.FORWARD:
+                self._note_inner()
             with self._engine.telling():
                 self._collect_grad(chunk, index, parameter)
 

@@ -234,10 +234,14 @@ class Chunk:
             self._device.free(self._storage)
 
     def close(self) -> None:
-        """Give the bytes back for good."""
+        """Give the bytes back for good; where something still aliases them, they go with the last of that."""
         self._unbind()
-        if self._can_go:
+        if not self.is_aliased():
             self._device.free(self._storage)
+            return
+        self._views.clear()
+        self.flat = self.flat.new_empty(0)
+        self._storage = self.flat.untyped_storage()
 
     def to_state(self, state: ChunkState) -> None:
         """Change state along the table of legal changes.

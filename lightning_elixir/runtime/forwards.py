@@ -155,6 +155,7 @@ class Forwards:
 
     def _end_region(self) -> None:
         engine = self._engine
+        engine.backwards.leave_inner()
         self._close_region()
         if torch.is_grad_enabled():
             engine.interception.check_unwritten("forward")
@@ -170,6 +171,7 @@ class Forwards:
         self.clear_frames()
         self._is_implicit = False
         self._engine.active.rcache.unpin_all()
+        self._engine.backwards.leave_inner()
         self._close_region()
         self._engine.iterations.abandon()
 

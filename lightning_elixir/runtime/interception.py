@@ -181,7 +181,9 @@ class Interception:
             if func in released.GRAD_GETTERS:
                 return self._grad_of(args[0], func)
             with torch._C.DisableTorchFunctionSubclass(), metadata_only():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+            self._check_stays(args[0] if args else None, result)
+            return result
         if func in released.GRAD_SETTERS:
             return self._set_grad(func, args)
         engine = self._engine
@@ -204,11 +206,23 @@ class Interception:
         if engine.is_computing:
             return self._call_in_compute(func, args, kwargs, ids)
         result = self._call_between_steps(func, args, kwargs, managed, ids)
+        self._check_stays(managed[0], result)
         for chunk_id in ids:
             self._aliases.note(self._chunks[chunk_id], result)
         if func == released.COPY and engine.home_of(args[0]) is not None:
             self._write_master(args[0], args[1] if len(args) > 1 else kwargs["src"])
         return result
+
+    def _check_stays(self, parameter: object, result: object) -> None:
+        """Raises `StateError` where a module goes to `meta`: torch would put what has no values in the place of
+        the parameter, without a word."""
+        if not (isinstance(result, Tensor) and result.is_meta and isinstance(parameter, Tensor)):
+            return
+        if self._engine.home_of(parameter) is not None and released.is_module_converted():
+            raise StateError(
+                f"{self.name_of(parameter)} is managed by lightning_elixir and cannot go to the meta device with its "
+                "module: convert a copy (copy.deepcopy(model).to('meta')); to have its memory back, call close()"
+            )
 
     def _call_in_compute(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], ids: tuple[int, ...]

@@ -146,6 +146,9 @@ class Reducer:
         self._watcher: weakref.ref[GradientWatcher] | None = None
         self._begun: set[int] = set()  # chunks whose update has begun inside backward, until the step
         self._begun_before: set[int] = set()  # of these, those of an earlier, failed backward over the same batch
+        self.is_inside_forward = False
+        """Whether the backward that runs is one inside a forward: more gradients come before the step, and how many a
+        chunk gets in it says nothing about others."""
         self._is_tracking_square_sums = False
         self.square_sums: dict[int, Tensor] = {}  # chunk id -> fp64, one per segment, of the whole gradient shard
 
@@ -240,7 +243,8 @@ class Reducer:
             if chunk_id in late_ids:
                 self._reduce(self._chunks[chunk_id], is_late=True)
         self._retire(0)
-        self._expected = {**self._expected, **self._arrivals}
+        if not self.is_inside_forward:
+            self._expected = {**self._expected, **self._arrivals}
         self._begin()
 
     def begun_now(self) -> list[int]:
@@ -540,6 +544,7 @@ class Reducer:
         self._moved.d2h += result.nbytes
         is_known = chunk.id in self._expected  # how many gradients it gets in one backward
         is_last = self.landing.is_step_next or not self.landing.is_accumulation_expected
+        is_last &= not self.is_inside_forward
         watcher = None if self._watcher is None else self._watcher()
         if watcher is not None and is_last and is_known and item.is_whole and item.earlier is None:
             watcher.gradients_landed(chunk)

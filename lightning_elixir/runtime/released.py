@@ -26,6 +26,16 @@ class Interceptor(Protocol):
         """A whole, unmanaged copy, for `deepcopy` and pickling."""
 
 
+def is_module_converted() -> bool:
+    """Whether a method of a module's that converts it, such as `to` or `to_empty`, is what calls."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def make_intercepting_class(base: type[nn.Parameter], interceptor: Interceptor) -> type[nn.Parameter]:
     """A subclass of `base` whose every torch function goes to `interceptor`. One per engine and parameter class."""
 

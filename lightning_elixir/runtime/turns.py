@@ -6,9 +6,10 @@ last backward or step) waits while another one's call is served. Other threads w
 refused at once in the middle of a forward, a backward, a step or a `full_parameters` block: chunks come and go there,
 and if they waited, training could wait for them. What a thread leaves open when it ends is free.
 
-With several ranks other threads are refused always. So what they do costs time at most. What is plain is not
-intercepted, for any thread: once another one has been seen, chunks that may go are not made plain any more, and the
-thread that trains passes by the interception with a guard of its own (`Interception._as_plain`).
+With several ranks other threads are refused always, and until one has trained, all but the one that has made the
+engine: what they call takes the other ranks, which are somewhere else. So what they do costs time at most. What is
+plain is not intercepted, for any thread: once another one has been seen, chunks that may go are not made plain any
+more, and the thread that trains passes by the interception with a guard of its own (`Interception._as_plain`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Turn:
         self._owner: threading.Thread | None = None
         self._owner_ident: int | None = None  # asked for at every module of a forward
         self._uses: list[Held] = []  # of the owner, begun and not ended
-        self._trainer: threading.Thread | None = None
+        self._trainer: threading.Thread | None = threading.current_thread() if is_shared else None
+        self._has_trained = False  # else the trainer is the thread that has made the engine, or none
         self.was_contended = False
         """Whether any other thread than the one that trains has asked."""
 
@@ -115,12 +117,14 @@ class Turn:
     def _try_take(self, held: Held, me: threading.Thread) -> bool:
         """Whether this thread has it now, and need not wait. Locked."""
         if self._trainer is not None and not self._trainer.is_alive():
-            self._trainer = None
-        if self._trainer not in (None, me):
+            self._trainer, self._has_trained = None, False
+        may_begin = held.may_be_of_trainer and not self._has_trained
+        if self._trainer not in (None, me) and not may_begin:
             self.was_contended = True
             if self._is_shared and held.use is not _Use.PHASE:
+                does = "trains" if self._has_trained else "has made the engine, and none has trained yet"
                 raise StateError(
-                    f"{held.what} in thread {me.name!r}, which takes all ranks, and another thread trains: {_CURE}"
+                    f"{held.what} in thread {me.name!r}, which takes all ranks, and another thread {does}: {_CURE}"
                 )
         if self._owner not in (None, me):
             if self._owner.is_alive():
@@ -131,8 +135,8 @@ class Turn:
             self._uses.clear()
         self._owner, self._owner_ident = me, me.ident
         self._uses.append(held)
-        if held.is_of_trainer or (held.may_be_of_trainer and self._trainer is None):
-            self._trainer = me
+        if held.is_of_trainer or may_begin:
+            self._trainer, self._has_trained = me, True
         return True
 
     def _may_wait(self, me: threading.Thread, use: _Use) -> bool:

@@ -13,7 +13,7 @@ from tests.helpers.dist import run_processes
 
 def record(number: int, needs: list[int], place: str = "data", **passed: int) -> dict[str, Any]:
     """A rank in collective `number` of a place; `passed`: how many of other places it has come to."""
-    return {"place": place, "number": number, "needs": needs, "passed": {place: number, **passed}}
+    return {"place": place, "number": number, "attempt": 0, "needs": needs, "passed": {place: number, **passed}}
 
 
 def test_ranks_in_one_collective_wait_for_a_third_and_not_for_each_other() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.fuzz.campaign import Summary, campaign, run_apart, shrink
 from tests.fuzz.programs import Draw, Program, generate, parse
+from tests.fuzz.restarts import restarted
 from tests.fuzz.run import Outcome
 
 
@@ -26,7 +27,8 @@ def main() -> int:
     if options.program is not None:
         return _one(parse(Path(options.program).read_text()), is_shrinking=options.shrink)
     if options.seed is not None:
-        return _one(generate(options.seed, draw), is_shrinking=options.shrink)
+        program = generate(options.seed, draw)
+        return _one(restarted(program) if options.restarts else program, is_shrinking=options.shrink)
     summary = _side_by_side(options) if options.jobs > 1 else _campaign(options, draw)
     print(summary.text())
     if options.json:
@@ -45,6 +47,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--through", choices=("module", "trainer"), help="only this")
     parser.add_argument("--signals", action="store_true", help="with Ctrl-C at random moments, through ElixirModule")
+    parser.add_argument(
+        "--restarts", action="store_true", help="that end at random moments, and go on from a checkpoint"
+    )
     parser.add_argument("--json", help="file for the summary")
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--program", help="run the program in this file alone, as --show prints it")
@@ -67,7 +72,9 @@ def _campaign(options: argparse.Namespace, draw: Draw) -> Summary:
     seeds: Any = itertools.count(options.first_seed, options.stride)
     if options.count is not None:
         seeds = itertools.islice(seeds, options.count)
-    return campaign(seeds, draw, options.seconds, _tell, are_interrupted=options.signals)
+    return campaign(
+        seeds, draw, options.seconds, _tell, are_interrupted=options.signals, are_restarted=options.restarts
+    )
 
 
 def _tell(program: Program, outcome: Outcome) -> None:

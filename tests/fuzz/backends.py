@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.types import Plan, UpdateTiming
-from lightning_elixir.planning import norm_parameters
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.fuzz.build import Net, make_model, make_optimizer, make_schedule
+from tests.fuzz.kept import cast_around, kept_names
+from tests.fuzz.options import module_options, optimizer_options
 from tests.fuzz.programs import Program
 from tests.helpers.plans import make_plan
 
@@ -48,9 +50,9 @@ class Plain:
         self.named = dict(self.model.named_parameters())
         self.sums: dict[str, Tensor] = {}
         self.masters: dict[str, Tensor] = {}
-        kept = frozenset[str]()
-        if self.program.through == "trainer" and self.program.option("autocast"):
-            kept = norm_parameters(self.model, is_alone=self.program.device == "cpu")
+        kept = kept_names(self.program, self.model) if self.is_half else set()
+        if self.is_half and not self.program.option("autocast"):
+            cast_around(self.model, kept)
         for name, p in self.named.items():
             if name in kept:
                 continue
@@ -73,6 +75,11 @@ class Plain:
             with torch.autocast(self.program.device, torch.bfloat16):
                 return self.model(**batch)
         return self.model(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()})
+
+    def around_steps(self) -> AbstractContextManager[Any]:
+        """What a Trainer has around a training step."""
+        has_autocast = self.program.through == "trainer" and self.is_half and self.program.option("autocast")
+        return torch.autocast(self.program.device, torch.bfloat16) if has_autocast else nullcontext()
 
     def before_forward(self) -> None:
         """What is written to 16-bit parameters counts, and, as with DDP, running statistics are those of rank 0."""
@@ -186,8 +193,33 @@ class Plain:
                 if p.grad is not None:
                     change(p.grad)
 
+    @contextmanager
+    def visible_grads(self) -> Iterator[None]:
+        """Inside, `p.grad` is what a user sees. In 16 bits that is rounded: what is changed there counts, and the rest
+        keeps the bits that it had."""
+        if not self.is_half:
+            yield
+            return
+        for name, p in self.named.items():
+            total = self.sums.get(name)
+            p.grad = None if total is None else total.to(p.dtype, copy=True)
+        shown = {name: p.grad.clone() for name, p in self.named.items() if p.grad is not None}
+        yield
+        for name, p in self.named.items():
+            if p.grad is None:
+                self.sums.pop(name, None)
+            elif name not in shown:
+                self.sums[name] = p.grad
+            elif not torch.equal(p.grad, shown[name]):
+                is_changed = p.grad != shown[name]
+                self.sums[name] = torch.where(is_changed, p.grad.float(), self.sums[name].float())
+            p.grad = None
+
     def step(self) -> None:
         self._absorb()
+        max_norm = self.program.option("max_norm")
+        if max_norm:
+            self.clip_norm(max_norm)
         self._for_optimizer()
         self.optimizer.step()
         with torch.no_grad():
@@ -279,6 +311,9 @@ class Plain:
     def replan(self, variant: int) -> None:
         pass
 
+    def save(self, number: int) -> None:
+        """A checkpoint that nobody loads."""
+
     def look(self) -> None:
         """What only the engine tells."""
 
@@ -305,23 +340,18 @@ class Engine(Plain):
 
     def build(self, variant: int = 0) -> None:
         program = self.program
-        self.model = make_model(program)
-        inner = make_optimizer(program, self.model.named_parameters())
-        self.plan = tight_plan(self.model, plan_options(program, variant), program.is_tight)
-        options = dict(program.options)
-        init_step = options.pop("init_step", False)
-        if "reduce_dtype" in options:
-            options["reduce_dtype"] = getattr(torch, options["reduce_dtype"])
+        model = make_model(program)
+        inner = make_optimizer(program, model.named_parameters())
+        self.plan = tight_plan(model, plan_options(program, variant), program.is_tight)
         self.module = ElixirModule(
-            self.model,
+            model,
             self.plan,
             device=torch.device(program.device, rank_device(self.rank)) if program.device == "cuda" else CPU,
-            dtype=torch.bfloat16 if self.is_half else None,
-            nvme_offload_dir=self._folder if any(k.startswith("nvme") for k, _ in program.plan) else None,
-            **options,
+            **module_options(program, self._folder),
         )
-        self.optimizer = ElixirOptimizer(self.module, inner, init_step=init_step)
-        self.named = dict(self.model.named_parameters())
+        self.optimizer = ElixirOptimizer(self.module, inner, **optimizer_options(program))
+        self.model = model  # not before: a thread of the user's may read it
+        self.named = dict(model.named_parameters())
         self.schedule = make_schedule(program, self.optimizer)
 
     def targets(self) -> dict[str, Any]:
@@ -333,6 +363,9 @@ class Engine(Plain):
     def copied(self) -> Net:
         model = copy.deepcopy(self.model)
         return model.float() if self.is_half else model
+
+    def save(self, number: int) -> None:
+        torch.save({"model": self.module.full_state_dict(), "optimizer": self.optimizer.state_dict()}, io.BytesIO())
 
     def __call__(self, **batch: Tensor) -> Any:
         return (self.model if self.program.is_unwrapped else self.module)(**batch)
@@ -360,6 +393,11 @@ class Engine(Plain):
 
     def clip_value(self, most: float) -> None:
         self.optimizer.clip_grad_value_(most)
+
+    @contextmanager
+    def visible_grads(self) -> Iterator[None]:
+        """They are all the time."""
+        yield
 
     def step(self) -> None:
         self.optimizer.step()
@@ -426,7 +464,7 @@ def _common(program: Program) -> dict[str, Any]:
         "can_stream": program.optimizer.startswith("hybrid"),
         "accumulates": program.micro_batches > 1,
         "num_backwards": program.micro_batches,
-        "needs_global_norm": program.clip == "norm",
+        "needs_global_norm": program.clip == "norm" or "max_norm" in dict(program.options),
         "enable_distributed_storage": dict(program.plan).get("enable_distributed_storage", True),
     }
 
@@ -454,8 +492,10 @@ def plan_options(program: Program, variant: int = 0) -> dict[str, Any]:
     """Arguments of `make_plan`. A variant has other chunks."""
     options = dict(program.plan)
     if variant:
+        for name in ("min_chunk_size", "chunk_search_range", "chunk_search_n_grids"):
+            options.pop(name, None)
         options["chunk_size"] = 1024 * (2, 4, 8, 16)[variant % 4]
     timing = options.pop("update_timing", None)
-    if timing is not None:
+    if timing not in (None, "auto"):
         options["update_timing"] = UpdateTiming(timing)
     return options | _common(program)

@@ -86,7 +86,7 @@ def batch_of(program: Program, number: int, rank: int) -> dict[str, Tensor]:
     if program.inputs != "floats":
         batch["tokens"] = torch.randint(0, VOCAB, (BATCH, TIME), generator=generator)
     if program.inputs != "tokens":
-        batch["features"] = torch.randn(BATCH, TIME, program.width, generator=generator)
+        batch["features"] = torch.randn(BATCH, TIME, program.width, generator=generator, dtype=torch.float32)
     return {name: value.to(program.device) for name, value in batch.items()}
 
 
@@ -96,7 +96,8 @@ def loss_of(program: Program, output: Any, number: int, rank: int) -> Tensor:
     if program.loss == "cross_entropy":
         targets = torch.randint(0, VOCAB, (BATCH * TIME,), generator=generator).to(program.device)
         return F.cross_entropy(logits.flatten(0, 1), targets)
-    return (logits - torch.randn(logits.shape, generator=generator).to(program.device)).square().mean()
+    targets = torch.randn(logits.shape, generator=generator, dtype=torch.float32)
+    return (logits - targets.to(program.device)).square().mean()
 
 
 def make_groups(program: Program, named: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:

@@ -12,8 +12,9 @@ from typing import Any
 from tests.fuzz.interrupts import interrupted, run_interrupted
 from tests.fuzz.play import Note
 from tests.fuzz.programs import Draw, Program, generate, simpler
+from tests.fuzz.restarts import restarted, run_restarted
 from tests.fuzz.run import Outcome, run_engine, run_plain, run_program
-from tests.helpers.dist import RankError, run_ranks
+from tests.helpers.dist import RankError, run_ranks, stop_workers
 
 TIMEOUT_S = 180.0
 """Of one program, which usually takes a third of a second; a machine may be busy with other things."""
@@ -25,6 +26,8 @@ def run_apart(program: Program, timeout_s: float = TIMEOUT_S, *, is_interrupted:
     Args:
         is_interrupted: With Ctrl-C at random moments; the program comes from `interrupted`.
     """
+    if program.end is not None:
+        return run_restarted(program, timeout_s)
     has_group = program.ranks > 1
     run = run_interrupted if is_interrupted else run_program
     options: dict[str, Any] = {"device": program.device, "timeout_s": timeout_s}
@@ -41,6 +44,8 @@ def run_apart(program: Program, timeout_s: float = TIMEOUT_S, *, is_interrupted:
     except TimeoutError as error:
         return Outcome(program.seed, "failed", f"it hangs: {error}")
     worst = max(outcomes, key=lambda o: _ORDER.index(o.verdict))
+    if worst.is_finding:  # what it has left in these processes is no other program's
+        stop_workers()
     counters: Counter[str] = Counter()
     for outcome in outcomes:
         counters.update(outcome.counters)
@@ -111,8 +116,16 @@ def campaign(
     tell: Callable[[Program, Outcome], None] = lambda program, outcome: None,
     *,
     are_interrupted: bool = False,
+    are_restarted: bool = False,
 ) -> Summary:
-    """Run the programs of these seeds, one after the other, for so many seconds; with Ctrl-C, if `are_interrupted`."""
+    """Run the programs of these seeds, one after the other.
+
+    Args:
+        seconds: How long; None: all of them.
+        tell: Hears of each.
+        are_interrupted: With Ctrl-C, which they catch.
+        are_restarted: They end at random moments, and go on from a checkpoint.
+    """
     summary, begin_s = Summary(), time.monotonic()
     for seed in seeds:
         if seconds is not None and time.monotonic() - begin_s > seconds:
@@ -120,6 +133,8 @@ def campaign(
         program = generate(seed, draw)
         if are_interrupted:
             program = interrupted(program)
+        if are_restarted:
+            program = restarted(program)
         outcome = run_apart(program, is_interrupted=are_interrupted)
         summary.add(program, outcome)
         tell(program, outcome)

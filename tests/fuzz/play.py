@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from tests.fuzz.backends import Plain
 from tests.fuzz.build import batch_of, logits_of, loss_of
 from tests.fuzz.programs import AFTER_FORWARD, BEFORE_STEP, BETWEEN_STEPS, FAULTS, P_GRAD, Action, Program
+from tests.fuzz.watchers import LONGEST_READ_S, Watcher
 
 
 class Note(NamedTuple):
@@ -40,25 +42,35 @@ class Player:
     def __init__(self, program: Program, backend: Plain) -> None:
         self.program, self.backend = program, backend
         self.notes: list[Note] = []
-        self._number = 0
+        self.number = 0
+        """Of the next batch."""
         self._step = 0
         self._average: dict[str, Tensor] = {}
+        self.logits = torch.empty(0)
+        """Of the last forward."""
         self._aliases: list[Tensor] = []
         self._views: list[Tensor] = []
         """Of aliases: after an assignment these show the new values (Note: assignment)."""
+        self.watcher = Watcher(self)
 
     def run(self) -> list[Note]:
-        for step in range(self.program.steps):
-            if not self.one_step(step) and self.program.through == "trainer":
-                break  # which passes on what its user raises
+        self.watcher.begin()
+        try:
+            for step in range(self.program.steps):
+                if not self.one_step(step) and self.program.through == "trainer":
+                    break  # which passes on what its user raises
+        finally:
+            self.watcher.stop()
         self.finish()
         return self.notes
 
-    def go_to(self, step: int) -> None:
-        """That one comes next, whatever has been begun."""
-        self._number = step * self.program.micro_batches
+    def go_to(self, step: int, number: int | None = None) -> None:
+        """That one comes next, whatever has been begun, with this batch; None: as if every step took as many."""
+        self._step = max(0, step - 1)
+        self.number = step * self.program.micro_batches if number is None else number
 
     def finish(self) -> None:
+        self.watcher.check()
         self.note("final state", self.backend.state())
         if self.backend.rank == 0 or not self.backend.is_engine:
             self.note("final optimizer state", self.backend.optimizer_state())
@@ -73,7 +85,7 @@ class Player:
         program, backend = self.program, self.backend
         may_raise = bool(program.at(step, FAULTS + AFTER_FORWARD + P_GRAD))
         is_plain_step = not program.clip and program.micro_batches == 1 and not may_raise and not program.is_bare
-        is_plain_step &= not program.at(step, BEFORE_STEP) and not program.records_grads
+        is_plain_step &= not program.at(step, BEFORE_STEP) and not program.records_grads and not program.watcher
         if not may_raise:
             with backend.unobserved(is_plain_step):
                 self._train(step)
@@ -113,22 +125,15 @@ class Player:
         program, backend = self.program, self.backend
         for micro in range(program.micro_batches):
             loss = self.training_loss(step, micro) / program.micro_batches
-            if micro == program.micro_batches - 1:
-                for action in program.at(step, AFTER_FORWARD + FAULTS):
-                    if action.name in _ACTIONS:
-                        changed = _ACTIONS[action.name](self, action, loss)
-                        loss = loss if changed is None else changed
+            loss = self.after_forward(step, micro, loss)
+            if program.through == "trainer" and micro == 0:
+                backend.zero_grad()  # where Lightning does
             backend.backward(loss)
             del loss
             backend.model.clock.fault = ""
         if program.records_grads:
             self.note("gradients", backend.grads())
-        is_stepping = True
-        for action in program.at(step, BEFORE_STEP + P_GRAD):
-            if action.name == "no_step":
-                is_stepping = False
-            else:
-                _ACTIONS[action.name](self, action)
+        is_stepping = self.before_step(step)
         if program.clip == "norm":
             norm = backend.clip_norm(program.clip_at)
             if program.through == "module":
@@ -138,6 +143,27 @@ class Player:
         if is_stepping:
             backend.step()
 
+    def after_forward(self, step: int, micro: int, loss: Tensor) -> Tensor:
+        """The loss of a micro-batch to run backward from."""
+        if micro == self.program.micro_batches - 1:
+            for action in self.program.at(step, AFTER_FORWARD + FAULTS):
+                if action.name in _ACTIONS:
+                    with self.backend.around_steps():
+                        changed = _ACTIONS[action.name](self, action, loss)
+                    loss = loss if changed is None else changed
+        return loss
+
+    def before_step(self, step: int) -> bool:
+        """Returns whether there is to be a step."""
+        actions = self.program.at(step, BEFORE_STEP + P_GRAD)
+        for action in actions:
+            if action.name in P_GRAD:
+                with self.backend.visible_grads():
+                    _ACTIONS[action.name](self, action)
+            elif action.name != "no_step":
+                _ACTIONS[action.name](self, action)
+        return all(action.name != "no_step" for action in actions)
+
     def _arm(self, step: int) -> None:
         clock = self.backend.model.clock
         for action in self.program.at(step, FAULTS):
@@ -145,8 +171,8 @@ class Player:
 
     def forward(self, *, noted: str = "") -> Tensor:
         """The loss of the next batch."""
-        number, rank = self._number, self.backend.rank
-        self._number += 1
+        number, rank = self.number, self.backend.rank
+        self.number += 1
         torch.manual_seed(5000 + 10 * number + rank)
         output = self.backend(**batch_of(self.program, number, rank))
         self.logits = logits_of(output)
@@ -274,7 +300,7 @@ def load_state_dict(player: Player, action: Action) -> None:
 @_action
 def deepcopy(player: Player, action: Action) -> None:
     copied = player.backend.copied().eval()
-    number = player._number
+    number = player.number
     batch = batch_of(player.program, number, player.backend.rank)
     with torch.no_grad():
         player.note("of a copy", logits_of(copied(**batch)))
@@ -398,6 +424,35 @@ def part_forward(player: Player, action: Action) -> None:
     if action.arg % 3:
         player.backend.backward(y.float().square().mean())
     player.note("part", y)
+
+
+@_action
+def thread_read(player: Player, action: Action) -> None:
+    """In a thread of the user's, for which this one waits."""
+    name, p = player.parameter(action)
+    found: list[Any] = []
+
+    def look() -> None:
+        try:
+            found.append(player.backend.state() if action.arg % 2 else p.detach().float().cpu())
+        except Exception as error:
+            found.append(raised(error))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(LONGEST_READ_S)
+    if not found:
+        raise TimeoutError("a thread that reads a parameter hangs")
+    if player.program.ranks > 1:  # which would take the other ranks, and is refused
+        if player.backend.is_engine and not (isinstance(found[0], Raised) and "StateError" in found[0].bases):
+            raise AssertionError("with several ranks, a thread was served")
+        return
+    player.note(f"a thread reads {name}", found[0])
+
+
+@_action
+def save(player: Player, action: Action) -> None:
+    player.backend.save(len(player.notes))
 
 
 @_action

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
+from tests.fuzz.options import draw_options
+
 Through = Literal["module", "trainer"]
 
 LEAVES = (
@@ -23,6 +25,8 @@ LEAVES = (
 NEED_FP32 = {"spectral_norm", "weight_norm", "batch_norm", "buffers", "experts", "lookup"}
 """Left out of 16-bit programs: they write parameters or buffers in a dtype of their own, or choose by a number, where a
 rounding may choose something else."""
+KEPT_UNASKED = {"batch_norm", "spectral_norm"}
+"""Of these, what mixed precision leaves in fp32 by itself, so that it can be drawn there."""
 HAVE_STATE = {"batch_norm", "buffers", "spectral_norm"}
 """Every forward changes a buffer, so a forward that is run again gives other numbers."""
 GROUPS = (
@@ -40,12 +44,15 @@ BETWEEN_STEPS = (
     "read", "write", "copy", "assign", "row", "average", "swap_average", "state_dict", "load_state_dict", "deepcopy",
     "full_parameters", "evaluate", "no_grad_forward", "optimizer_state", "other_lr", "add_group", "resume", "replan",
     "freeze", "kept_alias", "numpy", "vector", "pickle", "part_forward", "stats", "sample", "load_optimizer_of_plain",
+    "thread_read", "save",
 )  # fmt: skip
 BEFORE_STEP = ("drop_gradients", "drop_one_gradient", "no_step", "read_parameters", "grads", "forward_again")
 AFTER_FORWARD = ("evaluate_between", "two_losses", "retained", "autograd_grad", "twice_forward", "double_backward")
 FAULTS = ("raise_forward", "raise_backward", "raise_recomputation", "overwrite_saved", "write_between")
 P_GRAD = ("p_grad_read", "p_grad_write", "nan_guard", "torch_clip", "torch_clip_value")
 """What users do with `p.grad` between backward and step."""
+WATCHERS = ("parameters", "gradients", "state_dict", "norms")
+"""What a thread of the user's reads all the time, beside training."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,6 +91,20 @@ class Action(_Shown):
 
 
 @dataclass(frozen=True, repr=False)
+class Ending(_Shown):
+    """What happens to a run, so that another one has to go on from its last checkpoint."""
+
+    how: str
+    step: int
+    """In which it happens; a checkpoint is written after each step, over the one before."""
+    moment: float
+    """When, as a share of the time that a step and its checkpoint take; of a full disk, which share of the earlier
+    checkpoint's bytes there is room for."""
+    is_of_one: bool = False
+    """It happens to the last rank alone."""
+
+
+@dataclass(frozen=True, repr=False)
 class Program(_Shown):
     """A whole run. Everything that is random in it is drawn from `seed` again."""
 
@@ -117,7 +138,9 @@ class Program(_Shown):
     is_tight: bool = True
     """The rCache has as few blocks as the plan permits."""
     options: tuple[tuple[str, Any], ...] = ()
-    """Arguments of `ElixirModule`, `ElixirOptimizer`, or `ElixirStrategy`."""
+    """Arguments of `ElixirModule`, `ElixirOptimizer`, or `ElixirStrategy`, in the words of `options.py`."""
+    watcher: str = ""
+    end: Ending | None = None
 
     def at(self, step: int, names: tuple[str, ...]) -> list[Action]:
         return [a for a in self.actions if a.step == step and a.name in names]
@@ -147,7 +170,7 @@ def kinds_in(layers: tuple[Layer, ...]) -> set[str]:
 
 def parse(text: str) -> Program:
     """What `repr` of a program gave."""
-    program = eval(text, {"Program": Program, "Layer": Layer, "Action": Action})
+    program = eval(text, {"Program": Program, "Layer": Layer, "Action": Action, "Ending": Ending})
     if not isinstance(program, Program):
         raise TypeError(f"not a program: {text[:60]}")
     return program
@@ -219,16 +242,26 @@ def generate(seed: int, draw: Draw | None = None) -> Program:
             actions=actions,
         )
     else:
-        program = replace(program, actions=tuple(a for a in actions if a.name in TRAINER_ACTIONS))
-    plan, options = _engine(rng, program)
+        program = replace(program, actions=tuple(a for a in actions if a.name not in NOT_IN_TRAINER))
+    if rng.random() < 0.12:
+        program = replace(program, watcher=rng.choice(WATCHERS))
+    plan, options = draw_options(rng, program)
+    if dtype != "float32" and not dict(options).get("master_weights", True):  # nothing is kept in fp32 then
+        program = replace(program, layers=_without(layers, KEPT_UNASKED))
     return replace(program, plan=plan, options=options)
+
+
+def _without(layers: tuple[Layer, ...], kinds: set[str]) -> tuple[Layer, ...]:
+    """The same, with linear layers in the place of these."""
+    kept = ("linear" if x.kind in kinds else x.kind for x in layers)
+    return tuple(replace(x, kind=kind, inner=_without(x.inner, kinds)) for x, kind in zip(layers, kept, strict=True))
 
 
 def _layer(rng: random.Random, depth: int, dtype: str) -> Layer:
     if depth < 3 and rng.random() < (0.4, 0.35, 0.25)[depth]:
         inner = tuple(_layer(rng, depth + 1, dtype) for _ in range(rng.randint(1, 3)))
         return Layer(rng.choice(GROUPS), inner, arg=rng.randrange(8))
-    kinds = [k for k in LEAVES if dtype == "float32" or k not in NEED_FP32]
+    kinds = [k for k in LEAVES if dtype == "float32" or k not in NEED_FP32 - KEPT_UNASKED]
     frozen = rng.choice(FROZEN) if rng.random() < 0.25 else ""
     hook = rng.choice(HOOKS) if rng.random() < 0.12 else ""
     return Layer(rng.choice(kinds), frozen=frozen, hook=hook, arg=rng.randrange(8))
@@ -243,61 +276,24 @@ def _actions(rng: random.Random, steps: int, dtype: str) -> tuple[Action, ...]:
         names.append(rng.choice(P_GRAD))
     if dtype != "float32":  # what the oracle of mixed precision knows
         names = [n for n in names if n in MIXED_ACTIONS]
-    return tuple(sorted((Action(rng.randrange(steps), n, rng.randrange(64)) for n in names), key=lambda a: a.step))
+    drawn = (Action(rng.randrange(steps), n, rng.randrange(64)) for n in names)
+    return tuple(sorted(drawn, key=lambda a: (a.step, a.name == "resume")))  # what a Trainer goes on from is its last
 
 
 MIXED_ACTIONS = {
     "read", "state_dict", "deepcopy", "evaluate", "no_grad_forward", "optimizer_state", "other_lr", "resume", "replan",
     "drop_gradients", "read_parameters", "raise_forward", "raise_backward", "raise_recomputation", "evaluate_between",
-    "stats", "sample", "write", "row", "part_forward", "average", "swap_average",
+    "stats", "sample", "write", "row", "part_forward", "average", "swap_average", "save", "thread_read", *P_GRAD,
+    "drop_one_gradient", "grads", "no_step", "forward_again", "retained", "two_losses", "twice_forward",
 }  # fmt: skip
 
 
-TRAINER_ACTIONS = {
-    "read", "write", "copy", "assign", "row", "average", "swap_average", "state_dict", "deepcopy", "full_parameters",
-    "evaluate", "no_grad_forward", "other_lr", "kept_alias", "numpy", "vector", "pickle", "stats", "raise_forward",
-    "raise_backward", "raise_recomputation",
-}  # fmt: skip
-
-
-def _engine(rng: random.Random, program: Program) -> tuple[tuple[tuple[str, Any], ...], tuple[tuple[str, Any], ...]]:
-    policy = rng.choice(("cpu", "cpu", "cpu", "cuda", "const", "auto"))
-    is_adam = program.optimizer.startswith("hybrid")
-    plan: dict[str, Any] = {"placement_policy": policy, "chunk_size": 1024 * rng.choice((2, 4, 8, 8, 16, 32))}
-    options: dict[str, Any] = {}
-    if policy == "const":
-        plan |= {
-            "shard_param_frac": rng.choice((0.0, 0.5, 1.0)),
-            "offload_optim_frac": rng.choice((0.0, 0.5, 1.0)),
-            "offload_param_frac": rng.choice((0.0, 0.5)),
-        }
-        plan["offload_param_frac"] = min(plan["offload_param_frac"], plan["shard_param_frac"])
-    if rng.random() < 0.3:
-        plan["prefetch"] = False
-    if rng.random() < 0.2:
-        plan["enable_distributed_storage"] = False
-    if rng.random() < 0.15:
-        options["force_outputs_fp32"] = True
-    if rng.random() < 0.15:
-        options["pin_memory"] = False
-    if rng.random() < 0.1:
-        options["use_fused_kernels"] = True
-    if is_adam and policy in ("cpu", "const") and rng.random() < 0.5:
-        plan["nvme_offload_fraction"] = rng.choice((0.5, 1.0))
-        if rng.random() < 0.5:
-            plan["nvme_offload_param_fraction"] = rng.choice((0.5, 1.0))
-        options["nvme_checksums"] = rng.random() < 0.3
-    if is_adam:
-        plan["update_timing"] = rng.choice(("after_backward", "behind_forward", "inside_backward"))
-    if program.ranks > 1 and program.dtype == "bfloat16" and rng.random() < 0.3:
-        options["reduce_dtype"] = "float32"
-    if program.dtype == "bfloat16":
-        options["autocast"] = rng.random() < 0.5
-        if program.through == "module" and rng.random() < 0.3:
-            options["master_weights"] = False
-    if rng.random() < 0.2:
-        options["init_step"] = True
-    return tuple(sorted(plan.items())), tuple(sorted(options.items()))
+NOT_IN_TRAINER = {
+    "replan": "a strategy has no such call: it moves by itself",
+    "optimizer_state": "Lightning loads the states of optimizers when a fit begins: `resume`",
+    "load_optimizer_of_plain": "the same",
+}
+"""Actions that no user of a Trainer has, and why."""
 
 
 # ---------------------------------------------------------------------------------------------------- making simpler
@@ -309,6 +305,8 @@ def simpler(program: Program) -> Iterator[Program]:
         yield replace(program, ranks=1)
     if program.through != "module":
         yield replace(program, through="module")
+    if program.watcher:
+        yield replace(program, watcher="")
     if program.actions:
         yield replace(program, actions=())
     for index in range(len(program.actions)):
@@ -332,7 +330,8 @@ def simpler(program: Program) -> Iterator[Program]:
                 yield replace(program, **{name: entries[:index] + entries[index + 1 :]})
 
 
-_KEPT = {"seed", "layers", "steps", "actions", "ranks", "through", "plan", "options", "device", "is_tight"}
+_KEPT = {"seed", "layers", "steps", "actions", "ranks", "through", "plan", "options", "device", "is_tight", "watcher"}
+_KEPT |= {"end"}
 
 
 def _fewer(layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, ...]]:

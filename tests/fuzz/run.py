@@ -87,7 +87,7 @@ def run_engine(program: Program, expected: Sequence[Note]) -> Outcome:
             outcome.verdict, outcome.detail = "refused", f"{type(error).__name__}: {error}\n{_where(error)}"
         except Exception as error:
             outcome.verdict, outcome.detail = "failed", f"{type(error).__name__}: {error}\n{_where(error)}"
-    _judge(program, outcome, expected, found)
+    judge(program, outcome, expected, found)
     left = left_behind()
     if left and not outcome.is_finding:
         outcome.verdict, outcome.detail = "different", f"left behind: {left}; {outcome.detail}"
@@ -162,7 +162,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(entry)
 
 
-def _judge(program: Program, outcome: Outcome, expected: Sequence[Note], found: Sequence[Note]) -> None:
+def judge(program: Program, outcome: Outcome, expected: Sequence[Note], found: Sequence[Note]) -> None:
+    """Compare what a run by the engine has seen with what plain PyTorch saw, and note the verdict."""
     tolerance = CLOSE[program.dtype]
     worst: tuple[str, str] = ("equal", "")
     for ours, plain in zip(found, expected, strict=False):

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any, get_args
+
 import pytest
 
+from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.config import PolicyName, TimingName
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.fuzz.backends import Engine
 from tests.fuzz.campaign import Summary, campaign, shrink
-from tests.fuzz.programs import Action, Draw, Layer, Program, generate, parse, simpler
+from tests.fuzz.options import NOT_DRAWN, given_options
+from tests.fuzz.programs import (
+    AFTER_FORWARD,
+    BEFORE_STEP,
+    BETWEEN_STEPS,
+    FAULTS,
+    NOT_IN_TRAINER,
+    P_GRAD,
+    Action,
+    Draw,
+    Layer,
+    Program,
+    Through,
+    generate,
+    parse,
+    simpler,
+)
 from tests.fuzz.run import run_program
 
 NUM_PROGRAMS = 12
+CLASSES: tuple[Any, ...] = (ElixirStrategy, ElixirModule, ElixirOptimizer)
+THROUGH: tuple[Through, ...] = ("module", "trainer")
 PLAN = (("chunk_size", 8192), ("placement_policy", "cpu"))
 
 
@@ -21,7 +45,7 @@ def _run(first_seed: int, draw: Draw, count: int = NUM_PROGRAMS) -> Summary:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first_seed", range(0, 72, NUM_PROGRAMS))
+@pytest.mark.parametrize("first_seed", range(0, 60, NUM_PROGRAMS))
 def test_programs(first_seed: int) -> None:
     summary = _run(first_seed, Draw(through="module"))
     assert summary.counters["evictions"] > 100
@@ -29,13 +53,13 @@ def test_programs(first_seed: int) -> None:
 
 @pytest.mark.full
 def test_programs_through_the_trainer() -> None:
-    summary = _run(200, Draw(through="trainer"))
+    summary = _run(200, Draw(through="trainer"), 8)
     assert summary.counters["evictions"] > 100
 
 
 @pytest.mark.full
 def test_programs_on_two_ranks() -> None:
-    summary = _run(300, Draw(ranks=(2,)), 8)
+    summary = _run(300, Draw(ranks=(2,)), 6)
     assert summary.counters["evictions"] > 100
 
 
@@ -44,6 +68,12 @@ def test_programs_with_ctrl_c_at_random_moments() -> None:
     summary = campaign(range(500, 512), Draw(), are_interrupted=True)
     assert not summary.findings, summary.text()
     assert summary.counters["interrupts"] > 12
+
+
+@pytest.mark.full
+def test_programs_that_end_at_random_moments_and_go_on() -> None:
+    summary = campaign(range(600, 603), Draw((1, 2), through="trainer"), are_restarted=True)
+    assert not summary.findings, summary.text()
 
 
 @pytest.mark.gpu
@@ -61,6 +91,38 @@ def test_programs_are_the_same_for_a_seed_and_can_be_read_back() -> None:
         assert program == generate(seed)
         assert parse(repr(program)) == program
         assert all(other != program for other in simpler(program))
+
+
+def _drawn() -> dict[str, dict[str, set[str]]]:
+    """By class and option, the values that programs pass beside the default."""
+    drawn: dict[str, dict[str, set[str]]] = {cls.__name__: {} for cls in CLASSES}
+    for seed in range(1500):
+        for through in THROUGH:
+            for name, options in given_options(generate(seed, Draw((1, 2), through=through))).items():
+                for option, value in options.items():
+                    drawn[name].setdefault(option, set()).add(repr(value))
+    return drawn
+
+
+def test_every_option_is_drawn_or_named_as_not_drawn() -> None:
+    drawn = _drawn()
+    for cls in CLASSES:
+        parameters = [p for p in inspect.signature(cls).parameters.values() if p.name != "self"]
+        given, named = drawn[cls.__name__], NOT_DRAWN[cls.__name__]
+        varied = {p.name for p in parameters if given.get(p.name, set()) - {repr(p.default)}}
+        assert varied | {*named} == {p.name for p in parameters}, f"{cls.__name__}: neither drawn nor in NOT_DRAWN"
+        assert not varied & {*named}, f"{cls.__name__}: drawn, and in NOT_DRAWN"
+    for option, values in (("placement_policy", PolicyName), ("update_timing", TimingName)):
+        assert drawn["ElixirStrategy"][option] == {repr(value) for value in get_args(values)}
+
+
+def test_every_action_is_drawn() -> None:
+    pools = {*BETWEEN_STEPS, *BEFORE_STEP, *AFTER_FORWARD, *FAULTS, *P_GRAD}
+    found: dict[Through, set[str]] = {through: set() for through in THROUGH}
+    for seed in range(1500):
+        for through, names in found.items():
+            names |= {a.name for a in generate(seed, Draw(through=through)).actions}
+    assert found == {"module": pools, "trainer": pools - {*NOT_IN_TRAINER}}
 
 
 @pytest.mark.full

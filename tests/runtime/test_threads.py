@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.runtime import turns
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.threads import WIDTH, new_net, train_beside_a_monitor, wrap
 from tests.helpers.tiers import telling
 from tests.helpers.training import step_side_by_side
@@ -324,3 +327,57 @@ def test_one_thread_after_the_other_may_train() -> None:
     with pytest.raises(TypeError):  # and an error in a thread is its own
         raise _in_thread(lambda: module())
     assert train(module, optimizer) == train(plain, oracle)
+
+
+def _read_before_the_first_forward() -> tuple[str, list[float], list[float]]:
+    rank = dist.get_rank()
+    plain = new_net()
+    model = copy.deepcopy(plain)
+    plan = make_plan(model, placement_policy="cpu", chunk_size=17408, world_size=2)
+    module = ElixirModule(model, plan, device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    read = _in_thread(model.state_dict) if rank == 1 else None
+    losses = []
+    for step in range(2):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = module(x).square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    oracle, expected = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    for step in range(2):
+        oracle.zero_grad()
+        loss = plain(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        oracle.step()
+        expected.append(loss.item())
+    return str(read), losses, expected
+
+
+def test_with_two_ranks_a_thread_is_refused_before_the_first_forward_too() -> None:
+    """Before, what it called took the other rank, which was in its forward, and the run was lost."""
+    (_, losses, expected), (read, others, _) = run_ranks(_read_before_the_first_forward, 2)
+    assert losses == others == expected
+    assert "thread 'monitor'" in read
+    assert "takes all ranks" in read
+
+
+def _train_in_another_thread() -> float:
+    model = new_net()
+    module = ElixirModule(model, make_plan(model, placement_policy="cpu", chunk_size=17408, world_size=2), device="cpu")
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train() -> float:
+        loss = module(torch.ones(2, WIDTH)).square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        return float(sum(v.sum() for v in module.state_dict().values()))
+
+    found: float = _in_thread(train)
+    return found
+
+
+def test_two_ranks_may_train_in_another_thread_than_that_which_made_the_engine() -> None:
+    first, second = run_ranks(_train_in_another_thread, 2)
+    assert isinstance(first, float)
+    assert first == second

@@ -560,3 +560,36 @@ def test_layers_have_no_hooks_where_everything_is_resident() -> None:
         model.transformer.h[1].mlp(torch.zeros(1, 32))
     module.close()
     assert hooked(model) == 0
+
+
+def test_what_is_kept_of_a_parameter_outlives_the_engine() -> None:
+    """As in plain PyTorch; before, its storage was freed with the engine, and a read of it killed the process."""
+    model, module, _ = wrapped(**TIGHT)
+    chunk = module.engine.chunks[0]
+    named = dict(model.named_parameters())
+    name = chunk.spec.members[0].fqn
+    kept, expected = named[name].detach(), named[name].detach().clone()
+    module.close()
+    assert torch.equal(kept, expected)
+    assert chunk.device_bytes == 0
+    with pytest.raises(StateError, match="closed"):
+        named[name].sum()
+
+
+@pytest.mark.parametrize("how", ["module", "model", "layer", "to_empty"])
+def test_a_model_does_not_go_to_meta(how: str) -> None:
+    """Before, parameters were replaced by some without values, and only the next forward failed, in words of torch."""
+    model, module, optimizer = wrapped(**TIGHT)
+    plain = make("gpt2")
+    convert = {
+        "module": lambda: module.to("meta"),
+        "model": lambda: model.to("meta"),
+        "layer": lambda: model.transformer.h[0].mlp.to("meta"),
+        "to_empty": lambda: model.to_empty(device="meta"),
+    }
+    with pytest.raises(StateError, match=r"meta device.*deepcopy\(model\).*close\(\)"):
+        convert[how]()
+    assert all(p.is_meta for p in copy.deepcopy(model).to("meta").parameters())
+    assert next(model.parameters()).to("meta").is_meta
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+    assert step(module, optimizer, 0) == step(plain, plain_optimizer, 0)

@@ -1,0 +1,150 @@
+"""A `loss.backward()` of the user's inside a forward, as in a training step that attacks its own model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_elixir._lightning import LightningModule, Trainer
+from lightning_elixir.optim.hybrid_adam import HybridAdam
+from lightning_elixir.plan.types import UpdateTiming
+from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
+
+WIDTH = 32
+
+
+class Attacked(nn.Module):
+    """Runs backward in its forward, through some of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.layers[5].weight = self.layers[0].weight
+        self.raises_at = -1
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        attacked = x.clone().requires_grad_()
+        y = attacked
+        for layer in self.layers[:4]:
+            y = torch.tanh(layer(y))
+        if self.raises_at == self.calls:
+            y.register_hook(_stumble)
+        try:
+            y.square().mean().backward()
+        except ZeroDivisionError:
+            return self.through(x)
+        assert attacked.grad is not None
+        return self.through(x + 0.1 * attacked.grad.sign())
+
+    def through(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _stumble(grad: Tensor) -> Tensor:
+    raise ZeroDivisionError
+
+
+def _train(clears: bool, timing: UpdateTiming, raises_at: int = -1) -> tuple[list[Any], list[Any]]:
+    """What is seen with plain PyTorch, and with the engine.
+
+    Args:
+        clears: Whether the inner backward's gradients are dropped, as Lightning does.
+        timing: Of the updates.
+        raises_at: The forward whose inner backward raises.
+    """
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    plain = Attacked()
+    model = copy.deepcopy(plain)
+    plain.raises_at = model.raises_at = raises_at
+    plan = make_plan(
+        model, placement_policy="cpu", chunk_size=4500, world_size=world_size, can_stream=True, update_timing=timing
+    )
+    module = ElixirModule(model, plan, device="cpu")
+    optimizer, oracle = ElixirOptimizer(module, HybridAdam(model.parameters())), HybridAdam(plain.parameters())
+    found: tuple[list[Any], list[Any]] = ([], [])
+    for step in range(4):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        for seen, net, own in ((found[0], plain, oracle), (found[1], module, optimizer)):
+            loss = net(x).sum()
+            if clears:
+                own.zero_grad()
+            if isinstance(own, ElixirOptimizer):
+                with own.unobserved(world_size == 1):
+                    own.backward(loss)
+                    own.step()
+            else:
+                loss.backward()
+                for p in plain.parameters() if world_size > 1 else ():
+                    torch.distributed.all_reduce(p.grad)
+                    p.grad.div_(world_size)
+                own.step()
+            own.zero_grad()
+            seen.append(loss.item())
+    found[0].append(dict(plain.state_dict()))
+    found[1].append(module.full_state_dict(rank0_only=False))
+    return found
+
+
+def _assert_same(found: tuple[list[Any], list[Any]]) -> None:
+    assert found[0][:-1] == found[1][:-1]
+    assert all(torch.equal(found[1][-1][name], value) for name, value in found[0][-1].items())
+
+
+@pytest.mark.parametrize("timing", UpdateTiming)
+@pytest.mark.parametrize("clears", [True, False])
+def test_its_gradients_count_until_they_are_dropped(clears: bool, timing: UpdateTiming) -> None:
+    _assert_same(_train(clears, timing))
+
+
+def test_one_that_raises_gives_nothing() -> None:
+    _assert_same(_train(True, UpdateTiming.BEHIND_FORWARD, raises_at=3))
+
+
+def test_on_two_ranks() -> None:
+    for found in run_ranks(_train, 2, True, UpdateTiming.BEHIND_FORWARD):
+        _assert_same(found)
+
+
+class Lit(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Attacked()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.net(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+def _fit(strategy: Any) -> dict[str, Tensor]:
+    """As plain Lightning, which drops them before its own backward."""
+    model = Lit()
+    data = torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(1))
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, accumulate_grad_batches=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(data, batch_size=4))
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_through_the_trainer() -> None:
+    plain = _fit("auto")
+    ours = _fit(ElixirStrategy(placement_policy="cpu", chunk_size=4500, gpu_memory_limit="40KiB"))
+    assert all(torch.allclose(ours[name], value, rtol=1e-5, atol=1e-7) for name, value in plain.items())
