@@ -124,7 +124,12 @@ def make_model(case: Case, device: torch.device) -> nn.Module:
         options: dict[str, Any] = {}
         config: Any = transformers.LlamaConfig()
         if case.model == "moe":
-            sizes = {"num_hidden_layers": 8, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+            sizes: dict[str, Any] = {
+                "num_hidden_layers": 8,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+            }
             config, options = transformers.Qwen3MoeConfig(**sizes), {"experts_implementation": "grouped_mm"}
         with no_init_weights():
             model = Causal(transformers.AutoModelForCausalLM.from_config(config, **options))
