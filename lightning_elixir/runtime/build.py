@@ -12,6 +12,7 @@ for each, malloc kept the gaps between the shards, 70 MiB of a model of 100 MiB 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device
-from lightning_elixir.errors import PlanError, StorageError
+from lightning_elixir.errors import PlanError, StateError, StorageError
 from lightning_elixir.plan.memory import (
     has_params_on_nvme,
     is_on_nvme,
@@ -198,8 +199,15 @@ class Builder:
         chunk.seal()
         chunk.to_state(ChunkState.RESIDENT)
         if not spec.is_persistent:
+            chunk.watch_reads(self._refuse)  # of other threads
             chunk.release()
         return chunk
+
+    def _refuse(self, chunk: Chunk) -> AbstractContextManager[None]:
+        raise StateError(
+            f"{chunk.spec} was read while its ElixirModule is being built, by another thread: read the model before that,"
+            " or when it is there"
+        )
 
     def _own_values(self, spec: ChunkSpec, parameters: list[nn.Parameter], strides: list[tuple[int, ...]]) -> Tensor:
         """This rank's slice of the chunk's values, 1-D, in master (or compute) dtype."""

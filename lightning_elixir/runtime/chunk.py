@@ -143,7 +143,10 @@ class Chunk:
             stand_in(view, member.fqn, self, bring) for view, member in zip(self._views, self.spec.members, strict=True)
         ]
         if self.state is ChunkState.RELEASED:
-            self._unbind()
+            if self._is_bound:
+                self._note_replaced()
+            set_data(self.parameters, self._stand_ins)
+            self._is_bound = False
 
     def is_aliased(self) -> bool:
         """Whether anything but the bound parameters and the engine shares the storage: views, saved tensors, users.

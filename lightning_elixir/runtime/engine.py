@@ -101,18 +101,19 @@ class Engine:
             self.store.close()  # with it the file
             raise
         self._home = {id(p): (c, i) for c in self.chunks for i, p in enumerate(c.parameters)}
-        self.interception = Interception(self, self.chunks)
-        self.on_held_bytes(self.interception.written.held_bytes)
-        self.gradients = Gradients(self)
-        self.writes = UserWrites(self)
-        self.steps = Steps(self)
-        self.iterations = Iterations(device, self.chunks, self.device_bytes)
-        self.backwards = Backwards(self)
-        self._saved = SavedTensors({c.storage_key: c for c in self.chunks}, self.backwards.need)
-        self.forwards = Forwards(self, self._saved, self._home)
-        trainable = [c for c in self.chunks if c.spec.requires_grad]
-        self._hooks = Hooks(self.forwards, self.backwards, self.interception, trainable)
-        self._adopt(ActivePlan(self, plan, self.store))
+        with self.turn.call("making an ElixirModule"):  # other threads that come upon its parameters wait
+            self.interception = Interception(self, self.chunks)
+            self.on_held_bytes(self.interception.written.held_bytes)
+            self.gradients = Gradients(self)
+            self.writes = UserWrites(self)
+            self.steps = Steps(self)
+            self.iterations = Iterations(device, self.chunks, self.device_bytes)
+            self.backwards = Backwards(self)
+            self._saved = SavedTensors({c.storage_key: c for c in self.chunks}, self.backwards.need)
+            self.forwards = Forwards(self, self._saved, self._home)
+            trainable = [c for c in self.chunks if c.spec.requires_grad]
+            self._hooks = Hooks(self.forwards, self.backwards, self.interception, trainable)
+            self._adopt(ActivePlan(self, plan, self.store))
 
     def _adopt(self, active: ActivePlan) -> None:
         """Take up a plan whose chunks and shards are in place."""

@@ -21,6 +21,8 @@ from torch import nn
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.runtime import turns
+from lightning_elixir.runtime.build import Builder
+from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
@@ -381,3 +383,35 @@ def test_two_ranks_may_train_in_another_thread_than_that_which_made_the_engine()
     first, second = run_ranks(_train_in_another_thread, 2)
     assert isinstance(first, float)
     assert first == second
+
+
+def test_while_the_engine_is_built_another_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where its parts are put together, waits."""
+    net, found = new_net(), []
+    first = next(net.parameters())
+    build_chunk, adopt = Builder._build_chunk, Engine._adopt
+
+    def read_after(builder: Builder, spec: Any) -> Any:
+        chunk = build_chunk(builder, spec)
+        found.append(_in_thread(lambda: first.norm()))
+        return chunk
+
+    def read_beside(engine: Engine, active: Any) -> None:
+        thread = threading.Thread(target=lambda: found.append(first.norm()), daemon=True)
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        adopt(engine, active)
+
+    monkeypatch.setattr(Builder, "_build_chunk", read_after)
+    monkeypatch.setattr(Engine, "_adopt", read_beside)
+    expected = first.norm()
+    module, _ = wrap(net)
+    num_chunks, end = len(module.plan.chunks), time.monotonic() + 30
+    while len(found) == num_chunks and time.monotonic() < end:
+        time.sleep(0.01)
+    for error in found[:num_chunks]:
+        assert isinstance(error, StateError)
+        assert "is being built" in str(error)
+    assert torch.equal(found[num_chunks], expected)
+    module.close()
