@@ -205,8 +205,8 @@ class Builder:
 
     def _refuse(self, chunk: Chunk) -> AbstractContextManager[None]:
         raise StateError(
-            f"{chunk.spec} was read, by another thread, while its ElixirModule is being built: read the model before that,"
-            " or when the module is there"
+            f"{chunk.spec} was read, by another thread, while its ElixirModule is being built: read the model before"
+            " that, or when the module is there"
         )
 
     def _own_values(self, spec: ChunkSpec, parameters: list[nn.Parameter], strides: list[tuple[int, ...]]) -> Tensor:
