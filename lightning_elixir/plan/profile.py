@@ -13,8 +13,7 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.packing import PackedChunk
 from lightning_elixir.plan.types import AccessTrace, Acquire, Drop
 
-LATER_BATCHES = 0.05
-"""Part by which a later batch may take more than the one that was looked at."""
+_LATER_BATCHES = 0.05
 _GAPS = 0.3
 _MOST_GAPS_BYTES = 5 * 2**30
 
@@ -122,7 +121,7 @@ class StepProfile:
         peak = self.peak_non_model_bytes
         extra = min(int(peak * _GAPS), _MOST_GAPS_BYTES) + 2 * block_bytes if peak else 0
         intervals = (
-            replace(i, non_model_bytes=i.non_model_bytes + int(i.non_model_bytes * LATER_BATCHES) + extra)
+            replace(i, non_model_bytes=i.non_model_bytes + int(i.non_model_bytes * _LATER_BATCHES) + extra)
             for i in self.intervals
         )
         return StepProfile(self.trace, tuple(intervals))

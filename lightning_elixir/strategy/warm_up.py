@@ -23,7 +23,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_elixir.plan.profile import LATER_BATCHES, MemoryProfile, StepInterval, StepProfile
+from lightning_elixir.plan.profile import MemoryProfile, StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import AccessTrace, Plan
 from lightning_elixir.plan.units import format_bytes
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 DryRun = Callable[[], MemoryProfile]
 """Raises whatever the user's code does, or `PlanError`, where there can be none."""
 
+# A step that takes more than was foreseen by less than this part has its place in the plan's margin.
+_FORESEEN_WITHIN = 0.1
 # So many steps may depart from what was recorded before the plan is made from their highest moment alone.
 _MOST_STEPS_WATCHED = 3
 _LINES_LOGGED = 5
@@ -215,7 +217,7 @@ class WarmUp:
             return False
         handle.has_memory_samples = True
         seen, foreseen = engine.peak_non_model_bytes, self.profile.peak_non_model_bytes
-        is_more = any(self._comm.exchange_objects(seen > foreseen * (1 + LATER_BATCHES)))
+        is_more = any(self._comm.exchange_objects(seen > foreseen * (1 + _FORESEEN_WITHIN)))
         if is_more:
             log.info(
                 "the first step took %s beside the chunks, and %s were foreseen: making another plan",
