@@ -96,8 +96,7 @@ class WarmUp:
     def time_steps(self, is_timed: bool) -> None:
         """Whether to time the next steps for metrics, beside those that warm-up times itself."""
         self._is_timed_for_others = is_timed
-        if self.stage is Stage.DONE or self.stage is Stage.SETTLING:
-            self._engine.sample_times(is_timed)
+        self._engine.sample_times(is_timed or self._is_timed)
 
     def after_step(self, *, may_move: bool) -> None:
         """The optimizer has stepped: the next stage, and perhaps another plan. Collective until all is done.
@@ -175,13 +174,16 @@ class WarmUp:
 
     def _watch(self) -> None:
         """Look at what this stage is about, and at nothing else."""
-        engine = self._engine
-        has_memory = self._handle.has_memory_samples
+        engine, has_memory = self._engine, self._handle.has_memory_samples
         is_first_look = self.stage in (Stage.SETTLING, Stage.TIMED) and not has_memory
         engine.sample_activations(self.stage is Stage.WATCHED or is_first_look)
-        is_foreseen = self.stage is Stage.SETTLING and not has_memory
-        is_timed = self.stage in (Stage.WATCHED, Stage.TIMED) or is_foreseen
-        engine.sample_times(is_timed or self._is_timed_for_others)
+        engine.sample_times(self._is_timed_for_others or self._is_timed)
+
+    @property
+    def _is_timed(self) -> bool:
+        """Whether this stage is about times."""
+        is_only_foreseen = self.stage is Stage.SETTLING and not self._handle.has_memory_samples
+        return self.stage in (Stage.WATCHED, Stage.TIMED) or is_only_foreseen
 
     def _has_pending_gradients(self) -> bool:
         """Whether manual optimization goes on with gradients of an earlier batch, on any rank."""
