@@ -3,10 +3,9 @@
 [Note: dry run] A copy of the LightningModule gets stand-ins for the batch, and nothing is computed
 (`profiling/fake_step.py`). The user's code must not notice: what it counts, it counts in the copy; what it logs and
 prints goes nowhere; random states are put back; the copy's trainer, optimizers and schedulers tell figures, such as
-`global_step` and the learning rate, and refuse everything else. Numbers that the code reads from tensors are taken to be
-1, and answers no. Where all this does not do, there is no dry run, and the first step is watched instead
-(`strategy/warm_up.py`). What is outside of the module, such as a file or a logger of the user's own, cannot be kept from
-what is written there.
+`global_step` and the learning rate, and refuse everything else. Numbers that the code reads from tensors are taken to
+be 1, and answers no. Where all this does not do, there is no dry run, and the first step is watched instead
+(`strategy/warm_up.py`). What the code changes outside of the module, such as files and globals, it changes once more.
 """
 
 from __future__ import annotations
