@@ -27,7 +27,7 @@ __all__ = ["StepFn", "cuda_memory_profiling", "profile_memory"]
 StepFn = Callable[[nn.Module, Mapping[str, Any]], object]
 """Runs forward and backward of one step on (model, inputs)."""
 
-# Of a model's attributes these are not copied: data, and containers of more items than this.
+# Of a model's attributes these are not copied: data, and the items of containers that have more than this.
 _DATA = (DataLoader, Dataset, Sampler)
 _MOST_COPIED = 10_000
 _DEEPEST = 4
@@ -186,14 +186,20 @@ def _fake_model(
 
 
 def _note(value: Any, memo: dict[int, Any], depth: int = 0) -> None:
-    """Have deep copies make tensors into stand-ins, and share data, which may be larger than the model."""
+    """Have deep copies make tensors into stand-ins, and share data, which may be larger than the model: arrays that
+    cannot be written to there, and the items of long containers."""
     if id(value) in memo or isinstance(value, nn.Module):
         return
     is_container = isinstance(value, (list, tuple, set, dict))
     if isinstance(value, Tensor):
         memo[id(value)] = _fake_input(value, None)
-    elif isinstance(value, _DATA) or type(value).__module__ == "numpy" or (is_container and len(value) > _MOST_COPIED):
+    elif hasattr(value, "__array_finalize__"):  # an array of numpy, which need not be there
+        memo[id(value)] = view = value.view()
+        view.setflags(write=False)
+    elif isinstance(value, _DATA):
         memo[id(value)] = value
+    elif is_container and len(value) > _MOST_COPIED:
+        memo[id(value)] = copy.copy(value)
     elif is_container and depth < _DEEPEST:
         for item in dict.values(value) if isinstance(value, dict) else value:
             _note(item, memo, depth + 1)

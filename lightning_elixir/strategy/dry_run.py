@@ -2,9 +2,10 @@
 
 [Note: dry run] A copy of the LightningModule gets stand-ins for the batch, and nothing is computed
 (`profiling/fake_step.py`). The user's code must not notice: what it counts, it counts in the copy; what it logs and
-prints goes nowhere; random states are put back; the copy's trainer tells figures, such as `global_step`, and refuses
-everything else. Numbers that the code reads from tensors are taken to be 1, and answers no. Where all this does not do,
-there is no dry run, and the first step is watched instead (`strategy/warm_up.py`).
+prints goes nowhere; random states are put back; the copy's trainer, optimizers and schedulers tell figures, such as
+`global_step` and the learning rate, and refuse everything else. Numbers that the code reads from tensors are taken to
+be 1, and answers no. Where all this does not do, there is no dry run, and the first step is watched instead
+(`strategy/warm_up.py`). What the code changes outside of the module, such as files and globals, it changes once more.
 """
 
 from __future__ import annotations
@@ -101,6 +102,33 @@ class _FiguresOf:
         raise PlanError(f"training_step uses trainer.{name}, which is not there in a dry run")
 
 
+class _GroupsOf:
+    """An optimizer whose settings can be read; what is written goes nowhere."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.param_groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+class _RatesOf:
+    """A scheduler that tells how far it is, and goes no further."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.last_epoch = scheduler.last_epoch
+        self.get_last_lr = scheduler.get_last_lr
+
+
+def _shown(ask: Callable[..., Any], show: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`LightningModule.optimizers` or `lr_schedulers`, with others in the place of each of them."""
+
+    def asked(*args: Any, **options: Any) -> Any:
+        found = ask(*args, **options)
+        if isinstance(found, list):
+            return [show(one) for one in found]
+        return None if found is None else show(found)
+
+    return asked
+
+
 class _Nothing:
     """Can be called and asked for anything, which is nothing again."""
 
@@ -145,8 +173,8 @@ def _keep_to_itself(copy: LightningModule, module: LightningModule, trainer: _Fi
             "log_dict": nothing,
             "print": nothing,
             "all_gather": _gathering(module.trainer.world_size),
-            "optimizers": module.optimizers,
-            "lr_schedulers": module.lr_schedulers,
+            "optimizers": _shown(module.optimizers, _GroupsOf),
+            "lr_schedulers": _shown(module.lr_schedulers, _RatesOf),
         }
         for name, value in silent.items():
             object.__setattr__(one, name, value)

@@ -143,7 +143,7 @@ class ElixirStrategy(ProcessStrategy):
 
         Args:
             placement_policy: Where chunks live. "auto": on the GPU if everything fits, else what does not fit on the
-                host, decided with the memory that the first training step is seen to take. "cpu": parameters and
+                host, decided with what a training step takes, known before the first one. "cpu": parameters and
                 optimizer states on the host. "cuda": everything on the GPU. "const" or "static": by three fractions.
             shard_param_frac: const: share of the parameters that is sharded and fetched when needed; the rest stays
                 whole on the GPU.
@@ -179,7 +179,7 @@ class ElixirStrategy(ProcessStrategy):
                 may take. Default: all of it.
             gpu_memory_limit: Plan as if each GPU had no more. On the CPU accelerator this limits the rCache.
             cpu_memory_limit: Plan as if each host had no more. Default: what is free, but for 2 GiB for each rank and a
-                fiftieth of it.
+                fiftieth of it, at most a quarter.
             nvme_offload_fraction: cpu, const: share of the masters and optimizer states in host memory, by elements,
                 that lives on NVMe instead; `HybridAdam` and `CPUAdam` only.
             nvme_offload_param_fraction: cpu, const: share of the parameters in host memory whose states are on NVMe,

@@ -39,7 +39,8 @@ class EngineHandle:
         options: What it was built from.
         budget: What its plans may use.
         skeleton: The model without values, to make further plans with.
-        is_warm: Whether the plan is final (policy "auto": made with the memory that a training step was seen to take).
+        is_warm: Whether the plan is final (policy "auto": made with the memory that a training step takes,
+            foreseen or seen).
     """
 
     def __init__(

@@ -105,7 +105,7 @@ class WarmUp:
             may_move: More of the fit comes, and nothing more of this batch; otherwise the next batch is waited for.
         """
         self._num_steps += 1
-        if may_move and self.stage is not Stage.DONE:
+        if may_move and self.stage is not Stage.NEW and self.stage is not Stage.DONE:
             self._advance()
 
     def before_batch(self, dry_run: DryRun) -> None:
@@ -192,9 +192,9 @@ class WarmUp:
     def _begin(self, dry_run: DryRun) -> Stage:
         """Make the plan for the first step."""
         handle, planner, engine = self._handle, self._planner, self._engine
-        handle.budget = planner.budget(
-            engine.host_bytes()
-        )  # less what has come since: libraries, the user's data and its loaders
+        # Less what has come since: libraries, the user's data and its loaders. Not the disk: what is free there now is
+        # without our own file, and some optimizers get none of it.
+        handle.budget = replace(planner.budget(engine.host_bytes()), nvme_bytes=handle.budget.nvme_bytes)
         engine.set_memory_limit(handle.budget.gpu_bytes)
         profile = self._foreseen(dry_run)
         if profile is None:

@@ -134,6 +134,71 @@ def test_the_users_code_does_not_notice(tmp_path: Any, capsys: Any, profiles: li
     assert actual[1:] == expected[1:]
 
 
+class StepsItsScheduler(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scheduler: Any = self.lr_schedulers()
+        self.log("lr", scheduler.get_last_lr()[0])
+        loss = super().training_step(batch, batch_idx)
+        scheduler.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)]
+
+
+class SetsItsRate(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.param_groups[0]["lr"] *= 0.5
+        return super().training_step(batch, batch_idx)
+
+
+class ZeroesGradients(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+@pytest.mark.parametrize(
+    ("make", "is_foreseen"), [(StepsItsScheduler, False), (SetsItsRate, True), (ZeroesGradients, False)]
+)
+def test_optimizers_and_schedulers_do_not_notice(make: type[Net], is_foreseen: bool, profiles: list[Any]) -> None:
+    _, _, expected = fit("auto", make)
+    _, _, actual = fit(ElixirStrategy(**LIMIT), make)
+    assert isinstance(profiles[0], MemoryProfile) == is_foreseen
+    assert_same_run(actual, expected)
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "array"])
+def test_long_records_do_not_grow(kind: str, profiles: list[Any]) -> None:
+    class Recording(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.record: Any = {
+                "list": list(range(20_000)),
+                "dict": dict.fromkeys(range(20_000)),
+                "array": np.zeros(3),
+            }[kind]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if kind == "list":
+                self.record.append(loss)
+            elif kind == "dict":
+                self.record[-1 - len(self.record)] = loss
+            else:
+                self.record[0] += 1
+            return loss
+
+    _, model, _ = fit(ElixirStrategy(**LIMIT), Recording, limit_train_batches=3)
+    assert isinstance(model, Recording)
+    assert isinstance(profiles[0], MemoryProfile) == (kind != "array")  # which is not copied, and so not written to
+    assert (model.record[0] if kind == "array" else len(model.record)) == (3 if kind == "array" else 20_003)
+
+
 def test_a_warning_that_is_told_once_is_told(profiles: list[Any]) -> None:
     class Warning1(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -292,9 +357,11 @@ def test_data_that_a_module_holds_is_not_copied() -> None:
     profile_memory(model, {"x": torch.zeros(2, WIDTH)}, step)
     (copy,) = seen
     assert copy.data is model.data
-    assert copy.table is model.table
-    assert copy.words["all"] is model.words["all"]
-    assert copy.words is not model.words
+    assert np.shares_memory(copy.table, model.table)
+    with pytest.raises(ValueError, match="read-only"):
+        copy.table[0] += 1
+    assert all(ours is theirs for ours, theirs in zip(copy.words["all"], model.words["all"], strict=True))
+    assert copy.words["all"] is not model.words["all"]
     assert type(copy.words["few"][0]).__name__ == "FakeTensor"
     assert type(copy.words["few"][1]["deep"]).__name__ == "FakeTensor"
 

@@ -21,6 +21,7 @@ from lightning_elixir.plan.types import Tier
 from lightning_elixir.storage.nvme import direct, folders
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
+from lightning_elixir.strategy.shared_plans import Planner
 from tests.helpers.dist import run_ranks
 from tests.helpers.nvme import failing
 from tests.helpers.tiers import crossed, full
@@ -238,6 +239,15 @@ def test_auto_goes_without_for_optimizers_of_torch(tmp_path: Path) -> None:
     assert Tier.NVME not in tiers(strategy)
     with pytest.raises(PlanError, match="AdamW cannot update there"):
         fit(ElixirStrategy(**(options | SHORT)), DeepNet)
+
+
+def test_nor_when_it_is_known_what_a_step_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would be too much for the GPU and the host alone."""
+    monkeypatch.setattr(Planner, "_counts_activations", property(lambda planner: True))  # as on a GPU
+    options = {**SHORT, "gpu_memory_limit": "2200KiB", "nvme_offload_dir": str(tmp_path), "hardware": hardware()}
+    strategy = ElixirStrategy(**options)
+    assert_same_run(fit(strategy, DeepNet)[2], fit("auto", DeepNet)[2])
+    assert Tier.NVME not in tiers(strategy)
 
 
 # Options

@@ -123,6 +123,18 @@ def test_the_plan_waits_for_pending_gradients() -> None:
     assert callback.plans[-1].is_all_resident
 
 
+def test_gradients_from_before_the_first_batch_put_the_plan_off() -> None:
+    class Before(Net):
+        def on_train_start(self) -> None:
+            self.loss(next(iter(make_data()))).backward()
+
+    callback = Plans()
+    strategy = ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK)
+    fit(strategy, Before, callbacks=[callback])
+    assert _changes(callback.plans)[:1] == [1]
+    assert strategy.plan.forecast is not None
+
+
 def test_a_final_plan_is_kept_for_the_next_fit() -> None:
     strategy = ElixirStrategy(gpu_memory_limit="8MiB", **CHUNK)
     trainer, model, _ = fit(strategy)
