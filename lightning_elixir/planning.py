@@ -194,7 +194,7 @@ def _profile_over(layout: Layout, profile: MemoryProfile | StepProfile | None, p
         return profile
     if profile is not None:
         over_chunks = step_profile(profile, layout.packed, problem.hardware)
-        return over_chunks.with_margin(layout.block_bytes)
+        return over_chunks.with_margin(layout.block_bytes, is_certain=problem.world_size == 1)
     budget = problem.budget
     return structural_profile(layout, problem.request.accesses, problem.hardware, budget.non_model_bytes)
 

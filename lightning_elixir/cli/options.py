@@ -105,7 +105,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nvme-memory",
         metavar="SIZE",
-        help="NVMe space for optimizer states, for all GPUs together, where host memory is short",
+        help="NVMe space for optimizer states, for all GPUs together, where host memory is short (a fit takes half of"
+        " what is free)",
     )
     group.add_argument("--gpus", type=_positive, default=1, metavar="N", help="GPUs, all of one host; default: 1")
     group.add_argument(

@@ -159,7 +159,7 @@ class Budget:
         return min((b for b in (self.cpu_bytes, self.spare_cpu_bytes) if b is not None), default=None)
 
 
-def host_share(free_bytes: int, num_ranks: int, limit: int | None = None) -> tuple[int, int]:
+def host_share(free_bytes: int, num_ranks: int, limit: int | None = None, *, is_begun: bool = False) -> tuple[int, int]:
     """What one of the ranks on a host may use of its memory, and up to where it may fill that with what a plan can do
     without: `Budget.cpu_bytes` and `Budget.spare_cpu_bytes`.
 
@@ -170,8 +170,10 @@ def host_share(free_bytes: int, num_ranks: int, limit: int | None = None) -> tup
         free_bytes: Of the host, before the plan takes any.
         num_ranks: On the host.
         limit: Of the host, as the user gave it; within what is free it counts as it is.
+        is_begun: Training is about to begin: what the reserve is for has taken its part, and half is kept back.
     """
     reserve = min(num_ranks * HOST_RESERVE_BYTES + free_bytes // HOST_RESERVE_PART, free_bytes // MOST_RESERVED_PART)
+    reserve //= 1 + is_begun
     cpu = free_bytes - reserve if limit is None else min(free_bytes, limit)
     return cpu // num_ranks, min(cpu, max(0, free_bytes - 2 * reserve)) // num_ranks
 

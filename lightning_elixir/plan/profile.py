@@ -14,6 +14,7 @@ from lightning_elixir.plan.packing import PackedChunk
 from lightning_elixir.plan.types import AccessTrace, Acquire, Drop
 
 _LATER_BATCHES = 0.05
+_UNCERTAIN = 0.2
 _GAPS = 0.3
 _MOST_GAPS_BYTES = 5 * 2**30
 
@@ -107,7 +108,7 @@ class StepProfile:
     def compute_s(self) -> float:
         return sum(i.compute_s for i in self.intervals)
 
-    def with_margin(self, block_bytes: int) -> StepProfile:
+    def with_margin(self, block_bytes: int, *, is_certain: bool = True) -> StepProfile:
         """The same with what the device's allocator cannot use, and what later batches may take more.
 
         Seen on an H200 with three quarters of the memory full of states: gradients come to lie in the gaps of a layer's
@@ -117,11 +118,14 @@ class StepProfile:
 
         Args:
             block_bytes: Bytes of an rCache block.
+            is_certain: False: this was never seen, and a step that takes more cannot be repeated, as with several
+                ranks.
         """
         peak = self.peak_non_model_bytes
         extra = min(int(peak * _GAPS), _MOST_GAPS_BYTES) + 2 * block_bytes if peak else 0
+        part = _LATER_BATCHES if is_certain else _UNCERTAIN
         intervals = (
-            replace(i, non_model_bytes=i.non_model_bytes + int(i.non_model_bytes * _LATER_BATCHES) + extra)
+            replace(i, non_model_bytes=i.non_model_bytes + int(i.non_model_bytes * part) + extra)
             for i in self.intervals
         )
         return StepProfile(self.trace, tuple(intervals))

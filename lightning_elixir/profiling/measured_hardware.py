@@ -197,7 +197,7 @@ class HardwareProbe:
 
     def _measured(self, device: Device, comm: Comm, memory: _Memory, facts: DeviceFacts) -> HardwareSpec:
         log.info("measuring what this machine can do; this takes up to %.0f s and is done once", self.budget_s)
-        arena_bytes = _arena_bytes(memory, self.local_world_size, self.max_bytes)
+        arena_bytes = _arena_bytes(_unused(comm, device, memory), self.local_world_size, self.max_bytes)
         try:
             bench = Workbench(device, comm, Stopwatch(device, comm, self.budget_s / _NUM_MEASUREMENTS), arena_bytes)
             figures: dict[str, Any] = bench.measure()
@@ -237,8 +237,22 @@ def _least_memory(comm: Comm, device: torch.device, folder: Path | None) -> _Mem
     )
 
 
+def _unused(comm: Comm, device: Device, memory: _Memory) -> _Memory:
+    """What is left on the device beside a model that is there already."""
+    if memory.gpu_bytes is None:
+        return memory
+    taken = max(row[0] for row in comm.exchange([device.allocated_bytes()]))
+    return replace(memory, gpu_bytes=max(0, memory.gpu_bytes - taken))
+
+
 def _arena_bytes(memory: _Memory, local_world_size: int, max_bytes: int) -> int:
-    """Size of each stretch of memory: about half of what may be used, the operations themselves take the rest."""
+    """Size of each stretch of memory: about half of what may be used, the operations themselves take the rest.
+
+    Args:
+        memory: Not what is in use already.
+        local_world_size: Ranks that share the host's.
+        max_bytes: The most for all of it.
+    """
     host = int(memory.host_bytes * _LARGEST_SHARE) // local_world_size
     limits = (
         [max_bytes, host] if memory.gpu_bytes is None else [max_bytes, host, int(memory.gpu_bytes * _LARGEST_SHARE)]

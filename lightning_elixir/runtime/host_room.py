@@ -19,7 +19,7 @@ _BETWEEN_LOOKS = 32 * 2**20
 """Elements of this rank's shards from one look to the next: the same on all ranks, whatever each has taken already."""
 
 _LEAST_FREE = 512 * 2**20
-"""Bytes that each rank of a host must find beside what it is going to take."""
+"""Bytes that each rank of a host must find beside what it is going to take; no more than it has of the plan there."""
 
 
 class HostRoom:
@@ -68,7 +68,8 @@ class HostRoom:
         self._num_elements = self._wanted = 0
         for host in dict.fromkeys(self._hosts):
             of_host = [row for row, name in zip(rows, self._hosts, strict=True) if name == host]
-            free, wanted = min(row[0] for row in of_host), sum(row[1] + _LEAST_FREE for row in of_host)
+            free = min(row[0] for row in of_host)
+            wanted = sum(row[1] + min(_LEAST_FREE, row[1] + row[2]) for row in of_host)
             if free < wanted:
                 raise _refusal(plan, len(of_host), sum(row[2] for row in of_host), free, wanted)
 
@@ -85,12 +86,12 @@ def _refusal(plan: Plan, num_ranks: int, held: int, free: int, wanted: int) -> C
     planned = plan.notes.get("host_bytes")
     of_plan = f" of {format_bytes(planned * num_ranks)} that were planned" if isinstance(planned, int) else ""
     fitting = max(0, held + free - 2 * num_ranks * _LEAST_FREE)
+    cure = f"What would fit is cpu_memory_limit={fitting} ({format_bytes(fitting)}); or f" if fitting else "F"
     return CapacityError(
         f"the host runs short of memory: its {num_ranks} rank{'s' * (num_ranks > 1)} hold {format_bytes(held)}"
         f"{of_plan}, and {format_bytes(free)} are left. Other programs, or data and loaders of your own, take more than"
-        " there was when the plan was made and than was kept back for them. What would fit is"
-        f" cpu_memory_limit={fitting} ({format_bytes(fitting)}); or free memory, or have states go to NVMe"
-        " (nvme_offload_dir)",
+        f" there was when the plan was made and than was kept back for them. {cure}ree memory, or have states go to"
+        " NVMe (nvme_offload_dir)",
         resource="host",
         lacking_bytes=wanted - free,
     )

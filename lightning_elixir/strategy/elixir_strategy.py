@@ -335,8 +335,8 @@ class ElixirStrategy(ProcessStrategy):
         if is_training and self._layer_sync is not None and not is_synced:
             self._layer_sync.apply(module)  # for good: another module would lose the engine's hooks
         self._fit_run = None
-        known = None if self._figures is None else self._figures.known
-        self._figures = MachineFigures(self._config, self._comm, self.root_device, max(1, self.num_processes), known)
+        ranks = max(1, self.num_processes)
+        self._figures = MachineFigures(self._config, self._comm, self.root_device, ranks, self._figures)
         self._figures.prepare(is_training=is_training)
         self._regime = self._regime_of(trainer)
         self.model = self._obtain_engine(module, is_training)
@@ -581,8 +581,11 @@ class ElixirStrategy(ProcessStrategy):
         if handle.is_warm or not self._config.is_placement_searched:
             return False
         before = handle.engine.plan
-        handle.engine.replan(self._planner().warm_up_plan(handle.skeleton, before, handle.budget))
-        return handle.engine.plan.fingerprint() != before.fingerprint()
+        plan = self._planner().warm_up_plan(handle.skeleton, before, handle.budget)
+        if plan.fingerprint() == before.fingerprint():
+            return False
+        handle.engine.replan(plan)
+        return True
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

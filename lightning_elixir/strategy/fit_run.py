@@ -17,6 +17,7 @@ from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import Timeline
+from lightning_elixir.plan.types import Plan
 from lightning_elixir.report import ReportData
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from lightning_elixir.strategy.dry_run import dry_run
@@ -86,7 +87,7 @@ class FitRun:
         self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.start_over)
         self._meter: StepMeter | None = None
         self._optimizer = optimizer
-        self._is_reserved = False
+        self._reserved_for: Plan | None = None
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._is_monitored = any(isinstance(callback, ElixirStatsMonitor) for callback in callbacks)
         if self._is_monitored or self._report is not None:
@@ -103,9 +104,7 @@ class FitRun:
     def before_batch(self, batch: Any, batch_idx: int) -> None:
         """A batch begins. Collective until the warm-up is over."""
         self.warm_up.before_batch(partial(self._dry_run, batch, batch_idx))
-        if not self._is_reserved and self.warm_up.stage is not Stage.WATCHED:
-            self._is_reserved = True
-            self._optimizer.reserve()  # a lack of memory shows now, not in the middle of a step
+        self._reserve()
         if self._meter is not None:
             if batch_idx == 0:
                 self._meter.interrupt()
@@ -126,6 +125,7 @@ class FitRun:
         is_automatic = self._module.automatic_optimization
         self.warm_up.after_step(may_move=is_automatic and not _ends_with_this_step(self._trainer))
         if is_automatic:
+            self._reserve()
             self.end_step()
 
     def end_step(self) -> None:
@@ -144,6 +144,13 @@ class FitRun:
     def backward(self, loss: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
         """Run `backward`; if memory runs out, the training step and then it a second time."""
         return self._step.backward(loss, backward, self._loss_of)
+
+    def _reserve(self) -> None:
+        """Take the memory that steps under the plan in force keep: a lack of it shows now, not in the middle of one."""
+        plan = self._handle.engine.plan
+        if plan is not self._reserved_for and self.warm_up.stage not in (Stage.NEW, Stage.WATCHED):
+            self._reserved_for = plan
+            self._optimizer.reserve()
 
     def _dry_run(self, batch: Any, batch_idx: int) -> MemoryProfile:
         if not self._module.automatic_optimization:

@@ -19,7 +19,7 @@ class MachineFigures:
         comm: All ranks.
         device: The compute device.
         num_local_ranks: Ranks on this host.
-        known: What was found out earlier.
+        earlier: For the same machine, of an earlier run.
     """
 
     def __init__(
@@ -28,14 +28,16 @@ class MachineFigures:
         comm: Comm,
         device: torch.device,
         num_local_ranks: int,
-        known: HardwareSpec | None = None,
+        earlier: MachineFigures | None = None,
     ) -> None:
         self._config = config
         self._comm = comm
         self._device = device
         self._num_local_ranks = num_local_ranks
-        self.known = known
+        self.known: HardwareSpec | None = None if earlier is None or earlier.is_nominal else earlier.known
         """None: not found out, or not needed."""
+        self.is_nominal: bool = False
+        """Whether they are round figures, but for the disk's."""
         self.is_pending = False
         """Whether measuring was put off until a plan depends on it."""
 
@@ -49,7 +51,7 @@ class MachineFigures:
         is_reported = config.report_dir is not None
         is_needed = is_training and (config.is_placement_searched or is_reported)
         if self._device.type == "cpu" and (is_needed or self._disk is not None):
-            self.known = self.known or HardwareSpec.nominal(config.gpu_limit_bytes)
+            self._take_nominal()
         self.is_pending = self.known is None and is_needed
         if self.is_pending and (is_reported or self._disk is not None):
             self.measure()
@@ -71,9 +73,14 @@ class MachineFigures:
         return self._config.nvme_offload_dir if self._config.is_placement_searched else None
 
     def _see_disk(self) -> None:
-        known, disk = self.known, self._disk
-        if known is None and disk is not None:
-            known = HardwareSpec.nominal(self._config.gpu_limit_bytes)
-        if known is not None and disk is not None and known.nvme_adam_numel_per_s is None:
-            known = self._probe().with_disk_rates(known)
-        self.known = known
+        if self._disk is None:
+            return
+        known = self._take_nominal()
+        if known.nvme_adam_numel_per_s is None:
+            self.known = self._probe().with_disk_rates(known)
+
+    def _take_nominal(self) -> HardwareSpec:
+        """What is known, or else round figures."""
+        if self.known is None:
+            self.known, self.is_nominal = HardwareSpec.nominal(self._config.gpu_limit_bytes), True
+        return self.known

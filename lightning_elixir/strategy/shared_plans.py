@@ -28,7 +28,7 @@ from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import Timeline, scheme_of, with_times
 from lightning_elixir.plan.types import Alternative, Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
-from lightning_elixir.planning import make_plan, param_specs, timeline_of, with_common_activations
+from lightning_elixir.planning import COMMON_SHARE, make_plan, param_specs, timeline_of, with_common_activations
 from lightning_elixir.profiling.kept_fp32 import is_nothing, kept_parameters
 from lightning_elixir.profiling.parameters import dtype_name
 from lightning_elixir.runtime.build import check_names
@@ -138,12 +138,14 @@ class Planner:
                 else f"{type(model).__name__} has no parameters. Make layers in __init__ or configure_model"
             )
 
-    def budget(self, own_bytes: int) -> Budget:
+    def budget(self, own_bytes: int, *, earlier: Budget | None = None) -> Budget:
         """What a rank may use: the same on all of them, and so as small as on the poorest.
 
         Args:
             own_bytes: Host memory that the model takes now, which counts as free: as the user built it
                 (`host_bytes_of`), or in an engine.
+            earlier: What was found before. Half of the reserve may have been taken since by what it is for; the disk's
+                part stays, since what is free there now is without our own file.
         """
         by_rank: list[_RankMemory] = self.comm.exchange_objects(
             _RankMemory(
@@ -158,17 +160,22 @@ class Planner:
         for node in {memory.node_rank for memory in by_rank}:
             ranks = [memory for memory in by_rank if memory.node_rank == node]
             free = min(m.host_bytes for m in ranks) + sum(m.own_bytes for m in ranks)
-            shares.append(host_share(free, len(ranks), self.config.cpu_limit_bytes))
+            shares.append(host_share(free, len(ranks), self.config.cpu_limit_bytes, is_begun=earlier is not None))
         device = [m.device_bytes for m in by_rank if m.device_bytes is not None]
         if self.config.gpu_limit_bytes is not None:
             device.append(self.config.gpu_limit_bytes)
         on_disk = [m.nvme_bytes // sum(n.node_rank == m.node_rank for n in by_rank) for m in by_rank]
+        cpu, spare = (min(share) for share in zip(*shares, strict=True))
+        # Half: where the engine moves to another placement, states may be there twice for a moment.
+        nvme = min(on_disk) // 2
+        if earlier is not None:
+            cpu, nvme = min(cpu, earlier.cpu_bytes or cpu), earlier.nvme_bytes
+            spare = min(spare, earlier.most_with_spares or spare)
         return Budget(
             gpu_bytes=min(device, default=None),
-            cpu_bytes=min(cpu for cpu, _ in shares),
-            # Half: where the engine moves to another placement, states may be there twice for a moment.
-            nvme_bytes=min(on_disk) // 2,
-            spare_cpu_bytes=min(spare for _, spare in shares),
+            cpu_bytes=cpu,
+            nvme_bytes=nvme,
+            spare_cpu_bytes=spare,
             words=DeviceWords.of_a_cpu("gpu_memory_limit") if self._device.type == "cpu" else DeviceWords(),
         )
 
@@ -191,8 +198,9 @@ class Planner:
             PlanError: An option or a given plan does not suit the model.
             CapacityError: A limit cannot hold what the policy needs.
         """
-        if is_training:
-            self._measure_unless_all_fits(model, budget, self.regime)
+        if is_training and self.figures.is_pending:
+            common = replace(budget, non_model_bytes=int((budget.gpu_bytes or 0) * COMMON_SHARE))
+            self._measure_unless(lambda: self._make(model, common, self.regime, policy="cuda"))
         return self._share(lambda: self._decide(model, budget, is_training))
 
     def guessed_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
@@ -203,8 +211,27 @@ class Planner:
         """A placement of `current`'s chunks that needs as little device memory as possible."""
         return self._share(lambda: self._safe_plan(model, current, budget))
 
+    def foresee(
+        self, model: nn.Module, current: Plan, budget: Budget, profile: MemoryProfile, regime: TrainingRegime
+    ) -> StepProfile:
+        """What a step will do over `current`'s chunks, with times from the machine's figures, which are measured now if
+        not everything fits. Collective. Arguments as for `final_plan`, but that the profile is of parameters."""
+        found = self._over_chunks(profile, current)
+        if not self.figures.is_pending:
+            return found
+        shared = self._shared_profile(found, current, is_seen=False)
+        self._measure_unless(lambda: self._make(model, budget, regime, layout=current, policy="cuda", profile=shared))
+        return self._over_chunks(profile, current)
+
     def final_plan(
-        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, regime: TrainingRegime
+        self,
+        model: nn.Module,
+        current: Plan,
+        budget: Budget,
+        profile: StepProfile,
+        regime: TrainingRegime,
+        *,
+        is_seen: bool,
     ) -> Plan:
         """Place `current`'s chunks anew, knowing what a training step does.
 
@@ -214,31 +241,29 @@ class Planner:
             budget: Limits of one rank.
             profile: What a step takes and does on this rank, foreseen or seen, over `current`'s chunks.
             regime: What training is like, with the optimizer.
+            is_seen: The profile is of a real step.
         """
-        shared = self._shared_profile(profile, current)
+        shared = self._shared_profile(profile, current, is_seen=is_seen)
         log.info("a step takes up to %s beside the chunks: placing them", format_bytes(shared.peak_non_model_bytes))
-        self._measure_unless_all_fits(model, budget, regime, layout=current, profile=shared)
+        if is_seen:
+            self._measure_unless(
+                lambda: self._make(model, budget, regime, layout=current, policy="cuda", profile=shared)
+            )
         return self._share(lambda: self._final_plan(model, current, budget, shared, regime))
 
-    def _measure_unless_all_fits(
-        self,
-        model: nn.Module,
-        budget: Budget,
-        regime: TrainingRegime,
-        *,
-        layout: Plan | None = None,
-        profile: StepProfile | None = None,
-    ) -> None:
-        """Have figures to weigh placements with, if there is more than one. Collective."""
+    def _measure_unless(self, place_all: Callable[[], Plan]) -> None:
+        """Have figures to weigh placements with, if there is more than one. Collective.
+
+        Args:
+            place_all: Places everything on the device, or raises `CapacityError`.
+        """
 
         def all_fits() -> bool:
-            def make(limits: Budget) -> Plan:
-                return self._make(model, limits, regime, layout=layout, policy="cuda", profile=profile)
-
             try:
-                return bool(make(budget) if profile is not None else self._unforeseen(make, budget))
+                place_all()
             except CapacityError:
                 return False
+            return True
 
         if self.figures.is_pending and not self._share(all_fits):
             self.figures.measure()
@@ -248,7 +273,7 @@ class Planner:
     ) -> Plan:
         """A plan that is faster than `current` by more than `LEAST_GAIN` of the step, by what is known now; or else
         `current`, with what is expected of it now. Arguments as for `final_plan`."""
-        shared = self._shared_profile(profile, current)
+        shared = self._shared_profile(profile, current, is_seen=True)
 
         def decide() -> Plan:
             now = self.simulated(current, shared, regime)
@@ -272,7 +297,7 @@ class Planner:
 
         return self._share(decide)
 
-    def over_chunks(self, profile: MemoryProfile, plan: Plan) -> StepProfile:
+    def _over_chunks(self, profile: MemoryProfile, plan: Plan) -> StepProfile:
         """What a step does over a plan's chunks, with times from the hardware's rates. On the CPU only chunks count, so
         what is beside them is left out. Not collective."""
         found = step_profile(profile, packed_chunks(plan), self.figures.known or HardwareSpec.nominal())
@@ -284,8 +309,8 @@ class Planner:
         """The predicted step of a plan, with spans and memory. Not collective."""
         return timeline_of(plan, profile, self.figures.known or HardwareSpec.nominal(), regime)
 
-    def _shared_profile(self, profile: StepProfile, current: Plan) -> StepProfile:
-        """Rank 0's, with the most memory that any rank saw, and a margin."""
+    def _shared_profile(self, profile: StepProfile, current: Plan, *, is_seen: bool) -> StepProfile:
+        """Rank 0's, with the most memory that any rank saw, or foresees, and a margin."""
         by_rank: list[StepProfile] = self.comm.exchange_objects(profile)
         first = by_rank[0]
         if all(len(p.intervals) == len(first.intervals) for p in by_rank):
@@ -297,7 +322,7 @@ class Planner:
         else:  # ranks that branch: what one of them took at its peak, it may take at any time
             peak = max(p.peak_non_model_bytes for p in by_rank)
             first = replace(first, intervals=tuple(replace(i, non_model_bytes=peak) for i in first.intervals))
-        return first.with_margin(current.block_bytes)
+        return first.with_margin(current.block_bytes, is_certain=is_seen or self.comm.world_size == 1)
 
     def _decide(self, model: nn.Module, budget: Budget, is_training: bool) -> tuple[Plan, bool]:
         given = self.config.given_plan()

@@ -192,22 +192,22 @@ class WarmUp:
     def _begin(self, dry_run: DryRun) -> Stage:
         """Make the plan for the first step."""
         handle, planner, engine = self._handle, self._planner, self._engine
-        # Less what has come since: libraries, the user's data and its loaders. Not the disk: what is free there now is
-        # without our own file, and some optimizers get none of it.
-        handle.budget = replace(planner.budget(engine.host_bytes()), nvme_bytes=handle.budget.nvme_bytes)
+        # Less what has come since: libraries, the user's data and its loaders.
+        handle.budget = planner.budget(engine.host_bytes(), earlier=handle.budget)
         engine.set_memory_limit(handle.budget.gpu_bytes)
         profile = self._foreseen(dry_run)
         if profile is None:
             self._move_to(planner.warm_up_plan(handle.skeleton, engine.plan, handle.budget))
             return Stage.WATCHED
-        self._place(profile, is_known=True)
+        foreseen = planner.foresee(handle.skeleton, engine.plan, handle.budget, profile, self._regime())
+        self._place(foreseen, is_known=True, is_seen=False)
         return Stage.SETTLING
 
-    def _foreseen(self, dry_run: DryRun) -> StepProfile | None:
+    def _foreseen(self, dry_run: DryRun) -> MemoryProfile | None:
         """What a step will do, if all ranks can tell."""
-        found: StepProfile | None = None
+        found: MemoryProfile | None = None
         try:
-            found = self._planner.over_chunks(dry_run(), self._engine.plan)
+            found = dry_run()
         except Exception as error:  # whatever the user's code raises; in the real step it is heard of
             log.info("the first step is watched, as it cannot be foreseen (%s: %s)", type(error).__name__, error)
         return found if all(self._comm.exchange_objects(found is not None)) else None
@@ -217,7 +217,7 @@ class WarmUp:
         handle, engine = self._handle, self._engine
         if handle.has_memory_samples or self.profile is None:
             return False
-        handle.has_memory_samples = True
+        handle.has_memory_samples = all(self._comm.exchange_objects(engine.step_profile() is not None))
         seen, foreseen = engine.peak_non_model_bytes, self.profile.peak_non_model_bytes
         is_more = any(self._comm.exchange_objects(seen > foreseen * (1 + _FORESEEN_WITHIN)))
         if is_more:
@@ -238,19 +238,21 @@ class WarmUp:
         if profile is None or not is_known:
             profile = StepProfile(AccessTrace(()), (StepInterval(0.0, engine.peak_non_model_bytes),))
         handle.has_memory_samples = True
-        self._place(_with_peak(profile, self._least_bytes), is_known=is_known)
+        self._place(_with_peak(profile, self._least_bytes), is_known=is_known, is_seen=True)
         return True
 
-    def _place(self, profile: StepProfile, *, is_known: bool) -> None:
+    def _place(self, profile: StepProfile, *, is_known: bool, is_seen: bool) -> None:
         """Move to the plan for such a step.
 
         Args:
             profile: What it does on this rank.
             is_known: Whether that is more than its highest moment.
+            is_seen: Whether a real step has done it.
         """
         handle, engine = self._handle, self._engine
         self.profile = profile
-        plan = self._planner.final_plan(handle.skeleton, engine.plan, handle.budget, profile, self._regime())
+        budget, regime = handle.budget, self._regime()
+        plan = self._planner.final_plan(handle.skeleton, engine.plan, budget, profile, regime, is_seen=is_seen)
         handle.is_warm = True
         # Where everything is on the device nothing can be gained; and fixed policies leave nothing to choose.
         handle.is_refinable = is_known and plan.policy == "auto" and not plan.is_all_resident

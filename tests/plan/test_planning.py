@@ -341,6 +341,8 @@ def test_a_part_of_the_host_is_kept_back() -> None:
     assert host_share(100 * gib, 2, 60 * gib) == (30 * gib, 30 * gib)
     assert host_share(100 * gib, 1, 2**50) == (100 * gib, 92 * gib)
     assert host_share(0, 3) == (0, 0)
+    # When training is about to begin, half of that may have been taken by what it is for.
+    assert host_share(100 * gib, 1, is_begun=True) == (98 * gib, 96 * gib)
 
 
 @pytest.mark.parametrize("search", SEARCHES)

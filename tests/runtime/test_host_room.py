@@ -97,6 +97,41 @@ def test_what_is_reserved_is_what_steps_keep() -> None:
     assert engine.engine.host_bytes() == reserved
 
 
+class _Comm:
+    """Two ranks of one host."""
+
+    def __init__(self, free: int, wanted: int, held: int) -> None:
+        self._row = [free, wanted, held]
+
+    def exchange(self, row: Any) -> list[list[int]]:
+        return [self._row, self._row]
+
+    def exchange_objects(self, name: str) -> list[str]:
+        return [name, name]
+
+
+@pytest.mark.parametrize(
+    ("free", "wanted", "held", "fits"),
+    [
+        (2 * 1024, 500, 10_000, True),
+        (2 * 1011, 500, 10_000, False),
+        (10, 0, 0, True),  # nothing of the plan is there, so nothing is wanted
+        (2 * 20, 10, 0, True),  # no more than the plan has there
+        (2 * 19, 10, 0, False),
+    ],
+)
+def test_each_rank_wants_to_find_what_it_takes_and_some_more(free: int, wanted: int, held: int, fits: bool) -> None:
+    room: Any = host_room.HostRoom(_Comm(free * MIB, wanted * MIB, held * MIB))  # type: ignore[arg-type]
+    plan = make_host_plan("cpu", 1)
+    if fits:
+        room.look(plan, lambda: 0)
+        return
+    with pytest.raises(CapacityError, match="runs short of memory") as raised:
+        room.look(plan, lambda: 0)
+    fitting = 2 * held + free - 4 * 512
+    assert ("cpu_memory_limit" in str(raised.value)) == (fitting > 0)
+
+
 def test_small_models_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     def never() -> int:
         raise AssertionError("looked")
