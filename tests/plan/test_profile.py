@@ -115,3 +115,8 @@ def test_a_margin_is_left_where_something_was_measured() -> None:
     assert [(i.compute_s, i.grads) for i in more.intervals] == [(1.0, ()), (2.0, (0,))]
     nothing = StepProfile(unpinned(0), (StepInterval(1.0, 0), StepInterval(2.0, 0)))
     assert nothing.with_margin(1000) == nothing  # a device that nobody measures
+    # What was never seen, and cannot be run again, leaves more.
+    unseen = profile.with_margin(1000, is_certain=False)
+    assert unseen.peak_non_model_bytes - more.peak_non_model_bytes == int(profile.peak_non_model_bytes * 0.2) - int(
+        profile.peak_non_model_bytes * 0.05
+    )
