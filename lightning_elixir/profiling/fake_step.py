@@ -30,6 +30,7 @@ StepFn = Callable[[nn.Module, Mapping[str, Any]], object]
 # Of a model's attributes these are not copied: data, and the items of containers that have more than this.
 _DATA = (DataLoader, Dataset, Sampler)
 _MOST_COPIED = 10_000
+_MOST_COPIED_BYTES = 1 << 20
 _DEEPEST = 4
 
 _CURE = (
@@ -186,16 +187,17 @@ def _fake_model(
 
 
 def _note(value: Any, memo: dict[int, Any], depth: int = 0) -> None:
-    """Have deep copies make tensors into stand-ins, and share data, which may be larger than the model: arrays that
-    cannot be written to there, and the items of long containers."""
+    """Have deep copies make tensors into stand-ins, and share data, which may be larger than the model: large arrays,
+    which cannot be written to there, and the items of long containers."""
     if id(value) in memo or isinstance(value, nn.Module):
         return
     is_container = isinstance(value, (list, tuple, set, dict))
     if isinstance(value, Tensor):
         memo[id(value)] = _fake_input(value, None)
     elif hasattr(value, "__array_finalize__"):  # an array of numpy, which need not be there
-        memo[id(value)] = view = value.view()
-        view.setflags(write=False)
+        if value.nbytes > _MOST_COPIED_BYTES:
+            memo[id(value)] = view = value.view()
+            view.setflags(write=False)
     elif isinstance(value, _DATA):
         memo[id(value)] = value
     elif is_container and len(value) > _MOST_COPIED:

@@ -2,18 +2,22 @@
 
 [Note: dry run] A copy of the LightningModule gets stand-ins for the batch, and nothing is computed
 (`profiling/fake_step.py`). The user's code must not notice: what it counts, it counts in the copy; what it logs and
-prints goes nowhere; random states are put back; the copy's trainer, optimizers and schedulers tell figures, such as
+prints goes nowhere; what it changes in its classes, its files' globals, the batch and the like is put back
+(`strategy/put_back.py`), as are random states; the copy's trainer, optimizers and schedulers tell figures, such as
 `global_step` and the learning rate, and refuse everything else. Numbers that the code reads from tensors are taken to
 be 1, and answers no. Where all this does not do, there is no dry run, and the first step is watched instead
-(`strategy/warm_up.py`). What the code changes outside of the module, such as files and globals, it changes once more.
+(`strategy/warm_up.py`). What the code does outside of the process, such as lines in files, it does once more. Tensors
+without values that something still holds afterwards end the fit: training would go on with them, unnoticed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,13 +27,17 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_elixir._lightning import LightningModule, Trainer
 from lightning_elixir.core.random_states import capture_random_states, restore_random_states
-from lightning_elixir.errors import PlanError
+from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.fake_step import profile_memory
 from lightning_elixir.profiling.known_values import GuessedValues
+from lightning_elixir.strategy.put_back import PutBack, left_behind
 
 _PLAIN = (bool, int, float, str, bytes, enum.Enum, timedelta, torch.device, torch.dtype, type(None))
 
@@ -55,34 +63,84 @@ def dry_run(
 
     Raises:
         PlanError: The step does not run without values.
+        StateError: The user's code holds tensors of the dry run where they cannot be taken away.
     """
+    modes: list[FakeTensorMode | None] = []
+    profile, reason = None, ""
+    with _unnoticed(module, args):
+        try:
+            profile = _profiled(module, args, loss_of, modes, compute_dtype, has_autocast, kept_fp32)
+        except (Exception, SystemExit) as error:
+            reason = _first_line(error.__cause__ or error)
+    # Not before the exception, and what it holds, is gone.
+    kept = [tensor for mode in modes if mode for tensor in left_behind(mode)]
+    if kept:
+        raise StateError(
+            f"training_step keeps {len(kept)} tensors outside of the module, the batch and the user's own files"
+            f" (shapes {', '.join(str(list(t.shape)) for t in kept[:3])}), and in a dry run those have no values. Keep"
+            " them in the module; or ask for self.trainer.strategy at the start of training_step: there is no dry run"
+            " then"
+        )
+    if profile is None:
+        raise PlanError(reason)
+    return profile
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _profiled(
+    module: LightningModule,
+    args: Sequence[Any],
+    loss_of: Callable[[Any], Tensor | None],
+    modes: list[FakeTensorMode | None],
+    compute_dtype: torch.dtype | None,
+    has_autocast: bool,
+    kept_fp32: frozenset[str],
+) -> MemoryProfile:
+    """As `dry_run`, which keeps things away from the user's code; adds the fake mode to `modes`."""
     trainer = _FiguresOf(module.trainer)
     tensors: list[Tensor] = []
     apply_to_collection(tuple(args), Tensor, tensors.append)
 
     def step(copy: nn.Module, inp: Mapping[str, Any]) -> None:
+        modes.append(detect_fake_mode())
         stand_ins = iter(inp["tensors"])
         fake_args = apply_to_collection(tuple(args), Tensor, lambda _: next(stand_ins))
         if not isinstance(copy, LightningModule):
             raise TypeError(f"the copy is a {type(copy).__name__}")
         _keep_to_itself(copy, module, trainer)
-        with GuessedValues():
+        with GuessedValues(), _Alone():
             loss = loss_of(copy.training_step(*fake_args))
             if loss is None:
                 raise ValueError("training_step returned no loss")
             copy.backward(loss)
 
-    with _unnoticed(module.device):
-        return profile_memory(
-            module,
-            {"tensors": tensors},
-            step,
-            compute_dtype,
-            autocast=has_autocast,
-            keep_fp32=sorted(kept_fp32) or None,
-            master_weights=False,  # what is kept has been decided
-            stand_ins=[(module.trainer, trainer)],
-        )
+    return profile_memory(
+        module,
+        {"tensors": tensors},
+        step,
+        compute_dtype,
+        autocast=has_autocast,
+        keep_fp32=sorted(kept_fp32) or None,
+        master_weights=False,  # what is kept has been decided
+        stand_ins=[(module.trainer, trainer)],
+    )
+
+
+class _Alone(TorchDispatchMode):
+    """Enter around code of one rank that others do not wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise PlanError(f"training_step talks to other ranks ({func})")
+        return func(*args, **(kwargs or {}))
 
 
 class _FiguresOf:
@@ -192,16 +250,43 @@ def _gathering(world_size: int) -> Callable[..., Any]:
 
 
 @contextmanager
-def _unnoticed(device: torch.device) -> Iterator[None]:
-    """What is printed, logged and drawn inside leaves no trace; what is compiled runs as it is."""
-    states, disabled = capture_random_states(device), logging.root.manager.disable
-    out, err = io.StringIO(), io.StringIO()
-    logging.disable(max(disabled, logging.WARNING))
+def _unnoticed(module: LightningModule, args: Sequence[Any]) -> Iterator[None]:
+    """What happens inside leaves no trace in the process; what is compiled runs as it is."""
+    device = module.device
+    states, disabled, said_once = capture_random_states(device), logging.root.manager.disable, _said_once()
+    there = PutBack()
+    there.skip(module.trainer)
+    there.add_model(module)
+    there.add_code_of(module)
+    there.add(tuple(args))
+    for optimizer in module.trainer.optimizers:
+        there.skip(optimizer)
+        there.add(optimizer.param_groups)
+    for config in module.trainer.lr_scheduler_configs:
+        there.add(vars(config.scheduler))
+    out, err, stdin, stop = io.StringIO(), io.StringIO(), sys.stdin, sys.breakpointhook
+    logging.disable(max(disabled, logging.CRITICAL))
+    for name, method in said_once.items():  # else nothing would be said in the real step
+        setattr(logging.Logger, name, method.__wrapped__)
+    sys.stdin, sys.breakpointhook = io.StringIO(), _no_breakpoint
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with torch.compiler.set_stance("force_eager"):
                 yield
     finally:
+        sys.stdin, sys.breakpointhook = stdin, stop
+        for name, method in said_once.items():
+            setattr(logging.Logger, name, method)
         logging.disable(disabled)
+        there.put_back()
         restore_random_states(states, device)
+
+
+def _said_once() -> dict[str, Any]:
+    """The methods that libraries give loggers, and that remember what they have logged."""
+    return {n: m for n, m in vars(logging.Logger).items() if isinstance(m, functools._lru_cache_wrapper)}
+
+
+def _no_breakpoint(*args: Any, **kwargs: Any) -> None:
+    raise PlanError("training_step has a breakpoint")

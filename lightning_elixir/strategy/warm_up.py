@@ -23,6 +23,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from lightning_elixir.errors import StateError
 from lightning_elixir.plan.profile import MemoryProfile, StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import AccessTrace, Plan
@@ -34,7 +35,7 @@ from lightning_elixir.strategy.shared_plans import Planner
 log = logging.getLogger(__name__)
 
 DryRun = Callable[[], MemoryProfile]
-"""Raises whatever the user's code does, or `PlanError`, where there can be none."""
+"""Raises `PlanError` where there can be none, and `StateError` where training cannot go on after it."""
 
 # A step that takes more than was foreseen by less than this part has its place in the plan's margin.
 _FORESEEN_WITHIN = 0.1
@@ -208,8 +209,10 @@ class WarmUp:
         found: MemoryProfile | None = None
         try:
             found = dry_run()
+        except StateError:  # it has left behind what must not be trained with
+            raise
         except Exception as error:  # whatever the user's code raises; in the real step it is heard of
-            log.info("the first step is watched, as it cannot be foreseen (%s: %s)", type(error).__name__, error)
+            log.info("the first step is watched, as it cannot be foreseen (%s)", error)
         return found if all(self._comm.exchange_objects(found is not None)) else None
 
     def _is_more_than_foreseen(self) -> bool:

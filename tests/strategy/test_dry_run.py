@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import functools
+import logging
 import random
+import sys
+import threading
+import types
 import warnings
+import weakref
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +19,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from lightning_elixir._lightning import LightningModule, Trainer, pl
+from lightning_elixir.errors import StateError
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.fake_step import profile_memory
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy import fit_run as fit_run_module
 from lightning_elixir.strategy.dry_run import dry_run
+from lightning_elixir.strategy.put_back import PutBack
 from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import (
@@ -180,7 +190,7 @@ def test_long_records_do_not_grow(kind: str, profiles: list[Any]) -> None:
             self.record: Any = {
                 "list": list(range(20_000)),
                 "dict": dict.fromkeys(range(20_000)),
-                "array": np.zeros(3),
+                "array": np.zeros(300_000),
             }[kind]
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -345,7 +355,7 @@ def test_data_that_a_module_holds_is_not_copied() -> None:
             super().__init__()
             self.layers = make_layers(1)
             self.data = Rows()
-            self.table = np.zeros((100, 100))
+            self.table = np.zeros((1000, 1000))
             self.words = {"all": list(range(20_000)), "few": [torch.ones(3), {"deep": torch.ones(5)}]}
 
     model, seen = Holder(), []
@@ -450,3 +460,258 @@ def test_the_trainer_that_a_copy_has_does_nothing() -> None:
     assert not figures.logger.experiment.log_image("x", [1])
     with pytest.raises(Exception, match=r"trainer\.save_checkpoint"):
         figures.save_checkpoint("x")
+
+
+# What users change outside of the module
+
+
+class Opaque:
+    """A batch of a class that nothing knows."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.num_seen = x, y, 0
+
+
+def opaque_data() -> Any:
+    def collate(samples: Any) -> Opaque:
+        return Opaque(*torch.utils.data.default_collate(samples))
+
+    return DataLoader(make_data().dataset, batch_size=4, collate_fn=collate)
+
+
+num_global_steps = 0
+global_losses: dict[str, list[float]] = {"train": []}
+global_counts = np.zeros(2)
+global_tensor = torch.zeros(())
+global_generator = np.random.default_rng(1)
+global_cache: dict[str, Tensor] = {}
+
+
+class ChangingAll(Net):
+    """Counts wherever one can count, in every step."""
+
+    num_steps = 0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.counts, self.long = np.zeros(2), list(range(20_000))
+        self.seen: list[Any] = []
+        in_closure, here = [0], weakref.ref(self)
+        self.num_hooks, self.num_weak = 0, 0
+
+        def hook(module: nn.Module, inp: Any, out: Tensor) -> None:
+            self.num_hooks += 1
+            in_closure[0] += 1
+            net = here()
+            assert net is not None
+            net.num_weak += 1
+
+        self.layers[0].register_forward_hook(hook)
+        self.in_closure = lambda: in_closure[0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        global num_global_steps
+        num_global_steps += 1
+        ChangingAll.num_steps += 1
+        global_tensor.add_(1)
+        global_counts[0] += 1
+        self.counts[0] += 1
+        self.long.append(batch_idx)
+        batch.num_seen += 1
+        batch.x = batch.x * 2
+        if "ones" not in global_cache:
+            global_cache["ones"] = torch.ones_like(batch.y[:1])
+            assert batch.num_seen == 1
+        optimizer: Any = self.optimizers()
+        optimizer.param_groups[0]["lr"] *= 0.9
+        scheduler: Any = self.lr_schedulers()
+        loss = super().training_step([batch.x, batch.y * global_cache["ones"]], batch_idx)
+        global_losses["train"].append(loss.item())
+        counted = [num_global_steps, self.num_steps, len(global_losses["train"]), self.num_hooks, self.num_weak]
+        counted += [batch.num_seen, len(self.long), self.in_closure(), scheduler.last_epoch]
+        figures = [*global_counts.tolist(), *self.counts.tolist(), global_tensor.item(), global_generator.random()]
+        self.seen.append((counted, figures, optimizer.param_groups[0]["lr"]))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_what_the_step_changes_elsewhere_is_put_back(profiles: list[Any]) -> None:
+    def run(strategy: Any) -> Any:
+        global num_global_steps, global_generator
+        num_global_steps = ChangingAll.num_steps = 0
+        global_losses["train"].clear()
+        global_cache.clear()
+        global_counts.fill(0)
+        global_tensor.zero_()
+        global_generator = np.random.default_rng(1)
+        _, model, result = fit(strategy, ChangingAll, train=opaque_data)
+        assert isinstance(model, ChangingAll)
+        assert type(global_cache["ones"]) is Tensor
+        return result, model.seen
+
+    expected, actual = run("auto"), run(ElixirStrategy(**LIMIT))
+    assert isinstance(profiles[0], MemoryProfile)
+    assert_same_run(actual[0], expected[0])
+    assert actual[1] == expected[1]
+
+
+@functools.lru_cache
+def _large_mask(size: int) -> Tensor:
+    return torch.ones(size, size).tril()
+
+
+def test_a_cache_of_a_function_keeps_nothing_without_values(profiles: list[Any]) -> None:
+    class Masked(Net):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss([batch[0] * _large_mask(3000)[-1, :WIDTH], batch[1]])
+
+    def run(strategy: Any) -> Any:
+        _large_mask.cache_clear()
+        return fit(strategy, Masked)[2]
+
+    expected, actual = run("auto"), run(ElixirStrategy(**LIMIT))
+    assert isinstance(profiles[0], MemoryProfile)
+    assert_same_run(actual, expected)
+
+
+def test_tensors_without_values_are_not_trained_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = types.ModuleType("hostile_library")
+    library.__file__ = "/somewhere/site-packages/hostile_library.py"
+    library.cache = {}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+
+    class Keeping(Net):
+        asks = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert not self.asks or self.trainer.strategy is not None
+            cache = sys.modules["hostile_library"].cache
+            if "ones" not in cache:
+                cache["ones"] = torch.ones_like(batch[0])
+            return super().training_step([batch[0] * cache["ones"], batch[1]], batch_idx)
+
+    class Asking(Keeping):
+        asks = True
+
+    with pytest.raises(StateError, match=r"training_step keeps 1 tensors .*self\.trainer\.strategy"):
+        fit(ElixirStrategy(**LIMIT), Keeping)
+    library.cache.clear()
+    _, _, expected = fit("auto", Asking)
+    library.cache.clear()
+    _, _, actual = fit(ElixirStrategy(**LIMIT), Asking)
+    assert_same_run(actual, expected)
+
+
+def test_errors_are_logged_once_and_what_is_logged_once_is_logged(profiles: list[Any], caplog: Any) -> None:
+    user = logging.getLogger("user of the dry run")
+
+    @functools.lru_cache(None)
+    def warn_once(self: logging.Logger, message: str) -> None:
+        self.warning(message)
+
+    class Complaining(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 0:
+                user.error("an error")
+                user.critical("worse")
+            user.warn_once("once")  # type: ignore[attr-defined]
+            return super().training_step(batch, batch_idx)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(logging.Logger, "warn_once", warn_once, raising=False)
+        fit(ElixirStrategy(**LIMIT), Complaining)
+        assert vars(logging.Logger)["warn_once"] is warn_once
+    assert isinstance(profiles[0], MemoryProfile)
+    told = [r.getMessage() for r in caplog.records if r.name == user.name]
+    assert told == ["an error", "worse", "once"]
+
+
+class Stopping(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        breakpoint()
+        return super().training_step(batch, batch_idx)
+
+
+class Leaving(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if loss.item() == 1:  # which is what a dry run takes it for
+            raise SystemExit(3)
+        return loss
+
+
+class Asking(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if isinstance(batch[0], FakeTensor):
+            input("nobody can answer that")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("make", [Stopping, Leaving, Asking])
+def test_it_does_not_stop_or_end_the_process(
+    make: type[Net], profiles: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops: list[int] = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(1))
+    _, _, expected = fit("auto", make)
+    num_stops = len(stops)
+    _, _, actual = fit(ElixirStrategy(**LIMIT), make)
+    assert isinstance(profiles[0], Exception)
+    assert len(stops) == 2 * num_stops
+    assert_same_run(actual, expected)
+
+
+def _talking() -> Any:
+    class Talking(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_rank == 1:
+                assert len(batch[0].nonzero())
+            torch.distributed.barrier()
+            return super().training_step(batch, batch_idx)
+
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+
+        def noted(*args: Any, **options: Any) -> MemoryProfile:
+            try:
+                return dry_run(*args, **options)
+            except Exception as error:
+                seen.append(str(error))
+                raise
+
+        monkeypatch.setattr(fit_run_module, "dry_run", noted)
+        _, _, run = fit(ElixirStrategy(**LIMIT), Talking, devices=2, train=lambda: make_data(64))
+    return [loss.item() for loss in run.losses], seen
+
+
+def test_it_waits_for_no_other_rank() -> None:
+    found = run_ranks(_talking, 2, init_group=False)
+    assert [losses for losses, _ in found] == run_ranks(_ddp, 2, init_group=False)
+    assert "training_step talks to other ranks" in found[0][1][0]
+
+
+def test_what_other_threads_do_meanwhile_is_not_undone() -> None:
+    """Only what holds tensors without values is put back then."""
+    counts, cache, feed = {"n": 0}, {"mask": None}, collections.deque([1])
+    with FakeTensorMode():
+        fake = torch.zeros(3)
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait, daemon=True)
+    for is_alone in (True, False):
+        if not is_alone:
+            thread.start()
+        there = PutBack()
+        there.add([counts, cache, feed])
+        counts["n"] += 1
+        cache["mask"] = fake  # type: ignore[assignment]
+        feed.append(2)
+        there.put_back()
+        assert cache == {"mask": None}
+        assert counts == {"n": 0 if is_alone else 1}
+    assert list(feed) == [1, 2, 2]  # a queue belongs to threads
+    is_over.set()
+    thread.join()
