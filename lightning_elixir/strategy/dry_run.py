@@ -19,6 +19,7 @@ import io
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,9 +28,9 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_elixir._lightning import LightningModule, Trainer
 from lightning_elixir.core.random_states import capture_random_states, restore_random_states
@@ -65,15 +66,15 @@ def dry_run(
         PlanError: The step does not run without values.
         StateError: The user's code holds tensors of the dry run where they cannot be taken away.
     """
-    modes: list[FakeTensorMode | None] = []
+    made: list[weakref.ref[Tensor]] = []
     profile, reason = None, ""
     with _unnoticed(module, args):
         try:
-            profile = _profiled(module, args, loss_of, modes, compute_dtype, has_autocast, kept_fp32)
+            profile = _profiled(module, args, loss_of, made, compute_dtype, has_autocast, kept_fp32)
         except (Exception, SystemExit) as error:
             reason = _first_line(error.__cause__ or error)
     # Not before the exception, and what it holds, is gone.
-    kept = [tensor for mode in modes if mode for tensor in left_behind(mode)]
+    kept = left_behind(made)
     if kept:
         raise StateError(
             f"training_step keeps {len(kept)} tensors outside of the module, the batch and the user's own files"
@@ -94,53 +95,67 @@ def _profiled(
     module: LightningModule,
     args: Sequence[Any],
     loss_of: Callable[[Any], Tensor | None],
-    modes: list[FakeTensorMode | None],
+    made: list[weakref.ref[Tensor]],
     compute_dtype: torch.dtype | None,
     has_autocast: bool,
     kept_fp32: frozenset[str],
 ) -> MemoryProfile:
-    """As `dry_run`, which keeps things away from the user's code; adds the fake mode to `modes`."""
+    """As `dry_run`, which keeps things away from the user's code; adds the tensors without values to `made`."""
     trainer = _FiguresOf(module.trainer)
     tensors: list[Tensor] = []
+    copies: list[nn.Module] = []
     apply_to_collection(tuple(args), Tensor, tensors.append)
 
     def step(copy: nn.Module, inp: Mapping[str, Any]) -> None:
-        modes.append(detect_fake_mode())
         stand_ins = iter(inp["tensors"])
         fake_args = apply_to_collection(tuple(args), Tensor, lambda _: next(stand_ins))
         if not isinstance(copy, LightningModule):
             raise TypeError(f"the copy is a {type(copy).__name__}")
+        copies.append(copy)
+        made.extend(map(weakref.ref, (*copy.parameters(), *copy.buffers(), *inp["tensors"])))
         _keep_to_itself(copy, module, trainer)
-        with GuessedValues(), _Alone():
+        with GuessedValues(), _Alone(made):
             loss = loss_of(copy.training_step(*fake_args))
             if loss is None:
                 raise ValueError("training_step returned no loss")
             copy.backward(loss)
 
-    return profile_memory(
-        module,
-        {"tensors": tensors},
-        step,
-        compute_dtype,
-        autocast=has_autocast,
-        keep_fp32=sorted(kept_fp32) or None,
-        master_weights=False,  # what is kept has been decided
-        stand_ins=[(module.trainer, trainer)],
-    )
+    try:
+        return profile_memory(
+            module,
+            {"tensors": tensors},
+            step,
+            compute_dtype,
+            autocast=has_autocast,
+            keep_fp32=sorted(kept_fp32) or None,
+            master_weights=False,  # what is kept has been decided
+            stand_ins=[(module.trainer, trainer)],
+        )
+    finally:
+        for copy in copies:  # modules lie in cycles, and would stay until the collector comes
+            for one in list(copy.modules()):
+                vars(one).clear()
 
 
 class _Alone(TorchDispatchMode):
-    """Enter around code of one rank that others do not wait for."""
+    """Enter around code of one rank that others do not wait for.
 
-    def __init__(self) -> None:
+    Args:
+        made: Gets the tensors that operators make.
+    """
+
+    def __init__(self, made: list[weakref.ref[Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._made = made
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise PlanError(f"training_step talks to other ranks ({func})")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._made.extend(weakref.ref(one) for one in tree_leaves(result) if isinstance(one, FakeTensor))
+        return result
 
 
 class _FiguresOf:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 _CONTAINERS = (
@@ -128,7 +128,7 @@ class PutBack:
 
     def _may_undo(self, now: Iterable[Any]) -> bool:
         """Whether what is there now can only be the dry run's doing."""
-        return self._is_alone or _holds_fakes(now, None)
+        return self._is_alone or _holds_fakes(now)
 
     def _add_container(self, container: Any, depth: int) -> None:
         is_dict = isinstance(container, dict)
@@ -255,18 +255,23 @@ def _is_users(name: str, module: types.ModuleType | None) -> bool:
     return not path.startswith((paths["stdlib"], paths["platstdlib"]))
 
 
-def left_behind(mode: FakeTensorMode) -> list[FakeTensor]:
-    """The tensors of a fake mode that something still holds; caches of functions (`lru_cache`) forget them."""
-    if not _fakes_of(mode):
+def left_behind(made: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    """The tensors without values among these that something still holds; caches of functions (`lru_cache`) forget
+    them."""
+    if not _alive(made):
         return []
     gc.collect()
-    if not _fakes_of(mode):
+    if not _alive(made):
         return []
     for cached in _caches():
-        if cached.cache_info().currsize and _holds_fakes(gc.get_referents(cached), mode):
+        if cached.cache_info().currsize and _holds_fakes(gc.get_referents(cached)):
             cached.cache_clear()
     gc.collect()
-    return _fakes_of(mode)
+    return _alive(made)
+
+
+def _alive(references: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    return [tensor for one in references if (tensor := one()) is not None and isinstance(tensor, FakeTensor)]
 
 
 def _caches() -> list[Any]:
@@ -276,22 +281,12 @@ def _caches() -> list[Any]:
     return list({id(one): one for one in known}.values())
 
 
-def _fakes_of(mode: FakeTensorMode) -> list[FakeTensor]:
-    return [one for one in gc.get_objects() if type(one) is FakeTensor and one.fake_mode is mode]
-
-
-def _holds_fakes(values: Iterable[Any], mode: FakeTensorMode | None, depth: int = 0) -> bool:
-    """Whether tensors without values are among these, or below them.
-
-    Args:
-        mode: Of this one; None: any.
-    """
+def _holds_fakes(values: Iterable[Any], depth: int = 0) -> bool:
+    """Whether tensors without values are among these, or below them."""
     for value in values:
-        if type(value) is FakeTensor:
-            if mode is None or value.fake_mode is mode:
-                return True
-            continue
+        if isinstance(value, FakeTensor):
+            return True
         is_followed = isinstance(value, (dict, list, tuple)) or type(value).__name__.endswith("lru_list_elem")
-        if is_followed and depth < _DEEPEST and _holds_fakes(gc.get_referents(value), mode, depth + 1):
+        if is_followed and depth < _DEEPEST and _holds_fakes(gc.get_referents(value), depth + 1):
             return True
     return False
