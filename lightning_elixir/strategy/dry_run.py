@@ -272,13 +272,13 @@ def _unnoticed(module: LightningModule, args: Sequence[Any]) -> Iterator[None]:
     there = PutBack()
     there.skip(module.trainer)
     there.add_model(module)
-    there.add_code_of(module)
     there.add(tuple(args))
     for optimizer in module.trainer.optimizers:
         there.skip(optimizer)
         there.add(optimizer.param_groups)
     for config in module.trainer.lr_scheduler_configs:
         there.add(vars(config.scheduler))
+    there.add_code_of(module)  # the last, since other threads may change globals
     out, err, stdin, stop = io.StringIO(), io.StringIO(), sys.stdin, sys.breakpointhook
     logging.disable(max(disabled, logging.CRITICAL))
     for name, method in said_once.items():  # else nothing would be said in the real step

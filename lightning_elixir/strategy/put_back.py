@@ -1,8 +1,9 @@
 """What a user's code can change outside of a copy of its model: noted down, and put back.
 
 Other threads may change the same things meanwhile, and what they do must not be undone: while there are any but those
-of known libraries, only what holds tensors of the dry run is put back, which no other thread can have put there.
-Queues, and objects of classes that are not the user's, are left alone always.
+of known libraries, of globals and classes only what holds tensors of the dry run is put back, which no other thread can
+have put there. The batch and the model belong to the training, and are always put back. Queues, and objects of classes
+that are not the user's, are left alone always.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class PutBack:
 
     def __init__(self) -> None:
         self._is_alone = not any(map(_may_change_things, threading.enumerate()))
+        self._is_sure = True  # that what is added now is changed by this thread alone
         self._undo: list[Callable[[], None]] = []
         self._seen: dict[int, object] = {}  # kept alive: ids must stay theirs
 
@@ -62,6 +64,7 @@ class PutBack:
 
     def add_code_of(self, model: nn.Module) -> None:
         """Add the attributes of the model's classes, and the names in their files and in the user's own."""
+        self._is_sure = self._is_alone
         classes = {c for module in model.modules() for c in type(module).__mro__ if not _is_library(c.__module__)}
         for one in classes - {object}:
             self._add_names(
@@ -91,7 +94,7 @@ class PutBack:
             return
         self.skip(value)
         if isinstance(value, Tensor) or _is_array(value) or _is_generator(value):
-            if self._is_alone:
+            if self._is_sure:
                 self._add_values(value)
         elif depth >= _DEEPEST:
             return
@@ -126,17 +129,13 @@ class PutBack:
         else:
             self._undo.append(_state_of(value))
 
-    def _may_undo(self, now: Iterable[Any]) -> bool:
-        """Whether what is there now can only be the dry run's doing."""
-        return self._is_alone or _holds_fakes(now)
-
     def _add_container(self, container: Any, depth: int) -> None:
         is_dict = isinstance(container, dict)
-        before = list(container.items()) if is_dict else list(container)
+        before, is_sure = list(container.items()) if is_dict else list(container), self._is_sure
 
         def undo() -> None:
             now = list(container.items()) if is_dict else list(container)
-            if not _is_same(now, before, in_pairs=is_dict) and self._may_undo(now):
+            if not _is_same(now, before, in_pairs=is_dict) and (is_sure or _holds_fakes(now)):
                 container.clear()
                 container.update(before) if isinstance(container, (dict, set)) else container.extend(before)
 
@@ -147,14 +146,16 @@ class PutBack:
     def _add_names(
         self, before: dict[str, Any], names: Any, put: Callable[[str, Any], None], remove: Callable[[str], None]
     ) -> None:
+        is_sure = self._is_sure
+
         def undo() -> None:
             for name, value in list(names.items()):
                 is_new = name not in before and not name.startswith("__") and not isinstance(value, types.ModuleType)
-                if is_new and self._may_undo([value]):
+                if is_new and (is_sure or _holds_fakes([value])):
                     remove(name)
             for name, value in before.items():
                 now = names.get(name, undo)
-                if not name.startswith("__") and now is not value and self._may_undo([now]):
+                if not name.startswith("__") and now is not value and (is_sure or _holds_fakes([now])):
                     put(name, value)
 
         self._undo.append(undo)

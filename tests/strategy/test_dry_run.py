@@ -28,7 +28,7 @@ from lightning_elixir.errors import StateError
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.fake_step import profile_memory
-from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy import ElixirStrategy, put_back
 from lightning_elixir.strategy import fit_run as fit_run_module
 from lightning_elixir.strategy.dry_run import dry_run
 from lightning_elixir.strategy.put_back import PutBack
@@ -539,7 +539,9 @@ class ChangingAll(Net):
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_what_the_step_changes_elsewhere_is_put_back(profiles: list[Any]) -> None:
+def test_what_the_step_changes_elsewhere_is_put_back(profiles: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(put_back, "_may_change_things", lambda thread: False)  # threads that other tests have left
+
     def run(strategy: Any) -> Any:
         global num_global_steps, global_generator
         num_global_steps = ChangingAll.num_steps = 0
@@ -694,8 +696,10 @@ def test_it_waits_for_no_other_rank() -> None:
     assert "training_step talks to other ranks" in found[0][1][0]
 
 
-def test_what_other_threads_do_meanwhile_is_not_undone() -> None:
+def test_what_other_threads_do_meanwhile_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what holds tensors without values is put back then."""
+    others, may_change = set(threading.enumerate()), put_back._may_change_things
+    monkeypatch.setattr(put_back, "_may_change_things", lambda thread: thread not in others and may_change(thread))
     counts, cache, feed = {"n": 0}, {"mask": None}, collections.deque([1])
     with FakeTensorMode():
         fake = torch.zeros(3)
@@ -705,6 +709,7 @@ def test_what_other_threads_do_meanwhile_is_not_undone() -> None:
         if not is_alone:
             thread.start()
         there = PutBack()
+        there._is_sure = there._is_alone  # as for globals
         there.add([counts, cache, feed])
         counts["n"] += 1
         cache["mask"] = fake  # type: ignore[assignment]
@@ -715,3 +720,22 @@ def test_what_other_threads_do_meanwhile_is_not_undone() -> None:
     assert list(feed) == [1, 2, 2]  # a queue belongs to threads
     is_over.set()
     thread.join()
+
+
+def test_batches_and_models_are_put_back_beside_other_threads(profiles: list[Any]) -> None:
+    class Doubling(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            batch.num_seen += 1
+            batch.x = batch.x * 2
+            assert batch.num_seen == 1
+            return super().training_step([batch.x, batch.y], batch_idx)
+
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait, daemon=True)
+    thread.start()
+    _, _, expected = fit("auto", Doubling, train=opaque_data)
+    _, _, actual = fit(ElixirStrategy(**LIMIT), Doubling, train=opaque_data)
+    is_over.set()
+    thread.join()
+    assert isinstance(profiles[0], MemoryProfile)
+    assert_same_run(actual, expected)
