@@ -112,7 +112,7 @@ def profile_hardware(
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProbe:
-    """What shall be known of which machine, who measures it, and with how much; see `profile_hardware` for each.
+    """Which machine to find the figures of, and within which time and memory; see `profile_hardware` for each.
 
     Raises:
         PlanError: `local_world_size`, `budget_s` or `max_bytes` out of range.

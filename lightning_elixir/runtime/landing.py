@@ -76,17 +76,14 @@ class Landing:
 
     def reserve(self, chunk: Chunk) -> None:
         """Take the host memory now that the chunk's gradients are going to land in."""
-        if self.bytes_to_reserve(chunk):
-            self._store.reserve_grad(chunk.spec, self._first_dtype(chunk))
+        self._store.reserve_grad(chunk.spec, self._first_dtype(chunk))
 
     def bytes_to_reserve(self, chunk: Chunk) -> int:
         """How much `reserve` takes."""
         dtype = self._first_dtype(chunk)
-        return (
-            0
-            if self._store.has_grad_memory(chunk.spec, dtype)
-            else self._store.optim_numel(chunk.spec) * dtype.itemsize
-        )
+        if self._store.has_grad_memory(chunk.spec, dtype):
+            return 0
+        return self._store.optim_numel(chunk.spec) * dtype.itemsize
 
     def _first_dtype(self, chunk: Chunk) -> torch.dtype:
         """In which the first gradient lands in host memory."""

@@ -233,7 +233,7 @@ class _Nothing:
 
 
 def _keep_to_itself(copy: LightningModule, module: LightningModule, trainer: _FiguresOf) -> None:
-    """Have the copy, and modules of Lightning in it, tell nobody what they do."""
+    """Give the copy, and LightningModules in it, methods that log, print and gather nothing."""
     nothing = _Nothing()
     for one in copy.modules():
         if hasattr(one, "_device"):

@@ -74,6 +74,7 @@ from lightning_elixir.strategy.regimes import base_regime, fit_regime
 from lightning_elixir.strategy.run_report import RunReport
 from lightning_elixir.strategy.sharded_checkpoints import SavesOnException, ShardedCheckpoints, sees_saves
 from lightning_elixir.strategy.shared_plans import Planner, disk_options, host_bytes_of
+from lightning_elixir.strategy.warm_up import move_to_smallest
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
 log = logging.getLogger(__name__)
@@ -577,15 +578,8 @@ class ElixirStrategy(ProcessStrategy):
 
     def _leave_more_to_evaluation(self) -> bool:
         """Move to the smallest plan, if the one in force is only a guess. Returns whether there is more room."""
-        handle = self._handle
-        if handle.is_warm or not self._config.is_placement_searched:
-            return False
-        before = handle.engine.plan
-        plan = self._planner().warm_up_plan(handle.skeleton, before, handle.budget)
-        if plan.fingerprint() == before.fingerprint():
-            return False
-        handle.engine.replan(plan)
-        return True
+        is_guessed = not self._handle.is_warm and self._config.is_placement_searched
+        return is_guessed and move_to_smallest(self._handle, self._planner())
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -55,7 +55,7 @@ class PutBack:
     def __init__(self) -> None:
         self._is_alone = not any(map(_may_change_things, threading.enumerate()))
         self._is_sure = True  # that what is added now is changed by this thread alone
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}  # kept alive: ids must stay theirs
 
     def skip(self, value: object) -> None:
@@ -217,10 +217,10 @@ def _content(cell: types.CellType) -> list[Any]:
         return []
 
 
-def _state_of(generator: Any) -> Callable[[], None]:
+def _state_of(generator: Any) -> Callable[[], object]:
     """Puts back the state that a generator of random numbers has now."""
     if isinstance(generator, torch.Generator):
-        return _then_nothing(generator.set_state, generator.get_state())
+        return functools.partial(generator.set_state, generator.get_state())
     if isinstance(generator, random.Random):
         return functools.partial(generator.setstate, generator.getstate())
     return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
@@ -234,13 +234,6 @@ def _is_same(now: list[Any], before: list[Any], *, in_pairs: bool) -> bool:
     return all(a is b for a, b in zip(now, before, strict=True))
 
 
-def _then_nothing(call: Callable[..., object], *args: Any) -> Callable[[], None]:
-    def run() -> None:
-        call(*args)
-
-    return run
-
-
 def _is_library(module_name: str) -> bool:
     return module_name.partition(".")[0] in _LIBRARIES or module_name == "builtins"
 
@@ -252,8 +245,13 @@ def _is_users(name: str, module: types.ModuleType | None) -> bool:
     path = getattr(module, "__file__", None)
     if not isinstance(path, str) or _is_library(name) or any(part in path for part in _INSTALLED):
         return False
+    return not path.startswith(_folders_of_python())
+
+
+@functools.cache
+def _folders_of_python() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    return not path.startswith((paths["stdlib"], paths["platstdlib"]))
+    return paths["stdlib"], paths["platstdlib"]
 
 
 def left_behind(made: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:

@@ -59,6 +59,20 @@ class Stage(enum.Enum):
     DONE = "done"
 
 
+def move_to_smallest(handle: EngineHandle, planner: Planner) -> bool:
+    """Have an engine hold as little on the device as possible; between steps, with no gradients pending. Collective.
+
+    Returns:
+        Whether it has moved: it may be there already.
+    """
+    before = handle.engine.plan
+    plan = planner.warm_up_plan(handle.skeleton, before, handle.budget)
+    if plan.fingerprint() == before.fingerprint():
+        return False
+    handle.engine.replan(plan)
+    return True
+
+
 class WarmUp:
     """Watches the first steps of a fit and moves the engine from plan to plan. Every method is called by all ranks.
 
@@ -147,14 +161,9 @@ class WarmUp:
         Returns:
             Whether the engine has moved. If not, there is no smaller plan, or none may be chosen.
         """
-        handle, before = self._handle, self._engine.plan.fingerprint()
-        if not self._is_searched:
+        if not self._is_searched or not move_to_smallest(self._handle, self._planner):
             return False
-        plan = self._planner.warm_up_plan(handle.skeleton, self._engine.plan, handle.budget)
-        if plan.fingerprint() == before:
-            return False
-        self._move_to(plan)
-        handle.is_warm = False
+        self._handle.is_warm = False
         self._enter(Stage.WATCHED)
         return True
 
