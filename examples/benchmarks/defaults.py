@@ -295,7 +295,7 @@ def _host_bytes(key: str = "VmRSS") -> int:
 def child(name: str, gpu_limit: int | None, device: str, out: Path) -> None:
     case = CASES[name] if gpu_limit is None else replace(CASES[name], gpu_limit=gpu_limit)
     try:
-        result = run_case(case, torch.device(device))
+        result = run_case(case, torch.device(device, 0) if device == "cuda" else torch.device(device))
     except CapacityError as error:
         result = {"outcome": "refused", "why": str(error), "host_peak_bytes": _host_bytes("VmHWM")}
     except torch.OutOfMemoryError as error:
