@@ -110,7 +110,8 @@ class Backwards:
         """The outermost backward has returned: reduce what is left. Collective."""
         if self._phases.current is not Phase.BACKWARD:
             return
-        with deferred(), self._engine.telling():
+        # What is left is reduced when the phase is over, and other threads must not come in between.
+        with self._engine.turn.phase("a backward"), self._engine.telling():
             self._end()
 
     def _end(self) -> None:
