@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +37,9 @@ def run_apart(program: Program, timeout_s: float = TIMEOUT_S, *, is_interrupted:
             plain = run_ranks(run_plain, program.ranks, program, **options)
             if isinstance(plain[0], Outcome):
                 return plain[0]
-            outcomes = run_ranks(_through_trainer, program.ranks, program, plain, init_group=False, **options)
+            with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
+                given = (program, plain, folder)
+                outcomes = run_ranks(_through_trainer, program.ranks, *given, init_group=False, **options)
         else:
             outcomes = run_ranks(run, program.ranks, program, init_group=has_group, **options)
     except RankError as error:
@@ -52,8 +55,8 @@ def run_apart(program: Program, timeout_s: float = TIMEOUT_S, *, is_interrupted:
     return replace(worst, counters=dict(counters))
 
 
-def _through_trainer(program: Program, plain: list[list[Note]]) -> Outcome:
-    return run_engine(program, plain[int(os.environ["RANK"])])
+def _through_trainer(program: Program, plain: list[list[Note]], folder: str) -> Outcome:
+    return run_engine(program, plain[int(os.environ["RANK"])], folder)
 
 
 _ORDER = ("equal", "close", "chaotic", "refused", "useless", "different", "failed")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_elixir.errors import ElixirError
+from lightning_elixir.errors import DivergenceError, ElixirError, StorageError
 from lightning_elixir.runtime.hooks import innermost_pack
 from tests.fuzz.backends import Engine, Plain
 from tests.fuzz.play import Note, Player, Raised
@@ -32,6 +32,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS 
 # What is close enough where a sum may be taken in another order: relative and absolute.
 CLOSE = {"float32": (1e-4, 1e-5), "bfloat16": (5e-2, 1e-2)}
 
+# Errors of ours that are no refusals: ranks do the same in these programs, and disks work.
+_FAULTS = (DivergenceError, StorageError)
+
 
 @dataclass
 class Outcome:
@@ -41,7 +44,7 @@ class Outcome:
     verdict: str = "equal"
     """"equal" (bit for bit), "close", "chaotic" (close at first, and plain PyTorch differs from itself as much when the
     start values are rounded differently), "refused" (an error of ours, where plain PyTorch goes on), "useless" (plain
-    PyTorch cannot run it), "different", or "failed" (an error that is not of ours)."""
+    PyTorch cannot run it), "different", or "failed" (any other error)."""
     detail: str = ""
     counters: dict[str, int] = field(default_factory=dict)
 
@@ -76,15 +79,20 @@ def run_plain(program: Program, *, is_jittered: bool = False) -> list[Note] | Ou
     return expected
 
 
-def run_engine(program: Program, expected: Sequence[Note]) -> Outcome:
-    """The same by the engine, compared. Through the Trainer: outside of a process group, which that begins."""
+def run_engine(program: Program, expected: Sequence[Note], folder: str | None = None) -> Outcome:
+    """The same by the engine, compared. Through the Trainer: outside of a process group, which that begins.
+
+    Args:
+        folder: For what it writes, the same on all ranks; None: one of this process.
+    """
     outcome = Outcome(program.seed)
     found: list[Note] = []
-    with surroundings(), tempfile.TemporaryDirectory(prefix="fuzz_") as folder, poisoned_storage():
+    with surroundings(), tempfile.TemporaryDirectory(prefix="fuzz_") as own, poisoned_storage():
         try:
-            outcome.counters = _by_engine(program, folder, found)
+            outcome.counters = _by_engine(program, folder or own, found)
         except ElixirError as error:
-            outcome.verdict, outcome.detail = "refused", f"{type(error).__name__}: {error}\n{_where(error)}"
+            outcome.verdict = "failed" if isinstance(error, _FAULTS) else "refused"
+            outcome.detail = f"{type(error).__name__}: {error}\n{_where(error)}"
         except Exception as error:
             outcome.verdict, outcome.detail = "failed", f"{type(error).__name__}: {error}\n{_where(error)}"
     judge(program, outcome, expected, found)
@@ -171,7 +179,9 @@ def judge(program: Program, outcome: Outcome, expected: Sequence[Note], found: S
             continue
         is_alone = not isinstance(plain.value, Raised) or plain.label != ours.label
         if is_alone and isinstance(ours.value, Raised) and "ElixirError" in ours.value.bases:
-            outcome.verdict, outcome.detail = "refused", f"{ours.label}: {ours.value.kind}: {ours.value.text}"
+            is_fault = any(kind.__name__ in ours.value.bases for kind in _FAULTS)
+            outcome.verdict = "failed" if is_fault else "refused"
+            outcome.detail = f"{ours.label}: {ours.value.kind}: {ours.value.text}"
             return
         verdict, detail = _compare(ours, plain, tolerance)
         if verdict == "different":
