@@ -43,7 +43,7 @@ class Plain:
         self.model: Net = make_model(self.program)
         if self._is_jittered:
             _jitter(self.model)
-        self._has_own_statistics = False
+        self._has_own_statistics = self._is_inside_step = False
         self._adopt()
 
     def _adopt(self) -> None:
@@ -76,16 +76,24 @@ class Plain:
                 return self.model(**batch)
         return self.model(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()})
 
-    def around_steps(self) -> AbstractContextManager[Any]:
-        """What a Trainer has around a training step."""
-        has_autocast = self.program.through == "trainer" and self.is_half and self.program.option("autocast")
-        return torch.autocast(self.program.device, torch.bfloat16) if has_autocast else nullcontext()
+    @contextmanager
+    def around_steps(self) -> Iterator[None]:
+        """What a Trainer has around what follows a training step's first forward in it."""
+        is_trainers = self.program.through == "trainer"
+        has_autocast = is_trainers and self.is_half and self.program.option("autocast")
+        self._is_inside_step = is_trainers
+        try:
+            with torch.autocast(self.program.device, torch.bfloat16) if has_autocast else nullcontext():
+                yield
+        finally:
+            self._is_inside_step = False
 
     def before_forward(self) -> None:
-        """What is written to 16-bit parameters counts, and, as with DDP, running statistics are those of rank 0."""
+        """What is written to 16-bit parameters counts, and, as with DDP, running statistics are those of rank 0: in a
+        Trainer when a training step begins, however many forwards it runs."""
         self._absorb()
         tracking = [m for m in self.model.modules() if getattr(m, "track_running_stats", False)]
-        if self._has_own_statistics:
+        if self._has_own_statistics and not self._is_inside_step:
             for module in tracking:
                 for buffer in module.buffers(recurse=False):
                     dist.broadcast(buffer, 0)

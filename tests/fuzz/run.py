@@ -91,7 +91,8 @@ def run_engine(program: Program, expected: Sequence[Note], folder: str | None = 
         try:
             outcome.counters = _by_engine(program, folder or own, found)
         except ElixirError as error:
-            outcome.verdict = "failed" if isinstance(error, _FAULTS) else "refused"
+            is_fault = isinstance(error, _FAULTS) and "Boom" not in str(error)  # of the program's own, on another rank
+            outcome.verdict = "failed" if is_fault else "refused"
             outcome.detail = f"{type(error).__name__}: {error}\n{_where(error)}"
         except Exception as error:
             outcome.verdict, outcome.detail = "failed", f"{type(error).__name__}: {error}\n{_where(error)}"
@@ -179,7 +180,7 @@ def judge(program: Program, outcome: Outcome, expected: Sequence[Note], found: S
             continue
         is_alone = not isinstance(plain.value, Raised) or plain.label != ours.label
         if is_alone and isinstance(ours.value, Raised) and "ElixirError" in ours.value.bases:
-            is_fault = any(kind.__name__ in ours.value.bases for kind in _FAULTS)
+            is_fault = any(kind.__name__ in ours.value.bases for kind in _FAULTS) and "Boom" not in ours.value.text
             outcome.verdict = "failed" if is_fault else "refused"
             outcome.detail = f"{ours.label}: {ours.value.kind}: {ours.value.text}"
             return
