@@ -94,7 +94,7 @@ def test_what_the_engine_holds_is_no_activation(monkeypatch: pytest.MonkeyPatch)
 
 
 class Clock:
-    """Shows what was added up: a fetch takes `fetch_s`, a layer's forward `layer_s`, and nothing else takes any time."""
+    """Shows what was added up: a fetch takes `fetch_s`, a layer's forward `layer_s`, and nothing else any time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fetch_s: float, layer_s: float) -> None:
         self.now_s = 0.0
