@@ -271,8 +271,8 @@ class Planner:
     def refined_plan(
         self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, regime: TrainingRegime
     ) -> Plan:
-        """A plan that is faster than `current` by more than `LEAST_GAIN` of the step, by what is known now; or else
-        `current`, with what is expected of it now. Arguments as for `final_plan`."""
+        """A plan that is faster than `current` by more than `LEAST_GAIN` of the step, by what is known now, or that fits
+        where `current` does not; or else `current`, with what is expected of it now. Arguments as for `final_plan`."""
         shared = self._shared_profile(profile, current, is_seen=True)
 
         def decide() -> Plan:
@@ -285,7 +285,8 @@ class Planner:
             if better.forecast is None or is_same:
                 return better if is_same else current
             total_s = better.forecast.times.total_s
-            if total_s < now.times.total_s * (1 - LEAST_GAIN):
+            is_over = budget.gpu_bytes is not None and now.peak_gpu_bytes > budget.gpu_bytes
+            if is_over or total_s < now.times.total_s * (1 - LEAST_GAIN):
                 return better
             other = Alternative(
                 describe_placement(better.chunks, better.rcache_blocks, better.prefetch_depth),

@@ -4,7 +4,7 @@ When the first batch is there, a dry run ([Note: dry run], `strategy/dry_run.py`
 chunks, and when, and how long it computes. With that the final plan is made, before the first step. That step is
 watched: where it takes more than was foreseen, the plan is made anew. First times are too long, since kernels are
 loaded and memory is obtained; so the second step is timed, and if another placement then promises to be faster by more
-than `LEAST_GAIN`, the engine moves once more.
+than `LEAST_GAIN`, or the one in force turns out too large, the engine moves once more.
 
 Where there can be no dry run, the first step runs with as little as possible on the device, and is watched; the plan is
 made before the second one, and the third one is timed.
@@ -285,7 +285,7 @@ class WarmUp:
         plan = self._planner.refined_plan(handle.skeleton, engine.plan, handle.budget, profile, self._regime())
         self._move_to(plan)
         if plan.fingerprint() != before:
-            log.info("the times of a later step promise more from another plan: %s", _first_lines(plan))
+            log.info("by what a later step has shown, another plan is better: %s", _first_lines(plan))
 
     def _move_to(self, plan: Plan) -> None:
         if plan.fingerprint() != self._engine.plan.fingerprint():

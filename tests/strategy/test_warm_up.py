@@ -234,6 +234,41 @@ def test_times_of_a_later_step_may_change_the_plan(
     assert max([0, *_changes(plans)]) <= last
 
 
+class Refined(pl.Callback):
+    """The plans that the third step would lead to if steps took these bytes beside the chunks."""
+
+    def __init__(self, *beside_bytes: int) -> None:
+        self.beside_bytes = beside_bytes
+        self.before: Plan | None = None
+        self.plans: list[Plan] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        strategy: Any = trainer.strategy
+        run = strategy._fit_run
+        if batch_idx != 2:
+            return
+        profile: StepProfile = run.warm_up.profile
+        self.before = strategy.plan
+        for nbytes in self.beside_bytes:
+            intervals = tuple(replace(i, non_model_bytes=nbytes) for i in profile.intervals)
+            taken = replace(profile, intervals=intervals)
+            handle = strategy._handle
+            plan = run._planner.refined_plan(handle.skeleton, strategy.plan, handle.budget, taken, run._regime())
+            self.plans.append(plan)
+
+
+def test_a_plan_that_turns_out_too_large_is_left_for_one_that_is_no_faster() -> None:
+    callback = Refined(0, 16 * 1024)
+    fit(ElixirStrategy(gpu_memory_limit="200KiB", **CHUNK), callbacks=[callback])
+    same, smaller = callback.plans
+    assert callback.before is not None
+    assert same.fingerprint() == callback.before.fingerprint() != smaller.fingerprint()
+    assert same.forecast is not None
+    assert smaller.forecast is not None
+    assert smaller.forecast.times.total_s > same.forecast.times.total_s * 0.95  # no reason to move by itself
+    assert smaller.forecast.peak_gpu_bytes <= 200 * 1024
+
+
 @pytest.mark.parametrize(("make_model", "changes"), [(Net, [4]), (UnforeseenNet, [2, 6])])
 def test_steps_with_several_batches_are_waited_for(
     monkeypatch: pytest.MonkeyPatch, make_model: type[Net], changes: list[int]
