@@ -295,7 +295,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     device = make_device()
     has_gpu = device.torch_device.type != "cpu"
-    empty = device.host_empty if has_gpu else huge_empty
+    empty = device.host_zeros if has_gpu else huge_empty
     machine = f"{num_usable_cores()} cores of {cpu_model()}, {device.torch_device}"
     print(f"{machine}; {options.threads} threads; torch {torch.__version__}; ours: {cpu.implementation()}")
     results: dict[str, Any] = {

@@ -159,7 +159,7 @@ class ShardWriter:
         nbytes = part.nbytes
         held = self._buffers.pop() if self._buffers else None
         if held is None or held.numel() < nbytes:
-            held = self._device.host_empty(max(nbytes, BOX_NUMEL * 4), torch.uint8)
+            held = self._device.host_zeros(max(nbytes, BOX_NUMEL * 4), torch.uint8)
         buffer, there = held, held[:nbytes].view(part.dtype)
         there.copy_(part, non_blocking=True)
         arrived = self._device.compute_event()

@@ -76,8 +76,9 @@ class Device(Protocol):
 
     def free(self, storage: torch.UntypedStorage) -> None: ...
 
-    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D host tensor, page-locked where that speeds transfers up and is possible."""
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """1-D host tensor of zeros, as the system gives fresh memory: they cost nothing. Page-locked where that speeds
+        transfers up and is possible."""
 
     def compute_event(self) -> Event:
         """An event on the compute stream, now."""
@@ -155,8 +156,8 @@ class CpuDevice:
     def free(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)
 
-    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype)
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
 
     def compute_event(self) -> Event:
         return _CpuEvent()
@@ -271,9 +272,9 @@ class CudaDevice:
     def free(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)
 
-    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         if not self._can_pin or numel == 0:
-            return torch.empty(numel, dtype=dtype)
+            return torch.zeros(numel, dtype=dtype)
         mapping = _PinnedMapping.of_process(numel * dtype.itemsize)
         tensor = torch.frombuffer(mapping, dtype=dtype)
         _touch(tensor)
@@ -398,7 +399,7 @@ class Uploads:
             held, sent = self._buffers.pop(0)
             sent.synchronize()
         if held is None or held.numel() < numel * dtype.itemsize:
-            held = self._device.host_empty(numel * dtype.itemsize, torch.uint8)
+            held = self._device.host_zeros(numel * dtype.itemsize, torch.uint8)
         self._buffers.append((held, self._lane.record()))
         return held[: numel * dtype.itemsize].view(dtype)
 

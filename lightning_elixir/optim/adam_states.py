@@ -38,7 +38,7 @@ class AdamStates:
         places: The segments, in order.
         shard_numel: Elements of the shard.
         dtype: Of the moments.
-        empty: Makes 1-D tensors (numel, dtype) where they shall live.
+        zeros: Makes 1-D tensors of zeros (numel, dtype) where they shall live.
         on_disk: Where they are, if that is a disk.
     """
 
@@ -47,7 +47,7 @@ class AdamStates:
         places: Sequence[SegmentPlace],
         shard_numel: int,
         dtype: torch.dtype,
-        empty: Callable[[int, torch.dtype], Tensor],
+        zeros: Callable[[int, torch.dtype], Tensor],
         on_disk: ChunkStates | None,
     ) -> None:
         self.places = tuple(places)
@@ -59,9 +59,10 @@ class AdamStates:
         self.counts: dict[int, int] = {}
         """Updates so far, of the segments that have states; no tensors, which took long."""
         self._blank: set[int] = set()  # segments whose moments are zeros, whatever the disk holds
+        self._fresh: set[int] = set()  # segments whose moments are as they were made: zeros
         self._shard_numel = shard_numel
         self._dtype = dtype
-        self._empty = empty
+        self._zeros = zeros
         # Where each segment's moments begin, and how many elements they are in all. On a disk they lie as the shard
         # does, so that a piece is the same elements of everything. In memory they are as far apart as in the shard
         # where segments follow each other there.
@@ -72,19 +73,21 @@ class AdamStates:
             self._starts, self.numel = [p.shard_offset for p in places], on_disk.spec.numel
 
     def allocate(self) -> None:
-        """Make the moments, uninitialised, if there are none yet."""
-        self.moments = self.moments or self._new()
+        """Make the moments if there are none yet."""
+        if not self.moments:
+            self.moments, self._fresh = self._new(), set(range(len(self.places)))
 
     def allocate_spares(self) -> None:
         """Make a second set, if there is none yet."""
         self.spares = self.spares or self._new()
 
     def _new(self) -> tuple[Tensor, ...]:
-        return tuple(self._empty(self.numel, self._dtype) for _ in MOMENTS)
+        return tuple(self._zeros(self.numel, self._dtype) for _ in MOMENTS)
 
     def exchange(self) -> None:
         """The spare moments are those in use, and the other way round."""
         self.moments, self.spares = self.spares, self.moments
+        self._fresh.clear()
 
     def start_of(self, position: int) -> int:
         """Where a segment's elements begin in each moment."""
@@ -102,12 +105,17 @@ class AdamStates:
         self.counts[position] = 0
         if self.on_disk is not None:
             self._blank.add(position)
-        return {key: view.zero_() for key, view in self.at(position).items()}
+        views = self.at(position)
+        if position in self._fresh:  # as large as the model: not written to without need
+            self._fresh.remove(position)
+            return views
+        return {key: view.zero_() for key, view in views.items()}
 
     def forget(self, position: int) -> None:
         """The segment has no states any more."""
         self.counts.pop(position, None)
         self._blank.discard(position)
+        self._fresh.discard(position)
 
     # On a disk
 
@@ -183,9 +191,9 @@ class AdamStates:
         return [(p.member_index, p.shard_offset, p.numel) for p in self.places]
 
     def take_memory(self, earlier: AdamStates) -> None:
-        """The same memory from now on, spare moments included; what lies there is as uninitialised as `allocate` leaves
-        it."""
+        """The same memory from now on, spare moments included, whatever lies there."""
         self.moments, self.spares = earlier.moments, earlier.spares
+        self._fresh.clear()
 
     def take_all(self, earlier: AdamStates) -> None:
         """Take over the states of the same segments, from memory to a disk, from a disk, or left on it: host memory
@@ -207,6 +215,7 @@ class AdamStates:
             for position, count in earlier.counts.items():
                 self._take_blank(position, position in earlier._blank)
                 self.counts[position] = count
+            self._fresh.clear()
 
     def _take_blank(self, position: int, is_blank: bool) -> None:
         if is_blank and self.on_disk is not None:

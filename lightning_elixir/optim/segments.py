@@ -71,7 +71,7 @@ class SegmentOptimizer:
         work: 1-D tensor to update: the master, or the compute shard where there is none; on `meta` if it is on a disk.
         places: The segments that have a parameter group, in order.
         groups: The user's parameter groups, for settings.
-        empty: Makes 1-D tensors (numel, dtype) where the moments shall live.
+        zeros: Makes 1-D tensors of zeros (numel, dtype) where the moments shall live.
         on_disk: Where the moments are, if that is a disk; Adam only.
     """
 
@@ -81,12 +81,12 @@ class SegmentOptimizer:
         work: Tensor,
         places: Sequence[SegmentPlace],
         groups: Sequence[Mapping[str, Any]],
-        empty: Callable[[int, torch.dtype], Tensor],
+        zeros: Callable[[int, torch.dtype], Tensor],
         on_disk: ChunkStates | None = None,
     ) -> None:
         self.places = tuple(places)
         self.work = work
-        self.adam = AdamStates(self.places, work.numel(), work.dtype, empty, on_disk)
+        self.adam = AdamStates(self.places, work.numel(), work.dtype, zeros, on_disk)
         """Empty for other optimizers."""
         # Others than Adam: position -> memory for the states that its first step will make, until then.
         self._reserved: dict[int, list[Tensor]] = {}
@@ -164,7 +164,7 @@ class SegmentOptimizer:
         return [_span(self.places[run[0]], self.places[run[-1]]) for run in runs]
 
     def allocate_moments(self) -> None:
-        """Make Adam's moments, uninitialised, if there are none yet; nothing for other optimizers."""
+        """Make Adam's moments if there are none yet; nothing for other optimizers."""
         if self.is_adam:
             self.adam.allocate()
 

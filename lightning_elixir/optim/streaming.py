@@ -42,7 +42,7 @@ class StateStream:
         update = FlatUpdate(master, grad, exp_avg, exp_avg_sq, (UpdatePart(0, numel, 1, hyper),), compute=param)
         stream.run([update])  # the host tensors hold the result when this returns
 
-    Host tensors should come from `Device.host_empty`: from pageable memory it works too, a good deal slower. `compute`
+    Host tensors should come from `Device.host_zeros`: from pageable memory it works too, a good deal slower. `compute`
     may be on either side. On a CPU device, the slots are host memory and everything is a synchronous copy.
 
     Args:

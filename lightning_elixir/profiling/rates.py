@@ -53,7 +53,7 @@ class Workbench:
         self._device = device
         self._comm = comm
         self._watch = watch
-        self._host = device.host_empty(arena_bytes, torch.uint8).zero_()
+        self._host = device.host_zeros(arena_bytes, torch.uint8).zero_()
         self._near = torch.zeros(arena_bytes, dtype=torch.uint8, device=device.torch_device)
 
     def measure(self) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class HostSums:
 
     def _free_slot(self) -> _Slot:
         if not self._slots:
-            buffers = [self._device.host_empty(self._buffer_bytes, torch.uint8) for _ in range(self._num_buffers)]
+            buffers = [self._device.host_zeros(self._buffer_bytes, torch.uint8) for _ in range(self._num_buffers)]
             self._slots = [_Slot(buffer) for buffer in buffers]
         slot = next((s for s in self._slots if s.task is None or s.task.is_over()), self._slots[0])
         if slot.task is not None:

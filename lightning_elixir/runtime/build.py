@@ -217,7 +217,7 @@ class Builder:
         if all(is_read):
             piece = self._staged(numel, dtype)
         elif comm.world_size == 1:
-            piece = self._collect(spec, parameters, strides, torch.zeros(spec.numel, dtype=dtype))
+            piece = self._collect(spec, parameters, strides, self._staged(numel, dtype))
         else:
             device, full = self._device.torch_device, None
             if comm.rank == 0:
@@ -231,11 +231,12 @@ class Builder:
 
     def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros in host memory, 1-D, until the next call. Always the same memory: if it was freed and allocated for
-        every chunk, malloc would keep the gaps between the shards, which come to as much as the model (seen)."""
+        every chunk, malloc would keep the gaps between the shards, which come to as much as the model (seen). The
+        device takes it at full speed."""
         nbytes = numel * dtype.itemsize
         if self._staging is None or self._staging.numel() < nbytes:
             self._staging = None
-            self._staging = torch.empty(nbytes, dtype=torch.uint8)
+            self._staging = self._device.host_zeros(nbytes, torch.uint8)
         return self._staging[:nbytes].view(dtype).zero_()
 
     def _collect(

@@ -144,10 +144,10 @@ class ChunkOptimizers:
             for s in segments
             if id(chunk.parameters[s.member_index]) in group_of
         ]
-        empty = partial(engine.store.empty, tier=chunk.spec.optim_tier)
+        zeros = partial(engine.store.zeros, tier=chunk.spec.optim_tier)
         on_disk = engine.store[chunk.id].on_disk
         work = on_disk.stand_in() if on_disk is not None and on_disk.has_master else engine.own_shard(chunk)
-        return SegmentOptimizer(self._cls, work, places, self.groups, empty, on_disk)
+        return SegmentOptimizer(self._cls, work, places, self.groups, zeros, on_disk)
 
 
 def _sizes(groups: Sequence[dict[str, Any]]) -> tuple[int, ...]:

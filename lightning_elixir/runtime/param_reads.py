@@ -119,7 +119,7 @@ class ParamReads:
                 self._free.append(buffer)
 
     def _new_memory(self) -> Tensor:
-        whole = self._device.host_empty(self._buffer_bytes + ALIGNMENT, torch.uint8)
+        whole = self._device.host_zeros(self._buffer_bytes + ALIGNMENT, torch.uint8)
         with self._lock:
             self._num_made += 1
         skipped = -whole.data_ptr() % ALIGNMENT  # so that reads need no copy

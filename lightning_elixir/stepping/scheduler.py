@@ -15,6 +15,7 @@ import torch
 
 from lightning_elixir.core.device import Event
 from lightning_elixir.core.signals import deferred
+from lightning_elixir.core.together import run_together
 from lightning_elixir.core.worker import TaskEvent
 from lightning_elixir.errors import CapacityError, StateError
 from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRunner
@@ -91,15 +92,26 @@ class UpdateScheduler:
         """Take the memory of Adam's states and of gradients in host memory now, without values. Collective.
 
         Raises:
-            CapacityError: A host runs short of memory.
+            CapacityError: A host runs short of memory, or a device has no room for the states.
         """
         engine = self._engine
-        for chunk in engine.chunks:
-            if chunk.id not in self.states.inner or chunk.spec.optim_tier is not Tier.CPU:
-                continue
-            engine.host_room.take(chunk.spec, self._host_bytes_to_come(chunk), engine.plan, engine.host_bytes)
-            self._reserve_states(chunk)
-            engine.reducer.landing.reserve(chunk)
+        chunks = [chunk for chunk in engine.chunks if chunk.id in self.states.inner]
+        for chunk in chunks:
+            if chunk.spec.optim_tier is Tier.CPU:
+                engine.host_room.take(chunk.spec, self._host_bytes_to_come(chunk), engine.plan, engine.host_bytes)
+                self._reserve_states(chunk)
+                engine.reducer.landing.reserve(chunk)
+        run_together(engine.comm, lambda: self._reserve_on_device(chunks))
+
+    def _reserve_on_device(self, chunks: Sequence[Chunk]) -> None:
+        try:
+            self._reserve(chunks)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"the device has no room for the optimizer states that the plan has on it ({str(error).splitlines()[0]}"
+                "): lower gpu_memory_limit, or free what else is on the device",
+                resource="GPU",
+            ) from error
 
     def _host_bytes_to_come(self, chunk: Chunk) -> int:
         """What `reserve` takes for a chunk that has its states in host memory."""

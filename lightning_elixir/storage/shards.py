@@ -169,9 +169,14 @@ class ShardStore:
         """1-D uninitialised tensor on `tier`; for NVMe one without memory, on `meta`."""
         if tier is Tier.GPU:
             return torch.empty(numel, dtype=dtype, device=self._device.torch_device)
+        return self.zeros(numel, dtype, tier)
+
+    def zeros(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
+        """As `empty`, zeros."""
         if tier is Tier.CPU:
-            return self._device.host_empty(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device="meta")
+            return self._device.host_zeros(numel, dtype)
+        device = self._device.torch_device if tier is Tier.GPU else "meta"
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def checkpoint_memory(self) -> MappedMemory | None:
         """Where to put whole states that are to be saved; None: in host memory, which holds them already."""
@@ -307,9 +312,9 @@ class ShardStore:
         if not spec.has_spare_states or shard.master is None:
             return False
         if shard.spare_master is None:  # zeros, since padding is never written
-            shard.spare_master = self.empty(shard.master.numel(), shard.master.dtype, Tier.CPU).zero_()
+            shard.spare_master = self.zeros(shard.master.numel(), shard.master.dtype, Tier.CPU)
         if shard.spare_param is None:
-            shard.spare_param = self.empty(shard.master.numel(), dtype, Tier.CPU).zero_()
+            shard.spare_param = self.zeros(shard.master.numel(), dtype, Tier.CPU)
         return True
 
     def restore_param(self, shard: Shard) -> None:

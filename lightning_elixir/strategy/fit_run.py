@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_elixir._lightning import GradientAccumulationScheduler, LightningModule, Trainer
-from lightning_elixir.errors import PlanError
+from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.profile import MemoryProfile
@@ -150,7 +150,12 @@ class FitRun:
         plan = self._handle.engine.plan
         if plan is not self._reserved_for and self.warm_up.stage not in (Stage.NEW, Stage.WATCHED):
             self._reserved_for = plan
-            self._optimizer.reserve()
+            try:
+                self._optimizer.reserve()
+            except CapacityError as error:
+                if error.resource != "GPU" or not self.warm_up.start_over():
+                    raise
+                log.warning("%s. The next step is watched, and another plan made", error)
 
     def _dry_run(self, batch: Any, batch_idx: int) -> MemoryProfile:
         if not self._module.automatic_optimization:

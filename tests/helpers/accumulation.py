@@ -198,7 +198,7 @@ def held_until_waited_for(num_bytes: Callable[[], int]) -> Iterator[Held]:
 @contextmanager
 def counted_host_memory(device: torch.device) -> Iterator[list[tuple[int, torch.dtype]]]:
     kind = core_device.CpuDevice if device.type == "cpu" else core_device.CudaDevice
-    real: Callable[..., Tensor] = kind.host_empty
+    real: Callable[..., Tensor] = kind.host_zeros
     taken: list[tuple[int, torch.dtype]] = []
 
     def counting(self: Any, numel: int, dtype: torch.dtype) -> Tensor:
@@ -206,7 +206,7 @@ def counted_host_memory(device: torch.device) -> Iterator[list[tuple[int, torch.
         return real(self, numel, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kind, "host_empty", counting)
+        patch.setattr(kind, "host_zeros", counting)
         yield taken
 
 

@@ -16,7 +16,7 @@ from lightning_elixir.core.device import CpuDevice
 
 class MeteredCpuDevice(CpuDevice):
     """Counts replicas and gradient blocks, and every tensor that operators make inside `counting()`; host memory, which
-    comes from `host_empty`, is left out. Blocks that were freed stay with the device until `give_back`, as in a memory
+    comes from `host_zeros`, is left out. Blocks that were freed stay with the device until `give_back`, as in a memory
     pool.
 
     Args:
@@ -53,10 +53,10 @@ class MeteredCpuDevice(CpuDevice):
         self._live_bytes -= nbytes
         self.pooled_bytes += nbytes
 
-    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         self._is_host_memory = True
         try:
-            return super().host_empty(numel, dtype)
+            return super().host_zeros(numel, dtype)
         finally:
             self._is_host_memory = False
 
@@ -111,14 +111,14 @@ class MeteredCpuDevice(CpuDevice):
 
 
 class MeteredHostDevice(CpuDevice):
-    """Counts the host memory of shards and states, all that comes from `host_empty`."""
+    """Counts the host memory of shards and states, all that comes from `host_zeros`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.host_bytes = self.peak_host_bytes = 0
 
-    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        tensor = super().host_empty(numel, dtype)
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = super().host_zeros(numel, dtype)
         nbytes = tensor.untyped_storage().nbytes()
         self._take(nbytes)
         weakref.finalize(tensor.untyped_storage(), self._take, -nbytes).atexit = False

@@ -91,8 +91,8 @@ def test_results_in_other_memory(
 ) -> None:
     """The same bits, and what was there stays."""
     runtime = make_device(device)
-    expected = new_update(dtypes, runtime.host_empty, change_grad=change_grad)
-    actual = apart(new_update(dtypes, runtime.host_empty, change_grad=change_grad), runtime.host_empty)
+    expected = new_update(dtypes, runtime.host_zeros, change_grad=change_grad)
+    actual = apart(new_update(dtypes, runtime.host_zeros, change_grad=change_grad), runtime.host_zeros)
     before = [x.clone() for x in (actual.param, actual.grad, actual.exp_avg, actual.exp_avg_sq)]
     expected.run()
     if how == "by_torch":
@@ -119,7 +119,7 @@ def test_streamed_is_bitwise_the_host(device: torch.device, dtypes: str, change_
     runtime = make_device(device)
     changes = {"change_grad": change_grad, "grad_factor": 1.0 if change_grad else 0.37}
     expected = [new_update(dtypes, lambda n, d: torch.empty(n, dtype=d), seed, **changes) for seed in range(4)]
-    actual = [new_update(dtypes, runtime.host_empty, seed, **changes) for seed in range(4)]
+    actual = [new_update(dtypes, runtime.host_zeros, seed, **changes) for seed in range(4)]
     before = [x.clone() for x in values(expected[0])]
     for update in expected:
         update.run()
@@ -143,7 +143,7 @@ def test_every_site_writes_the_same_values(device: torch.device, dtypes: str, is
     updates = []
     for seed in range(9):
         # Three of each: states on the device, streamed, on the host.
-        place = runtime.host_empty if seed % 3 else lambda n, d: torch.empty(n, dtype=d, device=device)
+        place = runtime.host_zeros if seed % 3 else lambda n, d: torch.empty(n, dtype=d, device=device)
         update = new_update(dtypes, place, seed, is_compute_on_device=is_compute_on_device)
         compute = torch.full((NUMEL,), 7.0, dtype=DTYPES[dtypes][2], device=device if is_compute_on_device else "cpu")
         updates.append(replace(update, compute=compute))
@@ -182,7 +182,7 @@ def test_new_values_that_may_not_go_up_yet_hold_no_update_up(device: torch.devic
     runner._stream = StateStream(runtime, **SMALL)
     runner.reserve_stream()
     expected = [new_update("mixed", lambda n, d: torch.empty(n, dtype=d), seed) for seed in range(12)]
-    updates = [new_update("mixed", runtime.host_empty, seed) for seed in range(12)]
+    updates = [new_update("mixed", runtime.host_zeros, seed) for seed in range(12)]
     above = [torch.full((NUMEL,), 5.0, dtype=DTYPES["mixed"][2], device=device) for _ in updates]
     tasks = []
     for update, target in zip(updates, above, strict=True):
@@ -223,12 +223,12 @@ def test_memory_is_bounded_and_known(device: torch.device) -> None:
     assert stream.device_bytes == STREAM_BYTES == NUM_SLOTS * SLOT_BYTES + SCRATCH_BYTES
     small = StateStream(runtime, **SMALL)
     small.reserve()
-    small.issue(new_update("mixed", runtime.host_empty)).synchronize()
+    small.issue(new_update("mixed", runtime.host_zeros)).synchronize()
     assert small.held_bytes() == {"update_slot": small.device_bytes}
     assert small.device_bytes == NUM_SLOTS * SMALL["slot_bytes"] + SMALL["scratch_bytes"]
     small.release()
     assert small.held_bytes() == {}
-    small.run([new_update("mixed", runtime.host_empty)])
+    small.run([new_update("mixed", runtime.host_zeros)])
     assert small.held_bytes() == {}
 
 
@@ -270,7 +270,7 @@ def test_no_memory_is_said_before_anything_changes() -> None:
 def test_an_error_loses_no_piece_under_way(device: torch.device) -> None:
     runtime = make_device(device)
     stream = StateStream(runtime, **SMALL)
-    expected, actual = (new_update("mixed", runtime.host_empty) for _ in range(2))
+    expected, actual = (new_update("mixed", runtime.host_zeros) for _ in range(2))
     expected.run()
 
     def interrupted() -> Iterator[FlatUpdate]:

@@ -65,9 +65,9 @@ def test_memory_for_transfers_comes_from_the_device(open_file: Open) -> None:
             super().__init__()
             self.is_synchronous = False
 
-        def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
             asked.append(numel)
-            return super().host_empty(numel, dtype)
+            return super().host_zeros(numel, dtype)
 
     assert open_file(64, device=Counting()).empty(100, torch.float32).numel() == 100
     assert len(asked) == 1

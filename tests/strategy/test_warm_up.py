@@ -14,6 +14,7 @@ from lightning_elixir.plan.io import load_plan, save_plan
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.stepping.scheduler import UpdateScheduler
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.warm_up import WarmUp
@@ -317,12 +318,13 @@ def test_two_ranks_move_together(has_better: bool) -> None:
     assert first[1:] == second[1:]
     assert first[2] == 1
     assert len(set(first[1])) == 1 + has_better
-    expected = run_ranks(_ddp, 2, init_group=False)
+    expected = run_ranks(_plainly, 2, 2, init_group=False)
     assert [first[0], second[0]] == expected
 
 
-def _ddp() -> list[float]:
-    return [x.item() for x in fit("ddp", devices=2, train=lambda: make_data(64))[2].losses]
+def _plainly(world_size: int) -> list[float]:
+    plain = "auto" if world_size == 1 else "ddp"
+    return [x.item() for x in fit(plain, devices=world_size, train=lambda: make_data(64))[2].losses]
 
 
 # Growth
@@ -374,3 +376,34 @@ def _growing(world_size: int) -> Any:
         trainer.fit(model, make_data(world_size * 4 * 30))
         plans = [(plan.fingerprint(), plan.policy) for plan in callback.plans]
         return [x.item() for x in model.losses], plans, least[0]
+
+
+# A device that has no room for the states of the plan
+
+
+@pytest.mark.parametrize("world_size", telling([1, 2], "2"))
+def test_states_that_find_no_room_on_the_device_lead_to_another_plan(world_size: int) -> None:
+    expected = run_ranks(_plainly, world_size, world_size, init_group=False)
+    results = run_ranks(_without_room, world_size, world_size, init_group=False)
+    for (losses, policies), plain in zip(results, expected, strict=True):
+        assert losses == plain
+        assert policies[0] == "cpu"
+        assert policies[-1] == "auto"
+
+
+def _without_room(world_size: int) -> Any:
+    """The last rank finds none before the first step."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        original, asked = UpdateScheduler._reserve, []
+
+        def reserve(scheduler: UpdateScheduler, chunks: Any) -> None:
+            asked.append(len(chunks))
+            if len(asked) == 1 and scheduler._engine.comm.rank == world_size - 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34.00 MiB.")
+            original(scheduler, chunks)
+
+        monkeypatch.setattr(UpdateScheduler, "_reserve", reserve)
+        callback = Plans()
+        strategy = ElixirStrategy(gpu_memory_limit="300KiB", **CHUNK)
+        run = fit(strategy, devices=world_size, train=lambda: make_data(64), callbacks=[callback])[2]
+        return [x.item() for x in run.losses], [plan.policy for plan in callback.plans]

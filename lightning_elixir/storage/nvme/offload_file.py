@@ -88,7 +88,7 @@ class OffloadFile:
         system has them; the device's host memory, where transfers to the device are faster from that."""
         if self._device is None or self._device.is_synchronous:
             return torch.frombuffer(aligned_memory(max(1, numel) * dtype.itemsize), dtype=dtype)[:numel]
-        return aligned_part(self._device.host_empty(numel + ALIGNMENT // dtype.itemsize, dtype), numel)
+        return aligned_part(self._device.host_zeros(numel + ALIGNMENT // dtype.itemsize, dtype), numel)
 
     def write(self, region: int, tensor: Tensor, *, offset: int = 0, order: float = 0.0) -> Request:
         """Begin to write a tensor to a region; it must stay as it is until that is over.
