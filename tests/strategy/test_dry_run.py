@@ -749,19 +749,19 @@ def test_what_else_is_on_the_device_counts(monkeypatch: pytest.MonkeyPatch) -> N
     expected, place = fit("auto")[2], WarmUp._place
     for foreign_bytes in (0, 300 << 10):
         plans: list[Plan] = []
+        strategy = ElixirStrategy(**CHUNK, gpu_memory_limit="700KiB")
 
         def noted(warm_up: WarmUp, *args: Any, plans: list[Plan] = plans, **options: Any) -> None:
             place(warm_up, *args, **options)
             plans.append(warm_up._engine.plan)
 
-        def allocated(device: CpuDevice, foreign_bytes: int = foreign_bytes) -> int:
-            assert strategy._handle is not None
-            return foreign_bytes + strategy._handle.engine.engine.device_bytes()
+        def allocated(device: CpuDevice, strategy: Any = strategy, foreign_bytes: int = foreign_bytes) -> int:
+            held: int = strategy._handle.engine.engine.device_bytes()
+            return foreign_bytes + held
 
         with monkeypatch.context() as patch:
             patch.setattr(CpuDevice, "allocated_bytes", allocated)
             patch.setattr(WarmUp, "_place", noted)
-            strategy = ElixirStrategy(**CHUNK, gpu_memory_limit="700KiB")
             assert_same_run(fit(strategy)[2], expected)
         assert plans[0].is_all_resident == (foreign_bytes == 0)
         assert plans[0].forecast is not None
