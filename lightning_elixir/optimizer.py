@@ -247,12 +247,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """
         if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
             self.optimizer.zero_grad(set_to_none)  # the user's class may do more
-        self._engine.steps.drop_gradients(self._states.members, to_zero=not set_to_none)
-        self._gradients.forget()
+        with self._engine.turn.call("zero_grad()"):
+            self._engine.steps.drop_gradients(self._states.members, to_zero=not set_to_none)
+            self._gradients.forget()
 
     def show_unscaled(self) -> None:
         """Have `.grad` be without the loss scale from now on, until the step, as after `GradScaler.unscale_`."""
-        self._gradients.show_unscaled()
+        with self._engine.turn.call("show_unscaled()"):
+            self._gradients.show_unscaled()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the total norm in the coming step, as `torch.nn.utils.clip_grad_norm_` does. Collective.
@@ -269,7 +271,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient to [-clip_value, clip_value] in the coming step."""
-        self._gradients.clamp(clip_value)
+        with self._engine.turn.call("clip_grad_value_()"):
+            self._gradients.clamp(clip_value)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Total norm of the gradients as they are now (unscaled, clipped if clipping was asked for), or, after a step,
@@ -360,7 +363,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Raises:
             StateError: An update has failed.
         """
-        self._engine.synchronize()
+        with self._engine.turn.long_call("synchronize()"):
+            self._engine.synchronize()
 
     def rest(self) -> None:
         """End all threads of this optimizer and of its engine when what they do is done, for as long as nothing is

@@ -45,7 +45,7 @@ DEFERRED = {
     "checkpoint/writer.py": {"ShardWriter.__init__", "ShardWriter.__exit__"},
     "core/signals.py": {"start"},
     "core/worker.py": {"_Pool._help_to_end", "_Pool._help_to_begin", "_Pool.cancel", "_end"},
-    "runtime/backwards.py": {"Backwards.collect_grad", "Backwards.end", "Backwards.need"},
+    "runtime/backwards.py": {"Backwards.collect_grad", "Backwards.need"},
     "runtime/engine.py": {"Engine.prepare_meeting", "Engine.replan"},
     "runtime/forwards.py": {"Forwards.enter_module", "Forwards.exit_module"},
     "runtime/param_reads.py": {"ParamReads.submit"},

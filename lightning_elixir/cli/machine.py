@@ -46,7 +46,7 @@ def machine_of(options: argparse.Namespace, dtype: str) -> Machine:
             " that was measured"
         )
     nvme_bytes = size_of(options.nvme_memory, "--nvme-memory", may_be_zero=True) or 0
-    if nvme_bytes and spec.nvme_read_bytes_per_s is None:
+    if nvme_bytes and spec.nvme_adam_numel_per_s is None:
         raise PlanError("how fast is the disk? Give --nvme-read-gb-s and --nvme-write-gb-s, or measured figures")
     spec = replace(spec, gpu_bytes=gpu_bytes, host_bytes=host_bytes, nvme_bytes=nvme_bytes or None)
     if options.hardware is None:

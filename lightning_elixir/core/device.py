@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_elixir.core.host import cpu_model
+from lightning_elixir.core.signals import DeferringLock
 
 log = logging.getLogger(__name__)
 
@@ -253,13 +254,14 @@ class CudaDevice:
         self.fetch_lane: Lane = _CudaLane(device)
         self.reduce_lane: Lane = _CudaLane(device)
         self._pool = torch.cuda.MemPool()
+        self._pool_lock = DeferringLock()  # torch refuses a second thread that uses the same pool, and miscounts then
         self._can_pin = pin_memory
 
     def new_lane(self) -> Lane:
         return _CudaLane(self.torch_device)
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        with torch.cuda.use_mem_pool(self._pool, self.torch_device):
+        with self._pool_lock, torch.cuda.use_mem_pool(self._pool, self.torch_device):
             try:
                 storage.resize_(nbytes)
             except torch.OutOfMemoryError:

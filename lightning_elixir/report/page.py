@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 from lightning_elixir.plan.describe import describe_disk, describe_updates
+from lightning_elixir.plan.simulator.timeline import is_time_known
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.report.chunk_picture import chunk_picture
 from lightning_elixir.report.data import ReportData
@@ -43,6 +44,7 @@ def render_report(data: ReportData) -> str:
         _cards(data),
         _binding(data),
         *(element("p", f"Assumed: {remark}", class_="soft") for remark in data.remarks),
+        _not_predicted(data),
         *_pictures(data),
         *_figures(data),
         element("footer", f"Plan {data.plan.fingerprint()[:12]}, drawn by lightning_elixir."),
@@ -99,6 +101,18 @@ def _binding(data: ReportData) -> Markup:
     if forecast is None or not forecast.binding:
         return Markup("")
     return element("p", element("b", "The limit: "), forecast.binding, class_="binding")
+
+
+def _not_predicted(data: ReportData) -> Markup:
+    """Why there is no predicted step, where the reason is a disk."""
+    if data.timeline is not None or data.hardware is None or is_time_known(data.plan, data.hardware):
+        return Markup("")
+    return element(
+        "p",
+        "No step is predicted: it waits for a disk that was not measured. lightning-elixir bench-hardware --nvme-dir"
+        " FOLDER --out FILE measures it, and the strategy's option hardware=FILE has the report count with that.",
+        class_="soft",
+    )
 
 
 def _card(what: str, value: str, note: str = "", class_: str | None = None) -> Markup:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.runtime.spans import Span
+from lightning_elixir.runtime.turns import Held
 
 if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
@@ -110,9 +111,12 @@ class Backwards:
         """The outermost backward has returned: reduce what is left. Collective."""
         if self._phases.current is not Phase.BACKWARD:
             return
-        # What is left is reduced when the phase is over, and other threads must not come in between.
-        with self._engine.turn.phase("a backward"), self._engine.telling():
+        with self._to_the_end(), self._engine.telling():
             self._end()
+
+    def _to_the_end(self) -> Held:
+        """For what is done when the phase has ended, and its turn with it; not taken yet."""
+        return self._engine.turn.phase("a backward", is_of_trainer=False, may_be_of_trainer=False)
 
     def _end(self) -> None:
         engine, reducer = self._engine, self._engine.reducer
@@ -152,6 +156,10 @@ class Backwards:
     def abort(self) -> None:
         """Backward raised: its gradients are dropped. Those of earlier backwards stay if none of its have been added to
         them yet; otherwise they are lost, and `step` raises until `zero_grad` has dropped the rest."""
+        with self._to_the_end():
+            self._abort()
+
+    def _abort(self) -> None:
         engine = self._engine
         engine.forwards.clear_frames()
         self._release_pins()
@@ -181,12 +189,16 @@ class Backwards:
         self._engine.writes.unpin_raw()
         self._engine.interception.guard_all()
 
-    def need(self, chunk: Chunk) -> None:
-        """Backward needs elements of a chunk, for a tensor that autograd has saved."""
-        if self._phases.current is Phase.CLOSED:
-            raise StateError("backward needs parameters of an engine that was closed")
-        with deferred():
+    @contextmanager
+    def need(self, chunk: Chunk) -> Iterator[None]:
+        """Inside, the elements of a chunk are there, for a tensor that autograd has saved: one that is made of them
+        keeps them there. Most are unpacked in a backward, which has the engine."""
+        turn = self._engine.turn
+        with deferred() if turn.is_mine() else turn.call("what autograd has saved was read"):
+            if self._phases.current is Phase.CLOSED:
+                raise StateError("backward needs parameters of an engine that was closed")
             self._engine.acquire((chunk.id,), pin=False)
+            yield
 
     def collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
         """Autograd has put a gradient down at a parameter."""

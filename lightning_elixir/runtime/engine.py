@@ -536,6 +536,7 @@ class Engine:
             has_met: Whether the ranks have come together for it.
         """
         with self.turn.long_call(Meeting.STATE_DICT.call.words):
+            self.phases.check_open()
             self.check_whole()
             if self.phase is Phase.IDLE:
                 self.writes.absorb()
@@ -550,11 +551,13 @@ class Engine:
 
     def sample_activations(self, is_on: bool) -> None:
         """Watch the device's memory at every access of forward and backward (slow: for a warm-up step)."""
-        self.iterations.watch(memory=is_on)
+        with self.turn.call("sample_activations()"):
+            self.iterations.watch(memory=is_on)
 
     def sample_times(self, is_on: bool) -> None:
         """Measure compute and waiting at every access of training iterations. Costs some 20 us for each."""
-        self.iterations.watch(times=is_on)
+        with self.turn.call("sample_times()"):
+            self.iterations.watch(times=is_on)
 
     @property
     def peak_non_model_bytes(self) -> int:

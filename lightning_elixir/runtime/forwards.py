@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_elixir.core.device import beside_dispatch_modes
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
@@ -120,7 +121,8 @@ class Forwards:
         if engine.active.cost:
             check_untransformed()
         engine.interception.forget_state_dict()
-        engine.writes.absorb()
+        with beside_dispatch_modes():  # a region may begin in a recomputation, before anything has told of a backward
+            engine.writes.absorb()
         if self._has_own_statistics:
             self._share_statistics()
         self._has_own_statistics = engine.comm.world_size > 1 and bool(self._statistics) and torch.is_grad_enabled()
@@ -154,6 +156,10 @@ class Forwards:
                     engine.interception.make_plain(chunk)
 
     def _end_region(self) -> None:
+        with self.its_turn():  # that of the phase goes before all is done
+            self._end_forward()
+
+    def _end_forward(self) -> None:
         engine = self._engine
         engine.backwards.leave_inner()
         self._close_region()
@@ -168,12 +174,13 @@ class Forwards:
 
     def abort(self) -> None:
         """The forward was ended by an error, or cut short before its end was noted."""
-        self.clear_frames()
-        self._is_implicit = False
-        self._engine.active.rcache.unpin_all()
-        self._engine.backwards.leave_inner()
-        self._close_region()
-        self._engine.iterations.abandon()
+        with self.its_turn():
+            self.clear_frames()
+            self._is_implicit = False
+            self._engine.active.rcache.unpin_all()
+            self._engine.backwards.leave_inner()
+            self._close_region()
+            self._engine.iterations.abandon()
 
     def _close_region(self) -> None:
         hooks, self._region_hooks = self._region_hooks, None
@@ -202,6 +209,7 @@ class Forwards:
         """A module's forward begins."""
         if not self._turn.is_mine():
             with self.its_turn():  # until it has begun, which takes it for itself
+                self._phases.check_open()
                 self.enter_module(module, inputs)
             return
         if self._phases.is_interrupted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -179,12 +180,13 @@ class SavedTensors:
 
     Args:
         chunks: By storage key.
-        make_resident: Called with the chunk whose elements backward needs now.
+        bring: Called with the chunk whose elements backward needs now; inside the context that it returns they are
+            there.
     """
 
-    def __init__(self, chunks: dict[int, Chunk], make_resident: Callable[[Chunk], None]) -> None:
+    def __init__(self, chunks: dict[int, Chunk], bring: Callable[[Chunk], AbstractContextManager[None]]) -> None:
         self._chunks = chunks
-        self._make_resident = make_resident
+        self._bring = bring
 
     def context(self) -> ThreadHooks | None:
         """Hooks to enter now; None where ours are innermost already, or activation checkpointing's are: those keep no
@@ -236,8 +238,8 @@ class SavedTensors:
             version = packed.chunk.parameters[packed.member]._version
         if version != packed.version:
             raise RuntimeError(_updated(packed, version))
-        self._make_resident(packed.chunk)
-        return packed.chunk.flat.as_strided(packed.size, packed.stride, packed.offset)
+        with self._bring(packed.chunk):
+            return packed.chunk.flat.as_strided(packed.size, packed.stride, packed.offset)
 
     def _pack(self, tensor: Tensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():

@@ -187,13 +187,13 @@ class Interception:
         if func in released.GRAD_SETTERS:
             return self._set_grad(func, args)
         engine = self._engine
-        engine.phases.check_open()
         if func == released.DETACH and self._is_in_state_dict():
             return self._whole_value(args[0])
         if func in released.BACKWARD_FUNCTIONS:  # a backward has a turn of its own
             with self._made_plain([t for t in released.tensors_in((args, dict(kwargs))) if engine.home_of(t)]):
                 return func(*args, **kwargs)
         with engine.turn.call("a parameter was used"):
+            engine.phases.check_open()  # now, since a thread that has waited for its turn may have waited for `close`
             engine.leave_interrupted()
             return self._call(func, args, kwargs)
 
@@ -285,8 +285,8 @@ class Interception:
     def _bring(self, chunk: Chunk) -> Iterator[None]:
         """Keep a chunk resident while its parameters are read in a way that is not intercepted."""
         engine, ids = self._engine, (chunk.id,)
-        engine.phases.check_open()
         with engine.turn.call("a parameter was read"):
+            engine.phases.check_open()
             engine.leave_interrupted()
             is_between_steps = not engine.is_computing
             engine.acquire(ids, pin=True)

@@ -6,6 +6,11 @@ last backward or step) waits while another one's call is served. Other threads w
 refused at once in the middle of a forward, a backward, a step or a `full_parameters` block: chunks come and go there,
 and if they waited, training could wait for them. What a thread leaves open when it ends is free.
 
+On a GPU much of a backward runs in a thread of autograd's, and the one that called it waits without Python's lock, so
+others run beside it all the time: whatever looks at the engine has a turn, up to its last line, also where a phase has
+ended in between, and asks whether the engine is open when it has that turn, not before. `tests/fuzz/like_a_gpu.py` has
+the CPU find what does not.
+
 With several ranks other threads are refused always, and until one has trained, all but the one that has made the
 engine: what they call takes the other ranks, which are somewhere else. So what they do costs time at most. What is
 plain is not intercepted, for any thread: once another one has been seen, chunks that may go are not made plain any

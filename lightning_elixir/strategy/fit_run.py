@@ -201,10 +201,10 @@ class FitRun:
             log.warning("could not write the report to %s: %s: %s", report.folder, type(error).__name__, error)
 
     def _timeline(self) -> Timeline | None:
-        profile = self.warm_up.profile
-        if profile is None:
+        profile, plan = self.warm_up.profile, self._handle.engine.plan
+        if profile is None or not self._planner.can_predict(plan):
             return None
-        return self._planner.simulated(self._handle.engine.plan, profile, self._regime())
+        return self._planner.simulated(plan, profile, self._regime())
 
     def _num_samples(self) -> int | None:
         """Of one step over all ranks, where the data loader tells."""

@@ -175,9 +175,10 @@ class ElixirPrecision(Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """The model's `backward` hook, on the scaled loss; gradients are reduced when it returns."""
+        """The model's `backward` hook, on the scaled loss; gradients are reduced when it returns. Tensors are created
+        in the dtype of the forward, since activation checkpointing runs it again."""
         elixir = _unwrap(optimizer)
-        with elixir.module.engine.backwards.span():
+        with elixir.module.engine.backwards.span(), self.tensor_init_context():
             model.backward(elixir.scale_loss(tensor), *args, **kwargs)
 
     @override

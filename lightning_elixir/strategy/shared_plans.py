@@ -25,7 +25,7 @@ from lightning_elixir.plan.memory import Budget, host_share, memory_use
 from lightning_elixir.plan.packing import packed_chunks
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.simulator.timeline import Timeline, scheme_of, with_times
+from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, scheme_of, with_times
 from lightning_elixir.plan.types import Alternative, Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.planning import COMMON_SHARE, make_plan, param_specs, timeline_of, with_common_activations
@@ -301,14 +301,23 @@ class Planner:
     def _over_chunks(self, profile: MemoryProfile, plan: Plan) -> StepProfile:
         """What a step does over a plan's chunks, with times from the hardware's rates. On the CPU only chunks count, so
         what is beside them is left out. Not collective."""
-        found = step_profile(profile, packed_chunks(plan), self.figures.known or HardwareSpec.nominal())
+        found = step_profile(profile, packed_chunks(plan), self._figures)
         if self._counts_activations:
             return found
         return replace(found, intervals=tuple(replace(i, non_model_bytes=0) for i in found.intervals))
 
     def simulated(self, plan: Plan, profile: StepProfile, regime: TrainingRegime) -> Timeline:
         """The predicted step of a plan, with spans and memory. Not collective."""
-        return timeline_of(plan, profile, self.figures.known or HardwareSpec.nominal(), regime)
+        return timeline_of(plan, profile, self._figures, regime)
+
+    def can_predict(self, plan: Plan) -> bool:
+        """Whether a step of the plan can be predicted: not if the plan needs a disk that was not measured."""
+        return is_time_known(plan, self._figures)
+
+    @property
+    def _figures(self) -> HardwareSpec:
+        """What is known, or else round figures."""
+        return self.figures.known or HardwareSpec.nominal()
 
     def _shared_profile(self, profile: StepProfile, current: Plan, *, is_seen: bool) -> StepProfile:
         """Rank 0's, with the most memory that any rank saw, or foresees, and a margin."""

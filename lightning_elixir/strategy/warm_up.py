@@ -210,8 +210,15 @@ class WarmUp:
             self._move_to(planner.warm_up_plan(handle.skeleton, engine.plan, handle.budget))
             return Stage.WATCHED
         foreseen = planner.foresee(handle.skeleton, engine.plan, handle.budget, profile, self._regime())
-        self._place(foreseen, is_known=True, is_seen=False)
+        self._place(_beside(foreseen, self._foreign_bytes(profile)), is_known=True, is_seen=False)
         return Stage.SETTLING
+
+    def _foreign_bytes(self, profile: MemoryProfile) -> int:
+        """Device memory that neither the engine has nor the dry run has seen: of the user's other models, or of an
+        earlier fit. A step that is watched shows it, a dry run does not."""
+        engine = self._engine
+        known = engine.device_bytes() + profile.buffer_bytes + profile.input_bytes
+        return max(0, engine.device.allocated_bytes() - known)
 
     def _foreseen(self, dry_run: DryRun) -> MemoryProfile | None:
         """What a step will do, if all ranks can tell."""
@@ -296,6 +303,14 @@ class WarmUp:
 
 def _first_lines(plan: Plan) -> str:
     return "\n".join(plan.explain().splitlines()[:_LINES_LOGGED])
+
+
+def _beside(profile: StepProfile, foreign_bytes: int) -> StepProfile:
+    """The same step where something else takes so much of the device all the time."""
+    if not foreign_bytes:
+        return profile
+    intervals = tuple(replace(i, non_model_bytes=i.non_model_bytes + foreign_bytes) for i in profile.intervals)
+    return replace(profile, intervals=intervals)
 
 
 def _with_peak(profile: StepProfile, least_bytes: int) -> StepProfile:

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.fuzz.campaign import Summary, campaign, run_apart, shrink
+from tests.fuzz.like_a_gpu import watched
 from tests.fuzz.programs import Draw, Program, generate, parse
 from tests.fuzz.restarts import restarted
 from tests.fuzz.run import Outcome
@@ -25,10 +27,15 @@ def main() -> int:
         print(generate(options.show, draw))
         return 0
     if options.program is not None:
-        return _one(parse(Path(options.program).read_text()), is_shrinking=options.shrink)
+        program = parse(Path(options.program).read_text())
+        return _one(program, is_shrinking=options.shrink, is_like_a_gpu=options.like_a_gpu)
     if options.seed is not None:
         program = generate(options.seed, draw)
-        return _one(restarted(program) if options.restarts else program, is_shrinking=options.shrink)
+        if options.restarts:
+            program = restarted(program)
+        if options.like_a_gpu:
+            program = watched(program)
+        return _one(program, is_shrinking=options.shrink, is_like_a_gpu=options.like_a_gpu)
     summary = _side_by_side(options) if options.jobs > 1 else _campaign(options, draw)
     print(summary.text())
     if options.json:
@@ -50,6 +57,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--restarts", action="store_true", help="that end at random moments, and go on from a checkpoint"
     )
+    parser.add_argument(
+        "--like-a-gpu", action="store_true", help="on the CPU, with a GPU's threads and late events, and one that reads"
+    )
     parser.add_argument("--json", help="file for the summary")
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--program", help="run the program in this file alone, as --show prints it")
@@ -58,10 +68,11 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _one(program: Program, *, is_shrinking: bool) -> int:
-    outcome = run_apart(program)
+def _one(program: Program, *, is_shrinking: bool, is_like_a_gpu: bool) -> int:
+    outcome = run_apart(program, is_like_a_gpu=is_like_a_gpu)
     if is_shrinking and outcome.verdict not in ("equal", "useless"):
-        program, outcome = shrink(program, outcome, tell=lambda simpler, _: print(f"  {simpler}", flush=True))
+        run = partial(run_apart, timeout_s=20.0, is_like_a_gpu=is_like_a_gpu)
+        program, outcome = shrink(program, outcome, run=run, tell=lambda simpler, _: print(f"  {simpler}", flush=True))
     print(program)
     print(outcome.verdict, outcome.counters)
     print(outcome.detail)
@@ -73,7 +84,13 @@ def _campaign(options: argparse.Namespace, draw: Draw) -> Summary:
     if options.count is not None:
         seeds = itertools.islice(seeds, options.count)
     return campaign(
-        seeds, draw, options.seconds, _tell, are_interrupted=options.signals, are_restarted=options.restarts
+        seeds,
+        draw,
+        options.seconds,
+        _tell,
+        are_interrupted=options.signals,
+        are_restarted=options.restarts,
+        are_like_a_gpu=options.like_a_gpu,
     )
 
 

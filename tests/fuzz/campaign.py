@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tests.fuzz.interrupts import interrupted, run_interrupted
+from tests.fuzz.like_a_gpu import run_like_a_gpu, watched
 from tests.fuzz.play import Note
 from tests.fuzz.programs import Draw, Program, generate, simpler
 from tests.fuzz.restarts import restarted, run_restarted
@@ -21,16 +22,19 @@ TIMEOUT_S = 180.0
 """Of one program, which usually takes a third of a second; a machine may be busy with other things."""
 
 
-def run_apart(program: Program, timeout_s: float = TIMEOUT_S, *, is_interrupted: bool = False) -> Outcome:
+def run_apart(
+    program: Program, timeout_s: float = TIMEOUT_S, *, is_interrupted: bool = False, is_like_a_gpu: bool = False
+) -> Outcome:
     """Run a program on its ranks, in worker processes: a crash, and a hang, are outcomes as well.
 
     Args:
         is_interrupted: With Ctrl-C at random moments; the program comes from `interrupted`.
+        is_like_a_gpu: With what is different on a GPU; the program comes from `watched`.
     """
     if program.end is not None:
         return run_restarted(program, timeout_s)
     has_group = program.ranks > 1
-    run = run_interrupted if is_interrupted else run_program
+    run = run_interrupted if is_interrupted else run_like_a_gpu if is_like_a_gpu else run_program
     options: dict[str, Any] = {"device": program.device, "timeout_s": timeout_s}
     try:
         if program.through == "trainer" and has_group:  # which begins a group itself
@@ -120,6 +124,7 @@ def campaign(
     *,
     are_interrupted: bool = False,
     are_restarted: bool = False,
+    are_like_a_gpu: bool = False,
 ) -> Summary:
     """Run the programs of these seeds, one after the other.
 
@@ -128,6 +133,7 @@ def campaign(
         tell: Hears of each.
         are_interrupted: With Ctrl-C, which they catch.
         are_restarted: They end at random moments, and go on from a checkpoint.
+        are_like_a_gpu: On the CPU, with what is different on a GPU, and a thread that reads meanwhile.
     """
     summary, begin_s = Summary(), time.monotonic()
     for seed in seeds:
@@ -138,7 +144,9 @@ def campaign(
             program = interrupted(program)
         if are_restarted:
             program = restarted(program)
-        outcome = run_apart(program, is_interrupted=are_interrupted)
+        if are_like_a_gpu:
+            program = watched(program)
+        outcome = run_apart(program, is_interrupted=are_interrupted, is_like_a_gpu=are_like_a_gpu)
         summary.add(program, outcome)
         tell(program, outcome)
     summary.seconds = time.monotonic() - begin_s

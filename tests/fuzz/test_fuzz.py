@@ -30,6 +30,7 @@ from tests.fuzz.programs import (
     simpler,
 )
 from tests.fuzz.run import run_program
+from tests.helpers.tiers import full
 
 NUM_PROGRAMS = 12
 CLASSES: tuple[Any, ...] = (ElixirStrategy, ElixirModule, ElixirOptimizer)
@@ -74,6 +75,15 @@ def test_programs_with_ctrl_c_at_random_moments() -> None:
 def test_programs_that_end_at_random_moments_and_go_on() -> None:
     summary = campaign(range(600, 603), Draw((1, 2), through="trainer"), are_restarted=True)
     assert not summary.findings, summary.text()
+
+
+@pytest.mark.parametrize(("first_seed", "count"), [(9100214, 1), (9100665, 1), full(700, 30), full(900, 30)])
+def test_programs_with_the_threads_of_a_gpu(first_seed: int, count: int) -> None:
+    """Beside a thread that reads all the time; the first two are ones in which a GPU showed what was wrong."""
+    draw = Draw(device="cuda" if count == 1 else "cpu")  # on which what is drawn depends
+    summary = campaign(range(first_seed, first_seed + count), draw, are_like_a_gpu=True)
+    assert not summary.findings, summary.text()
+    assert summary.counters["refused reads by threads"] > 0
 
 
 @pytest.mark.gpu

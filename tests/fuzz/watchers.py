@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,8 @@ class Watcher:
             except ElixirError:
                 self.num_refused += 1
             except Exception as error:
-                self._wrong = f"{type(error).__name__}: {error}"
+                where = "".join(traceback.format_tb(error.__traceback__))
+                self._wrong = f"{type(error).__name__}: {error}\nin that thread:\n{where}in the one that asks:"
 
 
 def _parameter(player: Player, number: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import os
 import signal
@@ -17,12 +18,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.runtime import turns
 from lightning_elixir.runtime.build import Builder
 from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.runtime.gradients import Gradients
+from lightning_elixir.runtime.iterations import Iterations
+from lightning_elixir.runtime.reducer import Reducer
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
@@ -264,6 +269,140 @@ def test_in_a_block_of_the_thread_that_trains_another_is_refused() -> None:
     with module.full_parameters():
         assert isinstance(_in_thread(module.full_state_dict), StateError)  # and does not wait for the block's end
     assert isinstance(_in_thread(module.full_state_dict), dict)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Reducer, "flush"), (Iterations, "end_forward"), (Iterations, "abandon"), (Gradients, "follow")]
+)
+def test_up_to_its_last_line_a_call_has_the_engine_alone(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the forward or the backward that it ends is noted as over. On a GPU others ran there, and found
+    gradients of which a part had landed."""
+    plain = new_net()
+    model = copy.deepcopy(plain)
+    module, optimizer = wrap(model)
+    oracle = HybridAdam(plain.parameters(), lr=1e-2)
+    step_side_by_side(plain, oracle, module, optimizer, torch.randn(8, WIDTH))
+    real, threads = getattr(owner, name), []
+
+    def beside(self: Any, *args: Any, **kwargs: Any) -> Any:
+        served: list[Any] = []
+
+        def read() -> None:
+            with contextlib.suppress(StateError):
+                served.append(model[0][0].weight.detach().clone())
+
+        threads.append(threading.Thread(target=read, daemon=True))
+        threads[-1].start()
+        threads[-1].join(0.2)
+        assert not served
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, beside)
+    if name == "abandon":
+        handle = model[5].register_forward_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            module(torch.randn(8, WIDTH))
+        handle.remove()
+    x = torch.randn(8, WIDTH)
+    optimizer.backward(module(x).square().mean())
+    optimizer.clip_grad_value_(1e-3)
+    optimizer.step()
+    oracle.zero_grad()
+    plain(x).square().mean().backward()
+    nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
+    oracle.step()
+    assert threads
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    state = module.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in plain.state_dict().items())
+
+
+def _raise(*args: Any) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("name", ["read", "raw pointer", "state_dict", "layer", "full_grads", "grad"])
+def test_a_thread_that_waited_while_the_engine_was_closed_is_told(name: str) -> None:
+    """Before, it went on over shards that were gone."""
+    model = new_net()
+    module, optimizer = wrap(model)
+    optimizer.backward(module(torch.randn(8, WIDTH)).sum())
+    call = CALLS.get(name, lambda module, optimizer: model[0][0].weight.data_ptr())
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call(module, optimizer))
+        except Exception as error:
+            found.append(error)
+
+    thread, turn = threading.Thread(target=run, daemon=True), module.engine.turn
+    with turn.call("a call"):
+        thread.start()
+        while not turn._waiting:
+            time.sleep(0.01)
+        module.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    if name == "grad":  # of a closed engine there are none
+        assert found == [[None] * 20]
+    else:
+        assert isinstance(found[0], StateError), found
+        assert "closed" in str(found[0])
+
+
+@dataclasses.dataclass
+class _Output:
+    """Nothing tells the engine of a backward that begins at what is inside."""
+
+    value: torch.Tensor
+
+
+class _Recomputed(nn.Module):
+    """Recomputes its layers in backward, and counts operators there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = new_net()
+
+    def forward(self, x: torch.Tensor) -> _Output:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=_selective) if self.training else layer(x)
+        return _Output(x)
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_backward_that_nothing_tells_of_has_the_engine_when_it_needs_parameters(
+    is_recomputed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _Recomputed().train(is_recomputed)
+    plain = copy.deepcopy(model)
+    module, _ = wrap(model)
+    real, had_turn = Engine.acquire, []
+
+    def look(self: Engine, ids: Any, *, pin: bool) -> None:
+        had_turn.append(self.turn.is_mine())
+        real(self, ids, pin=pin)
+
+    x = torch.randn(8, WIDTH)
+    loss = module(x).value.square().mean()
+    norms = [float(p.detach().norm()) for p in model.parameters()]  # so that chunks may have been written to
+    monkeypatch.setattr(Engine, "acquire", look)
+    loss.backward()
+    assert len(had_turn) > 5
+    assert all(had_turn)
+    plain(x).value.square().mean().backward()
+    assert norms == [float(p.detach().norm()) for p in plain.parameters()]
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
 
 
 def test_what_a_thread_has_left_open_is_free_when_it_has_ended() -> None:

@@ -24,9 +24,11 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from lightning_elixir._lightning import LightningModule, Trainer, pl
+from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.profile import MemoryProfile
+from lightning_elixir.plan.types import Plan
 from lightning_elixir.profiling.fake_step import profile_memory
 from lightning_elixir.strategy import ElixirStrategy, put_back
 from lightning_elixir.strategy import fit_run as fit_run_module
@@ -739,3 +741,28 @@ def test_batches_and_models_are_put_back_beside_other_threads(profiles: list[Any
     thread.join()
     assert isinstance(profiles[0], MemoryProfile)
     assert_same_run(actual, expected)
+
+
+def test_what_else_is_on_the_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model of the user's, say, of which a dry run sees nothing. Before, the plan took the room for itself, and
+    the first step ran out of memory."""
+    expected, place = fit("auto")[2], WarmUp._place
+    for foreign_bytes in (0, 300 << 10):
+        plans: list[Plan] = []
+        strategy = ElixirStrategy(**CHUNK, gpu_memory_limit="700KiB")
+
+        def noted(warm_up: WarmUp, *args: Any, plans: list[Plan] = plans, **options: Any) -> None:
+            place(warm_up, *args, **options)
+            plans.append(warm_up._engine.plan)
+
+        def allocated(device: CpuDevice, strategy: Any = strategy, foreign_bytes: int = foreign_bytes) -> int:
+            held: int = strategy._handle.engine.engine.device_bytes()
+            return foreign_bytes + held
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuDevice, "allocated_bytes", allocated)
+            patch.setattr(WarmUp, "_place", noted)
+            assert_same_run(fit(strategy)[2], expected)
+        assert plans[0].is_all_resident == (foreign_bytes == 0)
+        assert plans[0].forecast is not None
+        assert foreign_bytes < plans[0].forecast.peak_gpu_bytes <= 700 << 10

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir import ElixirPrecision
 from lightning_elixir._lightning import pl
@@ -135,6 +136,33 @@ def test_true_half_precision_equals_plain_lightning(make_model: Any) -> None:
     )[2]
     assert_same_run(actual, expected)
     assert actual.state["layers.0.up.weight"].dtype is torch.bfloat16
+
+
+class RecomputedNet(HalfNet):
+    """Makes tensors in its forward, of which a part runs again in backward."""
+
+    is_recomputed = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = checkpoint(self._run, layer, x, use_reentrant=False) if self.is_recomputed else self._run(layer, x)
+        return self.layers[-1](x)
+
+    def _run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return torch.tanh(layer(x) * torch.linspace(0.5, 1.0, x.shape[-1], device=x.device))
+
+
+class NotRecomputedNet(RecomputedNet):
+    is_recomputed = False
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_what_runs_again_in_backward_makes_tensors_of_the_same_dtype(precision: str) -> None:
+    """Under plain Lightning it does not, and torch's check of what is recomputed fails."""
+    expected = fit("auto", NotRecomputedNet, precision=precision)[2]
+    actual = fit(ElixirStrategy(**TIGHT), RecomputedNet, precision=precision)[2]
+    assert_same_run(actual, expected)
+    assert torch.get_default_dtype() is F
 
 
 class DoubleNet(Net):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,25 @@ def test_every_policy_has_a_timeline(tmp_path: Path, options: dict[str, Any]) ->
     assert report["predicted"]["times"]["compute_s"] > 0
     assert report["measured"]["num_steps"] > 3
     assert "<svg" in (tmp_path / "r" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_a_disk_that_was_not_measured_leaves_the_prediction_out(tmp_path: Path, is_measured: bool) -> None:
+    """Of a placement that is not searched, no disk is measured: its speed is known from given figures alone."""
+    rates = {"nvme_read_bytes_per_s": 2e9, "nvme_write_bytes_per_s": 1e9} if is_measured else {}
+    (tmp_path / "disk").mkdir()
+    strategy = ElixirStrategy(
+        **TIGHT,
+        nvme_offload_fraction=1.0,
+        nvme_offload_dir=str(tmp_path / "disk"),
+        hardware=replace(HardwareSpec.nominal(host_bytes=2**34), **rates),
+        report_dir=str(tmp_path / "r"),
+    )
+    fit(strategy, lambda: Net("hybrid"))
+    report, page = _read(tmp_path / "r"), (tmp_path / "r" / "report.html").read_text()
+    assert ("times" in report["predicted"]) is is_measured
+    assert ("waits for a disk that was not measured" in page) is not is_measured
+    assert report["measured"]["num_steps"] > 3
 
 
 def test_accumulation_and_given_plan(tmp_path: Path) -> None:

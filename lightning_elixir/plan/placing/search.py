@@ -24,7 +24,7 @@ from itertools import combinations, product
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.memory import memory_use
-from lightning_elixir.plan.placing.fallbacks import SAME, needs_disk, plan_with_fallbacks
+from lightning_elixir.plan.placing.fallbacks import SAME, plan_with_fallbacks
 from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Site, host_parts, sites_of
 from lightning_elixir.plan.placing.space import (
     PATTERNS,
@@ -41,7 +41,7 @@ from lightning_elixir.plan.placing.spares import SPARE_PATTERNS
 from lightning_elixir.plan.placing.spilling import in_host_memory, spilled
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.simulator.timeline import Timeline, scheme_of, simulate_step
+from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, scheme_of, simulate_step
 from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 
@@ -115,7 +115,7 @@ def distance(refusal: CapacityError) -> tuple[bool, int]:
 def with_forecast(plan: Plan, profile: StepProfile, problem: Problem) -> Plan:
     """A plan that was not searched for, with what the simulation expects of it; without that, where it has states on a
     disk that was not measured."""
-    if needs_disk(plan) and problem.hardware.nvme_adam_numel_per_s is None:
+    if not is_time_known(plan, problem.hardware):
         return plan
     scheme = scheme_of(plan, problem.regime)
     timeline = simulate_step(plan, profile, problem.hardware, scheme)

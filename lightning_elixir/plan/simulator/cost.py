@@ -6,9 +6,14 @@ import math
 from dataclasses import dataclass
 
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.memory import Scheme, has_params_on_nvme, is_on_nvme
+from lightning_elixir.plan.memory import Scheme, has_params_on_nvme, is_on_nvme, uses_nvme
 from lightning_elixir.plan.stream_buffers import SLOT_BYTES
-from lightning_elixir.plan.types import ChunkSpec, Tier
+from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
+
+
+def is_time_known(plan: Plan, hardware: HardwareSpec) -> bool:
+    """Whether these figures say how long a step takes: not where it waits for a disk that was not measured."""
+    return hardware.nvme_adam_numel_per_s is not None or not any(map(uses_nvme, plan.chunks))
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import math
 from dataclasses import dataclass, replace
 
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.memory import Scheme, is_on_nvme, nvme_buffers, uses_nvme
+from lightning_elixir.plan.memory import Scheme, is_on_nvme, nvme_buffers
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.simulator.clocks import Busy, Clocks
-from lightning_elixir.plan.simulator.cost import Costs
+from lightning_elixir.plan.simulator.cost import Costs, is_time_known
 from lightning_elixir.plan.simulator.forward_backward import ForwardBackward
 from lightning_elixir.plan.simulator.rcache_script import rcache_script
 from lightning_elixir.plan.simulator.record import StepRecord
@@ -66,7 +66,7 @@ class StepSimulator:
             step = self._step()
             if abs(clocks.backlog.left_s(clocks.now_s) - left_s) <= _SAME * step.times.total_s:
                 break  # the next step would begin as this one did
-        if self._hardware.nvme_adam_numel_per_s is None and any(map(uses_nvme, self._plan.chunks)):
+        if not is_time_known(self._plan, self._hardware):
             unknown = math.inf  # what spans and waiting leave out
             return replace(step, times=replace(step.times, total_s=unknown, step_s=unknown, nvme_s=unknown))
         return step

@@ -23,6 +23,7 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Scheme, memory_use
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
+from lightning_elixir.plan.simulator.cost import is_time_known
 from lightning_elixir.plan.simulator.spans import MemoryPoint, Span, Timeline
 from lightning_elixir.plan.simulator.step import StepSimulator
 from lightning_elixir.plan.types import AccessTrace, Acquire, Alternative, ChunkSpec, Drop, Plan, Tier, UpdateTiming
@@ -33,6 +34,7 @@ __all__ = [
     "Timeline",
     "beside_rcache_bytes",
     "compressed",
+    "is_time_known",
     "moments",
     "scheme_of",
     "simulate_step",
@@ -65,7 +67,8 @@ def simulate_step(
         is_detailed: Whether to give `spans` and `memory`.
 
     Returns:
-        The timeline of a step with its trace known, as all but the first are.
+        The timeline of a step with its trace known, as all but the first are. Its `total_s`, `step_s` and `nvme_s` are
+        infinite unless `is_time_known`.
     """
     step = StepSimulator(plan, profile, hardware, scheme, is_detailed=is_detailed).run()
     beside = beside_rcache_bytes(plan.chunks, moments(profile), scheme)
