@@ -88,6 +88,7 @@ class FitRun:
         self._meter: StepMeter | None = None
         self._optimizer = optimizer
         self._reserved_for: Plan | None = None
+        self._has_lacked_room = False  # on the device, for the states of a plan
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._is_monitored = any(isinstance(callback, ElixirStatsMonitor) for callback in callbacks)
         if self._is_monitored or self._report is not None:
@@ -153,8 +154,9 @@ class FitRun:
             try:
                 self._optimizer.reserve()
             except CapacityError as error:
-                if error.resource != "GPU" or not self.warm_up.start_over():
+                if error.resource != "GPU" or self._has_lacked_room or not self.warm_up.start_over():
                     raise
+                self._has_lacked_room = True  # the next plan is made from what was seen
                 log.warning("%s. The next step is watched, and another plan made", error)
 
     def _dry_run(self, batch: Any, batch_idx: int) -> MemoryProfile:
