@@ -35,6 +35,7 @@ from lightning_elixir.planning import (
 )
 from lightning_elixir.profiling.fake_step import profile_memory
 from lightning_elixir.profiling.kept_fp32 import kept_parameters
+from lightning_elixir.profiling.known_values import guess_values
 from lightning_elixir.profiling.parameters import dtype_name, param_specs
 from lightning_elixir.report import ReportData, render_report
 from lightning_elixir.report.markup import format_count
@@ -135,6 +136,7 @@ def find(options: argparse.Namespace) -> Found:
             autocast=precision.has_autocast,
             keep_fp32=options.keep_fp32,
             master_weights=precision.is_mixed,
+            around_operator=guess_values if subject.may_guess_values else None,
         )
     regime = with_optimizer(regime_of(options, precision), can_stream=options.optimizer == "hybrid", num_states=2)
     with _telling(options, "looking for the fastest placement"), speaking_of_options():

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_elixir._lightning import LightningModule
 from lightning_elixir.errors import PlanError
-from lightning_elixir.profiling.known_values import GuessedValues
 
 _OPTIONS_OF = {"model": ("--set", "--batch-size", "--seq-len"), "module": ("--init", "--batch")}
 
@@ -41,6 +40,8 @@ class Subject:
     """Of that micro-batch, where it has such a thing."""
     remarks: tuple[str, ...] = ()
     """What was assumed, for people."""
+    may_guess_values: bool = False
+    """Whether the step reads numbers, to log or to check them, where there are none."""
 
 
 def module_subject(options: argparse.Namespace) -> Subject:
@@ -74,10 +75,9 @@ def module_subject(options: argparse.Namespace) -> Subject:
     samples, tokens = _size_of(batch)
 
     def step(module: nn.Module, inp: Mapping[str, Any]) -> None:
-        with GuessedValues():
-            backward(run(module, inp["batch"]), options.accumulate)
+        backward(run(module, inp["batch"]), options.accumulate)
 
-    return Subject(name, model.train(), {"batch": batch}, step, samples, tokens, remarks)
+    return Subject(name, model.train(), {"batch": batch}, step, samples, tokens, remarks, may_guess_values=True)
 
 
 def check_options(options: argparse.Namespace) -> None:

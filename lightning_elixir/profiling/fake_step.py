@@ -20,7 +20,7 @@ from lightning_elixir.profiling.cuda_paths import CudaPaths
 from lightning_elixir.profiling.kept_fp32 import KeepFp32, compute_in_fp32, kept_parameters
 from lightning_elixir.profiling.known_values import KnownValues, is_knowable
 from lightning_elixir.profiling.parameters import dtype_name
-from lightning_elixir.profiling.step_recorder import StepRecorder
+from lightning_elixir.profiling.step_recorder import AroundOperator, StepRecorder
 
 __all__ = ["StepFn", "cuda_memory_profiling", "profile_memory"]
 
@@ -53,6 +53,7 @@ def profile_memory(
     keep_fp32: KeepFp32 = None,
     master_weights: bool = True,
     stand_ins: Sequence[tuple[object, object]] = (),
+    around_operator: AroundOperator | None = None,
 ) -> MemoryProfile:
     """What one training step needs on a GPU, and which parameters it needs when.
 
@@ -75,6 +76,8 @@ def profile_memory(
         keep_fp32: What stays in fp32 where `dtype` is a 16-bit one, as for `ElixirModule`.
         master_weights: Whether 16-bit parameters have an fp32 master; without, nothing stays in fp32 unasked.
         stand_ins: (object, what the copy of the model has in its place), such as a trainer that the model knows.
+        around_operator: Called for each operator of the step with the operator, its positional operands, and what runs
+            it; gives its result.
 
     Raises:
         PlanError: `step_fn` or the factory fails without real values, `autocast` comes without a 16-bit dtype, or
@@ -90,7 +93,7 @@ def profile_memory(
         model = _fake_model(model_or_factory, dtype, keep_fp32, memo, has_autocast=autocast, has_master=master_weights)
         input_dtype = dtype if dtype is not None and dtype.itemsize == 2 and not autocast else None
         fake_inp = tree_map_only(Tensor, lambda t: _fake_input(t, input_dtype), inp)
-        recorder = StepRecorder()
+        recorder = StepRecorder(around_operator)
         recorder.watch(model)
         inputs = [t for t in tree_leaves(fake_inp) if isinstance(t, Tensor)]
         for tensor in inputs:

@@ -6,7 +6,7 @@ step's integer inputs, or from nothing. Such an answer decides which way a layer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lightning_elixir.profiling.fake_results import FakeResults
 
 _MAX_NUMEL = 1 << 22
 _MAX_NUMEL_OF_MODEL = 4096
@@ -28,24 +30,28 @@ def is_knowable(tensor: Tensor) -> bool:
 
 def run(
     func: Any,
+    types: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     sources: Iterable[Tensor],
+    results: FakeResults,
     max_numel: int = _MAX_NUMEL,
 ) -> Any:
     """Run an operator under a fake mode; for real if all of its operands are, and what comes out is small.
 
     Args:
         func: The operator.
+        types: As `__torch_dispatch__` gets them.
         args: Its positional operands.
         kwargs: Its keyword operands.
         sources: The tensors among them.
+        results: Of the operators before.
         max_numel: Elements of a small tensor.
     """
     if any(isinstance(tensor, FakeTensor) or tensor.requires_grad for tensor in sources):
-        return func(*args, **kwargs)
+        return results.run(func, types, args, kwargs)
     if not any(tag in func.tags for tag in _VALUE_TAGS):
-        fake = func(*args, **kwargs)
+        fake = results.run(func, types, args, kwargs)
         made = [t for t in tree_leaves(fake) if isinstance(t, Tensor)]
         if any(t.device.type != "cpu" or t.numel() > max_numel for t in made):
             return fake
@@ -59,6 +65,7 @@ class KnownValues(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._results = FakeResults()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,22 +74,21 @@ class KnownValues(TorchDispatchMode):
         sources = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(sources[0], FakeTensor):
             return False if sources[0].dtype is torch.bool else func(*args, **kwargs)
-        return run(func, args, kwargs, sources, _MAX_NUMEL_OF_MODEL)
+        return run(func, types, args, kwargs, sources, self._results, _MAX_NUMEL_OF_MODEL)
 
 
-class GuessedValues(TorchDispatchMode):
-    """Enter around code that reads numbers, to log or to check them, from tensors without values: those are taken to
-    be 1, and answers no. Integers, which decide on shapes, stay unknown."""
+def guess_values(func: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+    """Call around each operator of code that reads numbers, to log or to check them, from tensors without values: those
+    are taken to be 1, and answers no. Integers, which decide on shapes, stay unknown.
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            if args[0].dtype is torch.bool:
-                return False
-            if args[0].is_floating_point():
-                return 1.0
-        return func(*args, **(kwargs or {}))
+    Args:
+        func: The operator.
+        args: Its positional operands.
+        run: Runs it.
+    """
+    if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if args[0].dtype is torch.bool:
+            return False
+        if args[0].is_floating_point():
+            return 1.0
+    return run()

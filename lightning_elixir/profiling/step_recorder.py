@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_elixir.plan.profile import ProfileInterval
 from lightning_elixir.profiling.allocator import Block, CachingAllocator
+from lightning_elixir.profiling.fake_results import FakeResults
 from lightning_elixir.profiling.known_values import run
 from lightning_elixir.profiling.workspaces import (
     BIASED_MATMUL_WORKSPACE_BYTES,
@@ -28,7 +30,13 @@ from lightning_elixir.profiling.workspaces import (
 
 aten = torch.ops.aten
 
+AroundOperator = Callable[[Any, tuple[Any, ...], Callable[[], Any]], Any]
+"""Gets an operator, its positional operands, and what runs it; gives its result."""
+
 _PARAMETER, _GRADIENT, _ACTIVATION = range(3)
+
+# How C++ asks a fake tensor for its device: two thirds of all that is dispatched.
+_DEVICE = torch.ops.prim.device.default
 
 # These make tensors without filling them.
 _EMPTY = frozenset((aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided))
@@ -75,10 +83,15 @@ class StepRecorder(TorchDispatchMode):
     Memory is that of torch's CUDA allocator, workspaces included. Intervals and accesses are those of
     `lightning_elixir.runtime.engine`: modules with parameters of their own and none below hold them for their forward;
     what else is touched is needed at that moment.
+
+    Args:
+        around: Called for each operator.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, around: AroundOperator | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._around = around
+        self._results = FakeResults()
         self.peak_bytes = 0
         self.peak_module = ""
         self._allocator = CachingAllocator()
@@ -152,17 +165,33 @@ class StepRecorder(TorchDispatchMode):
 
     # Operators
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what torch puts around each call otherwise: it compiles nothing under such modes anyway
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        sources = list(_tensors((*args, *kwargs.values())))
-        if _in_backward() and not self._intervals[-1].is_backward:
+        with torch._C.DisableTorchFunction():  # in backward, every look at a tensor would go through such modes
+            if func is _DEVICE and isinstance(args[0], FakeTensor):
+                self._begin(args)
+                return args[0].fake_device
+            if self._around is None:
+                return self._run(func, types, args, kwargs or {})
+            return self._around(func, args, partial(self._run, func, types, args, kwargs or {}))
+
+    def _begin(self, sources: Iterable[Tensor]) -> None:
+        """Something is done with these."""
+        if not self._intervals[-1].is_backward and _in_backward():
             self._open((), False, "")  # backward of the loss
         self._see(sources)
-        result = run(func, args, kwargs, sources)
+
+    def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        sources = _tensors((*args, *kwargs.values()))
+        self._begin(sources)
+        result = run(func, types, args, kwargs, sources, self._results)
         packet = func._overloadpacket
-        outputs = list(_tensors((result,)))
+        outputs = _tensors((result,))
         is_new = False
         for index, tensor in enumerate(outputs):
             # CUDA keeps the statistics of layer norms in fp32.
@@ -309,15 +338,25 @@ def _in_order_of_moving(module: nn.Module) -> Iterator[nn.Module]:
     return walk(module)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            found += _tensors(value)
+    return found
 
 
-# Formulas that torch does not have, or has for equal numbers of heads only
+# Formulas that torch does not have, has for equal numbers of heads only, or takes long over
+
+
+def _matmul_flops(first: Tensor, second: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+    return 2 * out_val.numel() * first.shape[-1]
+
+
+def _addmm_flops(added: Tensor, first: Tensor, second: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+    return 2 * out_val.numel() * first.shape[-1]
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
@@ -340,6 +379,9 @@ def _grouped_flops(first: Tensor, second: Tensor, *args: Any, out_val: Tensor, *
 
 
 _FLOPS: dict[Any, Callable[..., int]] = {
+    aten.mm: _matmul_flops,
+    aten.bmm: _matmul_flops,
+    aten.addmm: _addmm_flops,
     aten._scaled_dot_product_cudnn_attention: _attention_flops,
     aten._scaled_dot_product_flash_attention: _attention_flops,
     aten._scaled_dot_product_efficient_attention: _attention_flops,

@@ -29,7 +29,6 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_elixir._lightning import LightningModule, Trainer
@@ -37,10 +36,11 @@ from lightning_elixir.core.random_states import capture_random_states, restore_r
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.fake_step import profile_memory
-from lightning_elixir.profiling.known_values import GuessedValues
+from lightning_elixir.profiling.known_values import guess_values
 from lightning_elixir.strategy.put_back import PutBack, left_behind
 
 _PLAIN = (bool, int, float, str, bytes, enum.Enum, timedelta, torch.device, torch.dtype, type(None))
+_COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators
 
 
 def dry_run(
@@ -114,11 +114,18 @@ def _profiled(
         copies.append(copy)
         made.extend(map(weakref.ref, (*copy.parameters(), *copy.buffers(), *inp["tensors"])))
         _keep_to_itself(copy, module, trainer)
-        with GuessedValues(), _Alone(made):
-            loss = loss_of(copy.training_step(*fake_args))
-            if loss is None:
-                raise ValueError("training_step returned no loss")
-            copy.backward(loss)
+        loss = loss_of(copy.training_step(*fake_args))
+        if loss is None:
+            raise ValueError("training_step returned no loss")
+        copy.backward(loss)
+
+    def around_operator(func: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        if func.namespace in _COLLECTIVES:
+            raise PlanError(f"training_step talks to other ranks ({func})")
+        result = guess_values(func, args, run)
+        results = (result,) if isinstance(result, Tensor) else tree_leaves(result)
+        made.extend(weakref.ref(one) for one in results if isinstance(one, FakeTensor))
+        return result
 
     try:
         return profile_memory(
@@ -130,32 +137,12 @@ def _profiled(
             keep_fp32=sorted(kept_fp32) or None,
             master_weights=False,  # what is kept has been decided
             stand_ins=[(module.trainer, trainer)],
+            around_operator=around_operator,
         )
     finally:
         for copy in copies:  # modules lie in cycles, and would stay until the collector comes
             for one in list(copy.modules()):
                 vars(one).clear()
-
-
-class _Alone(TorchDispatchMode):
-    """Enter around code of one rank that others do not wait for.
-
-    Args:
-        made: Gets the tensors that operators make.
-    """
-
-    def __init__(self, made: list[weakref.ref[Tensor]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._made = made
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise PlanError(f"training_step talks to other ranks ({func})")
-        result = func(*args, **(kwargs or {}))
-        self._made.extend(weakref.ref(one) for one in tree_leaves(result) if isinstance(one, FakeTensor))
-        return result
 
 
 class _FiguresOf:
