@@ -271,8 +271,8 @@ class Planner:
     def refined_plan(
         self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, regime: TrainingRegime
     ) -> Plan:
-        """By what is known now, a plan that is faster than `current` by more than `LEAST_GAIN` of the step, or that fits
-        where `current` does not; or else `current`, with what is expected of it. Arguments as for `final_plan`."""
+        """By what is known now, a plan faster than `current` by more than `LEAST_GAIN` of the step, or that fits
+        where that one does not; or else `current`, with what is expected of it. Arguments as for `final_plan`."""
         shared = self._shared_profile(profile, current, is_seen=True)
 
         def decide() -> Plan:
