@@ -186,8 +186,8 @@ def by_hand(bench: Bench, profile: StepProfile, limit_bytes: int) -> list[tuple[
     n = len(layout.packed)
 
     def fits(sites: list[Site]) -> bool:
-        chunks = placer.chunks(sites)
-        return placer.gpu_bytes(chunks, placer.smallest(chunks)) <= limit_bytes
+        placement = placer.at(sites)
+        return placement.gpu_bytes(placement.smallest) <= limit_bytes
 
     def most(make: Any) -> int:
         return max((k for k in range(n + 1) if fits(make(k))), default=0)
@@ -204,7 +204,7 @@ def by_hand(bench: Bench, profile: StepProfile, limit_bytes: int) -> list[tuple[
                 sites = [RESIDENT] * count + [KEPT] * kept_now + [OFFLOADED] * (n - count - kept_now)
             for where in ("host", "streamed"):
                 placed = [
-                    replace(s, is_update_streamed=True) if where == "streamed" and s.optim_tier is Tier.CPU else s
+                    s._replace(is_update_streamed=True) if where == "streamed" and s.optim_tier is Tier.CPU else s
                     for s in sites
                 ]
                 name = f"states of {count}, others {others}, {where}"

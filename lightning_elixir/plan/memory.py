@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.regime import ModelDataBytes, TrainingRegime, UpdateMode
+from lightning_elixir.plan.tables import Table
 from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Plan, Tier, UpdateTiming
 
 GRAD_BLOCKS = 2
@@ -178,6 +180,21 @@ def host_share(free_bytes: int, num_ranks: int, limit: int | None = None, *, is_
     return cpu // num_ranks, min(cpu, max(0, free_bytes - 2 * reserve)) // num_ranks
 
 
+class ChunkBytes(NamedTuple):
+    """What a chunk takes by itself, of one rank, by kind."""
+
+    gpu_param: int = 0
+    gpu_state: int = 0
+    gpu_grad: int = 0
+    host_param: int = 0
+    host_state: int = 0
+    host_grad: int = 0
+    host_spare: int = 0
+    nvme: int = 0
+    uses_nvme: int = 0
+    """1 if anything of it is there."""
+
+
 @dataclass(frozen=True)
 class Scheme:
     """What training does to every chunk, whatever the placement."""
@@ -192,6 +209,31 @@ class Scheme:
     def data_bytes(self) -> Mapping[str, ModelDataBytes]:
         """Bytes per element, by compute dtype."""
         return self.regime.data_bytes
+
+    @cached_property
+    def chunk_bytes(self) -> Table[ChunkSpec, ChunkBytes]:
+        """What a chunk takes by itself."""
+        return Table(self._chunk_bytes)
+
+    def _chunk_bytes(self, chunk: ChunkSpec) -> ChunkBytes:
+        gpu_param = 0
+        if chunk.is_persistent:
+            gpu_param = chunk.nbytes
+        elif chunk.param_tier is Tier.GPU:
+            gpu_param = self.param_shard_bytes(chunk)
+        on_gpu = chunk.requires_grad and chunk.optim_tier is Tier.GPU
+        on_host = chunk.requires_grad and chunk.optim_tier is Tier.CPU
+        return ChunkBytes(
+            gpu_param=gpu_param,
+            gpu_state=self.state_bytes(chunk) if on_gpu else 0,
+            gpu_grad=self.grad_shard_bytes(chunk) if on_gpu else 0,
+            host_param=self.param_shard_bytes(chunk) if chunk.param_tier is Tier.CPU else 0,
+            host_state=self.state_bytes(chunk) if on_host else 0,
+            host_grad=self.host_grad_bytes(chunk) if chunk.requires_grad else 0,
+            host_spare=self.spare_bytes(chunk),
+            nvme=self.nvme_bytes(chunk),
+            uses_nvme=int(uses_nvme(chunk)),
+        )
 
     @property
     def is_shard_whole(self) -> bool:
@@ -257,7 +299,11 @@ class Scheme:
 
     def spare_bytes(self, chunk: ChunkSpec) -> int:
         """The second set of master and states, and the memory for new values, where the chunk has them."""
-        return self.state_bytes(chunk) + self._value_bytes(chunk) if chunk.has_spare_states else 0
+        return self.bytes_to_spare(chunk) if chunk.has_spare_states else 0
+
+    def bytes_to_spare(self, chunk: ChunkSpec) -> int:
+        """What spare states of the chunk take."""
+        return self.state_bytes(chunk) + self._value_bytes(chunk)
 
     def can_have_spares(self, chunk: ChunkSpec) -> bool:
         """Whether the chunk's updates could begin inside backward into spare states."""
@@ -274,8 +320,8 @@ class Scheme:
 
     def grad_block_bytes(self, chunks: Sequence[ChunkSpec]) -> int:
         """The blocks that gradients are gathered in."""
-        blocks = sorted((max(self.block_bytes, c.nbytes) for c in chunks if c.requires_grad), reverse=True)
-        return sum(blocks[: num_grad_blocks(chunks)])
+        largest = sorted([c.nbytes for c in chunks if c.requires_grad], reverse=True)[: num_grad_blocks(chunks)]
+        return sum(max(self.block_bytes, nbytes) for nbytes in largest)
 
 
 @dataclass(frozen=True)
@@ -322,34 +368,18 @@ def memory_use(chunks: Sequence[ChunkSpec], rcache_blocks: int, scheme: Scheme, 
         scheme: Bytes per element and ranks.
         non_model_bytes: Passed on.
     """
-    gpu_param = gpu_state = gpu_grad = host_param = host_state = host_grad = nvme = 0
-    for chunk in chunks:
-        if chunk.is_persistent:
-            gpu_param += chunk.nbytes
-        elif chunk.param_tier is Tier.GPU:
-            gpu_param += scheme.param_shard_bytes(chunk)
-        if chunk.param_tier is Tier.CPU:
-            host_param += scheme.param_shard_bytes(chunk)
-        nvme += scheme.nvme_bytes(chunk)
-        if not chunk.requires_grad:
-            continue
-        if chunk.optim_tier is Tier.GPU:
-            gpu_state += scheme.state_bytes(chunk)
-            gpu_grad += scheme.grad_shard_bytes(chunk)
-            continue
-        host_grad += scheme.host_grad_bytes(chunk)
-        if chunk.optim_tier is Tier.CPU:
-            host_state += scheme.state_bytes(chunk)
+    total = ChunkBytes(*map(sum, zip(ChunkBytes(), *map(scheme.chunk_bytes, chunks), strict=True)))
+    is_staged = scheme.regime.accumulates or total.uses_nvme
     return MemoryUse(
-        gpu_param_bytes=gpu_param,
-        gpu_state_bytes=gpu_state,
-        gpu_grad_bytes=gpu_grad + scheme.grad_block_bytes(chunks),
+        gpu_param_bytes=total.gpu_param,
+        gpu_state_bytes=total.gpu_state,
+        gpu_grad_bytes=total.gpu_grad + scheme.grad_block_bytes(chunks),
         rcache_bytes=rcache_blocks * scheme.block_bytes,
-        host_param_bytes=host_param,
-        host_state_bytes=host_state,
-        host_grad_bytes=host_grad + scheme.grad_staging_bytes(chunks),
+        host_param_bytes=total.host_param,
+        host_state_bytes=total.host_state,
+        host_grad_bytes=total.host_grad + (scheme.grad_staging_bytes(chunks) if is_staged else 0),
         non_model_bytes=non_model_bytes,
-        nvme_bytes=nvme,
-        host_spare_bytes=sum(scheme.spare_bytes(c) for c in chunks),
-        host_buffer_bytes=scheme.nvme_buffer_bytes(chunks),
+        nvme_bytes=total.nvme,
+        host_spare_bytes=total.host_spare,
+        host_buffer_bytes=scheme.nvme_buffer_bytes(chunks) if total.uses_nvme else 0,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Container, Sequence
 
 from lightning_elixir.plan.types import AccessTrace
 
@@ -33,6 +33,10 @@ class CachePolicy:
                 self._turns.extend((position, chunk_id) for chunk_id in ids if chunk_id not in last)
                 last = ids
 
+    def turns_of(self, chunk_ids: Container[int]) -> Turns:
+        """What is ahead of these chunks."""
+        return Turns([turn for turn in self._turns if turn[1] in chunk_ids], len(self.accesses))
+
     def __len__(self) -> int:
         return len(self.accesses)
 
@@ -56,17 +60,30 @@ class CachePolicy:
                 return at
         return None
 
+
+class Turns:
+    """Where a trace comes to a chunk that the access just before did not touch: all that prefetching has to look at.
+
+    Args:
+        turns: (position, chunk id), ascending.
+        length: Accesses of the trace.
+    """
+
+    def __init__(self, turns: Sequence[tuple[int, int]], length: int) -> None:
+        self._turns, self._length = turns, length
+
     def same_ahead_until(self, position: int) -> int:
         """Where `upcoming` begins to give less than it gives at `position`."""
         index = bisect_left(self._turns, (position, -1))
-        return self._turns[index][0] + 1 if index < len(self._turns) else len(self.accesses)
+        return self._turns[index][0] + 1 if index < len(self._turns) else self._length
 
-    def upcoming(self, position: int) -> Iterator[tuple[int, int]]:
-        """(position, chunk id) of the accesses from `position` to the end of the trace, repeats left out."""
-        start = bisect_left(self._turns, (position, -1))
-        seen: set[int] = set()
-        for index in range(start, len(self._turns)):
+    def upcoming(self, position: int, most: int) -> dict[int, int]:
+        """The first `most` chunks from `position` to the end of the trace, in that order, with the position of each."""
+        found: dict[int, int] = {}
+        for index in range(bisect_left(self._turns, (position, -1)), len(self._turns)):
             at, chunk_id = self._turns[index]
-            if chunk_id not in seen:
-                seen.add(chunk_id)
-                yield at, chunk_id
+            if chunk_id not in found:
+                if len(found) == most:
+                    break
+                found[chunk_id] = at
+        return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.packing import PackedChunk
@@ -104,7 +105,7 @@ class StepProfile:
         acquires = (event for event in self.trace.events if isinstance(event, Acquire))
         return any(a.is_pinned and i.is_backward for a, i in zip(acquires, self.intervals[1:], strict=False))
 
-    @property
+    @cached_property
     def compute_s(self) -> float:
         return sum(i.compute_s for i in self.intervals)
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, KeysView, Mapping
 from dataclasses import asdict, dataclass
 
 from lightning_elixir.errors import StateError
-from lightning_elixir.plan.policy import CachePolicy
+from lightning_elixir.plan.policy import CachePolicy, Turns
 from lightning_elixir.plan.types import Plan
 
 # How far ahead of the expected position an unexpected access is looked for in the trace, and how far behind the place
@@ -64,7 +64,9 @@ class RCache:
         self._used_blocks = 0
         self._clock = 0
         self._policy: CachePolicy | None = None
+        self._turns: Turns | None = None  # of the policy's trace, to the chunks that come and go
         self._position = 0
+        self._next_uses: dict[int, int] = {}  # as far as they were asked for; those before `_position` are past
         self._suspected: int | None = None  # where the trace goes on if the last, unexpected access was a leap
         self._settled_until = 0  # before this position there is nothing to prefetch, unless something goes
         self.peak_blocks = 0
@@ -118,8 +120,11 @@ class RCache:
 
     def begin(self, policy: CachePolicy | None) -> None:
         """Start an iteration that is expected to follow `policy`'s trace; None: nothing is known."""
+        if policy is not self._policy:
+            self._turns = None if policy is None else policy.turns_of(self.cost_blocks)
         self._policy = policy
         self._position = 0
+        self._next_uses = {}
         self._suspected = None
         self._settled_until = 0
 
@@ -197,21 +202,13 @@ class RCache:
     def prefetch_candidates(self, held: Collection[int] = ()) -> tuple[int, ...]:
         """Chunks worth fetching now, nearest use first: the next `prefetch_depth` absent chunks of the trace for which
         there is room, or a resident chunk that is needed later than they are. Changes nothing."""
-        policy = self._policy
-        if policy is None or self.prefetch_depth == 0 or self._position < self._settled_until:
+        turns, position, resident = self._turns, self._position, self._resident
+        if turns is None or self.prefetch_depth == 0 or position < self._settled_until:
             return ()
-        absent: list[tuple[int, int]] = []
-        ahead = 0
-        for at, chunk_id in policy.upcoming(self._position):
-            if chunk_id not in self.cost_blocks:
-                continue
-            ahead += 1
-            if chunk_id not in self._resident:
-                absent.append((at, chunk_id))
-            if ahead == self.prefetch_depth:
-                break
+        ahead = turns.upcoming(position, self.prefetch_depth)
+        absent = [(at, chunk_id) for chunk_id, at in ahead.items() if chunk_id not in resident]
         if not absent:
-            self._settled_until = policy.same_ahead_until(self._position)
+            self._settled_until = turns.same_ahead_until(position)
             return ()
         free = self.budget_blocks - self._used_blocks
         victims: list[tuple[int, int]] | None = None
@@ -219,10 +216,8 @@ class RCache:
         for at, chunk_id in absent:
             free -= self.cost_blocks[chunk_id]
             if free < 0 and victims is None:
-                victims = sorted(
-                    ((policy.next_use(i, self._position), i) for i in self._resident if self._is_evictable(i, held)),
-                    reverse=True,
-                )
+                uses = [(self._next_use(i), i) for i in self._evictable(held)]
+                victims = sorted([use for use in uses if use[0] > at], reverse=True)  # other absent ones come later
             while free < 0 and victims and victims[0][0] > at:
                 free += self.cost_blocks[victims.pop(0)[1]]
             if free < 0:
@@ -297,10 +292,14 @@ class RCache:
         self._suspected = None if found is None else found + 1
 
     def _next_use(self, chunk_id: int) -> int:
-        return 0 if self._policy is None else self._policy.next_use(chunk_id, self._position)
+        at = self._next_uses.get(chunk_id, -1)
+        if at < self._position:
+            at = 0 if self._policy is None else self._policy.next_use(chunk_id, self._position)
+            self._next_uses[chunk_id] = at
+        return at
 
-    def _is_evictable(self, chunk_id: int, held: Collection[int]) -> bool:
-        return self._pins.get(chunk_id, 0) == 0 and chunk_id not in held
+    def _evictable(self, held: Collection[int]) -> list[int]:
+        return [i for i in self._resident if i not in self._pins and i not in held]
 
     def _make_room(self, blocks: int, protected: Collection[int], needed_at: int | None = None) -> tuple[int, ...]:
         """Evict until `blocks` fit, or nothing more may go. With `needed_at`, only what is used later than that, and
@@ -308,7 +307,9 @@ class RCache:
         lacking = self._used_blocks + blocks - self.budget_blocks
         if lacking <= 0:
             return ()
-        candidates = [i for i in self._resident if self._is_evictable(i, protected)]
+        candidates = self._evictable(protected)
+        if needed_at is not None:
+            candidates = [i for i in candidates if self._next_use(i) > needed_at]
         if self._policy is None:
             candidates.sort(key=lambda i: self._resident[i])  # least recently used
         else:
@@ -316,8 +317,6 @@ class RCache:
         chosen: list[int] = []
         for chunk_id in candidates:
             if lacking <= 0:
-                break
-            if needed_at is not None and self._next_use(chunk_id) <= needed_at:
                 break
             chosen.append(chunk_id)
             lacking -= self.cost_blocks[chunk_id]

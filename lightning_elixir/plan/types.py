@@ -27,6 +27,8 @@ class Tier(enum.Enum):
     CPU = "cpu"
     NVME = "nvme"
 
+    __hash__ = object.__hash__  # Enum's own, of the name, is slow; the search looks placements up by their tiers
+
 
 class UpdateTiming(enum.Enum):
     """When updates by the host, and streamed ones, may run. In this order, each hides more than the one before."""

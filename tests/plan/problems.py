@@ -126,10 +126,10 @@ class Case:
 def plan_of(case: Case, sites: Sequence[Site], depth: int) -> Plan | None:
     """The plan with these sites and all the rCache there is room for; None if it does not fit."""
     placer, budget = case.placer, case.problem.budget
-    chunks = placer.chunks(sites)
-    blocks = placer.blocks(chunks)
+    placement = placer.at(sites)
+    chunks, blocks = placement.chunks, placement.blocks
     use = memory_use(chunks, blocks, placer.scheme)
-    if budget.gpu_bytes is not None and placer.gpu_bytes(chunks, blocks) > budget.gpu_bytes:
+    if budget.gpu_bytes is not None and placement.gpu_bytes(blocks) > budget.gpu_bytes:
         return None
     if budget.cpu_bytes is not None and use.host_bytes > budget.cpu_bytes:
         return None
@@ -157,10 +157,10 @@ def every_placement(case: Case, depths: Sequence[int]) -> Iterator[Plan]:
             if chunk.requires_grad:
                 sites.append(SHARDED_PARAMS)
         if chunk.requires_grad and case.problem.regime.can_stream:
-            sites += [replace(s, is_update_streamed=True) for s in sites if s.optim_tier is Tier.CPU]
+            sites += [s._replace(is_update_streamed=True) for s in sites if s.optim_tier is Tier.CPU]
         if chunk.requires_grad and case.problem.budget.nvme_bytes:
             resident = [s for s in sites if s.optim_tier is Tier.CPU and not s.is_update_streamed]
-            sites += [replace(s, optim_tier=Tier.NVME) for s in resident]
+            sites += [s._replace(optim_tier=Tier.NVME) for s in resident]
         choices.append(sites)
     for sites in product(*choices):
         for depth in depths:
@@ -242,10 +242,10 @@ def random_times(random: Random, profile: StepProfile, activation_bytes: int) ->
 def with_random_limits(random: Random, case: Case) -> Case:
     placer = case.placer
     packed = case.layout.packed
-    everything = placer.gpu_bytes(placer.chunks([RESIDENT] * len(packed)), 0)
-    offloaded = placer.chunks([OFFLOADED] * len(packed))
-    nothing = placer.gpu_bytes(offloaded, placer.smallest(offloaded))
-    host = memory_use(offloaded, 0, placer.scheme).host_bytes
+    everything = placer.at([RESIDENT] * len(packed)).gpu_bytes(0)
+    offloaded = placer.at([OFFLOADED] * len(packed))
+    nothing = offloaded.gpu_bytes(offloaded.smallest)
+    host = offloaded.use.host_bytes
     gpu = min(nothing, everything) + int(abs(everything - nothing) * random.uniform(-0.05, 1.0))
     cpu = None if random.random() < 0.6 else int(host * random.uniform(0.2, 1.0))
     return case.with_budget(gpu_bytes=gpu, cpu_bytes=cpu)

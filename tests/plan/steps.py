@@ -68,7 +68,7 @@ def random_problem(random: Random) -> tuple[Plan, StepProfile, HardwareSpec]:
             sites.append(SHARDED)
         site = random.choice(sites)
         if site.optim_tier is Tier.CPU and random.random() < 0.3:
-            site = replace(site, is_update_streamed=True)
+            site = site._replace(is_update_streamed=True)
         chunk = make_chunk(i, random.choice((1, 1, 2)), world_size=world_size, requires_grad=random.random() < 0.8)
         chunks.append(
             replace(

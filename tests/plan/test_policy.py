@@ -36,9 +36,15 @@ def test_positions_count_acquires_only() -> None:
 
 def test_upcoming_names_each_chunk_once_from_its_next_turn() -> None:
     policy = CachePolicy(unpinned(0, 0, (1, 2), 2, 0, 3))
-    assert list(policy.upcoming(0)) == [(0, 0), (2, 1), (2, 2), (5, 3)]
-    assert list(policy.upcoming(3)) == [(4, 0), (5, 3)]
-    assert list(policy.upcoming(6)) == []
+    turns = policy.turns_of(range(4))
+    assert list(turns.upcoming(0, 9).items()) == [(0, 0), (1, 2), (2, 2), (3, 5)]
+    assert list(turns.upcoming(0, 2).items()) == [(0, 0), (1, 2)]
+    assert list(turns.upcoming(3, 9).items()) == [(0, 4), (3, 5)]
+    assert turns.upcoming(6, 9) == {}
+    assert list(policy.turns_of({2, 3}).upcoming(0, 2).items()) == [(2, 2), (3, 5)]
+    assert turns.same_ahead_until(1) == 3
+    assert turns.same_ahead_until(3) == 5
+    assert turns.same_ahead_until(6) == 6
 
 
 def test_find_looks_only_inside_its_window() -> None:
@@ -52,4 +58,4 @@ def test_find_looks_only_inside_its_window() -> None:
 def test_an_empty_trace_is_fine() -> None:
     policy = CachePolicy(AccessTrace(()))
     assert policy.next_use(0, 0) == 0
-    assert list(policy.upcoming(0)) == []
+    assert policy.turns_of({0}).upcoming(0, 1) == {}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.memory import MemoryUse, memory_use, num_grad_blocks, problem_of_params_on_nvme
 from lightning_elixir.plan.packing import PackedChunk, pack, padding_bytes, regular_block_bytes, waste_bytes
-from lightning_elixir.plan.placing.spares import with_spares
+from lightning_elixir.plan.placing.spares import chunks_to_spare
 from lightning_elixir.plan.placing.spilling import can_move_params
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
@@ -34,8 +36,7 @@ class Layout:
         return cls(packed, regular_block_bytes(packed, chunk_numel, world_size, compute_dtype), compute_dtype)
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """Where one chunk is."""
 
     param_tier: Tier
@@ -80,12 +81,12 @@ def place(layout: Layout, problem: Problem, profile: StepProfile | None = None) 
         sites = _const_sites(placer)
     else:
         raise PlanError(f"policy {request.policy!r} is searched for, not placed")
-    chunks = with_states_on_nvme(placer.chunks(sites), request.nvme_offload_fraction)
+    chunks = with_states_on_nvme(placer.at(sites).chunks, request.nvme_offload_fraction)
     chunks = with_params_on_nvme(chunks, request.nvme_offload_param_fraction)
     refusal = problem_of_params_on_nvme(chunks, problem.world_size, request.distributed_storage)
     if refusal is not None:
         raise PlanError(refusal)
-    return placer.plan(sites_of(placer.with_spares(chunks)), policy)
+    return placer.plan(placer.at(sites_of(chunks)).with_spares().sites, policy)
 
 
 def _const_sites(placer: Placer) -> list[Site]:
@@ -158,6 +159,64 @@ class Needs:
         return sum(self._blocks[i] for i in managed)
 
 
+class Placement:
+    """The chunks of a layout at their sites, and what follows from that alone: each thing is found once, when it is
+    asked for. Made by `Placer.at`."""
+
+    def __init__(self, placer: Placer, sites: tuple[Site, ...], chunks: tuple[ChunkSpec, ...]) -> None:
+        self._placer = placer
+        self.sites, self.chunks = sites, chunks
+
+    @cached_property
+    def use(self) -> MemoryUse:
+        """Bytes by kind, without the rCache."""
+        return memory_use(self.chunks, 0, self._placer.scheme)
+
+    @cached_property
+    def managed(self) -> set[int]:
+        """Chunks that come and go."""
+        return {c.id for c in self.chunks if not c.is_persistent}
+
+    @cached_property
+    def smallest(self) -> int:
+        """Blocks of the smallest rCache that runs."""
+        return self._placer.needs.smallest(self.managed)[0]
+
+    @cached_property
+    def blocks(self) -> int:
+        """As many blocks as the budget allows; with no limit known, enough to run and to prefetch. At least the
+        smallest number that runs, whether or not that fits."""
+        placer = self._placer
+        everything, limit = placer.needs.all_blocks(self.managed), placer.budget.gpu_bytes
+        if limit is None:
+            return min(everything, self.smallest + placer.request.prefetch_depth)
+        left = limit - self._beside_rcache
+        return min(everything, max(self.smallest, left // placer.layout.block_bytes))
+
+    @cached_property
+    def _beside_rcache(self) -> int:
+        """Device bytes at the highest moment of a step, without the rCache."""
+        placer = self._placer
+        if placer.profile is None:
+            return self.use.gpu_bytes + placer.budget.non_model_bytes
+        return beside_rcache_bytes(self.chunks, placer.moments, placer.scheme, self.use)
+
+    def gpu_bytes(self, blocks: int) -> int:
+        """Highest moment of a step on the device, with so many blocks."""
+        return self._beside_rcache + blocks * self._placer.layout.block_bytes
+
+    def with_spares(self, pattern: str = "spread", most: int | None = None) -> Placement:
+        """The same with spare states as far as the host has memory for them, where updates begin inside backward only
+        with these. Arguments as for `spares.with_spares`."""
+        placer = self._placer
+        if not placer.scheme.begins_only_into_spares:
+            return self
+        limit = placer.budget.most_with_spares
+        room = None if limit is None else limit - self.use.host_bytes
+        chosen = chunks_to_spare(self.chunks, placer.scheme, room, pattern, most)
+        return placer.at([s._replace(has_spare_states=True) if i in chosen else s for i, s in enumerate(self.sites)])
+
+
 class Placer:
     """From sites to plans of one layout, within limits. Arguments as for `place`."""
 
@@ -165,58 +224,29 @@ class Placer:
         self.layout, self.profile = layout, profile
         self.request, self.budget = problem.request, problem.budget
         self.scheme = problem.scheme(layout.block_bytes)
-        self._moments = () if profile is None else moments(profile)
+        self.moments = () if profile is None else moments(profile)
         trace = None if profile is None else profile.trace
         self.needs = Needs(layout.packed, problem.request.accesses, layout.block_bytes, trace)
+        self._placements: dict[tuple[Site, ...], Placement] = {}
+        self._at_site: dict[Site, tuple[ChunkSpec, ...]] = {}  # every chunk there
 
-    def chunks(self, sites: Sequence[Site]) -> tuple[ChunkSpec, ...]:
-        return tuple(
-            ChunkSpec(
-                i,
-                c.dtype,
-                c.requires_grad,
-                c.numel,
-                c.members,
-                s.param_tier,
-                s.optim_tier,
-                s.is_persistent,
-                s.is_update_streamed,
-                s.has_spare_states,
+    def at(self, sites: Iterable[Site]) -> Placement:
+        """Every chunk at a site; the same object for the same sites."""
+        sites = tuple(sites)
+        known = self._placements.get(sites)
+        if known is None:
+            chunks = tuple([self._chunks_at(site)[i] for i, site in enumerate(sites)])
+            known = self._placements[sites] = Placement(self, sites, chunks)
+        return known
+
+    def _chunks_at(self, site: Site) -> tuple[ChunkSpec, ...]:
+        known = self._at_site.get(site)
+        if known is None:
+            known = self._at_site[site] = tuple(
+                ChunkSpec(i, c.dtype, c.requires_grad, c.numel, c.members, *site)
+                for i, c in enumerate(self.layout.packed)
             )
-            for i, (c, s) in enumerate(zip(self.layout.packed, sites, strict=True))
-        )
-
-    def with_spares(
-        self, chunks: Sequence[ChunkSpec], pattern: str = "spread", most: int | None = None
-    ) -> tuple[ChunkSpec, ...]:
-        """The same chunks with spare states as far as the host has memory for them, where updates begin inside backward
-        only with these. Arguments as for `spares.with_spares`."""
-        if not self.scheme.begins_only_into_spares:
-            return tuple(chunks)
-        return with_spares(chunks, self.scheme, self.budget.most_with_spares, pattern, most)
-
-    def beside_rcache(self, chunks: Sequence[ChunkSpec]) -> int:
-        """Device bytes at the highest moment of a step, without the rCache."""
-        if self.profile is None:
-            return memory_use(chunks, 0, self.scheme, self.budget.non_model_bytes).gpu_bytes
-        return beside_rcache_bytes(chunks, self._moments, self.scheme)
-
-    def smallest(self, chunks: Sequence[ChunkSpec]) -> int:
-        return self.needs.smallest(_managed(chunks))[0]
-
-    def blocks(self, chunks: Sequence[ChunkSpec]) -> int:
-        """As many blocks as the budget allows; with no limit known, enough to run and to prefetch. At least the
-        smallest number that runs, whether or not that fits."""
-        managed = _managed(chunks)
-        smallest, everything = self.needs.smallest(managed)[0], self.needs.all_blocks(managed)
-        if self.budget.gpu_bytes is None:
-            return min(everything, smallest + self.request.prefetch_depth)
-        left = self.budget.gpu_bytes - self.beside_rcache(chunks)
-        return min(everything, max(smallest, left // self.layout.block_bytes))
-
-    def gpu_bytes(self, chunks: Sequence[ChunkSpec], blocks: int) -> int:
-        """Highest moment of a step on the device."""
-        return self.beside_rcache(chunks) + blocks * self.layout.block_bytes
+        return known
 
     def saved_by_smaller_chunks(self, chunks: Sequence[ChunkSpec], blocks: int) -> int:
         """Device bytes that the blocks of rCache and gradients could do without, were every parameter a chunk."""
@@ -230,10 +260,10 @@ class Placer:
         Raises:
             CapacityError: A limit cannot hold it.
         """
-        chunks = self.chunks(sites)
-        blocks = self.blocks(chunks)
+        placement = self.at(sites)
+        chunks, blocks = placement.chunks, placement.blocks
         use = memory_use(chunks, blocks, self.scheme, self._non_model_bytes())
-        gpu_bytes = self.gpu_bytes(chunks, blocks)
+        gpu_bytes = placement.gpu_bytes(blocks)
         self._check_gpu(use, gpu_bytes, chunks, blocks)
         self._check_host(use, chunks)
         depth = self.request.prefetch_depth if prefetch_depth is None else prefetch_depth
@@ -290,7 +320,7 @@ class Placer:
             f"activations and other data {format_bytes(use.non_model_bytes)}",
         ]
         if blocks:
-            module = self.needs.smallest(_managed(chunks))[1]
+            module = self.needs.smallest({c.id for c in chunks if not c.is_persistent})[1]
             parts.insert(
                 0,
                 f"the smallest rCache, {blocks} block{'s' * (blocks > 1)} of {format_bytes(self.layout.block_bytes)}"
@@ -396,10 +426,6 @@ def with_params_on_nvme(chunks: Sequence[ChunkSpec], fraction: float) -> tuple[C
         raise PlanError(f"nvme_offload_param_fraction must be between 0 and 1, got {fraction}")
     chosen = _highest([c.numel if can_move_params(c) else 0 for c in chunks], fraction)
     return tuple(replace(c, param_tier=Tier.NVME) if i in chosen else c for i, c in enumerate(chunks))
-
-
-def _managed(chunks: Sequence[ChunkSpec]) -> set[int]:
-    return {c.id for c in chunks if not c.is_persistent}
 
 
 def _highest(sizes: Sequence[int], fraction: float) -> set[int]:

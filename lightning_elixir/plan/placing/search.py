@@ -143,15 +143,15 @@ class _LayoutSearch(Space):
             seed: The best choice of another layout, as shares of a thousand, to start from instead of the grid.
         """
         everything = self.look(self.everything)
-        if everything.timeline is not None:
+        if everything.times is not None:
             self.look(Choice(kept=len(self.layout.packed), streamed_share=self._balanced_share()))
             return everything
         starts = list(self._grid() if seed is None else self._near(seed))
-        fitting = [o for o in map(self.look, starts) if o.timeline is not None]
+        fitting = [o for o in map(self.look, starts) if o.times is not None]
         if not fitting:
             depth = self._depths()[-1]
             extremes = (replace(c, depth=depth) for c in (self._least_gpu(), self._least_host()))
-            fitting = [o for o in map(self.look, extremes) if o.timeline is not None]
+            fitting = [o for o in map(self.look, extremes) if o.times is not None]
         if not fitting:
             return None
         most = _MOST_SIMULATIONS if seed is None else self.num_simulations + _MOST_SIMULATIONS // 4
@@ -180,7 +180,7 @@ class _LayoutSearch(Space):
             return outcome
         starts: dict[int, Outcome] = {}
         for known in sorted(self.outcomes.values(), key=rank):
-            if known.timeline is not None:
+            if known.times is not None:
                 starts.setdefault(sum(c.optim_tier is Tier.GPU for c in known.chunks), known)
         ordered = sorted(starts.values(), key=rank)[:_NUM_STARTS]
         most = self.num_simulations + _MOST_REFINEMENTS
@@ -243,7 +243,7 @@ class _LayoutSearch(Space):
     def _grid(self) -> Iterator[Choice]:
         depth = self._depths()[-1]
         share = self._balanced_share()
-        if share and not self._fits_gpu(self._chunks(Choice(streamed_share=share))):
+        if share and not self._fits_gpu(self._placement(Choice(streamed_share=share))):
             share = 0.0  # no room for the buffers of the stream
         most = self._most_resident(Choice(streamed_share=share))
         for quarter in range(5):
@@ -318,22 +318,27 @@ class _LayoutSearch(Space):
             if self.is_shared and self.kept != SHARDED_PARAMS:
                 sites.append(SHARDED_PARAMS)
             if self.problem.regime.can_stream:
-                sites += [replace(s, is_update_streamed=True) for s in sites if s.optim_tier is Tier.CPU]
+                sites += [s._replace(is_update_streamed=True) for s in sites if s.optim_tier is Tier.CPU]
         return sites
 
     def _least_gpu(self) -> Choice:
         """As little on the GPU as possible: nothing but the smallest rCache, or chunks that take less than their
         blocks would."""
         starts = [Choice(), Choice(kept=len(self.layout.packed))]
-        return self._descend(starts, lambda c: self._gpu_bytes(self._chunks(c)))
+        return self._descend(starts, self._least_gpu_bytes)
+
+    def _least_gpu_bytes(self, choice: Choice) -> int:
+        """With the smallest rCache."""
+        placement = self._placement(choice)
+        return placement.gpu_bytes(placement.smallest)
 
     def _least_host(self) -> Choice:
         """As much on the GPU as it holds."""
-        fitting = [c for c in (self._least_gpu(), *self._fullest()) if self._fits_gpu(self._chunks(c))]
+        fitting = [c for c in (self._least_gpu(), *self._fullest()) if self._fits_gpu(self._placement(c))]
 
         def host_bytes(choice: Choice) -> float:
-            chunks = self._chunks(choice)
-            return memory_use(chunks, 0, self.placer.scheme).host_bytes if self._fits_gpu(chunks) else math.inf
+            placement = self._placement(choice)
+            return placement.use.host_bytes if self._fits_gpu(placement) else math.inf
 
         return self._descend(fitting, host_bytes) if fitting else Choice()
 
@@ -366,7 +371,7 @@ class _LayoutSearch(Space):
         plan = self.placer.plan(
             sites_of(outcome.chunks), "auto", prefetch_depth=depth or self.problem.request.prefetch_depth
         )
-        timeline = self._simulate(plan.chunks, plan.rcache_blocks, plan.prefetch_depth, self.profile)
+        timeline = simulate_step(plan, self.profile, self.problem.hardware, self.placer.scheme)
         hardware = self.problem.hardware.name
         if self.problem.is_time_guessed:
             hardware += "; computing assumed to take as long as fetching"
@@ -414,21 +419,21 @@ class _LayoutSearch(Space):
 
     def refusal(self) -> CapacityError:
         """Why nothing fits, and the nearest change that would."""
-        smallest = self._chunks(self._least_gpu())
+        smallest = self._placement(self._least_gpu())
         if self._fits_gpu(smallest):
             return self._host_refusal()
         placer = self.placer
-        limit, needed = self.problem.budget.gpu_bytes or 0, self._gpu_bytes(smallest)
-        blocks, module = placer.needs.smallest({c.id for c in smallest if not c.is_persistent})
+        limit, needed = self.problem.budget.gpu_bytes or 0, smallest.gpu_bytes(smallest.smallest)
+        blocks, module = placer.needs.smallest(smallest.managed)
         other = self.profile.peak_non_model_bytes
-        parts = [f"gradient blocks {format_bytes(placer.scheme.grad_block_bytes(smallest))}"]
+        parts = [f"gradient blocks {format_bytes(placer.scheme.grad_block_bytes(smallest.chunks))}"]
         if blocks:
             parts.insert(
                 0,
                 f"the smallest rCache, {blocks} block{'s' * (blocks > 1)} of {format_bytes(self.layout.block_bytes)}"
                 f" for {module or 'the model'}",
             )
-        kept = memory_use(smallest, 0, placer.scheme).gpu_param_bytes
+        kept = smallest.use.gpu_param_bytes
         if kept:
             parts.append(f"parameters {format_bytes(kept)}")
         parts.append(f"activations and other data {format_bytes(other)}")
@@ -438,7 +443,7 @@ class _LayoutSearch(Space):
         if share >= _LEAST_ACTIVATIONS:
             how = "" if self.profile.is_recomputing else ", or activation checkpointing"
             cures.append(f"activations cut to {share}% (a batch that much smaller{how})")
-        if needed - limit <= placer.saved_by_smaller_chunks(smallest, blocks):
+        if needed - limit <= placer.saved_by_smaller_chunks(smallest.chunks, blocks):
             cures.append("a smaller chunk_size")
         return CapacityError(
             f"{words.memory}: even with as much as possible beside it, a rank needs {format_bytes(needed)}"
@@ -449,9 +454,9 @@ class _LayoutSearch(Space):
 
     def _host_refusal(self) -> CapacityError:
         """Against the placement that keeps as much as possible on the GPU."""
-        problem, scheme = self.problem, self.placer.scheme
-        chunks = self._chunks(self._least_host())
-        use = memory_use(chunks, 0, scheme)
+        problem = self.problem
+        placement = self._placement(self._least_host())
+        use = placement.use
         limit = problem.budget.cpu_bytes or 0
         lacking = use.host_bytes - limit
         cures = [f"{format_bytes(lacking, is_rounded_up=True)} more host memory for each rank"]
@@ -460,7 +465,7 @@ class _LayoutSearch(Space):
         if limit > whole:
             hosts = math.ceil((use.host_bytes - whole) * problem.world_size / (limit - whole))
             cures.append(f"{hosts} {problem.budget.words.devices} on as many hosts")
-        on_nvme = self._nvme_bytes(chunks)
+        on_nvme = self._nvme_bytes(placement.chunks)
         if on_nvme is not None:
             cures.append(f"{format_bytes(on_nvme, is_rounded_up=True)} of NVMe for each rank's optimizer states")
         return CapacityError(
@@ -484,7 +489,7 @@ def _alternatives(
     """The fastest of each kind that lost, and the simplest that does not fit."""
     kinds: dict[tuple[object, ...], tuple[_LayoutSearch, Outcome]] = {}
     for one, outcome in others:
-        if outcome is best or outcome.timeline is None or outcome.total_s <= best.total_s * (1 + SAME):
+        if outcome is best or outcome.times is None or outcome.total_s <= best.total_s * (1 + SAME):
             continue
         choice = outcome.choice
         kind = (
@@ -507,7 +512,7 @@ def _alternatives(
             said.add(text)
             result.append(Alternative(text, outcome.total_s, _why(outcome, best)))
     most = winner.look(winner.everything)
-    if most.timeline is None:
+    if most.times is None:
         lacking = most.gpu_bytes - (winner.problem.budget.gpu_bytes or 0)
         reason = f"needs {format_bytes(most.gpu_bytes)} on the GPU, {format_bytes(lacking)} too many"
         result.append(Alternative(describe_placement(most.chunks, most.blocks, 0), None, reason))
@@ -515,9 +520,9 @@ def _alternatives(
 
 
 def _why(loser: Outcome, best: Outcome) -> str:
-    if loser.timeline is None or best.timeline is None:
+    if loser.times is None or best.times is None:
         return "does not fit"
-    ours, theirs = best.timeline.times, loser.timeline.times
+    ours, theirs = best.times, loser.times
     more = {
         "in the update": theirs.step_s - ours.step_s,
         "of waiting for updates": theirs.update_waiting_s - ours.update_waiting_s,

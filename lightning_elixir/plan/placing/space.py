@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from lightning_elixir.plan.memory import memory_use
-from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Placer, Site, sites_of
+from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Placement, Placer, Site, sites_of
 from lightning_elixir.plan.placing.spares import SPARE_PATTERNS
 from lightning_elixir.plan.placing.spilling import spilled, spilled_with_params
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.simulator.timeline import Timeline, compressed, simulate_step
-from lightning_elixir.plan.types import ChunkSpec, Tier, UpdateTiming
+from lightning_elixir.plan.simulator.timeline import RCacheScripts, StepSimulator, compressed
+from lightning_elixir.plan.types import ChunkSpec, StepTimes, Tier, UpdateTiming
 
 KEPT = Site(Tier.GPU, Tier.CPU, True)
 SHARDED = Site(Tier.GPU, Tier.GPU, False)
@@ -27,6 +27,16 @@ class Candidate:
 
     layout: Layout
     profile: StepProfile
+
+    @cached_property
+    def brief(self) -> StepProfile:
+        """The profile in fewer accesses."""
+        return compressed(self.profile)
+
+    @cached_property
+    def scripts(self) -> RCacheScripts:
+        """Of the brief profile, for every search: they do not depend on where states are, and how these are updated."""
+        return RCacheScripts(self.brief.trace)
 
 
 @dataclass(frozen=True)
@@ -60,12 +70,12 @@ class Outcome:
     host_bytes: int
     nvme_bytes: int
     blocks: int
-    timeline: Timeline | None
-    """None if it does not fit."""
+    times: StepTimes | None
+    """Of a step; None if it does not fit."""
 
     @property
     def total_s(self) -> float:
-        return float("inf") if self.timeline is None else self.timeline.times.total_s
+        return float("inf") if self.times is None else self.times.total_s
 
 
 class Space:
@@ -75,8 +85,8 @@ class Space:
         self.problem = problem
         self.layout = candidate.layout
         self.profile = candidate.profile
-        self.brief = compressed(candidate.profile)
         self.placer = Placer(candidate.layout, problem, candidate.profile)
+        self._simulator = StepSimulator(candidate.brief, problem.hardware, self.placer.scheme, candidate.scripts)
         packed = candidate.layout.packed
         self.trainable = [i for i, c in enumerate(packed) if c.requires_grad]
         self.num_trainable = len(self.trainable)
@@ -88,13 +98,10 @@ class Space:
         is_waited_for = self.is_shared and problem.updates.timing is not UpdateTiming.AFTER_BACKWARD
         self.kept = SHARDED_PARAMS if is_waited_for else KEPT
         self.outcomes: dict[Choice, Outcome] = {}
-        self._by_sites: dict[tuple[tuple[Site, ...], int], Outcome] = {}
+        self._by_placement: dict[tuple[Placement, int], Outcome] = {}
+        self._spilled: dict[Placement, Placement] = {}
         self.num_simulations = 0
         self.most_state_bytes = self._most_state_bytes()
-
-    def _gpu_bytes(self, chunks: Sequence[ChunkSpec]) -> int:
-        """With the smallest rCache."""
-        return self.placer.gpu_bytes(chunks, self.placer.smallest(chunks))
 
     def _depths(self) -> tuple[int, ...]:
         return DEPTHS if self.problem.request.prefetch_depth else (0,)
@@ -127,7 +134,7 @@ class Space:
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            if self._fits_gpu(self._chunks(choice_of(middle))):
+            if self._fits_gpu(self._placement(choice_of(middle))):
                 low = middle
             else:
                 high = middle - 1
@@ -138,9 +145,9 @@ class Space:
         ratio, limit = self.problem.request.gpu_margin_mem_ratio, self.problem.budget.gpu_bytes
         if ratio is None or limit is None:
             return None
-        chunks = self.placer.chunks([OFFLOADED] * len(self.layout.packed))
-        blocks = self.placer.smallest(chunks) + self.problem.request.prefetch_depth
-        return int(max(0, limit - self.placer.gpu_bytes(chunks, blocks)) * ratio)
+        offloaded = self.placer.at([OFFLOADED] * len(self.layout.packed))
+        blocks = offloaded.smallest + self.problem.request.prefetch_depth
+        return int(max(0, limit - offloaded.gpu_bytes(blocks)) * ratio)
 
     # One choice
 
@@ -149,68 +156,60 @@ class Space:
         known = self.outcomes.get(choice)
         if known is not None:
             return known
-        sites = self._spared(choice)
-        depth = 0 if all(s.is_persistent for s in sites) else choice.depth
-        same = self._by_sites.get((sites, depth))  # other numbers that come to the same
+        wanted = self.placer.at(self._sites(choice)).with_spares(choice.spare_pattern, choice.spares)
+        depth = 0 if not wanted.managed else choice.depth
+        same = self._by_placement.get((wanted, depth))  # other numbers that come to the same
         if same is None:
-            same = self._by_sites[sites, depth] = self._looked(choice, sites)
+            same = self._by_placement[wanted, depth] = self._looked(choice, self._within_host(wanted))
         outcome = self.outcomes[choice] = replace(same, choice=choice)
         return outcome
 
-    def _spared(self, choice: Choice) -> tuple[Site, ...]:
-        """Every chunk's site, with spare states where it has them."""
-        sites = self._sites(choice)
-        if not self.placer.scheme.begins_only_into_spares:
-            return tuple(sites)
-        chunks = self.placer.chunks(sites)
-        return tuple(sites_of(self.placer.with_spares(chunks, choice.spare_pattern, choice.spares)))
-
-    def _looked(self, choice: Choice, sites: Sequence[Site]) -> Outcome:
-        chunks = self._chunks_at(sites)
-        blocks = self.placer.blocks(chunks)
-        gpu_bytes = self.placer.gpu_bytes(chunks, blocks)
-        use = memory_use(chunks, blocks, self.placer.scheme)
-        timeline = None
+    def _looked(self, choice: Choice, placement: Placement) -> Outcome:
+        blocks, use = placement.blocks, placement.use
+        times = None
         if (
-            self._fits_gpu(chunks)
+            self._fits_gpu(placement)
             and self._fits_host(use.host_bytes)
             and use.nvme_bytes <= self.problem.budget.nvme_bytes
         ):
-            timeline = self._simulate(chunks, blocks, choice.depth, self.brief)
+            plan = self.placer.bare_plan(placement.chunks, blocks, choice.depth, "auto")
+            times = self._simulator.run(plan).times
             self.num_simulations += 1
-        return Outcome(choice, chunks, gpu_bytes, use.host_bytes, use.nvme_bytes, blocks, timeline)
+        gpu_bytes = placement.gpu_bytes(blocks)
+        return Outcome(choice, placement.chunks, gpu_bytes, use.host_bytes, use.nvme_bytes, blocks, times)
 
-    def _simulate(self, chunks: tuple[ChunkSpec, ...], blocks: int, depth: int, profile: StepProfile) -> Timeline:
-        plan = self.placer.bare_plan(chunks, blocks, depth, "auto")
-        return simulate_step(plan, profile, self.problem.hardware, self.placer.scheme)
-
-    def _fits_gpu(self, chunks: Sequence[ChunkSpec]) -> bool:
+    def _fits_gpu(self, placement: Placement) -> bool:
         limit = self.problem.budget.gpu_bytes
         if limit is None:
             return True
-        if self.most_state_bytes is not None and not is_all_on_gpu(chunks):
-            state_bytes = sum(self.placer.scheme.state_bytes(c) for c in chunks if c.optim_tier is Tier.GPU)
-            if state_bytes > self.most_state_bytes:
-                return False
-        return self._gpu_bytes(chunks) <= limit
+        is_too_much = self.most_state_bytes is not None and placement.use.gpu_state_bytes > self.most_state_bytes
+        if is_too_much and not is_all_on_gpu(placement.chunks):
+            return False
+        return placement.gpu_bytes(placement.smallest) <= limit
 
     def _fits_host(self, nbytes: int) -> bool:
         limit = self.problem.budget.cpu_bytes
         return limit is None or nbytes <= limit
 
-    def _chunks(self, choice: Choice) -> tuple[ChunkSpec, ...]:
+    def _placement(self, choice: Choice) -> Placement:
         """Without spare states, which take only what is left."""
-        return self._chunks_at(self._sites(choice))
+        return self._within_host(self.placer.at(self._sites(choice)))
 
-    def _chunks_at(self, sites: Sequence[Site]) -> tuple[ChunkSpec, ...]:
-        chunks = self.placer.chunks(sites)
-        if self.problem.budget.nvme_bytes and not self._fits_host(memory_use(chunks, 0, self.placer.scheme).host_bytes):
-            scheme, limit, room = self.placer.scheme, self.problem.budget.cpu_bytes or 0, self.problem.budget.nvme_bytes
-            without = spilled(chunks, scheme, limit, room)
-            if self._fits_host(memory_use(without, 0, scheme).host_bytes):
-                return without
-            return spilled_with_params(chunks, scheme, limit, room) or without
-        return chunks
+    def _within_host(self, placement: Placement) -> Placement:
+        """With states, and parameters, on NVMe that the host's memory does not hold."""
+        if not self.problem.budget.nvme_bytes or self._fits_host(placement.use.host_bytes):
+            return placement
+        known = self._spilled.get(placement)
+        if known is None:
+            known = self._spilled[placement] = self.placer.at(sites_of(self._spill(placement.chunks)))
+        return known
+
+    def _spill(self, chunks: Sequence[ChunkSpec]) -> Sequence[ChunkSpec]:
+        scheme, limit, room = self.placer.scheme, self.problem.budget.cpu_bytes or 0, self.problem.budget.nvme_bytes
+        without = spilled(chunks, scheme, limit, room)
+        if self._fits_host(self.placer.at(sites_of(without)).use.host_bytes):
+            return without
+        return spilled_with_params(chunks, scheme, limit, room) or without
 
     def _sites(self, choice: Choice) -> list[Site]:
         if choice.sites is not None:
@@ -229,7 +228,7 @@ class Space:
         on_host = [i for i in self.trainable if sites[i].optim_tier is Tier.CPU]
         streamed = round(len(on_host) * choice.streamed_share)
         for chunk_id in self._ordered(on_host, streamed, "spread")[:streamed]:
-            sites[chunk_id] = replace(sites[chunk_id], is_update_streamed=True)
+            sites[chunk_id] = sites[chunk_id]._replace(is_update_streamed=True)
         return sites
 
     def _ordered(self, ids: Sequence[int], count: int, pattern: str) -> list[int]:

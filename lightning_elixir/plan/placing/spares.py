@@ -30,8 +30,25 @@ def with_spares(
         pattern: Which chunks come first, one of `SPARE_PATTERNS`.
         most: No more chunks than this; None: as many as fit.
     """
-    costs = {c.id: scheme.spare_bytes(replace(c, has_spare_states=True)) for c in chunks if scheme.can_have_spares(c)}
-    room = sum(costs.values()) if limit is None else limit - memory_use(chunks, 0, scheme).host_bytes
+    room = None if limit is None else limit - memory_use(chunks, 0, scheme).host_bytes
+    chosen = chunks_to_spare(chunks, scheme, room, pattern, most)
+    return tuple(replace(c, has_spare_states=True) if c.id in chosen else c for c in chunks)
+
+
+def chunks_to_spare(
+    chunks: Sequence[ChunkSpec], scheme: Scheme, room: int | None, pattern: str = "spread", most: int | None = None
+) -> set[int]:
+    """Ids of the chunks that `with_spares` gives them.
+
+    Args:
+        chunks: None of them with spare states.
+        scheme: Bytes per element.
+        room: Bytes of host memory for them; None: it holds everything.
+        pattern: As for `with_spares`.
+        most: As for `with_spares`.
+    """
+    costs = {c.id: scheme.bytes_to_spare(c) for c in chunks if scheme.can_have_spares(c)}
+    room = sum(costs.values()) if room is None else room
     count = sum(total <= room for total in accumulate(sorted(costs.values())))  # no choice has more
     count = count if most is None else min(most, count)
     chosen: set[int] = set()
@@ -39,7 +56,7 @@ def with_spares(
         if len(chosen) < count and costs[chunk_id] <= room:
             chosen.add(chunk_id)
             room -= costs[chunk_id]
-    return tuple(replace(c, has_spare_states=True) if c.id in chosen else c for c in chunks)
+    return chosen
 
 
 def _ordered(able: Sequence[ChunkSpec], count: int, pattern: str) -> list[int]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Scheme, has_params_on_nvme, is_on_nvme, uses_nvme
 from lightning_elixir.plan.stream_buffers import SLOT_BYTES
+from lightning_elixir.plan.tables import Table
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 
 
@@ -17,11 +19,72 @@ def is_time_known(plan: Plan, hardware: HardwareSpec) -> bool:
 
 
 @dataclass(frozen=True)
+class FetchCosts:
+    """Of one fetch of a chunk."""
+
+    upload_s: float
+    gather_s: float
+    refresh_s: float
+    is_gathered: bool
+    host_bytes: int
+    """Read in host memory."""
+
+
+@dataclass(frozen=True)
+class ChunkCosts:
+    """All that a chunk costs where it is; each is explained in `Costs`."""
+
+    fetch: FetchCosts
+    fetch_outdated: FetchCosts
+    reduce_s: float
+    download_s: float
+    update_s: float
+    nvme_s: tuple[float, float]
+    param_read_s: float
+    grad_store_s: float
+    write_back_s: float
+    stream_s: tuple[int, float, float]
+    spread_s: float
+    update_traffic_bytes: int
+
+
+@dataclass(frozen=True)
 class Costs:
     """Seconds that one chunk costs one rank, while all ranks do the same."""
 
     hardware: HardwareSpec
     scheme: Scheme
+
+    @cached_property
+    def of(self) -> Table[ChunkSpec, ChunkCosts]:
+        """All costs of a chunk."""
+        return Table(self._of)
+
+    def _of(self, chunk: ChunkSpec) -> ChunkCosts:
+        return ChunkCosts(
+            fetch=self._fetch(chunk, is_outdated=False),
+            fetch_outdated=self._fetch(chunk, is_outdated=True),
+            reduce_s=self.reduce_s(chunk),
+            download_s=self.download_s(chunk),
+            update_s=self.update_s(chunk),
+            nvme_s=self.nvme_s(chunk),
+            param_read_s=self.param_read_s(chunk),
+            grad_store_s=self.grad_store_s(chunk, is_added=self.scheme.regime.num_backwards > 1),
+            write_back_s=self.write_back_s(chunk),
+            stream_s=self.stream_s(chunk) if chunk.is_update_streamed else (0, 0.0, 0.0),
+            spread_s=self.spread_s(chunk),
+            update_traffic_bytes=self.update_traffic_bytes(chunk),
+        )
+
+    def _fetch(self, chunk: ChunkSpec, *, is_outdated: bool) -> FetchCosts:
+        upload_s, is_gathered = self.upload_s(chunk, is_outdated=is_outdated), self.is_gathered(is_outdated)
+        return FetchCosts(
+            upload_s=upload_s,
+            gather_s=self.gather_s(chunk, is_outdated=is_outdated),
+            refresh_s=self.refresh_s(chunk, is_outdated=is_outdated),
+            is_gathered=is_gathered,
+            host_bytes=chunk.nbytes // (self.scheme.world_size if is_gathered else 1) if upload_s else 0,
+        )
 
     def upload_s(self, chunk: ChunkSpec, *, is_outdated: bool = False) -> float:
         """The host's part of a fetch: this rank's slice where the rest is gathered, else the whole chunk."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.simulator.clocks import Clocks
-from lightning_elixir.plan.simulator.cost import Costs
+from lightning_elixir.plan.simulator.cost import ChunkCosts
 from lightning_elixir.plan.simulator.rcache_script import RCacheScript, ScriptedAccess
 from lightning_elixir.plan.simulator.updates import Updates
-from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
+from lightning_elixir.plan.types import Plan, Tier
 
 _PHASES = {True: "backward ", False: "forward ", None: ""}
 
@@ -19,18 +21,28 @@ class ForwardBackward:
         plan: Chunks and tiers.
         profile: What is computed between the accesses, and where gradients become complete.
         script: What the rCache does at each of these.
-        costs: What moving a chunk costs.
+        costs: Of every chunk.
         updates: Told of gradients that have landed.
         clocks: Of the simulated step.
+        duplex_slowdown: How much longer a transfer takes while the other direction is busy.
     """
 
     def __init__(
-        self, plan: Plan, profile: StepProfile, script: RCacheScript, costs: Costs, updates: Updates, clocks: Clocks
+        self,
+        plan: Plan,
+        profile: StepProfile,
+        script: RCacheScript,
+        costs: Sequence[ChunkCosts],
+        updates: Updates,
+        clocks: Clocks,
+        *,
+        duplex_slowdown: float,
     ) -> None:
-        self._plan, self._costs, self._updates, self._clocks = plan, costs, updates, clocks
+        self._chunks, self._costs, self._updates, self._clocks = plan.chunks, costs, updates, clocks
+        self._duplex_slowdown = duplex_slowdown
         self._before = profile.intervals[0] if profile.intervals else None
         self._accesses = tuple(zip(script.accesses, profile.intervals[1:], strict=True))
-        self._fetch_costs: dict[tuple[int, bool], tuple[float, float, float]] = {}
+        self._spread = [(c.id, costs[c.id].spread_s) for c in updates.trained if costs[c.id].spread_s]
         self._spread_ready: dict[int, float] = {}
         # Of the micro-batch under way.
         self._ready: dict[int, float] = {}
@@ -42,12 +54,10 @@ class ForwardBackward:
         """The end of the step before has left the fetch lane with the new values of chunks that every rank keeps."""
         clocks = self._clocks
         self._spread_ready = {}
-        for chunk in self._updates.trained:
-            spread_s = self._costs.spread_s(chunk)
-            if spread_s:
-                self._spread_ready[chunk.id] = end_s = clocks.fetch.work(clocks.now_s, spread_s)
-                clocks.busy.collective_s += spread_s
-                clocks.record.span("collective", end_s - spread_s, end_s, f"gather {chunk.id}")
+        for chunk_id, spread_s in self._spread:
+            self._spread_ready[chunk_id] = end_s = clocks.fetch.work(clocks.now_s, spread_s)
+            clocks.busy.collective_s += spread_s
+            clocks.record.span("collective", end_s - spread_s, end_s, f"gather {chunk_id}")
 
     def micro_batch(self) -> float:
         """One forward and one backward; returns their seconds."""
@@ -58,10 +68,18 @@ class ForwardBackward:
         is_detailed = clocks.record.is_detailed
         if self._before is not None:
             self._compute(self._before, "compute")
+            for chunk_id in self._before.grads:
+                self._gradient(chunk_id)
         for access, interval in self._accesses:
-            clocks.record.access(access.used_blocks)
-            self._access(access)
-            self._compute(interval, f"chunk {', '.join(map(str, access.ids))}" if is_detailed else "")
+            if access.fetches or access.awaited:
+                self._access(access)
+            if is_detailed:
+                clocks.record.access(access.used_blocks)
+                self._compute(interval, f"chunk {', '.join(map(str, access.ids))}")
+            else:
+                clocks.now_s += interval.compute_s
+            for chunk_id in interval.grads:
+                self._gradient(chunk_id)
         clocks.wait(
             self._reduced_s if self._updates.is_overlapped else clocks.reduce.free_s,
             "wait for gradients",
@@ -73,7 +91,7 @@ class ForwardBackward:
         for chunk_id, is_outdated in access.fetches:
             self._fetch(chunk_id, is_outdated)
         latest_s, late_id = 0.0, -1
-        for chunk_id in access.ids:
+        for chunk_id in access.awaited:
             if chunk_id in backlog:  # it stays on the device, and its states on the host
                 self._ready[chunk_id] = backlog.done_s(chunk_id, clocks.now_s)
                 self._held_up[chunk_id] = max(0.0, self._ready[chunk_id] - clocks.now_s)
@@ -91,20 +109,15 @@ class ForwardBackward:
             clocks.wait(latest_s, f"wait for {what}chunk {', '.join(map(str, access.ids))}" if is_detailed else "")
 
     def _fetch(self, chunk_id: int, is_outdated: bool) -> None:
-        clocks, backlog, busy, chunk = (
-            self._clocks,
-            self._clocks.backlog,
-            self._clocks.busy,
-            self._plan.chunks[chunk_id],
-        )
-        upload_s, gather_s, refresh_s = self._fetch_cost(chunk, is_outdated)
-        is_gathered = self._costs.is_gathered(is_outdated)
-        if upload_s:
-            busy.fetched_bytes += chunk.nbytes // (self._plan.world_size if is_gathered else 1)
+        clocks, backlog, busy = self._clocks, self._clocks.backlog, self._clocks.busy
+        costs = self._costs[chunk_id]
+        fetch = costs.fetch_outdated if is_outdated else costs.fetch
+        upload_s = fetch.upload_s
+        busy.fetched_bytes += fetch.host_bytes
         done_s = clocks.now_s
         if chunk_id in backlog:
             done_s = backlog.done_s(chunk_id, clocks.now_s)
-            if is_gathered:  # the host waits, or ranks would meet for different chunks
+            if fetch.is_gathered:  # the host waits, or ranks would meet for different chunks
                 busy.update_waiting_s += max(0.0, done_s - clocks.now_s)
                 clocks.wait(done_s, f"wait for the update of chunk {chunk_id}")
         start_s = max(clocks.fetch.free_s, clocks.now_s)
@@ -112,33 +125,21 @@ class ForwardBackward:
         self._held_up[chunk_id] = max(0.0, done_s - start_s)
         start_s = max(start_s, done_s)
         if upload_s and (clocks.reduce.free_s > start_s or clocks.d2h.is_busy(start_s)):
-            upload_s *= self._costs.hardware.duplex_slowdown
+            upload_s *= self._duplex_slowdown
         backlog.advance(clocks.now_s)
-        start_s = clocks.use_disk(start_s, self._costs.param_read_s(chunk), "read parameters", chunk_id)
+        start_s = clocks.use_disk(start_s, costs.param_read_s, "read parameters", chunk_id)
         start_s, uploaded_s = clocks.h2d.reserve(start_s, upload_s)
-        end_s = uploaded_s + gather_s + refresh_s
+        end_s = uploaded_s + fetch.gather_s + fetch.refresh_s
         self._ready[chunk_id] = end_s
         if not is_held_up:
             clocks.fetch.free_s = end_s
         busy.h2d_s += upload_s
-        busy.d2h_s += refresh_s
-        busy.collective_s += gather_s
+        busy.d2h_s += fetch.refresh_s
+        busy.collective_s += fetch.gather_s
         if clocks.record.is_detailed:
             clocks.record.span("h2d", start_s, uploaded_s, f"fetch {chunk_id}")
-            clocks.record.span("collective", uploaded_s, uploaded_s + gather_s, f"gather {chunk_id}")
-            clocks.record.span("d2h", end_s - refresh_s, end_s, f"refresh {chunk_id}")
-
-    def _fetch_cost(self, chunk: ChunkSpec, is_outdated: bool) -> tuple[float, float, float]:
-        """Seconds of the upload, of gathering, and of bringing a whole shard up to date."""
-        cost = self._fetch_costs.get((chunk.id, is_outdated))
-        if cost is None:
-            costs = self._costs
-            cost = self._fetch_costs[chunk.id, is_outdated] = (
-                costs.upload_s(chunk, is_outdated=is_outdated),
-                costs.gather_s(chunk, is_outdated=is_outdated),
-                costs.refresh_s(chunk, is_outdated=is_outdated),
-            )
-        return cost
+            clocks.record.span("collective", uploaded_s, uploaded_s + fetch.gather_s, f"gather {chunk_id}")
+            clocks.record.span("d2h", end_s - fetch.refresh_s, end_s, f"refresh {chunk_id}")
 
     def _compute(self, interval: StepInterval, label: str) -> None:
         clocks = self._clocks
@@ -147,29 +148,27 @@ class ForwardBackward:
         if clocks.record.is_detailed:
             clocks.record.span("compute", start_s, clocks.now_s, _PHASES[interval.is_backward] + label)
             clocks.record.remember(start_s, interval.non_model_bytes)
-        for chunk_id in interval.grads:
-            chunk = self._plan.chunks[chunk_id]
-            if chunk.requires_grad:
-                clocks.record.gradient(chunk)
-                self._reduce(chunk)
 
-    def _reduce(self, chunk: ChunkSpec) -> None:
-        clocks, costs = self._clocks, self._costs
-        reduce_s, download_s = costs.reduce_s(chunk), costs.download_s(chunk)
+    def _gradient(self, chunk_id: int) -> None:
+        """A chunk's gradients are complete: they are reduced, and go where they stay."""
+        clocks, chunk, costs = self._clocks, self._chunks[chunk_id], self._costs[chunk_id]
+        if not chunk.requires_grad:
+            return
+        clocks.record.gradient(chunk)
+        reduce_s, download_s = costs.reduce_s, costs.download_s
         start_s = max(clocks.reduce.free_s, clocks.now_s)
         if download_s and (clocks.fetch.free_s > start_s or clocks.h2d.is_busy(start_s)):
-            download_s *= costs.hardware.duplex_slowdown
+            download_s *= self._duplex_slowdown
         reduced_s = start_s + reduce_s
         clocks.backlog.advance(clocks.now_s)
         down_s, end_s = clocks.d2h.reserve(reduced_s, download_s)
         clocks.reduce.free_s = end_s
-        is_added = costs.scheme.regime.num_backwards > 1
-        stored_s = clocks.use_disk(end_s, costs.grad_store_s(chunk, is_added=is_added), "store gradients", chunk.id)
+        stored_s = clocks.use_disk(end_s, costs.grad_store_s, "store gradients", chunk_id)
         clocks.busy.d2h_s += download_s
         clocks.busy.collective_s += reduce_s
         if clocks.record.is_detailed:
-            clocks.record.span("collective", start_s, reduced_s, f"reduce {chunk.id}")
-            clocks.record.span("d2h", down_s, end_s, f"gradients {chunk.id}")
+            clocks.record.span("collective", start_s, reduced_s, f"reduce {chunk_id}")
+            clocks.record.span("d2h", down_s, end_s, f"gradients {chunk_id}")
         if self._reductions:  # its block is needed for the chunk that follows
             clocks.wait(self._reductions[-1], "wait for a gradient block")
         self._reductions = [end_s]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_elixir.plan.policy import CachePolicy
 from lightning_elixir.plan.rcache import Decision, RCache
@@ -20,6 +21,8 @@ class ScriptedAccess:
     fetches: tuple[tuple[int, bool], ...]
     """(chunk, whether its whole shard has to be gathered first), needed ones before those fetched ahead."""
     used_blocks: int
+    awaited: tuple[int, ...]
+    """Those of `ids` that nothing has waited for since they were fetched, or since the step began."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class RCacheScript:
     peak_blocks: int
     """Most blocks in use at once."""
 
+    @cached_property
     def order_of_need(self) -> dict[int, int]:
         """Chunk -> how many others are needed before it."""
         order: dict[int, int] = {}
@@ -39,19 +43,35 @@ class RCacheScript:
         return order
 
 
-def rcache_script(plan: Plan, trace: AccessTrace) -> RCacheScript:
-    """Drive the runtime's own rCache through a step after which all that trains is outdated.
+class RCacheScripts:
+    """The scripts of plans with the same chunks, shared by as many ranks in the same way. Each is found once: the
+    rCache does the same in all plans with as many blocks for the same chunks, wherever states are, however updated.
 
     Args:
-        plan: Chunks, tiers and rCache.
         trace: What the step touches; the rCache knows it.
     """
-    rcache = RCache.of(plan)
-    policy = CachePolicy(trace)
-    accesses = _step(plan, trace, rcache, policy)
-    if any(not c.is_persistent and not c.requires_grad for c in plan.chunks):
-        accesses = _step(plan, trace, rcache, policy)  # frozen replicas survive the step
-    return RCacheScript(accesses, rcache.peak_blocks)
+
+    def __init__(self, trace: AccessTrace) -> None:
+        self._trace = trace
+        self._policy = CachePolicy(trace)
+        self._known: dict[tuple[int, int, tuple[int, ...]], RCacheScript] = {}
+
+    def of(self, plan: Plan) -> RCacheScript:
+        """The one of a plan."""
+        managed = tuple([c.id for c in plan.chunks if not c.is_persistent])
+        key = (plan.rcache_blocks, plan.prefetch_depth, managed)
+        script = self._known.get(key)
+        if script is None:
+            script = self._known[key] = self._found(plan)
+        return script
+
+    def _found(self, plan: Plan) -> RCacheScript:
+        """Drive the runtime's own rCache through a step after which all that trains is outdated."""
+        rcache = RCache.of(plan)
+        accesses = _step(plan, self._trace, rcache, self._policy)
+        if any(not c.is_persistent and not c.requires_grad for c in plan.chunks):
+            accesses = _step(plan, self._trace, rcache, self._policy)  # frozen replicas survive the step
+        return RCacheScript(accesses, rcache.peak_blocks)
 
 
 def drive(
@@ -92,10 +112,14 @@ def _step(plan: Plan, trace: AccessTrace, rcache: RCache, policy: CachePolicy) -
     outdated = {c.id for c in trained} if is_outdating else set()
     rcache.begin(policy)
     accesses = []
+    there: set[int] = set()  # waited for
     for event, decision, ahead in drive(plan, rcache, trace, outdated):
         fetches = tuple([(i, i in outdated) for i in decision.fetch + ahead.fetch])
         if outdated:
             outdated.difference_update(decision.fetch, ahead.fetch)
-        accesses.append(ScriptedAccess(event.ids, fetches, rcache.used_blocks))
+        there.difference_update(decision.fetch, ahead.fetch)
+        awaited = tuple([i for i in event.ids if i not in there])
+        there.update(awaited)
+        accesses.append(ScriptedAccess(event.ids, fetches, rcache.used_blocks, awaited))
     rcache.release([c.id for c in trained if not c.is_persistent])
     return tuple(accesses)

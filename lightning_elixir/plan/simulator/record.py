@@ -10,17 +10,53 @@ from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
 
 
 class StepRecord:
-    """Spans and memory, where they are wanted.
+    """Told of what happens in a step; keeps nothing."""
+
+    is_detailed = False
+    """Whether anything is kept."""
+
+    def begin_step(self) -> None:
+        pass
+
+    def begin_micro_batch(self) -> None:
+        pass
+
+    def access(self, used_blocks: int) -> None:
+        """So many blocks of the rCache are in use from now on."""
+
+    def gradient(self, chunk: ChunkSpec) -> None:
+        """A chunk's gradients are complete."""
+
+    def begin_update(self, at_s: float, *, is_after_backward: bool) -> None:
+        """Activations are gone; gradients go with the update."""
+
+    def span(self, lane: str, start_s: float, end_s: float, label: str) -> None:
+        """Something keeps a lane busy."""
+
+    def remember(self, at_s: float, non_model_bytes: int) -> None:
+        """The device's memory from a moment on."""
+
+    def spans(self, begin_s: float, end_s: float) -> tuple[Span, ...]:
+        """Those of a step, and what it was left by the one before, counted from its beginning."""
+        return ()
+
+    def memory(self, begin_s: float) -> tuple[MemoryPoint, ...]:
+        """Of the step under way, counted from its beginning."""
+        return ()
+
+
+class DetailedRecord(StepRecord):
+    """Spans and memory.
 
     Args:
         plan: What is simulated.
         scheme: What training does to its chunks.
         timing: When its updates beside the device run.
-        is_detailed: Whether anything is to be kept.
     """
 
-    def __init__(self, plan: Plan, scheme: Scheme, timing: UpdateTiming, *, is_detailed: bool) -> None:
-        self.is_detailed = is_detailed
+    is_detailed = True
+
+    def __init__(self, plan: Plan, scheme: Scheme, timing: UpdateTiming) -> None:
         use = memory_use(plan.chunks, plan.rcache_blocks, scheme)
         shards = sum(scheme.grad_shard_bytes(c) for c in plan.chunks if c.optim_tier is Tier.GPU)
         self._scheme = scheme
@@ -43,32 +79,29 @@ class StepRecord:
         self._grad_bytes, self._used_blocks = self._start_grad_bytes, 0
 
     def access(self, used_blocks: int) -> None:
-        """So many blocks of the rCache are in use from now on."""
         self._used_blocks = used_blocks
 
     def gradient(self, chunk: ChunkSpec) -> None:
-        """A chunk's gradients are complete."""
         if chunk.optim_tier is Tier.GPU and not self._scheme.regime.accumulates:
             self._grad_bytes += self._scheme.grad_shard_bytes(chunk)
 
     def begin_update(self, at_s: float, *, is_after_backward: bool) -> None:
-        """Activations are gone; gradients go with the update."""
-        self.remember(at_s, 0, self._stream_bytes if is_after_backward else 0)
+        self._remember(at_s, 0, self._stream_bytes if is_after_backward else 0)
         self._grad_bytes = self._start_grad_bytes
 
     def span(self, lane: str, start_s: float, end_s: float, label: str) -> None:
-        if self.is_detailed and end_s > start_s:
+        if end_s > start_s:
             self._spans.append(Span(lane, start_s, end_s, label))
 
-    def remember(self, at_s: float, non_model_bytes: int, stream_bytes: int = 0) -> None:
-        """The device's memory from a moment on."""
-        if self.is_detailed:
-            rcache_bytes = self._used_blocks * self._block_bytes
-            grad_bytes = self._grad_block_bytes + self._grad_bytes + stream_bytes
-            self._memory.append(MemoryPoint(at_s, self._resident_bytes, rcache_bytes, grad_bytes, non_model_bytes))
+    def remember(self, at_s: float, non_model_bytes: int) -> None:
+        self._remember(at_s, non_model_bytes, 0)
+
+    def _remember(self, at_s: float, non_model_bytes: int, stream_bytes: int) -> None:
+        rcache_bytes = self._used_blocks * self._block_bytes
+        grad_bytes = self._grad_block_bytes + self._grad_bytes + stream_bytes
+        self._memory.append(MemoryPoint(at_s, self._resident_bytes, rcache_bytes, grad_bytes, non_model_bytes))
 
     def spans(self, begin_s: float, end_s: float) -> tuple[Span, ...]:
-        """Those of a step, and what it was left by the one before, counted from its beginning."""
         return tuple(
             Span(s.lane, max(0.0, s.start_s - begin_s), min(s.end_s, end_s) - begin_s, s.label)
             for s in self._spans
@@ -76,5 +109,4 @@ class StepRecord:
         )
 
     def memory(self, begin_s: float) -> tuple[MemoryPoint, ...]:
-        """Of the step under way, counted from its beginning."""
         return tuple(replace(p, at_s=p.at_s - begin_s) for p in self._memory[self._first_point :])

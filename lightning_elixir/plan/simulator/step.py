@@ -17,8 +17,8 @@ from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.simulator.clocks import Busy, Clocks
 from lightning_elixir.plan.simulator.cost import Costs, is_time_known
 from lightning_elixir.plan.simulator.forward_backward import ForwardBackward
-from lightning_elixir.plan.simulator.rcache_script import rcache_script
-from lightning_elixir.plan.simulator.record import StepRecord
+from lightning_elixir.plan.simulator.rcache_script import RCacheScript, RCacheScripts
+from lightning_elixir.plan.simulator.record import DetailedRecord, StepRecord
 from lightning_elixir.plan.simulator.spans import MemoryPoint, Span
 from lightning_elixir.plan.simulator.updates import Updates
 from lightning_elixir.plan.types import Plan, StepTimes, Tier, UpdateTiming
@@ -39,21 +39,60 @@ class SimulatedStep:
 
 
 class StepSimulator:
-    """Runs one step after the other. Arguments as for `simulate_step`."""
+    """Simulates steps of plans of one layout, for one profile. What placements share is found once.
+
+    Args:
+        profile: What forward and backward touch, and how long they compute.
+        hardware: Measured figures of one rank.
+        scheme: What training does to chunks.
+        scripts: Of the profile's trace, where other simulators have use for them as well.
+    """
 
     def __init__(
-        self, plan: Plan, profile: StepProfile, hardware: HardwareSpec, scheme: Scheme, *, is_detailed: bool
+        self, profile: StepProfile, hardware: HardwareSpec, scheme: Scheme, scripts: RCacheScripts | None = None
     ) -> None:
-        self._plan, self._profile, self._hardware = plan, profile, hardware
-        self._num_backwards = scheme.regime.num_backwards
+        self._profile, self._scheme = profile, scheme
         self._costs = Costs(hardware, scheme)
-        self._script = rcache_script(plan, profile.trace)
+        self._scripts = scripts or RCacheScripts(profile.trace)
+
+    def run(self, plan: Plan, *, is_detailed: bool = False) -> SimulatedStep:
+        """A step of the steady state; `spans` and `memory` are empty unless it is to be detailed."""
+        script = self._scripts.of(plan)
+        return _Steps(plan, self._profile, self._costs, script, is_detailed=is_detailed).run()
+
+
+class _Steps:
+    """Runs one step after the other."""
+
+    def __init__(
+        self, plan: Plan, profile: StepProfile, costs: Costs, script: RCacheScript, *, is_detailed: bool
+    ) -> None:
+        self._plan, self._profile, self._hardware, self._script = plan, profile, costs.hardware, script
+        scheme = costs.scheme
+        self._num_backwards = scheme.regime.num_backwards
         beside = [c for c in plan.chunks if c.requires_grad and c.optim_tier is not Tier.GPU]
         timing = scheme.regime.allowed(plan.update_timing) if beside else UpdateTiming.AFTER_BACKWARD
-        record = StepRecord(plan, scheme, timing, is_detailed=is_detailed)
+        record = DetailedRecord(plan, scheme, timing) if is_detailed else StepRecord()
         self._clocks = Clocks(record, nvme_buffers(scheme.state_bytes(c) for c in beside if is_on_nvme(c))[0])
-        self._updates = Updates(plan, self._costs, timing, self._script.order_of_need(), self._clocks)
-        self._forward_backward = ForwardBackward(plan, profile, self._script, self._costs, self._updates, self._clocks)
+        hardware, of_chunks = costs.hardware, list(map(costs.of, plan.chunks))
+        self._updates = Updates(
+            plan,
+            of_chunks,
+            timing,
+            script.order_of_need,
+            self._clocks,
+            needs_global_norm=scheme.regime.needs_global_norm,
+            joint_adam_numel_per_s=hardware.joint_adam_numel_per_s,
+        )
+        self._forward_backward = ForwardBackward(
+            plan,
+            profile,
+            script,
+            of_chunks,
+            self._updates,
+            self._clocks,
+            duplex_slowdown=hardware.duplex_slowdown,
+        )
 
     def run(self) -> SimulatedStep:
         """A step of the steady state."""
@@ -78,8 +117,8 @@ class StepSimulator:
         self._forward_backward.spread()
         forward_backward_s = self._micro_batches()
         busy = clocks.busy
-        busy.nvme_s += sum(sum(self._costs.nvme_s(c)) for c in updates.beside_device)
-        busy.h2d_s += sum(self._costs.write_back_s(c) for c in updates.trained)
+        busy.nvme_s += updates.nvme_s
+        busy.h2d_s += updates.write_back_s
         backward_end_s = clocks.now_s
         adam_s = updates.adam_s
         updates.run(begin_s)
@@ -125,5 +164,4 @@ class StepSimulator:
         """How long the host's memory needs for all that a step moves in it; 0 where that was not measured."""
         if self._hardware.host_bytes_per_s is None:
             return 0.0
-        updates = sum(self._costs.update_traffic_bytes(c) for c in self._updates.beside_device)
-        return (updates + self._clocks.busy.fetched_bytes) / self._hardware.host_bytes_per_s
+        return (self._updates.traffic_bytes + self._clocks.busy.fetched_bytes) / self._hardware.host_bytes_per_s

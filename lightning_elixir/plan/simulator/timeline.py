@@ -20,17 +20,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.memory import Scheme, memory_use
+from lightning_elixir.plan.memory import MemoryUse, Scheme, memory_use
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
 from lightning_elixir.plan.simulator.cost import is_time_known
+from lightning_elixir.plan.simulator.rcache_script import RCacheScripts
 from lightning_elixir.plan.simulator.spans import MemoryPoint, Span, Timeline
 from lightning_elixir.plan.simulator.step import StepSimulator
 from lightning_elixir.plan.types import AccessTrace, Acquire, Alternative, ChunkSpec, Drop, Plan, Tier, UpdateTiming
 
 __all__ = [
     "MemoryPoint",
+    "RCacheScripts",
     "Span",
+    "StepSimulator",
     "Timeline",
     "beside_rcache_bytes",
     "compressed",
@@ -70,8 +73,8 @@ def simulate_step(
         The timeline of a step with its trace known, as all but the first are. Its `total_s`, `step_s` and `nvme_s` are
         infinite unless `is_time_known`.
     """
-    step = StepSimulator(plan, profile, hardware, scheme, is_detailed=is_detailed).run()
-    beside = beside_rcache_bytes(plan.chunks, moments(profile), scheme)
+    step = StepSimulator(profile, hardware, scheme).run(plan, is_detailed=is_detailed)
+    beside = beside_rcache_bytes(plan.chunks, moments(profile), scheme, memory_use(plan.chunks, 0, scheme))
     peak = beside + max(plan.rcache_blocks, step.peak_blocks) * plan.block_bytes
     return Timeline(step.times, peak, step.backward_end_s, step.spans, step.memory)
 
@@ -109,7 +112,7 @@ def moments(profile: StepProfile) -> tuple[tuple[tuple[int, ...], int], ...]:
 
 
 def beside_rcache_bytes(
-    chunks: Sequence[ChunkSpec], moments: Sequence[tuple[tuple[int, ...], int]], scheme: Scheme
+    chunks: Sequence[ChunkSpec], moments: Sequence[tuple[tuple[int, ...], int]], scheme: Scheme, use: MemoryUse
 ) -> int:
     """Highest moment of everything on the device but the rCache: gradients come while activations go.
 
@@ -117,10 +120,11 @@ def beside_rcache_bytes(
         chunks: With their tiers.
         moments: Of the profile of the step.
         scheme: What training does to them.
+        use: Of these chunks, without the rCache.
     """
-    grads = {c.id: scheme.grad_shard_bytes(c) for c in chunks if c.optim_tier is Tier.GPU}
+    grads = {c.id: scheme.chunk_bytes(c).gpu_grad for c in chunks if c.optim_tier is Tier.GPU}
     shards = sum(grads.values())
-    fixed = memory_use(chunks, 0, scheme).gpu_bytes - shards
+    fixed = use.gpu_bytes - shards
     accumulates = scheme.regime.accumulates  # gradients of earlier backwards are there from the start
     held = shards if accumulates else 0
     stream_bytes = scheme.stream_bytes(chunks)

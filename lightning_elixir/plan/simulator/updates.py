@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lightning_elixir.plan.memory import has_params_on_nvme
 from lightning_elixir.plan.simulator.backlog import Work
 from lightning_elixir.plan.simulator.clocks import Clocks
-from lightning_elixir.plan.simulator.cost import Costs
+from lightning_elixir.plan.simulator.cost import ChunkCosts
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
 
 
@@ -16,33 +16,46 @@ class Updates:
 
     Args:
         plan: Chunks, and where and when they are updated.
-        costs: What that costs each.
+        costs: Of every chunk.
         timing: When updates beside the device run.
         needed: The order in which forward needs the chunks.
         clocks: Of the simulated step.
+        needs_global_norm: See `TrainingRegime`.
+        joint_adam_numel_per_s: What the host and the stream reach together.
     """
 
     def __init__(
-        self, plan: Plan, costs: Costs, timing: UpdateTiming, needed: Mapping[int, int], clocks: Clocks
+        self,
+        plan: Plan,
+        costs: Sequence[ChunkCosts],
+        timing: UpdateTiming,
+        needed: Mapping[int, int],
+        clocks: Clocks,
+        *,
+        needs_global_norm: bool,
+        joint_adam_numel_per_s: float,
     ) -> None:
         self._plan, self._costs, self._clocks = plan, costs, clocks
         self._timing, self._needed = timing, needed
         self.trained = [c for c in plan.chunks if c.requires_grad]
         self.beside_device = [c for c in self.trained if c.optim_tier is not Tier.GPU]
         # With spare states for any chunk, nothing is promised of the step: the others' updates wait for it.
-        self._begins_only_into_spares = plan.has_spare_states or costs.scheme.regime.needs_global_norm
-        self._slowdown = self._joint_slowdown()
+        self._begins_only_into_spares = plan.has_spare_states or needs_global_norm
+        self._slowdown = self._joint_slowdown(joint_adam_numel_per_s)
+        self.adam_s = sum(self._update_s(c) for c in self.trained)
+        """Of a step, wherever they run."""
+        self.nvme_s = sum(sum(costs[c.id].nvme_s) for c in self.beside_device)
+        """The disk reads and writes for them."""
+        self.write_back_s = sum(costs[c.id].write_back_s for c in self.trained)
+        """The bus to the device brings their new values."""
+        self.traffic_bytes = sum(costs[c.id].update_traffic_bytes for c in self.beside_device)
+        """Read and written in host memory."""
         self._landed_s: dict[int, float] = {}  # when a chunk's gradients were where its update wants them
 
     @property
     def is_overlapped(self) -> bool:
         """Whether updates beside the device run beside forward."""
         return self._timing is not UpdateTiming.AFTER_BACKWARD
-
-    @property
-    def adam_s(self) -> float:
-        """Of a step, wherever they run."""
-        return sum(self._update_s(c) for c in self.trained)
 
     def land(self, chunk: ChunkSpec, in_host_memory_s: float, stored_s: float) -> None:
         """A chunk's gradients have come down: to the host's memory, and to where they stay."""
@@ -83,20 +96,20 @@ class Updates:
         return chunk.has_spare_states or not self._begins_only_into_spares
 
     def _work(self, chunk: ChunkSpec) -> Work:
-        work = Work(chunk.id, self._update_s(chunk), self._costs.write_back_s(chunk))
-        work.read_s, work.write_s = self._costs.nvme_s(chunk)
+        costs = self._costs[chunk.id]
+        work = Work(chunk.id, self._update_s(chunk), costs.write_back_s)
+        work.read_s, work.write_s = costs.nvme_s
         work.known_s = self._clocks.now_s
-        if chunk.is_update_streamed:
-            work.num_pieces, work.up_s, work.down_s = self._costs.stream_s(chunk)
+        work.num_pieces, work.up_s, work.down_s = costs.stream_s
         return work
 
     def _update_on_device(self) -> None:
         for chunk in self.trained:
             if chunk.optim_tier is Tier.GPU:
-                self._clocks.compute(self._costs.update_s(chunk), f"update {chunk.id}")
+                self._clocks.compute(self._costs[chunk.id].update_s, f"update {chunk.id}")
 
     def _update_s(self, chunk: ChunkSpec) -> float:
-        seconds = self._costs.update_s(chunk)
+        seconds = self._costs[chunk.id].update_s
         return seconds if chunk.optim_tier is Tier.GPU else seconds * self._slowdown
 
     # After backward
@@ -142,14 +155,14 @@ class Updates:
             now_s += seconds
         return now_s
 
-    def _joint_slowdown(self) -> float:
+    def _joint_slowdown(self, joint_adam_numel_per_s: float) -> float:
         """How much longer updates by the host and streamed ones take beside each other."""
         seconds = [self._host_s(is_streamed=streamed) for streamed in (False, True)]
         if not all(seconds):
             return 1.0
         numel = sum(c.numel // self._plan.world_size for c in self.beside_device)
-        return max(1.0, numel / self._costs.hardware.joint_adam_numel_per_s / max(seconds))
+        return max(1.0, numel / joint_adam_numel_per_s / max(seconds))
 
     def _host_s(self, *, is_streamed: bool) -> float:
         """All updates of one of the two kinds, one after the other."""
-        return sum(self._costs.update_s(c) for c in self.beside_device if c.is_update_streamed is is_streamed)
+        return sum(self._costs[c.id].update_s for c in self.beside_device if c.is_update_streamed is is_streamed)

@@ -15,7 +15,6 @@ from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.explain import explain, step_parts
 from lightning_elixir.plan.memory import Budget, MemoryUse, memory_use
 from lightning_elixir.plan.packing import candidate_chunk_numels, pack, regular_block_bytes
-from lightning_elixir.plan.placing import space as space_module
 from lightning_elixir.plan.placing.placement import OFFLOADED, Layout, host_parts
 from lightning_elixir.plan.placing.search import search
 from lightning_elixir.plan.placing.space import Candidate
@@ -23,7 +22,7 @@ from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.simulator.timeline import simulate_step
+from lightning_elixir.plan.simulator.step import SimulatedStep, StepSimulator
 from lightning_elixir.plan.types import AccessTrace, Acquire, Forecast, ParamSpec, Plan, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from tests.helpers.tiers import full
@@ -380,8 +379,8 @@ def gpu_refusals(seed: int, count: int) -> Iterator[tuple[Case, CapacityError]]:
     """Cases whose GPU is too small."""
     random = Random(seed)
     for case in random_cases(seed, count):
-        chunks = case.placer.chunks([OFFLOADED] * len(case.layout.packed))
-        least = case.placer.gpu_bytes(chunks, case.placer.smallest(chunks))
+        offloaded = case.placer.at([OFFLOADED] * len(case.layout.packed))
+        least = offloaded.gpu_bytes(offloaded.smallest)
         hopeless = case.with_budget(gpu_bytes=int(least * random.uniform(0.4, 0.7)), cpu_bytes=None)
         with pytest.raises(CapacityError, match="GPU memory") as caught:
             hopeless.search()
@@ -392,9 +391,9 @@ def host_refusals(seed: int, count: int) -> Iterator[tuple[Case, CapacityError]]
     """Cases whose host is too small."""
     random = Random(seed)
     for case in random_cases(seed, count):
-        chunks = case.placer.chunks([OFFLOADED] * len(case.layout.packed))
-        host = memory_use(chunks, 0, case.placer.scheme).host_bytes
-        least = case.placer.gpu_bytes(chunks, case.placer.smallest(chunks))
+        offloaded = case.placer.at([OFFLOADED] * len(case.layout.packed))
+        host = offloaded.use.host_bytes
+        least = offloaded.gpu_bytes(offloaded.smallest)
         gpu = least + int(host * random.uniform(0.0, 0.5))
         small = case.with_budget(gpu_bytes=gpu, cpu_bytes=int(host * random.uniform(0.0, 0.3)))
         try:
@@ -660,12 +659,13 @@ def test_a_model_of_175_billion_takes_a_bounded_number_of_simulations(
     assert 2 <= len(candidates) <= 7
     count = 0
 
-    def counted(*args: object, **options: object) -> object:
+    def counted(self: StepSimulator, plan: Plan, **options: bool) -> SimulatedStep:
         nonlocal count
         count += 1
-        return simulate_step(*args, **options)  # type: ignore[arg-type]
+        return run(self, plan, **options)
 
-    monkeypatch.setattr(space_module, "simulate_step", counted)
+    run = StepSimulator.run
+    monkeypatch.setattr(StepSimulator, "run", counted)
     budget = Budget(139 * 2**30, 3200 * 2**30 // world_size)
     request = PlacementRequest(accesses=accesses)
     regime = TrainingRegime(can_stream=True, stream_bytes=2**29, update_timing=timing)
@@ -680,11 +680,12 @@ def test_a_model_of_175_billion_takes_a_bounded_number_of_simulations(
 def test_small_models_take_a_bounded_number_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
-    def counted(*args: object, **options: object) -> object:
+    def counted(self: StepSimulator, plan: Plan, **options: bool) -> SimulatedStep:
         counts[-1] += 1
-        return simulate_step(*args, **options)  # type: ignore[arg-type]
+        return run(self, plan, **options)
 
-    monkeypatch.setattr(space_module, "simulate_step", counted)
+    run = StepSimulator.run
+    monkeypatch.setattr(StepSimulator, "run", counted)
     for case in random_cases(16, 15):
         counts.append(0)
         try:

@@ -8,7 +8,6 @@ from random import Random
 import pytest
 
 from lightning_elixir.errors import CapacityError
-from lightning_elixir.plan.memory import memory_use
 from lightning_elixir.plan.placing.placement import OFFLOADED
 from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest
@@ -114,10 +113,10 @@ def test_the_search_finds_the_best_placement_with_a_disk(timing: UpdateTiming) -
         profile = random_times(random, structural_profile(layout, request.accesses, case.problem.hardware, 0), 0)
         case = replace(case, layout=layout, profile=profile, problem=replace(case.problem, request=request))
         placer = case.placer
-        chunks = placer.chunks([OFFLOADED] * len(specs))
-        host_bytes = memory_use(chunks, 0, placer.scheme).host_bytes
+        offloaded = placer.at([OFFLOADED] * len(specs))
+        host_bytes = offloaded.use.host_bytes
         case = case.with_budget(
-            gpu_bytes=int(placer.gpu_bytes(chunks, placer.smallest(chunks)) * random.uniform(1.0, 1.2)),
+            gpu_bytes=int(offloaded.gpu_bytes(offloaded.smallest) * random.uniform(1.0, 1.2)),
             cpu_bytes=int(host_bytes * random.uniform(0.82, 0.98)),
             nvme_bytes=2**30,
         )

@@ -102,7 +102,7 @@ def test_the_step_waits_for_the_last_gradient() -> None:
 
 
 def test_host_stream_and_gpu_update_side_by_side() -> None:
-    sites = [RESIDENT, OFFLOADED, OFFLOADED, replace(OFFLOADED, is_update_streamed=True)]
+    sites = [RESIDENT, OFFLOADED, OFFLOADED, OFFLOADED._replace(is_update_streamed=True)]
     chunks = [replace(chunks_at(s, 4)[i], id=i) for i, s in enumerate(sites)]
     plan = make_plan_of(chunks, 4)
     times = run(plan, there_and_back(4), machine()).times
@@ -113,11 +113,11 @@ def test_host_stream_and_gpu_update_side_by_side() -> None:
 
 
 def test_host_and_stream_share_the_memory_of_the_host() -> None:
-    sites = [OFFLOADED, replace(OFFLOADED, is_update_streamed=True)]
+    sites = [OFFLOADED, OFFLOADED._replace(is_update_streamed=True)]
     plan = make_plan_of([replace(chunks_at(s, 2)[i], id=i) for i, s in enumerate(sites)], 2)
     joint = machine(joint_adam_numel_per_s=2 * NUMEL / 10e-3)
     assert run(plan, there_and_back(2), joint).times.step_s == pytest.approx(10e-3)
-    streams = [OFFLOADED] + [replace(OFFLOADED, is_update_streamed=True)] * 5
+    streams = [OFFLOADED] + [OFFLOADED._replace(is_update_streamed=True)] * 5
     plan = make_plan_of([replace(chunks_at(s, 6)[i], id=i) for i, s in enumerate(streams)], 6)
     slow = machine(joint_adam_numel_per_s=6 * NUMEL / 20e-3)  # twice the stream's own ten milliseconds
     times = run(plan, there_and_back(6), slow).times
@@ -129,7 +129,7 @@ def test_host_and_stream_share_the_memory_of_the_host() -> None:
 @pytest.mark.parametrize(("num_streamed", "step_s"), [(2, 9e-3), (6, 14e-3)])
 def test_new_values_and_the_stream_share_the_bus(num_streamed: int, step_s: float) -> None:
     """New values are there at 4 and 8 ms and need one; the stream fills the time between."""
-    sites = [KEPT, KEPT] + [replace(KEPT, is_update_streamed=True)] * num_streamed
+    sites = [KEPT, KEPT] + [KEPT._replace(is_update_streamed=True)] * num_streamed
     count = len(sites)
     plan = make_plan_of([replace(chunks_at(s, count)[i], id=i) for i, s in enumerate(sites)], 0)
     times = run(plan, there_and_back(count), machine()).times
@@ -372,7 +372,7 @@ def test_the_peak_is_moment_by_moment() -> None:
     peak = fixed + max(9000 + shard, 6000 + 2 * shard, 3000 + 3 * shard)
     assert run(plan, profile, machine()).peak_gpu_bytes == peak
     assert run(plan, profile, machine(), accumulates=True).peak_gpu_bytes == fixed + 9000 + 3 * shard
-    streamed = make_plan_of(chunks_at(replace(OFFLOADED, is_update_streamed=True), 3), 1)
+    streamed = make_plan_of(chunks_at(OFFLOADED._replace(is_update_streamed=True), 3), 1)
     scheme = Scheme(1, True, BLOCK_BYTES, TrainingRegime(stream_bytes=20_000))
     timeline = simulate_step(streamed, profile, machine(), scheme)
     assert timeline.peak_gpu_bytes == 3 * BLOCK_BYTES + 20_000  # when activations are gone

@@ -42,7 +42,7 @@ from tests.plan.steps import NUMEL, chunks_at, machine, random_problem, there_an
 from tests.plan.traces import BLOCK_BYTES, make_plan_of
 
 AFTER, BEHIND, INSIDE = UpdateTiming
-STREAMED = replace(OFFLOADED, is_update_streamed=True)
+STREAMED = OFFLOADED._replace(is_update_streamed=True)
 
 
 def run(plan: Plan, timing: UpdateTiming, profile: StepProfile, hardware: HardwareSpec, **options: Any) -> Timeline:
