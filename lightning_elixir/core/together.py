@@ -10,16 +10,18 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.waits import SETUP, Call
 from lightning_elixir.errors import CapacityError, ElixirError, PlanError, StorageError
 
 T = TypeVar("T")
 
 
-def run_together(comm: Comm, action: Callable[[], T]) -> T:
+def run_together(comm: Comm, action: Callable[[], T], call: Call = SETUP) -> T:
     """Run `action` on every rank; where it raises on one, every rank raises, so that none is left waiting.
 
     Args:
         action: What this rank does by itself: no collectives.
+        call: Where that is, for the error of ranks that differ.
 
     Raises:
         StorageError: Another rank failed with one; the message names the rank, and holds its error.
@@ -30,13 +32,13 @@ def run_together(comm: Comm, action: Callable[[], T]) -> T:
         result, error = action(), None
     except Exception as exception:  # whatever it is, the others must hear of it
         result, error = None, exception
-    raise_together(comm, error)
+    raise_together(comm, error, call)
     return result  # type: ignore[return-value]
 
 
-def raise_together(comm: Comm, error: BaseException | None) -> None:
+def raise_together(comm: Comm, error: BaseException | None, call: Call = SETUP) -> None:
     """Raise where any rank comes with an error: its own on that rank, elsewhere what `run_together` says."""
-    if not any(row[0] for row in comm.exchange([int(error is not None)])):
+    if not any(row[0] for row in comm.exchange([int(error is not None)], call)):
         return
     by_rank = comm.exchange_objects(None if error is None else _as_told(comm.rank, error))
     if error is not None:

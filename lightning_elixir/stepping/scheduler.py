@@ -16,6 +16,7 @@ import torch
 from lightning_elixir.core.device import Event
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.core.together import run_together
+from lightning_elixir.core.waits import Call
 from lightning_elixir.core.worker import TaskEvent
 from lightning_elixir.errors import CapacityError, StateError
 from lightning_elixir.optim.execution import ChunkUpdate, UpdateRecord, UpdateRunner
@@ -28,6 +29,9 @@ from lightning_elixir.stepping.describing import UpdateDescriber
 from lightning_elixir.stepping.gradients import StepGradients
 from lightning_elixir.stepping.speculation import Begun, Speculation
 from lightning_elixir.stepping.torch_steps import TorchSteps
+
+# A Trainer comes to it with its first batch.
+_RESERVE = Call("taking memory for optimizer states", is_routine=True, is_of_batch=True)
 
 
 @contextmanager
@@ -101,7 +105,7 @@ class UpdateScheduler:
                 engine.host_room.take(chunk.spec, self._host_bytes_to_come(chunk), engine.plan, engine.host_bytes)
                 self._reserve_states(chunk)
                 engine.reducer.landing.reserve(chunk)
-        run_together(engine.comm, lambda: self._reserve_on_device(chunks))
+        run_together(engine.comm, lambda: self._reserve_on_device(chunks), _RESERVE)
 
     def _reserve_on_device(self, chunks: Sequence[Chunk]) -> None:
         try:

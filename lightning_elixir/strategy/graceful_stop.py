@@ -25,7 +25,7 @@ from lightning_elixir.core.waits import Call
 log = logging.getLogger(__name__)
 
 _HANDLER = "_sigterm_notifier_fn"
-_NEXT_BATCH = Call("the beginning of the next batch of trainer.fit()", is_routine=True, is_of_batch=True)
+NEXT_BATCH = Call("the beginning of the next batch of trainer.fit()", is_routine=True, is_of_batch=True)
 _QUESTION = "_broadcast_sigterm_tensor"
 
 
@@ -82,6 +82,6 @@ class GracefulStop:
         Raises:
             SIGTERMException: Some rank was asked to stop; raised on all.
         """
-        if any(row[0] for row in self._comm.exchange([int(self._is_asked_for)], _NEXT_BATCH)):
+        if any(row[0] for row in self._comm.exchange([int(self._is_asked_for)], NEXT_BATCH)):
             self._trainer._signal_connector.received_sigterm = True
             raise SIGTERMException

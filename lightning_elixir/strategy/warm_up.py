@@ -30,6 +30,7 @@ from lightning_elixir.plan.types import AccessTrace, Plan
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy.engine_handle import EngineHandle
+from lightning_elixir.strategy.graceful_stop import NEXT_BATCH
 from lightning_elixir.strategy.shared_plans import Planner
 
 log = logging.getLogger(__name__)
@@ -197,7 +198,7 @@ class WarmUp:
 
     def _has_pending_gradients(self) -> bool:
         """Whether manual optimization goes on with gradients of an earlier batch, on any rank."""
-        return any(self._comm.exchange_objects(bool(self._engine.reducer.used)))
+        return any(row[0] for row in self._comm.exchange([int(bool(self._engine.reducer.used))], NEXT_BATCH))
 
     def _begin(self, dry_run: DryRun) -> Stage:
         """Make the plan for the first step."""
