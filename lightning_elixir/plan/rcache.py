@@ -317,9 +317,7 @@ class RCache:
         if lacking <= 0:
             return ()
         candidates = self._needed_after(-1 if needed_at is None else needed_at, protected)
-        candidates.sort(
-            key=lambda c: (-c[0], self._resident[c[1]])
-        )  # of those needed next together, least recently used
+        candidates.sort(key=lambda c: (-c[0], self._resident[c[1]]))  # of equals, the least recently used
         chosen: list[int] = []
         for _, chunk_id in candidates:
             if lacking <= 0:
