@@ -259,7 +259,7 @@ class Scheme:
     def grad_staging_bytes(self, chunks: Sequence[ChunkSpec]) -> int:
         """Host memory of the buffers through which gradients come down to be added up, or to go on to NVMe; and of one
         sum that is read there, and written again."""
-        on_nvme = [c for c in chunks if c.requires_grad and has_params_on_nvme(c)]
+        on_nvme = [c for c in chunks if self.chunk_bytes(c).uses_nvme and c.requires_grad and has_params_on_nvme(c)]
         if not self.regime.accumulates and not on_nvme:
             return 0
         number, nbytes = grad_staging(chunks, self.world_size)
@@ -281,9 +281,9 @@ class Scheme:
 
     def nvme_buffer_bytes(self, chunks: Iterable[ChunkSpec]) -> int:
         """Host memory of the buffers through which states on NVMe are updated, and parameters come from there."""
-        chunks = list(chunks)
-        number, nbytes = nvme_buffers(self.nvme_bytes(c) for c in chunks if is_on_nvme(c))
-        read, largest = param_buffers(self.param_shard_bytes(c) for c in chunks if has_params_on_nvme(c))
+        there = [c for c in chunks if self.chunk_bytes(c).uses_nvme]
+        number, nbytes = nvme_buffers(self.chunk_bytes(c).nvme for c in there if is_on_nvme(c))
+        read, largest = param_buffers(self.param_shard_bytes(c) for c in there if has_params_on_nvme(c))
         return number * nbytes + read * largest
 
     def can_reuse(self, chunk: ChunkSpec) -> bool:

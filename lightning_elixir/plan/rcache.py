@@ -216,8 +216,7 @@ class RCache:
         for at, chunk_id in absent:
             free -= self.cost_blocks[chunk_id]
             if free < 0 and victims is None:
-                uses = [(self._next_use(i), i) for i in self._evictable(held)]
-                victims = sorted([use for use in uses if use[0] > at], reverse=True)  # other absent ones come later
+                victims = sorted(self._needed_after(at, held), reverse=True)  # what is absent beside this comes later
             while free < 0 and victims and victims[0][0] > at:
                 free += self.cost_blocks[victims.pop(0)[1]]
             if free < 0:
@@ -298,8 +297,18 @@ class RCache:
             self._next_uses[chunk_id] = at
         return at
 
-    def _evictable(self, held: Collection[int]) -> list[int]:
-        return [i for i in self._resident if i not in self._pins and i not in held]
+    def _needed_after(self, at: int, held: Collection[int]) -> list[tuple[int, int]]:
+        """(next use, chunk id) of the resident chunks that may go and that nothing needs until after `at`, in order of
+        arrival."""
+        found: list[tuple[int, int]] = []
+        for chunk_id in self._resident:
+            if chunk_id not in self._pins and chunk_id not in held:
+                use = self._next_uses.get(chunk_id, -1)
+                if use < self._position:
+                    use = self._next_use(chunk_id)
+                if use > at:
+                    found.append((use, chunk_id))
+        return found
 
     def _make_room(self, blocks: int, protected: Collection[int], needed_at: int | None = None) -> tuple[int, ...]:
         """Evict until `blocks` fit, or nothing more may go. With `needed_at`, only what is used later than that, and
@@ -307,15 +316,10 @@ class RCache:
         lacking = self._used_blocks + blocks - self.budget_blocks
         if lacking <= 0:
             return ()
-        candidates = self._evictable(protected)
-        if needed_at is not None:
-            candidates = [i for i in candidates if self._next_use(i) > needed_at]
-        if self._policy is None:
-            candidates.sort(key=lambda i: self._resident[i])  # least recently used
-        else:
-            candidates.sort(key=lambda i: (-self._next_use(i), self._resident[i]))
+        candidates = self._needed_after(-1 if needed_at is None else needed_at, protected)
+        candidates.sort(key=lambda c: (-c[0], self._resident[c[1]]))  # of equals, the least recently used
         chosen: list[int] = []
-        for chunk_id in candidates:
+        for _, chunk_id in candidates:
             if lacking <= 0:
                 break
             chosen.append(chunk_id)

@@ -149,7 +149,7 @@ class Needs:
         """
         most, module = 0, ""
         for ids, name in self._sets.items():
-            blocks = sum(self._blocks[i] for i in ids if i in managed)
+            blocks = sum([self._blocks[i] for i in ids if i in managed])
             if blocks > most:
                 most, module = blocks, name
         return most, module

@@ -38,7 +38,7 @@ from lightning_elixir.plan.placing.space import (
     rank,
 )
 from lightning_elixir.plan.placing.spares import SPARE_PATTERNS
-from lightning_elixir.plan.placing.spilling import in_host_memory, spilled
+from lightning_elixir.plan.placing.spilling import Spilling, in_host_memory
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, scheme_of, simulate_step
@@ -479,7 +479,7 @@ class _LayoutSearch(Space):
     def _nvme_bytes(self, chunks: Sequence[ChunkSpec]) -> int | None:
         """What the states take that have to go on to NVMe, with what is there already; None if that is no cure."""
         scheme, limit = self.placer.scheme, self.problem.budget.cpu_bytes or 0
-        use = memory_use(spilled(in_host_memory(chunks), scheme, limit, None), 0, scheme)
+        use = memory_use(Spilling(scheme).states(in_host_memory(chunks), limit, None), 0, scheme)
         return use.nvme_bytes if use.host_bytes <= limit else None
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Placement, Placer, Site, sites_of
 from lightning_elixir.plan.placing.spares import SPARE_PATTERNS
-from lightning_elixir.plan.placing.spilling import spilled, spilled_with_params
+from lightning_elixir.plan.placing.spilling import Spilling
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.simulator.timeline import RCacheScripts, StepSimulator, compressed
@@ -99,6 +99,7 @@ class Space:
         self.kept = SHARDED_PARAMS if is_waited_for else KEPT
         self.outcomes: dict[Choice, Outcome] = {}
         self._by_placement: dict[tuple[Placement, int], Outcome] = {}
+        self._spilling = Spilling(self.placer.scheme)
         self._spilled: dict[Placement, Placement] = {}
         self.num_simulations = 0
         self.most_state_bytes = self._most_state_bytes()
@@ -205,11 +206,11 @@ class Space:
         return known
 
     def _spill(self, chunks: Sequence[ChunkSpec]) -> Sequence[ChunkSpec]:
-        scheme, limit, room = self.placer.scheme, self.problem.budget.cpu_bytes or 0, self.problem.budget.nvme_bytes
-        without = spilled(chunks, scheme, limit, room)
+        limit, room = self.problem.budget.cpu_bytes or 0, self.problem.budget.nvme_bytes
+        without = self._spilling.states(chunks, limit, room)
         if self._fits_host(self.placer.at(sites_of(without)).use.host_bytes):
             return without
-        return spilled_with_params(chunks, scheme, limit, room) or without
+        return self._spilling.states_and_params(chunks, limit, room) or without
 
     def _sites(self, choice: Choice) -> list[Site]:
         if choice.sites is not None:

@@ -13,6 +13,7 @@ from lightning_elixir.plan.memory import (
     memory_use,
     nvme_buffers,
 )
+from lightning_elixir.plan.tables import Table
 from lightning_elixir.plan.types import ChunkSpec, Tier
 
 
@@ -27,73 +28,82 @@ class _Movable:
     """What goes from the host's memory with them, buffers not counted."""
 
 
-def spilled(chunks: Sequence[ChunkSpec], scheme: Scheme, limit: int, room: int | None) -> tuple[ChunkSpec, ...]:
-    """States go on to NVMe, those of the last chunks first, until the host's memory holds the rest.
-
-    The buffers through which they are updated are as large as the largest of them, up to a limit: so first only the
-    smallest chunks are looked at, then larger ones as well, and the least bytes on NVMe win.
+class Spilling:
+    """Moves what the host's memory does not hold to NVMe. The same chunks give the same objects, whose bytes are known.
 
     Args:
-        chunks: None of them with states on NVMe, or with spare ones.
         scheme: Bytes per element.
-        limit: Of the host's memory.
-        room: NVMe space; None: as much as it takes.
-
-    Returns:
-        The chunks; where no choice fits, those of the choice that comes nearest to it, perhaps none moved.
     """
-    lacking = memory_use(chunks, 0, scheme).host_bytes - limit
-    movable = [_movable(c, scheme) for c in reversed(chunks) if c.requires_grad and c.optim_tier is Tier.CPU]
-    best: list[_Movable] = []
-    best_rank = _rank(best, lacking)
-    for largest in sorted({m.state_bytes for m in movable}):
-        chosen = _needed(_taken([m for m in movable if m.state_bytes <= largest], lacking, room), lacking)
-        found = _rank(chosen, lacking)
-        if found < best_rank:
-            best, best_rank = chosen, found
-    moved = {m.chunk.id: m.moved for m in best}
-    return tuple(moved.get(c.id, c) for c in chunks)
 
+    def __init__(self, scheme: Scheme) -> None:
+        self._scheme = scheme
+        self._movable = Table(self._as_movable)
+        self._without_params = Table(_without_params)
 
-def spilled_with_params(
-    chunks: Sequence[ChunkSpec], scheme: Scheme, limit: int, room: int
-) -> tuple[ChunkSpec, ...] | None:
-    """All states that are in the host's memory go on to NVMe, and as few of the parameters as it takes, those of the
-    last chunks first: what `spilled` could not make fit.
+    def states(self, chunks: Sequence[ChunkSpec], limit: int, room: int | None) -> tuple[ChunkSpec, ...]:
+        """States go on to NVMe, those of the last chunks first, until the host's memory holds the rest.
 
-    Args:
-        chunks: As `spilled` takes them.
-        scheme: Bytes per element.
-        limit: Of the host's memory.
-        room: NVMe space.
+        The buffers through which they are updated are as large as the largest of them, up to a limit: so first only the
+        smallest chunks are looked at, then larger ones as well, and the least bytes on NVMe win.
 
-    Returns:
-        The chunks; None if that does not fit either.
-    """
-    if not scheme.is_storage_distributed and scheme.world_size > 1:
-        return None
-    without = tuple(
-        replace(c, optim_tier=Tier.NVME, is_update_streamed=False)
-        if c.requires_grad and c.optim_tier is Tier.CPU
-        else c
-        for c in chunks
-    )
-    movable = [c.id for c in reversed(without) if can_move_params(c)]
+        Args:
+            chunks: None of them with states on NVMe, or with spare ones.
+            limit: Of the host's memory.
+            room: NVMe space; None: as much as it takes.
 
-    def moved(count: int) -> tuple[ChunkSpec, ...]:
-        chosen = set(movable[:count])
-        return tuple(replace(c, param_tier=Tier.NVME) if c.id in chosen else c for c in without)
+        Returns:
+            The chunks; where no choice fits, those of the choice that comes nearest to it, perhaps none moved.
+        """
+        lacking = memory_use(chunks, 0, self._scheme).host_bytes - limit
+        movable = [self._movable(c) for c in reversed(chunks) if c.requires_grad and c.optim_tier is Tier.CPU]
+        best: list[_Movable] = []
+        best_rank = _rank(best, lacking)
+        for largest in sorted({m.state_bytes for m in movable}):
+            chosen = _needed(_taken([m for m in movable if m.state_bytes <= largest], lacking, room), lacking)
+            found = _rank(chosen, lacking)
+            if found < best_rank:
+                best, best_rank = chosen, found
+        moved = {m.chunk.id: m.moved for m in best}
+        return tuple(moved.get(c.id, c) for c in chunks)
 
-    low, high = 1, len(movable)
-    while low < high:  # more chunks take less memory, once there are all the buffers
-        middle = (low + high) // 2
-        if memory_use(moved(middle), 0, scheme).host_bytes <= limit:
-            high = middle
-        else:
-            low = middle + 1
-    found = moved(low)
-    use = memory_use(found, 0, scheme)
-    return found if movable and use.host_bytes <= limit and use.nvme_bytes <= room else None
+    def states_and_params(self, chunks: Sequence[ChunkSpec], limit: int, room: int) -> tuple[ChunkSpec, ...] | None:
+        """All states that are in the host's memory go on to NVMe, and as few of the parameters as it takes, those of
+        the last chunks first: what `states` could not make fit.
+
+        Args:
+            chunks: As `states` takes them.
+            limit: Of the host's memory.
+            room: NVMe space.
+
+        Returns:
+            The chunks; None if that does not fit either.
+        """
+        scheme = self._scheme
+        if not scheme.is_storage_distributed and scheme.world_size > 1:
+            return None
+        without = tuple(self._movable(c).moved if c.requires_grad and c.optim_tier is Tier.CPU else c for c in chunks)
+        movable = [c.id for c in reversed(without) if can_move_params(c)]
+
+        def moved(count: int) -> tuple[ChunkSpec, ...]:
+            chosen = set(movable[:count])
+            return tuple(self._without_params(c) if c.id in chosen else c for c in without)
+
+        low, high = 1, len(movable)
+        while low < high:  # more chunks take less memory, once there are all the buffers
+            middle = (low + high) // 2
+            if memory_use(moved(middle), 0, scheme).host_bytes <= limit:
+                high = middle
+            else:
+                low = middle + 1
+        found = moved(low)
+        use = memory_use(found, 0, scheme)
+        return found if movable and use.host_bytes <= limit and use.nvme_bytes <= room else None
+
+    def _as_movable(self, chunk: ChunkSpec) -> _Movable:
+        scheme, moved = self._scheme, replace(chunk, optim_tier=Tier.NVME, is_update_streamed=False)
+        states = scheme.state_bytes(chunk)
+        before = states + scheme.host_grad_bytes(chunk)
+        return _Movable(chunk, moved, states, before - scheme.host_grad_bytes(moved))
 
 
 def can_move_params(chunk: ChunkSpec) -> bool:
@@ -107,11 +117,8 @@ def in_host_memory(chunks: Sequence[ChunkSpec]) -> tuple[ChunkSpec, ...]:
     return tuple(replace(c, optim_tier=Tier.CPU) if is_on_nvme(c) else c for c in without)
 
 
-def _movable(chunk: ChunkSpec, scheme: Scheme) -> _Movable:
-    moved = replace(chunk, optim_tier=Tier.NVME, is_update_streamed=False)
-    states = scheme.state_bytes(chunk)
-    before = states + scheme.host_grad_bytes(chunk)
-    return _Movable(chunk, moved, states, before - scheme.host_grad_bytes(moved))
+def _without_params(chunk: ChunkSpec) -> ChunkSpec:
+    return replace(chunk, param_tier=Tier.NVME)
 
 
 def _relief(chosen: Sequence[_Movable]) -> int:

@@ -258,7 +258,9 @@ class Backlog:
         self._host = _Host(h2d, d2h, record, self._done, self.cpu)
         self._over_disk = _HostOverDisk(h2d, d2h, record, self._done, self.cpu, num_buffers)
         self._stream = _Stream(h2d, d2h, record, self._done)
-        self._sites: tuple[_Site, ...] = (self._host, self._over_disk, self._stream)
+        # Without buffers, nothing is updated over the disk.
+        over_disk = (self._over_disk,) if num_buffers else ()
+        self._sites: tuple[_Site, ...] = (self._host, *over_disk, self._stream)
 
     @property
     def disk(self) -> Bus:

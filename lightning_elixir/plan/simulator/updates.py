@@ -40,9 +40,19 @@ class Updates:
         self.trained = [c for c in plan.chunks if c.requires_grad]
         self.beside_device = [c for c in self.trained if c.optim_tier is not Tier.GPU]
         # With spare states for any chunk, nothing is promised of the step: the others' updates wait for it.
-        self._begins_only_into_spares = plan.has_spare_states or needs_global_norm
-        self._slowdown = self._joint_slowdown(joint_adam_numel_per_s)
-        self.adam_s = sum(self._update_s(c) for c in self.trained)
+        only_into_spares = plan.has_spare_states or needs_global_norm
+        self._early = {
+            c.id
+            for c in self.beside_device
+            if timing is UpdateTiming.INSIDE_BACKWARD
+            and not has_params_on_nvme(c)  # backward reads those until it is over
+            and (c.has_spare_states or not only_into_spares)
+        }  # updates that begin inside backward
+        slowdown = self._joint_slowdown(joint_adam_numel_per_s)
+        self._update_s = {
+            c.id: costs[c.id].update_s * (1.0 if c.optim_tier is Tier.GPU else slowdown) for c in self.trained
+        }
+        self.adam_s = sum(self._update_s.values())
         """Of a step, wherever they run."""
         self.nvme_s = sum(sum(costs[c.id].nvme_s) for c in self.beside_device)
         """The disk reads and writes for them."""
@@ -59,7 +69,7 @@ class Updates:
 
     def land(self, chunk: ChunkSpec, in_host_memory_s: float, stored_s: float) -> None:
         """A chunk's gradients have come down: to the host's memory, and to where they stay."""
-        if self._is_early(chunk):
+        if chunk.id in self._early:
             self._clocks.backlog.add(self._work(chunk), in_host_memory_s, is_before_step=True)
         self._landed_s[chunk.id] = stored_s
 
@@ -80,7 +90,7 @@ class Updates:
         clocks = self._clocks
         begin_s, backlog = clocks.now_s, clocks.backlog
         for chunk in self.beside_device:
-            if not self._is_early(chunk):
+            if chunk.id not in self._early:
                 backlog.add(self._work(chunk), max(begin_s, self._landed_s.get(chunk.id, 0.0)))
         backlog.step(self._needed, begin_s)
         self._update_on_device()
@@ -89,28 +99,21 @@ class Updates:
                 if chunk.is_persistent and chunk.id in backlog:
                     clocks.wait(backlog.done_s(chunk.id, clocks.now_s), f"wait for the update of chunk {chunk.id}")
 
-    def _is_early(self, chunk: ChunkSpec) -> bool:
-        """Whether its update begins inside backward, which reads parameters on NVMe until it is over."""
-        if self._timing is not UpdateTiming.INSIDE_BACKWARD or has_params_on_nvme(chunk):
-            return False
-        return chunk.has_spare_states or not self._begins_only_into_spares
-
     def _work(self, chunk: ChunkSpec) -> Work:
         costs = self._costs[chunk.id]
-        work = Work(chunk.id, self._update_s(chunk), costs.write_back_s)
-        work.read_s, work.write_s = costs.nvme_s
-        work.known_s = self._clocks.now_s
-        work.num_pieces, work.up_s, work.down_s = costs.stream_s
-        return work
+        return Work(
+            chunk.id,
+            self._update_s[chunk.id],
+            costs.write_back_s,
+            *costs.stream_s,
+            *costs.nvme_s,
+            known_s=self._clocks.now_s,
+        )
 
     def _update_on_device(self) -> None:
         for chunk in self.trained:
             if chunk.optim_tier is Tier.GPU:
-                self._clocks.compute(self._costs[chunk.id].update_s, f"update {chunk.id}")
-
-    def _update_s(self, chunk: ChunkSpec) -> float:
-        seconds = self._costs[chunk.id].update_s
-        return seconds if chunk.optim_tier is Tier.GPU else seconds * self._slowdown
+                self._clocks.compute(self._update_s[chunk.id], f"update {chunk.id}")
 
     # After backward
 
@@ -122,7 +125,7 @@ class Updates:
         streamed: list[tuple[float, str]] = []
         written: list[tuple[float, float, str]] = []  # when the host has made the new values, seconds of the bus
         for chunk in self.beside_device:
-            seconds, label = self._update_s(chunk), f"update {chunk.id}"
+            seconds, label = self._update_s[chunk.id], f"update {chunk.id}"
             if chunk.is_update_streamed:
                 streamed.append((seconds, label))
                 continue

@@ -8,7 +8,7 @@ from itertools import chain, combinations
 from random import Random
 
 from lightning_elixir.plan.memory import Scheme, memory_use
-from lightning_elixir.plan.placing.spilling import in_host_memory, spilled, spilled_with_params
+from lightning_elixir.plan.placing.spilling import Spilling, in_host_memory
 from lightning_elixir.plan.regime import UpdateMode
 from lightning_elixir.plan.types import ChunkSpec, Tier
 from tests.plan.models import spec
@@ -29,7 +29,7 @@ def host_bytes(chunks: Sequence[ChunkSpec], scheme: Scheme = SCHEME) -> int:
 
 
 def sent(chunks: Sequence[ChunkSpec], lacking: int, room: int | None = None, scheme: Scheme = SCHEME) -> list[int]:
-    found = spilled(chunks, scheme, host_bytes(chunks, scheme) - lacking, room)
+    found = Spilling(scheme).states(chunks, host_bytes(chunks, scheme) - lacking, room)
     assert in_host_memory(found) == tuple(replace(c, is_update_streamed=False) for c in chunks)
     return [c.id for c in found if c.optim_tier is Tier.NVME]
 
@@ -59,7 +59,7 @@ def test_large_ones_make_small_ones_unnecessary() -> None:
 
 def test_streamed_updates_end_there() -> None:
     chunks = tuple(replace(c, is_update_streamed=True) for c in chunks_of(*[1] * 6))
-    found = spilled(chunks, SCHEME, host_bytes(chunks) - UNIT, None)
+    found = Spilling(SCHEME).states(chunks, host_bytes(chunks) - UNIT, None)
     assert [c.is_update_streamed for c in found] == [True, True, False, False, False, False]
 
 
@@ -90,7 +90,7 @@ def test_against_every_choice() -> None:
             use = memory_use(moved, 0, SCHEME)
             if use.host_bytes <= limit and (room is None or use.nvme_bytes <= room):
                 best = use.nvme_bytes if best is None else min(best, use.nvme_bytes)
-        found = memory_use(spilled(chunks, SCHEME, limit, room), 0, SCHEME)
+        found = memory_use(Spilling(SCHEME).states(chunks, limit, room), 0, SCHEME)
         assert room is None or found.nvme_bytes <= room
         if best is None:
             assert found.host_bytes > limit
@@ -102,7 +102,7 @@ def test_against_every_choice() -> None:
 
 
 def params_sent(chunks: Sequence[ChunkSpec], limit: int, room: int = 10**9) -> list[int] | None:
-    found = spilled_with_params(chunks, SCHEME, limit, room)
+    found = Spilling(SCHEME).states_and_params(chunks, limit, room)
     if found is None:
         return None
     use = memory_use(found, 0, SCHEME)
@@ -132,4 +132,4 @@ def test_parameters_take_room_for_gradients_there() -> None:
 
 def test_whole_shards_on_every_rank_stay_in_memory() -> None:
     scheme = replace(SCHEME, world_size=2, is_storage_distributed=False)
-    assert spilled_with_params(chunks_of(*[1] * 16), scheme, 10**9, 10**9) is None
+    assert Spilling(scheme).states_and_params(chunks_of(*[1] * 16), 10**9, 10**9) is None
