@@ -197,13 +197,13 @@ class Seen(pl.Callback):
             self._clock.step_ends()
 
 
-def run_case(case: Case, device: torch.device) -> dict[str, Any]:
+def run_case(case: Case, device: torch.device, host: HostMemory) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     model = make_model(case, device)
     vocab = 256 if case.model == "toy" else 30000
     shape = (case.batch, case.seq)
     batches = [torch.randint(0, vocab, shape) for _ in range(case.num_steps * case.accumulate)]
-    before = _host_bytes()
+    before = host.now_bytes
     if case.gpu_limit is not None and device.type == "cuda":
         share = case.gpu_limit / torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(share, device)
@@ -221,7 +221,7 @@ def run_case(case: Case, device: torch.device) -> dict[str, Any]:
         "step_s": statistics.median(settled),
         "longest_after_two": max(steps[1:], default=0.0) / statistics.median(settled),
         "host_bytes_before": before,
-        "host_peak_bytes": _host_bytes("VmHWM"),
+        "host_peak_bytes": host.peak_bytes,
     }
     if device.type == "cuda":
         result["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
@@ -285,19 +285,35 @@ def _run_plain(
     return {"losses": [loss.item() for loss in losses]}
 
 
-def _host_bytes(key: str = "VmRSS") -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    return 0
+class HostMemory:
+    """What this process takes of the host's memory, looked at all the time. Files that it maps, such as libraries, are
+    left out: the system takes those pages back where it needs them."""
+
+    _PAUSE_S = 0.05
+
+    def __init__(self) -> None:
+        self.peak_bytes = self.now_bytes = 0
+        self._look()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self._PAUSE_S)
+            self._look()
+
+    def _look(self) -> None:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        self.now_bytes = sum(int(fields.get(key, "0").split()[0]) * 1024 for key in ("RssAnon", "RssShmem"))
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
 
 def child(name: str, gpu_limit: int | None, device: str, out: Path) -> None:
     case = CASES[name] if gpu_limit is None else replace(CASES[name], gpu_limit=gpu_limit)
+    host = HostMemory()
     try:
-        result = run_case(case, torch.device(device, 0) if device == "cuda" else torch.device(device))
+        result = run_case(case, torch.device(device, 0) if device == "cuda" else torch.device(device), host)
     except CapacityError as error:
-        result = {"outcome": "refused", "why": str(error), "host_peak_bytes": _host_bytes("VmHWM")}
+        result = {"outcome": "refused", "why": str(error), "host_peak_bytes": host.peak_bytes}
     except torch.OutOfMemoryError as error:
         result = {"outcome": "out of memory", "why": str(error)}
     out.write_text(json.dumps(result | {"case": asdict(case)}))

@@ -164,7 +164,9 @@ def test_searches_put_what_is_kept_into_chunks_of_fp32() -> None:
         optimal_search(model, 1, HALF, inp=inp, step_fn=_step, keep_fp32=["1.router", "2.bias"][:1]),
         minimum_waste_search(model, 1, HALF),
     ):
-        module = ElixirModule(copy.deepcopy(model), plan, dtype=HALF, autocast=True, keep_fp32=keep)
+        module = ElixirModule(
+            copy.deepcopy(model), plan, dtype=HALF, autocast=True, keep_fp32=keep, device=torch.device("cpu")
+        )
         assert {m.fqn for c in module.plan.chunks if c.dtype == "float32" for m in c.members} == names
         module(inp["x"]).sum().backward()
         module.close()
