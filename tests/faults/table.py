@@ -376,8 +376,8 @@ _PLAN = (
         "plan",
         "silent",
         "plan/memory.py",
-        "return self.state_bytes(chunk) + self._value_bytes(chunk) if chunk.has_spare_states else 0",
-        "return self.state_bytes(chunk) if chunk.has_spare_states else 0",
+        "        return self.state_bytes(chunk) + self._value_bytes(chunk)\n",
+        "        return self.state_bytes(chunk)\n",
         "A plan promises to fit into host memory, and takes two bytes a parameter more.",
     ),
     Fault(

@@ -9,11 +9,12 @@ from random import Random
 from typing import Any
 
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
-from lightning_elixir.plan.memory import Budget, memory_use
+from lightning_elixir.plan.memory import Budget, Scheme, memory_use
 from lightning_elixir.plan.packing import pack, regular_block_bytes
 from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Placer, Site, place
 from lightning_elixir.plan.placing.search import search
 from lightning_elixir.plan.placing.space import Candidate
+from lightning_elixir.plan.placing.spares import chunks_to_spare
 from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepInterval, StepProfile
@@ -169,6 +170,16 @@ def every_placement(case: Case, depths: Sequence[int]) -> Iterator[Plan]:
                 yield plan
             if plan is None or all(s.is_persistent for s in sites):
                 break
+
+
+def with_spares(
+    chunks: Sequence[ChunkSpec], scheme: Scheme, limit: int | None, pattern: str = "spread", most: int | None = None
+) -> tuple[ChunkSpec, ...]:
+    """The same chunks with spare states as far as so much host memory holds them beside what is there; None: all of it.
+    Other arguments as for `chunks_to_spare`."""
+    room = None if limit is None else limit - memory_use(chunks, 0, scheme).host_bytes
+    chosen = chunks_to_spare(chunks, scheme, room, pattern, most)
+    return tuple(replace(c, has_spare_states=True) if c.id in chosen else c for c in chunks)
 
 
 # Random ones

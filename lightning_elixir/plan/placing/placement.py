@@ -207,7 +207,7 @@ class Placement:
 
     def with_spares(self, pattern: str = "spread", most: int | None = None) -> Placement:
         """The same with spare states as far as the host has memory for them, where updates begin inside backward only
-        with these. Arguments as for `spares.with_spares`."""
+        with these. Arguments as for `chunks_to_spare`."""
         placer = self._placer
         if not placer.scheme.begins_only_into_spares:
             return self

@@ -9,43 +9,25 @@ chunks that have begun may hold up early ones. Chunks spread from the last one o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
-from lightning_elixir.plan.memory import Scheme, memory_use
+from lightning_elixir.plan.memory import Scheme
 from lightning_elixir.plan.types import ChunkSpec
 
 SPARE_PATTERNS = ("spread", "first", "middle", "last")
 
 
-def with_spares(
-    chunks: Sequence[ChunkSpec], scheme: Scheme, limit: int | None, pattern: str = "spread", most: int | None = None
-) -> tuple[ChunkSpec, ...]:
-    """The same chunks with spare states for as many of those that can have them as the host's memory holds.
-
-    Args:
-        chunks: None of them with spare states.
-        scheme: Bytes per element.
-        limit: Of the host's memory, with all that is there; None: it holds everything.
-        pattern: Which chunks come first, one of `SPARE_PATTERNS`.
-        most: No more chunks than this; None: as many as fit.
-    """
-    room = None if limit is None else limit - memory_use(chunks, 0, scheme).host_bytes
-    chosen = chunks_to_spare(chunks, scheme, room, pattern, most)
-    return tuple(replace(c, has_spare_states=True) if c.id in chosen else c for c in chunks)
-
-
 def chunks_to_spare(
     chunks: Sequence[ChunkSpec], scheme: Scheme, room: int | None, pattern: str = "spread", most: int | None = None
 ) -> set[int]:
-    """Ids of the chunks that `with_spares` gives them.
+    """Ids of as many of the chunks that can have spare states as the host's memory holds.
 
     Args:
         chunks: None of them with spare states.
         scheme: Bytes per element.
         room: Bytes of host memory for them; None: it holds everything.
-        pattern: As for `with_spares`.
-        most: As for `with_spares`.
+        pattern: Which chunks come first, one of `SPARE_PATTERNS`.
+        most: No more chunks than this; None: as many as fit.
     """
     costs = {c.id: scheme.bytes_to_spare(c) for c in chunks if scheme.can_have_spares(c)}
     room = sum(costs.values()) if room is None else room

@@ -19,13 +19,12 @@ from lightning_elixir.plan.memory import (
 )
 from lightning_elixir.plan.packing import PackedChunk, pack
 from lightning_elixir.plan.placing.placement import Needs, place, with_states_on_nvme
-from lightning_elixir.plan.placing.spares import with_spares
 from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.regime import ModelDataBytes
 from lightning_elixir.plan.types import ChunkSpec, ParamSpec, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 from tests.plan.models import accesses_of, random_specs, spec
-from tests.plan.problems import KIB, MIXED, layers, layout_of, place_specs, tiers
+from tests.plan.problems import KIB, MIXED, layers, layout_of, place_specs, tiers, with_spares
 
 
 def test_bytes_per_element() -> None:

@@ -695,6 +695,29 @@ def test_small_models_take_a_bounded_number_of_simulations(monkeypatch: pytest.M
     assert max(counts) <= 30 + 80 + 400 + 1
 
 
+def test_what_searches_share_changes_no_plan() -> None:
+    """The same candidates under other limits and another way of updates, one after the other and each by itself."""
+    searched = 0
+    for case in random_cases(23, 8, 8):
+        shared = Candidate(case.layout, case.profile)
+        budget = case.problem.budget
+        for timing in (UpdateTiming.AFTER_BACKWARD, UpdateTiming.INSIDE_BACKWARD):
+            for gpu_bytes in (budget.gpu_bytes or 0, (budget.gpu_bytes or 0) * 5 // 4):
+                problem = changed(case.problem, update_timing=timing, budget=replace(budget, gpu_bytes=gpu_bytes))
+                plans: list[Plan | str] = []
+                for candidate in (shared, Candidate(case.layout, case.profile)):
+                    try:
+                        plans.append(search([candidate], problem))
+                    except CapacityError as error:
+                        plans.append(str(error))
+                first, second = plans
+                assert first == second
+                if isinstance(first, Plan) and isinstance(second, Plan):
+                    assert (first.forecast, first.notes) == (second.forecast, second.notes)
+                    searched += 1
+    assert searched > 10
+
+
 def test_structural_profiles_go_there_and_back() -> None:
     specs = [*layers(3), spec("frozen.w", 1024, requires_grad=False), spec("l0.b", 600)]
     layout = layout_of(specs)

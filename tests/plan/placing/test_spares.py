@@ -13,7 +13,7 @@ from lightning_elixir.plan.placing.fallbacks import plan_with_fallbacks
 from lightning_elixir.plan.placing.placement import place
 from lightning_elixir.plan.placing.search import search
 from lightning_elixir.plan.placing.space import Candidate
-from lightning_elixir.plan.placing.spares import SPARE_PATTERNS, with_spares
+from lightning_elixir.plan.placing.spares import SPARE_PATTERNS
 from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepInterval, StepProfile
@@ -22,7 +22,7 @@ from lightning_elixir.plan.simulator.spans import Timeline
 from lightning_elixir.plan.simulator.timeline import scheme_of, simulate_step
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
 from tests.plan.models import accesses_of, spec
-from tests.plan.problems import KIB, MIXED, OFFLOADED, constant_hardware, layers, layout_of
+from tests.plan.problems import KIB, MIXED, OFFLOADED, constant_hardware, layers, layout_of, with_spares
 from tests.plan.steps import NUMEL, chunks_at, machine, there_and_back
 from tests.plan.traces import BLOCK_BYTES, make_chunk, make_plan_of, unpinned
 

@@ -12,7 +12,6 @@ from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget, Scheme, memory_use
 from lightning_elixir.plan.placing.placement import place
-from lightning_elixir.plan.placing.spares import with_spares
 from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepProfile
@@ -37,6 +36,7 @@ from tests.plan.problems import (
     layers,
     layout_of,
     search,
+    with_spares,
 )
 from tests.plan.steps import NUMEL, chunks_at, machine, random_problem, there_and_back
 from tests.plan.traces import BLOCK_BYTES, make_plan_of
