@@ -53,6 +53,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_elixir.core.peers import Process, Roster, Watch
+from lightning_elixir.core.storages import storage_use_count
 from lightning_elixir.core.waits import (
     MORE_BATCHES,
     SETUP,
@@ -86,7 +87,8 @@ class Comm(Protocol):
         """Make the connections that messages up to this size need."""
 
     def all_gather(self, flat: Tensor) -> None:
-        """In place: rank r's slice `flat[r * n : (r + 1) * n]` goes to all. 1-D, numel a multiple of the world size."""
+        """In place: rank r's slice `flat[r * n : (r + 1) * n]` goes to all. 1-D, numel a multiple of the world size.
+        Where the host has waited for it, nothing of the message shares the memory of `flat` any more."""
 
     def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
         """`shard` receives this rank's slice of the mean of `flat` over the ranks."""
@@ -213,11 +215,27 @@ _SLICE = timedelta(seconds=0.25)
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+# How long the end of a message is waited for, when what it brought is there.
+_LONGEST_LETTING_GO_S = 1.0
+
 # How long a rank that leaves waits for reductions that it has issued.
 _LONGEST_END_S = 2.0
 
 # Groups with a message under way that must not be waited for, and that message: see `_leave_open`.
 _LEFT_OPEN: list[tuple[dist.ProcessGroup, dist.Work]] = []
+
+
+def _wait_until_let_go(storage: torch.UntypedStorage, num_uses: int) -> None:
+    """After a collective, wait until it shares the storage with nobody: gloo's thread first says that it is over, and
+    then lets go of its tensors, on a loaded machine much later. Whether users keep a tensor over a replica, which then
+    cannot go, is told by who shares its storage; by chance it would look so on one rank and not on another.
+
+    Args:
+        num_uses: Those before the collective.
+    """
+    end_s = time.monotonic() + _LONGEST_LETTING_GO_S
+    while storage_use_count(storage) > num_uses and time.monotonic() < end_s:
+        time.sleep(0)
 
 
 class _MeanOfSlices:
@@ -324,8 +342,12 @@ class GroupComm:
     def all_gather(self, flat: Tensor) -> None:
         numel = flat.numel() // self.world_size
         mine = flat[self.rank * numel : (self.rank + 1) * numel]
+        storage = flat.untyped_storage()
+        num_uses = storage_use_count(storage)
         with self.collective():
             self._on_data(lambda is_async: _all_gather(flat, mine, group=self._data, async_op=is_async))
+        if self._backend == "gloo":
+            _wait_until_let_go(storage, num_uses)
 
     def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
         received = torch.empty_like(flat)

@@ -87,6 +87,9 @@ class ActivePlan:
 
     def join(self, ids: Sequence[int], mine: Collection[int]) -> None:
         """Take part in the gathering of `ids`, in this order, keeping those in `mine`."""
+        if not self.is_computing:  # else it was done when the forward or the backward began
+            # A rank that has let a chunk go has absorbed its own slice then; here it may have stayed.
+            self.residency.absorb(i for i in ids if i not in mine and not self.reducer.has_begun(i))
         self.residency.join(ids, mine)
 
     def reduce_until(self, count: int) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.core.device import Device, Event
+from lightning_elixir.core.storages import storage_use_count
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.types import ChunkSpec
 from lightning_elixir.runtime.unreadable import set_data, stand_in
@@ -52,12 +53,6 @@ _LEGAL = {
     (ChunkState.STALE, ChunkState.RESIDENT),
     (ChunkState.STALE, ChunkState.RELEASED),
 }
-
-
-def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """How many tensors (and Python handles) share this storage. The one adapter around torch's private count."""
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
 
 
 class Chunk:

@@ -184,7 +184,7 @@ class Engine:
             if is_computing:
                 self.iterations.acquire(ids, pin)
             else:
-                self.active.residency.acquire(ids, pin, None, False)
+                self.active.residency.acquire_outside(ids, pin)
         try:
             for chunk_id in ids:
                 chunk = self.chunks[chunk_id]

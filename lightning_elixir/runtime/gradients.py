@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_elixir.core.storages import storage_use_count
 from lightning_elixir.errors import DivergenceError, StateError
 from lightning_elixir.plan.shard_segments import Segment, segment_of
 from lightning_elixir.runtime.agreement import Meeting
-from lightning_elixir.runtime.chunk import Chunk, storage_use_count
+from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.whole import in_memory_order
 from lightning_elixir.runtime.written import BITS
 

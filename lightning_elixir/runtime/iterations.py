@@ -68,6 +68,7 @@ class Iterations:
 
     def begin(self, *, is_training: bool) -> None:
         """A forward, or a backward without one, begins: in the open iteration or a new one."""
+        self._residency.forget_common()
         kind = self.traces.kind
         if kind is not None and (self.has_backward or kind != "train"):
             self.end()
@@ -94,6 +95,7 @@ class Iterations:
             self.sampler.note_end()
 
     def begin_backward(self) -> None:
+        self._residency.forget_common()
         if not self.is_open:
             self.begin(is_training=True)
         self.has_backward = True
@@ -111,6 +113,7 @@ class Iterations:
 
     def end(self) -> None:
         """A step, or the forward of another iteration, comes next."""
+        self._residency.forget_common()
         kind = self.traces.kind
         if kind is None:
             return

@@ -47,6 +47,7 @@ class Residency:
     ) -> None:
         self._block_bytes = plan.block_bytes
         self._is_shared = plan.world_size > 1
+        self._num_blocks = plan.rcache_blocks
         self._managed = {c.id for c in plan.chunks if not c.is_persistent}
         self._chunks = chunks
         self._rcache = rcache
@@ -56,6 +57,9 @@ class Residency:
         self._touched = touched
         self._relieve = relieve
         self._needed: Collection[int] = ()  # at the access under way
+        # Chunks that all ranks have brought outside of forward and backward, in order of their last use. They stay, so
+        # that a rank which makes the same calls as the others knows what these have.
+        self._common: dict[int, None] = {}
 
     def held(self) -> list[int]:
         """Resident chunks that cannot go because something else shares their storage."""
@@ -78,14 +82,58 @@ class Residency:
         """
         if is_traced and held is None and self._rcache.serve(tuple(dict.fromkeys(ids)), pin=pin):
             return False
-        return self._acquire(ids, pin, held, is_traced)
+        return self._acquire(ids, pin, held, is_traced, is_meeting=False)
 
-    def _acquire(self, ids: Sequence[int], pin: bool, held: Collection[int] | None, is_traced: bool) -> bool:
+    def acquire_outside(self, ids: Sequence[int], pin: bool) -> None:
+        """As `acquire`, outside of forward and backward, where what follows may be a collective of the user's. So
+        whether this rank meets the others rests on the calls that it makes, which are theirs too, and not on what it
+        has: each has kept other chunks, by its own branches, activations and aliases (Note: agreed collectives).
+
+        Raises:
+            CapacityError: There is no device memory for them.
+        """
+        if self._agreement is None:
+            self._acquire(ids, pin, None, False, is_meeting=False)
+            return
+        managed = [i for i in dict.fromkeys(ids) if i in self._managed]
+        gathered = [i for i in managed if self._fetcher.is_collective(self._chunks[i])]
+        common, resident = self._common, self._rcache.resident_ids
+        is_meeting = any(i not in common or i not in resident for i in gathered)
+        self._make_common_room(managed)
+        self._acquire(ids, pin, None, False, is_meeting=is_meeting)
+        for chunk_id in gathered:
+            common.pop(chunk_id, None)
+            common[chunk_id] = None
+
+    def _make_common_room(self, ids: Sequence[int]) -> None:
+        """Of the chunks that all ranks have, those stay that the plan, which is the same everywhere, has room for
+        beside `ids`; the one that was used the longest time ago is the first to go."""
+        common, cost = self._common, self._rcache.cost_blocks
+        num_blocks = sum(cost[i] for i in {*common, *ids})
+        for chunk_id in [i for i in common if i not in ids]:
+            if num_blocks <= self._num_blocks:
+                return
+            del common[chunk_id]
+            num_blocks -= cost[chunk_id]
+
+    def forget_common(self) -> None:
+        """Ranks may come to have other chunks than each other from here on. On all of them at the same point."""
+        self._common.clear()
+
+    def _acquire(
+        self, ids: Sequence[int], pin: bool, held: Collection[int] | None, is_traced: bool, *, is_meeting: bool
+    ) -> bool:
+        """See `acquire`.
+
+        Args:
+            is_meeting: Whether the ranks meet even if nothing is missing here.
+        """
         rcache = self._rcache
         resident = rcache.resident_ids
         if held is None:
             is_missing = any(i in self._managed and i not in resident for i in ids)
-            held = self.held() if is_missing or rcache.used_blocks > rcache.budget_blocks else ()
+            is_tight = is_missing or rcache.used_blocks > rcache.budget_blocks
+            held = {*self.held(), *self._common} if is_tight else ()
         overflows = rcache.overflows
         decision = rcache.acquire(ids, pin=pin, held=held, is_traced=is_traced)
         self._needed = ids
@@ -94,9 +142,9 @@ class Residency:
                 self.evict(decision.evict)
             if rcache.overflows > overflows:
                 self._report_overflow(ids, overflows)
-            together = decision.fetch and self._fetch_alone(decision.fetch)
+            together = self._fetch_alone(decision.fetch)
             ahead: tuple[int, ...] = ()
-            if together and self._agreement is not None:
+            if (together or is_meeting) and self._agreement is not None:
                 candidates = rcache.prefetch_candidates({*held, *ids}) if is_traced else ()
                 # What is prefetched is what all ranks propose: each leaves out what it would have to wait for.
                 candidates = tuple(i for i in candidates if not self._fetcher.would_wait(self._chunks[i]))
@@ -128,6 +176,12 @@ class Residency:
                 self.fetch(chunk_id)
             elif self._is_shared:
                 self._fetcher.serve(self._chunks[chunk_id])
+
+    def absorb(self, ids: Iterable[int]) -> None:
+        """Bring what users wrote to replicas that are there to shards, where peers find it."""
+        for chunk_id in self._touched.intersection(ids):
+            if self._chunks[chunk_id].is_usable:
+                self._interception.absorb(self._chunks[chunk_id])
 
     def fetch(self, chunk_id: int) -> None:
         """Fill a replica that the rCache counts as resident; with its peers, if that takes them.

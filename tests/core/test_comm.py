@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_elixir.core.comm import make_comm
+from lightning_elixir.core.storages import storage_use_count
 from tests.helpers.dist import run_ranks
 
 
@@ -57,3 +58,20 @@ def mean_of_three() -> float:
 def test_gradients_of_16_bits_are_summed_in_fp32() -> None:
     """In bf16, 256 + 1 is 256."""
     assert run_ranks(mean_of_three, 3) == [86.0] * 3
+
+
+def gathers_that_keep_memory() -> int:
+    comm = make_comm(None, torch.device("cpu"))
+    flat = torch.zeros(1024 * comm.world_size)
+    storage = flat.untyped_storage()
+    before, kept = storage_use_count(storage), 0
+    for _ in range(300):
+        comm.all_gather(flat)
+        kept += storage_use_count(storage) > before
+    comm.close()
+    return kept
+
+
+def test_what_is_gathered_is_shared_with_nobody_afterwards() -> None:
+    """Or it would look as if a user kept a tensor over it, on one rank and not on another."""
+    assert run_ranks(gathers_that_keep_memory, 3, timeout_s=60.0) == [0] * 3

@@ -254,10 +254,10 @@ def _fit(program: Program, folder: str, limits: dict[str, Any], found: list[Note
     player = Player(program, backend)
     player.notes = found
     found.clear()
-    ends = sorted({a.step + 1 for a in program.actions if a.name == "resume"} | {program.steps})
+    resumed = {a.step + 1 for a in program.actions if a.name == "resume"}
     try:
-        for end in ends:
-            if end != ends[0]:
+        for number, end in enumerate([*sorted(resumed), program.steps]):  # the last may have nothing left to do
+            if number:
                 backend = player.backend = backend.successor(make_module(program))
             is_through = _run_until(end, player, backend, limits)
             stats = backend.strategy.stats()

@@ -342,3 +342,40 @@ def test_an_alias_that_one_rank_keeps() -> None:
         assert sees_new_values
         name = next(iter(state))
         torch.testing.assert_close(state[name], expected[name], rtol=2e-4, atol=2e-5)
+
+
+def read_what_one_rank_keeps(is_written: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Rank 0 keeps a tensor over the first chunk, which so stays there and goes elsewhere."""
+    rank = dist.get_rank()
+    model = make("gpt2")
+    plan = replace(make_plan(model, world_size=2, **OPTIONS["cpu"]), rcache_blocks=2)
+    module = ElixirModule(model, plan, device=torch.device("cpu"))
+    parameters = list(model.parameters())
+    kept = parameters[0].data
+    if rank != 0:
+        del kept
+    seen = []
+    with torch.no_grad():
+        for _ in range(2):
+            if is_written:
+                parameters[0].mul_(2.0)
+            for parameter in parameters:  # the first chunk goes, where it can
+                seen.append(float(parameter.double().sum()))
+            seen.append(float(parameters[0].double().sum()))
+            sums = torch.tensor(seen)
+            dist.all_reduce(sums)  # of the user's: the engine does not know of it
+            seen.append(float(sums.sum()))
+    state = module.full_state_dict(rank0_only=False)
+    assert (module.stats().evictions > 0) or rank == 0
+    module.close()
+    return seen, state
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_reads_of_what_one_rank_has_kept(is_written: bool) -> None:
+    """Both wait for each other, or neither; and what was written to what one rank has kept reaches the other."""
+    (seen, state), other = run_ranks(read_what_one_rank_keeps, 2, is_written, timeout_s=60.0)
+    first = next(iter(make("gpt2").parameters())).detach() * (4.0 if is_written else 1.0)
+    assert seen == other[0]
+    assert torch.equal(next(iter(state.values())), first)
+    assert seen[-2] == float(first.double().sum())

@@ -139,6 +139,40 @@ def test_buffers_of_rank_0_are_saved() -> None:
     assert state["layers.1.norm.num_batches_tracked"] == 4
 
 
+class MeanNet(Net):
+    """With a buffer that every rank changes by its own batches, and that nobody shares in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.mean.mul_(0.9).add_(batch[0].mean(), alpha=0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def _saved_and_loaded_mean(path: str, state_dict_type: str) -> tuple[float, float]:
+    means = []
+    for ckpt_path in (None, path):  # nothing is left to do for the second one
+        model = MeanNet()
+        trainer = make_trainer(ElixirStrategy(**TIGHT, state_dict_type=state_dict_type), devices=2)
+        trainer.fit(model, make_data(), ckpt_path=ckpt_path, weights_only=False)
+        means.append(float(model.mean))
+        if ckpt_path is None:
+            trainer.save_checkpoint(path)
+    return means[0], means[1]
+
+
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+def test_buffers_of_rank_0_are_loaded_by_all(tmp_path: Path, state_dict_type: str) -> None:
+    """As from a checkpoint of DDP's."""
+    path = str(tmp_path / "model.ckpt")
+    means = run_ranks(_saved_and_loaded_mean, 2, path, state_dict_type, init_group=False)
+    saved, loaded = zip(*means, strict=True)
+    assert saved[0] != saved[1]
+    assert loaded == (saved[0], saved[0])
+
+
 # Checkpoints between numbers of ranks
 
 
