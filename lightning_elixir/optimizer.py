@@ -118,11 +118,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
             self._updates.allocate()
 
     def reserve(self) -> None:
-        """Take the memory that steps keep, states and gradients of chunks beside the device among it, now rather than
-        in the first step. Nothing is stepped, and no number changes. Collective.
+        """Take the memory that steps keep now, rather than in the first step: of Adam's states wherever they are in
+        memory, and of gradients in host memory. Nothing is stepped, and no number changes. Collective.
 
         Raises:
-            CapacityError: A host runs short of memory.
+            CapacityError: A host runs short of memory, or a device has no room for the states.
         """
         self._updates.reserve()
 

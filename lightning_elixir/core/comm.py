@@ -215,7 +215,8 @@ _SLICE = timedelta(seconds=0.25)
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# How long the end of a message is waited for, when what it brought is there.
+# How long the end of a message is waited for, when what it brought is there; then an alias may be counted that nobody
+# has, and the chunk stays a little longer than on other ranks.
 _LONGEST_LETTING_GO_S = 1.0
 
 # How long a rank that leaves waits for reductions that it has issued.

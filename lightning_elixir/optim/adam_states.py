@@ -75,7 +75,8 @@ class AdamStates:
     def allocate(self) -> None:
         """Make the moments if there are none yet."""
         if not self.moments:
-            self.moments, self._fresh = self._new(), set(range(len(self.places)))
+            self.moments = self._new()
+            self._fresh = set() if self.on_disk is not None else set(range(len(self.places)))
 
     def allocate_spares(self) -> None:
         """Make a second set, if there is none yet."""

@@ -90,7 +90,8 @@ class StateStream:
                     raise CapacityError(
                         f"no device memory for streamed updates: they need at least {format_bytes(self.device_bytes)} "
                         "beside all that stays on the device; lower gpu_memory_limit so that the plan leaves more "
-                        "free, or use a plan without streamed updates"
+                        "free, or use a plan without streamed updates",
+                        resource="GPU",
                     ) from error
                 self._slot_bytes //= 2
                 self._scratch_bytes //= 2

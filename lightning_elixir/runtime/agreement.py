@@ -12,15 +12,16 @@ the host in its next memory allocation (seen with two GPUs and a model that bran
 sequence of meeting points: that is found out at once, on every rank, and is a `DivergenceError`. So every call that
 takes all ranks begins with a meeting of its own, and what it sends besides comes after that.
 
-Outside of forward and backward, users read and write parameters, and do what nobody here knows of in between: their own
-collectives, Lightning's before each batch. A rank that waited for a chunk which another still has would wait for ever
-there. So whether ranks meet at a read rests on the calls alone, which are the same on all: they do at the first use of
-a chunk, whoever has it, and then all keep it, as far as the plan has room (`Residency.acquire_outside`).
-
 So no order of collectives need be recorded, and a rank that leaves it is no error. The price is one small gloo message
 for each miss. Hosts meet, streams do not: on a GPU the host runs ahead of the device, and several chunks are prefetched
 for each message. Running statistics (BatchNorm) are rank 0's, as in DDP: shared before the next forward after one with
 gradients. A replica of which any rank keeps an alias stays over the step, and is refilled by all ranks.
+
+Outside of forward and backward, users read and write parameters, and do what nobody here knows of in between: their own
+collectives, Lightning's before each batch. A rank that waited for a chunk which another still has would wait for ever
+there. So whether ranks meet at a read rests on the calls alone, which are the same on all: they do at the first use of
+a chunk, whoever has it, and then all keep it, as far as the plan has room (`Residency.acquire_outside`). That costs a
+message for each chunk, also where nothing is missing.
 """
 
 from __future__ import annotations

@@ -275,7 +275,9 @@ class Engine:
         self.writes.absorb()
         is_lower = self.iterations.growth.shortage()
         num_blocks = self.rcache.used_blocks
-        self.active.residency.release([i for i in self.rcache.resident_ids if not self.chunks[i].is_aliased()])
+        residency = self.active.residency
+        kept = (i for i in self.rcache.resident_ids if self.chunks[i].is_aliased() or residency.is_common(i))
+        residency.release(set(self.rcache.resident_ids) - set(kept))
         self.give_back()
         return is_lower or self.rcache.used_blocks < num_blocks
 

@@ -114,6 +114,10 @@ class Forwards:
         """For a forward, not taken yet."""
         return self._turn.phase("a forward", is_of_trainer=False, may_be_of_trainer=torch.is_grad_enabled())
 
+    def _to_the_end(self) -> Held:
+        """For what is done when the phase has ended, and its turn with it; not taken yet."""
+        return self._turn.phase("a forward", is_of_trainer=False, may_be_of_trainer=False)
+
     def _begin_region(self) -> None:
         engine = self._engine
         self._phases.check_open()
@@ -156,7 +160,7 @@ class Forwards:
                     engine.interception.make_plain(chunk)
 
     def _end_region(self) -> None:
-        with self.its_turn():  # that of the phase goes before all is done
+        with self._to_the_end():
             self._end_forward()
 
     def _end_forward(self) -> None:
@@ -174,7 +178,7 @@ class Forwards:
 
     def abort(self) -> None:
         """The forward was ended by an error, or cut short before its end was noted."""
-        with self.its_turn():
+        with self._to_the_end():
             self.clear_frames()
             self._is_implicit = False
             self._engine.active.rcache.unpin_all()

@@ -116,6 +116,10 @@ class Residency:
             del common[chunk_id]
             num_blocks -= cost[chunk_id]
 
+    def is_common(self, chunk_id: int) -> bool:
+        """Whether the other ranks count on it that this one keeps the chunk."""
+        return chunk_id in self._common
+
     def forget_common(self) -> None:
         """Ranks may come to have other chunks than each other from here on. On all of them at the same point."""
         self._common.clear()
@@ -140,7 +144,8 @@ class Residency:
         try:
             if decision.evict:
                 self.evict(decision.evict)
-            if rcache.overflows > overflows:
+            # What is common is needed by nothing, and goes with the next step.
+            if rcache.overflows > overflows and not self._common:
                 self._report_overflow(ids, overflows)
             together = self._fetch_alone(decision.fetch)
             ahead: tuple[int, ...] = ()
@@ -233,7 +238,7 @@ class Residency:
         """Evict what is above the rCache's budget, or as much of it as can go. Returns the blocks given up."""
         before = self._rcache.used_blocks
         coming = [i for i in self._rcache.resident_ids if not self._chunks[i].is_usable]
-        self.evict(self._rcache.shrink({*self.held(), *coming, *protected}))
+        self.evict(self._rcache.shrink({*self.held(), *coming, *self._common, *protected}))
         return before - self._rcache.used_blocks
 
     def _prefetch(self, ids: Sequence[int], held: Collection[int]) -> None:

@@ -88,12 +88,12 @@ class UpdateScheduler:
             self._reserve_states(chunk)
             inner = self.states.inner[chunk.id]
             inner.start_states({p.member_index for p in inner.places})
-        if any(chunk.spec.is_update_streamed for chunk in chunks):
-            self._runner.reserve_stream()  # a lack of memory shows now, not in the first step
-            self._runner.release_stream()
+        self._reserve_stream(chunks)  # a lack of memory shows now, not in the first step
+        self._runner.release_stream()
 
     def reserve(self) -> None:
-        """Take the memory of Adam's states and of gradients in host memory now, without values. Collective.
+        """Take the memory now that steps keep, without values: of Adam's states wherever they are in memory, and of
+        gradients in host memory. Collective.
 
         Raises:
             CapacityError: A host runs short of memory, or a device has no room for the states.
@@ -105,11 +105,15 @@ class UpdateScheduler:
                 engine.host_room.take(chunk.spec, self._host_bytes_to_come(chunk), engine.plan, engine.host_bytes)
                 self._reserve_states(chunk)
                 engine.reducer.landing.reserve(chunk)
-        run_together(engine.comm, lambda: self._reserve_on_device(chunks), _RESERVE)
+        if self._torch_steps is None:  # others make theirs in their first step
+            run_together(engine.comm, lambda: self._reserve_on_device(chunks), _RESERVE)
 
     def _reserve_on_device(self, chunks: Sequence[Chunk]) -> None:
         try:
-            self._reserve(chunks)
+            self._reserve([c for c in chunks if c.spec.optim_tier is Tier.GPU])
+            self._reserve_stream(chunks)
+            if self._engine.plan.update_timing is UpdateTiming.AFTER_BACKWARD:
+                self._runner.release_stream()  # forward and backward have its place until then
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"the device has no room for the optimizer states that the plan has on it ({str(error).splitlines()[0]}"
@@ -260,6 +264,7 @@ class UpdateScheduler:
             with all_or_nothing(engine):
                 return self._torch_steps.run(chunks, used, self.gradients.change)
         self._reserve(chunks)
+        self._reserve_stream(chunks)
         record = UpdateRecord()
         begun = self._take_begun(chunks, used)
         with all_or_nothing(engine):
@@ -299,6 +304,8 @@ class UpdateScheduler:
             self._engine.give_back()  # or moments, which last, would come to lie in the gaps that activations have left
         for chunk in chunks:
             self._reserve_states(chunk)
+
+    def _reserve_stream(self, chunks: Sequence[Chunk]) -> None:
         if any(c.spec.is_update_streamed for c in chunks):
             self._runner.reserve_stream()
 

@@ -65,6 +65,8 @@ def run_restarted(program: Program, timeout_s: float) -> Outcome:
     whole = run_ranks(run_plain, program.ranks, program, init_group=program.ranks > 1)
     if isinstance(whole[0], Outcome):
         return whole[0]
+    if any(isinstance(note.value, Raised) for notes in whole for note in notes):
+        return replace(outcome, verdict="useless", detail="plain PyTorch raises before the program is ended")
     with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
         Path(folder, "program.txt").write_text(repr(program))
         first, wrong = _lives(program, folder, "first", timeout_s)

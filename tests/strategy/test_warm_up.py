@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -357,9 +359,9 @@ def test_two_ranks_move_together(has_better: bool) -> None:
     assert [first[0], second[0]] == expected
 
 
-def _plainly(world_size: int) -> list[float]:
+def _plainly(world_size: int, make_model: Callable[[], Net] = Net) -> list[float]:
     plain = "auto" if world_size == 1 else "ddp"
-    return [x.item() for x in fit(plain, devices=world_size, train=lambda: make_data(64))[2].losses]
+    return [x.item() for x in fit(plain, make_model, devices=world_size, train=lambda: make_data(64))[2].losses]
 
 
 # Growth
@@ -418,7 +420,7 @@ def _growing(world_size: int) -> Any:
 
 @pytest.mark.parametrize("world_size", telling([1, 2], "2"))
 def test_states_that_find_no_room_on_the_device_lead_to_another_plan(world_size: int) -> None:
-    expected = run_ranks(_plainly, world_size, world_size, init_group=False)
+    expected = run_ranks(_plainly, world_size, world_size, partial(Net, "hybrid"), init_group=False)
     results = run_ranks(_without_room, world_size, world_size, init_group=False)
     for (losses, policies), plain in zip(results, expected, strict=True):
         assert losses == plain
@@ -427,18 +429,21 @@ def test_states_that_find_no_room_on_the_device_lead_to_another_plan(world_size:
 
 
 def _without_room(world_size: int) -> Any:
-    """The last rank finds none before the first step."""
+    """The last rank finds none for the second chunk, before the first step."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        original, asked = UpdateScheduler._reserve, []
+        original, reserved = UpdateScheduler._reserve_states, []
 
-        def reserve(scheduler: UpdateScheduler, chunks: Any) -> None:
-            asked.append(len(chunks))
-            if len(asked) == 1 and scheduler._engine.comm.rank == world_size - 1:
+        def reserve_states(scheduler: UpdateScheduler, chunk: Any) -> None:
+            is_near = chunk.spec.optim_tier is Tier.GPU
+            reserved.extend([chunk.id] * is_near)
+            if is_near and len(reserved) == 2 and scheduler._engine.comm.rank == world_size - 1:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34.00 MiB.")
-            original(scheduler, chunks)
+            original(scheduler, chunk)
 
-        monkeypatch.setattr(UpdateScheduler, "_reserve", reserve)
+        monkeypatch.setattr(UpdateScheduler, "_reserve_states", reserve_states)
         callback = Plans()
-        strategy = ElixirStrategy(gpu_memory_limit="300KiB", **CHUNK)
-        run = fit(strategy, devices=world_size, train=lambda: make_data(64), callbacks=[callback])[2]
+        strategy = ElixirStrategy(gpu_memory_limit="380KiB", **CHUNK)
+        run = fit(
+            strategy, partial(Net, "hybrid"), devices=world_size, train=lambda: make_data(64), callbacks=[callback]
+        )[2]
         return [x.item() for x in run.losses], [plan.policy for plan in callback.plans]
