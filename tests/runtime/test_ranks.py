@@ -379,3 +379,32 @@ def test_reads_of_what_one_rank_has_kept(is_written: bool) -> None:
     assert seen == other[0]
     assert torch.equal(next(iter(state.values())), first)
     assert seen[-2] == float(first.double().sum())
+
+
+def read_beside_a_shortage(is_room_made: bool) -> list[float]:
+    """Rank 1 alone gives up what it can between two reads."""
+    model = make("gpt2")
+    plan = make_plan(model, world_size=2, **OPTIONS["cpu"])
+    module = ElixirModule(model, plan, device=torch.device("cpu"))
+    first, *others = model.parameters()
+    seen = []
+    with torch.no_grad():
+        for parameter in (first, others[-1]):
+            seen.append(float(parameter.double().sum()))
+        if dist.get_rank() == 1:
+            engine = module.engine
+            if is_room_made:
+                engine.make_room()
+            else:
+                engine.iterations.relieve(())
+        seen.append(float(first.double().sum()))
+        sums = torch.tensor(seen)
+        dist.all_reduce(sums)  # of the user's: the engine does not know of it
+    module.close()
+    return seen
+
+
+@pytest.mark.parametrize("is_room_made", [False, True])
+def test_reads_where_memory_ran_out_on_one_rank(is_room_made: bool) -> None:
+    seen, others = run_ranks(read_beside_a_shortage, 2, is_room_made, timeout_s=60.0)
+    assert seen == others
