@@ -215,8 +215,8 @@ _SLICE = timedelta(seconds=0.25)
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# How long the end of a message is waited for, when what it brought is there; then an alias may be counted that nobody
-# has, and the chunk stays a little longer than on other ranks.
+# How long gloo may take to let go of a message that has come. After that the chunk counts as one that the user holds a
+# tensor of, and stays longer than on other ranks.
 _LONGEST_LETTING_GO_S = 1.0
 
 # How long a rank that leaves waits for reductions that it has issued.
@@ -227,11 +227,12 @@ _LEFT_OPEN: list[tuple[dist.ProcessGroup, dist.Work]] = []
 
 
 def _wait_until_let_go(storage: torch.UntypedStorage, num_uses: int) -> None:
-    """After a collective, wait until it shares the storage with nobody: gloo's thread first says that it is over, and
-    then lets go of its tensors, on a loaded machine much later. Whether users keep a tensor over a replica, which then
-    cannot go, is told by who shares its storage; by chance it would look so on one rank and not on another.
+    """Wait until a collective that is over has let go of its tensors: gloo's thread does so a little later, on a loaded
+    machine much later. A replica that shares its storage counts as one that the user holds a tensor of, and stays; by
+    chance that would be so on one rank and not on another.
 
     Args:
+        storage: What was gathered into.
         num_uses: Those before the collective.
     """
     end_s = time.monotonic() + _LONGEST_LETTING_GO_S
@@ -343,11 +344,11 @@ class GroupComm:
     def all_gather(self, flat: Tensor) -> None:
         numel = flat.numel() // self.world_size
         mine = flat[self.rank * numel : (self.rank + 1) * numel]
-        storage = flat.untyped_storage()
-        num_uses = storage_use_count(storage)
+        storage = flat.untyped_storage() if self._backend == "gloo" else None
+        num_uses = 0 if storage is None else storage_use_count(storage)
         with self.collective():
             self._on_data(lambda is_async: _all_gather(flat, mine, group=self._data, async_op=is_async))
-        if self._backend == "gloo":
+        if storage is not None:
             _wait_until_let_go(storage, num_uses)
 
     def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:

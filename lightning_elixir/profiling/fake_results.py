@@ -95,7 +95,7 @@ class FakeResults:
 def _key(
     mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[FakeTensor]
 ) -> tuple[Any, ...] | None:
-    """What results depend on; None: nobody knows. Adds the tensors among the operands to `tensors`."""
+    """What results depend on; None: not known. Adds the tensors among the operands to `tensors`."""
     parts: list[Any] = [mode, func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
     is_known = _add(args, mode, parts, tensors) and _add(kwargs.values(), mode, parts, tensors)
     return tuple(parts) if is_known else None

@@ -17,11 +17,11 @@ for each miss. Hosts meet, streams do not: on a GPU the host runs ahead of the d
 for each message. Running statistics (BatchNorm) are rank 0's, as in DDP: shared before the next forward after one with
 gradients. A replica of which any rank keeps an alias stays over the step, and is refilled by all ranks.
 
-Outside of forward and backward, users read and write parameters, and do what nobody here knows of in between: their own
-collectives, Lightning's before each batch. A rank that waited for a chunk which another still has would wait for ever
-there. So whether ranks meet at a read rests on the calls alone, which are the same on all: they do at the first use of
-a chunk, whoever has it, and then all keep it, as far as the plan has room (`Residency.acquire_outside`). That costs a
-message for each chunk, also where nothing is missing.
+Outside of forward and backward, users read and write parameters, and run collectives in between of which the engine is
+not told: their own, and Lightning's before each batch. A rank that waited for a chunk which another still has would
+wait for ever there. So whether ranks meet at a read rests on the calls alone, which are the same on all: they do at the
+first use of a chunk, whoever has it, and then all keep it, as far as the plan has room (`Residency.acquire_outside`).
+That costs a message for each chunk, also where nothing is missing.
 """
 
 from __future__ import annotations

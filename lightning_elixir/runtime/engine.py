@@ -275,9 +275,8 @@ class Engine:
         self.writes.absorb()
         is_lower = self.iterations.growth.shortage()
         num_blocks = self.rcache.used_blocks
-        residency = self.active.residency
-        kept = (i for i in self.rcache.resident_ids if self.chunks[i].is_aliased() or residency.is_common(i))
-        residency.release(set(self.rcache.resident_ids) - set(kept))
+        residency, resident = self.active.residency, self.rcache.resident_ids
+        residency.release([i for i in resident if not self.chunks[i].is_aliased() and not residency.is_common(i)])
         self.give_back()
         return is_lower or self.rcache.used_blocks < num_blocks
 
