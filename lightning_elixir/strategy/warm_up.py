@@ -19,6 +19,7 @@ long as fetching. Moves keep it. A plan leaves room for what the allocator canno
 from __future__ import annotations
 
 import enum
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 DryRun = Callable[[], MemoryProfile]
 """Raises `PlanError` where there can be none, and `StateError` where training cannot go on after it."""
 
+# So much device memory that something else seems to have may be garbage in cycles, as of an earlier fit: the plan would
+# leave it free for all of this one.
+_WORTH_COLLECTING_BYTES = 64 * 2**20
 # A step that takes more than was foreseen by less than this part has its place in the plan's margin.
 _FORESEEN_WITHIN = 0.1
 # So many steps may depart from what was recorded before the plan is made from their highest moment alone.
@@ -218,8 +222,14 @@ class WarmUp:
         """Device memory that neither the engine has nor the dry run has seen: of the user's other models, or of an
         earlier fit. A step that is watched shows it, a dry run does not."""
         engine = self._engine
-        known = engine.device_bytes() + profile.buffer_bytes + profile.input_bytes
-        return max(0, engine.device.allocated_bytes() - known)
+
+        def found() -> int:
+            known = engine.device_bytes() + profile.buffer_bytes + profile.input_bytes
+            return max(0, engine.device.allocated_bytes() - known)
+
+        if found() >= _WORTH_COLLECTING_BYTES:
+            gc.collect()
+        return found()
 
     def _foreseen(self, dry_run: DryRun) -> MemoryProfile | None:
         """What a step will do, if all ranks can tell."""

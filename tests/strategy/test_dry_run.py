@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import logging
 import random
 import sys
@@ -766,3 +767,26 @@ def test_what_else_is_on_the_device_counts(monkeypatch: pytest.MonkeyPatch) -> N
         assert plans[0].is_all_resident == (foreign_bytes == 0)
         assert plans[0].forecast is not None
         assert foreign_bytes < plans[0].forecast.peak_gpu_bytes <= 700 << 10
+
+
+def test_garbage_in_cycles_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an earlier fit, which goes when it is collected."""
+
+    class Node:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.disable()
+    try:
+        left = weakref.ref(Node())
+        strategy = ElixirStrategy(**CHUNK, gpu_memory_limit="700KiB")
+
+        def allocated(device: CpuDevice) -> int:
+            held: int = strategy._handle.engine.engine.device_bytes()
+            return held if left() is None else held + (1 << 30)
+
+        monkeypatch.setattr(CpuDevice, "allocated_bytes", allocated)
+        fit(strategy)
+    finally:
+        gc.enable()
+    assert strategy.plan.is_all_resident
