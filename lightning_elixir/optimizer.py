@@ -117,6 +117,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if init_step:
             self._updates.allocate()
 
+    def prepare(self) -> None:
+        """Have threads make the host memory that `reserve` takes under the plan in force, and return at once. What
+        another plan does not need is given back in `reserve`, or else in the first step."""
+        self._updates.prepare()
+
     def reserve(self) -> None:
         """Take the memory that steps keep now, rather than in the first step: of Adam's states wherever they are in
         memory, and of gradients in host memory. Nothing is stepped, and no number changes. Collective.

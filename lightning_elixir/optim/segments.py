@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_elixir.core.host_memory import Extent
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.adam_states import AdamStates, SegmentPlace
 from lightning_elixir.optim.gradient_change import GradientChange
@@ -169,9 +170,9 @@ class SegmentOptimizer:
             self.adam.allocate()
 
     @property
-    def moments_bytes(self) -> int:
-        """What Adam's moments take; 0 for other optimizers."""
-        return len(MOMENTS) * self.adam.numel * self.work.itemsize if self.is_adam else 0
+    def moments(self) -> list[Extent]:
+        """What Adam's moments take; nothing for other optimizers."""
+        return [(self.adam.numel, self.work.dtype)] * len(MOMENTS) if self.is_adam else []
 
     def allocate_spares(self) -> None:
         """Make a second set of Adam's moments, if there is none yet; nothing for other optimizers."""

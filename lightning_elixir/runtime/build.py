@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device
+from lightning_elixir.core.host_memory import Extent, bytes_of
 from lightning_elixir.errors import PlanError, StateError, StorageError
 from lightning_elixir.plan.memory import (
     has_params_on_nvme,
@@ -34,7 +35,10 @@ from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.host_room import HostRoom
 from lightning_elixir.runtime.sources import Source, forget_source, source_of
 from lightning_elixir.storage.nvme import MASTER, DiskOptions, StateFile, StateSpec, StateTraffic, open_state_file
-from lightning_elixir.storage.shards import ShardStore
+from lightning_elixir.storage.shards import Shard, ShardStore
+
+# Chunks whose host memory is made while an earlier one is filled: no more, as the user's model is there as well.
+_CHUNKS_AHEAD = 8
 
 
 @dataclass(frozen=True)
@@ -111,23 +115,25 @@ class Builder:
         self._precision = precision
         self._replace_meta_parameters()
         self._move_buffers()
-        room = HostRoom(self._comm)
-        chunks = []
-        for spec in self._plan.chunks:
-            room.take(spec, self._host_bytes_of(spec), self._plan, partial(_host_bytes, store))
+        room = HostRoom(self._comm, store.memory)
+        specs, chunks = self._plan.chunks, []
+        store.memory.prepare(extent for spec in specs[:_CHUNKS_AHEAD] for extent in self._on_host(spec))
+        for number, spec in enumerate(specs):
+            for later in specs[number + _CHUNKS_AHEAD :][:1]:
+                store.memory.prepare(self._on_host(later))
+            room.take(spec, bytes_of(self._on_host(spec)), self._plan, partial(_host_bytes, store))
             chunks.append(self._build_chunk(spec))
         self._staging = None
         self._raise_read_error()
         return chunks
 
-    def _host_bytes_of(self, spec: ChunkSpec) -> int:
-        """What the chunk's shard takes of the host's memory, states and gradients not counted."""
-        master, nbytes = self._precision.master_of(spec), 0
-        if master is not None and spec.optim_tier is Tier.CPU:
-            nbytes += self._store.optim_numel(spec) * master.itemsize
+    def _on_host(self, spec: ChunkSpec) -> list[Extent]:
+        """What the chunk's shard has in host memory, states and gradients left out."""
+        master = self._precision.master_of(spec)
+        found = [] if master is None or spec.optim_tier is not Tier.CPU else [(self._store.optim_numel(spec), master)]
         if spec.param_tier is Tier.CPU:
-            nbytes += self._store.param_numel(spec) * dtype_of(spec).itemsize
-        return nbytes
+            found.append((self._store.param_numel(spec), dtype_of(spec)))
+        return found
 
     def _agreed_sources(self) -> dict[str, Source]:
         """Rank 0 decides which values come from their sources; where it has values itself, all ranks get them."""
@@ -188,8 +194,9 @@ class Builder:
         chunk = Chunk(spec, dtype, self._device, storage_bytes(self._plan, spec))
         parameters = [self._named[m.fqn] for m in spec.members]
         shapes = [self._meta_shapes.get(id(p), (tuple(p.shape), tuple(p.stride()))) for p in parameters]
-        piece = self._own_values(spec, parameters, [stride for _, stride in shapes])
-        self._fill_shards(spec, piece)
+        shard = self._new_shard(spec)
+        piece = self._own_values(spec, parameters, [stride for _, stride in shapes], shard.master)
+        self._fill_shard(spec, shard, piece)
         chunk.allocate()
         if spec.is_persistent:
             self._fill_whole(chunk.flat, piece)
@@ -209,15 +216,23 @@ class Builder:
             " that, or when the module is there"
         )
 
-    def _own_values(self, spec: ChunkSpec, parameters: list[nn.Parameter], strides: list[tuple[int, ...]]) -> Tensor:
-        """This rank's slice of the chunk's values, 1-D, in master (or compute) dtype."""
+    def _own_values(
+        self,
+        spec: ChunkSpec,
+        parameters: list[nn.Parameter],
+        strides: list[tuple[int, ...]],
+        master: Tensor | None,
+    ) -> Tensor:
+        """This rank's slice of the chunk's values, 1-D, in master (or compute) dtype. It is `master`, zeros until now,
+        where that and the values are in host memory."""
         comm, dtype = self._comm, self._precision.master_of(spec) or dtype_of(spec)
         numel = spec.numel // comm.world_size
         is_read = [member.fqn in self._sources for member in spec.members]
-        if all(is_read):
-            piece = self._staged(numel, dtype)
-        elif comm.world_size == 1:
-            piece = self._collect(spec, parameters, strides, self._staged(numel, dtype))
+        if all(is_read) or comm.world_size == 1:
+            is_near = master is not None and master.device.type == "cpu"
+            piece = master if master is not None and is_near else self._staged(numel, dtype)
+            if not all(is_read):
+                self._collect(spec, parameters, strides, piece)
         else:
             device, full = self._device.torch_device, None
             if comm.rank == 0:
@@ -280,14 +295,20 @@ class Builder:
             if error is not None:
                 raise StorageError(f"rank {rank} could not read the model's values: {error}")
 
-    def _fill_shards(self, spec: ChunkSpec, piece: Tensor) -> None:
-        store = self._store
+    def _new_shard(self, spec: ChunkSpec) -> Shard:
+        """With memory for the master, where that is in memory."""
+        store, master_dtype = self._store, self._precision.master_of(spec)
         shard = store.add(spec)
-        dtype, master_dtype = dtype_of(spec), self._precision.master_of(spec)
+        is_on_disk = shard.on_disk is not None and shard.on_disk.has_master
+        if master_dtype is not None and not is_on_disk:
+            shard.master = store.empty(store.optim_numel(spec), master_dtype, spec.optim_tier)
+        return shard
+
+    def _fill_shard(self, spec: ChunkSpec, shard: Shard, piece: Tensor) -> None:
+        store, dtype = self._store, dtype_of(spec)
         if shard.on_disk is not None and shard.on_disk.has_master:
             shard.on_disk.write(MASTER, piece)
-        elif master_dtype is not None:
-            shard.master = store.empty(piece.numel(), master_dtype, spec.optim_tier)
+        elif shard.master is not None and shard.master is not piece:
             shard.master.copy_(piece)
         if spec.is_persistent:
             return  # the replica, or this rank's slice of it, is always there: it is the shard
@@ -305,7 +326,8 @@ class Builder:
     def _fill_whole(self, whole: Tensor, piece: Tensor) -> None:
         """Put the ranks' slices together, on the compute device."""
         rank, numel = self._comm.rank, piece.numel()
-        whole[rank * numel : (rank + 1) * numel].copy_(piece)
+        # Cast there: torch casts on the host what goes to a device in another dtype, into new, pageable memory.
+        whole[rank * numel : (rank + 1) * numel].copy_(piece.to(whole.device))
         if self._comm.world_size > 1:
             self._comm.all_gather(whole)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device, beside_dispatch_modes, release_cached_memory
+from lightning_elixir.core.host_memory import HostMemory
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import ElixirError, StateError, StorageError
 from lightning_elixir.plan.profile import StepProfile
@@ -92,7 +93,8 @@ class Engine:
         self.has_prefetch = prefetch
         self.reduce_dtype = reduce_dtype if comm.world_size > 1 else None  # one rank has nothing to reduce
         self._is_freed = False
-        self.host_room = HostRoom(comm)
+        self.host_memory = HostMemory(device, comm.world_size)
+        self.host_room = HostRoom(comm, self.host_memory)
         self._holders: list[weakref.WeakMethod[Callable[[], dict[str, int]]]] = []
         self.store = self._new_store(plan, self._open_states(plan))
         try:
@@ -157,6 +159,7 @@ class Engine:
     def _new_store(self, plan: Plan, states: StateFile | None) -> ShardStore:
         return ShardStore(
             self.device,
+            self.host_memory,
             self.comm.world_size,
             plan.is_storage_distributed,
             plan.grad_reuses_compute_shard,
@@ -472,7 +475,11 @@ class Engine:
         held["replica"] = sum(c.device_bytes for c in self.chunks)
         held["grad_block"] = self.reducer.block_bytes_held()
         buffers = self.active.fetcher.held_bytes()
-        beside = {"cpu_grad_staging": self.reducer.landing.staging_bytes_held(), "cpu_param_buffer": buffers}
+        beside = {
+            "cpu_grad_staging": self.reducer.landing.staging_bytes_held(),
+            "cpu_param_buffer": buffers,
+            "cpu_ahead": self.host_memory.bytes_ahead(),
+        }
         return held | {kind: nbytes for kind, nbytes in beside.items() if nbytes}
 
     def stats(self) -> Stats:
@@ -494,6 +501,7 @@ class Engine:
             self.reducer.landing.rest()
             self.active.fetcher.rest()
             self.store.rest()
+            self.host_memory.drop()
 
     def close(self) -> None:
         """Remove all hooks and free replicas and shards; the parameters raise when they are used.
@@ -528,6 +536,7 @@ class Engine:
         self.active.fetcher.close()
         self.interception.written.clear()
         self.store.close()
+        self.host_memory.drop()
         self.comm.close()
 
     def whole_values(self, on_all_ranks: bool = True, *, has_met: bool = False) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.host import available_host_bytes
+from lightning_elixir.core.host_memory import HostMemory
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.plan.types import ChunkSpec, Plan
 from lightning_elixir.plan.units import format_bytes
@@ -27,10 +28,12 @@ class HostRoom:
 
     Args:
         comm: The ranks, which look together.
+        memory: What is there ahead counts as free.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, memory: HostMemory) -> None:
         self._comm = comm
+        self._memory = memory
         self._hosts: list[str] = []  # by rank
         self._num_elements = 0  # since the last look
         self._wanted = 0
@@ -64,11 +67,12 @@ class HostRoom:
             CapacityError: A host has too little. Raised on all ranks.
         """
         self._hosts = self._hosts or self._comm.exchange_objects(socket.gethostname())
-        rows = self._comm.exchange((available_host_bytes(), self._wanted, held_bytes()))
+        ahead = self._memory.bytes_ahead()  # before the rest: what comes meanwhile is counted neither here nor there
+        rows = self._comm.exchange((available_host_bytes(), self._wanted, held_bytes(), ahead))
         self._num_elements = self._wanted = 0
         for host in dict.fromkeys(self._hosts):
             of_host = [row for row, name in zip(rows, self._hosts, strict=True) if name == host]
-            free = min(row[0] for row in of_host)
+            free = min(row[0] for row in of_host) + sum(row[3] for row in of_host)
             wanted = sum(row[1] + min(_LEAST_FREE, row[1] + row[2]) for row in of_host)
             if free < wanted:
                 raise _refusal(plan, len(of_host), sum(row[2] for row in of_host), free, wanted)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.core.device import Event
+from lightning_elixir.core.host_memory import Extent
 from lightning_elixir.core.worker import TaskEvent
 from lightning_elixir.errors import StateError, StorageError
 from lightning_elixir.plan.memory import grad_staging, has_params_on_nvme
@@ -78,12 +79,12 @@ class Landing:
         """Take the host memory now that the chunk's gradients are going to land in."""
         self._store.reserve_grad(chunk.spec, self._first_dtype(chunk))
 
-    def bytes_to_reserve(self, chunk: Chunk) -> int:
-        """How much `reserve` takes."""
+    def to_reserve(self, chunk: Chunk) -> list[Extent]:
+        """What `reserve` takes."""
         dtype = self._first_dtype(chunk)
         if self._store.has_grad_memory(chunk.spec, dtype):
-            return 0
-        return self._store.optim_numel(chunk.spec) * dtype.itemsize
+            return []
+        return [(self._store.optim_numel(chunk.spec), dtype)]
 
     def _first_dtype(self, chunk: Chunk) -> torch.dtype:
         """In which the first gradient lands in host memory."""

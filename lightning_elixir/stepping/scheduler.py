@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lightning_elixir.core.device import Event
+from lightning_elixir.core.host_memory import Extent, bytes_of
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.core.together import run_together
 from lightning_elixir.core.waits import Call
@@ -83,13 +84,23 @@ class UpdateScheduler:
         if self._torch_steps is not None:
             self._torch_steps.allocate()
             return
-        chunks = [self._engine.chunks[i] for i in self.states.inner]
+        chunks = self._chunks
         for chunk in chunks:
             self._reserve_states(chunk)
             inner = self.states.inner[chunk.id]
             inner.start_states({p.member_index for p in inner.places})
         self._reserve_stream(chunks)  # a lack of memory shows now, not in the first step
         self._runner.release_stream()
+
+    def prepare(self) -> None:
+        """Have threads make the host memory that `reserve` takes under the plan in force, or the first steps."""
+        on_host = [chunk for chunk in self._chunks if chunk.spec.optim_tier is Tier.CPU]
+        self._engine.host_memory.prepare(extent for chunk in on_host for extent in self._to_come(chunk))
+
+    @property
+    def _chunks(self) -> list[Chunk]:
+        """Those that have optimizer states."""
+        return [chunk for chunk in self._engine.chunks if chunk.id in self.states.inner]
 
     def reserve(self) -> None:
         """Take the memory now that steps keep, without values: of Adam's states wherever they are in memory, and of
@@ -98,13 +109,13 @@ class UpdateScheduler:
         Raises:
             CapacityError: A host runs short of memory, or a device has no room for the states.
         """
-        engine = self._engine
-        chunks = [chunk for chunk in engine.chunks if chunk.id in self.states.inner]
+        engine, chunks = self._engine, self._chunks
         for chunk in chunks:
             if chunk.spec.optim_tier is Tier.CPU:
-                engine.host_room.take(chunk.spec, self._host_bytes_to_come(chunk), engine.plan, engine.host_bytes)
+                engine.host_room.take(chunk.spec, bytes_of(self._to_come(chunk)), engine.plan, engine.host_bytes)
                 self._reserve_states(chunk)
                 engine.reducer.landing.reserve(chunk)
+        engine.host_memory.drop()
         if self._torch_steps is None:  # others make theirs in their first step
             run_together(engine.comm, lambda: self._reserve_on_device(chunks), _RESERVE)
 
@@ -121,13 +132,14 @@ class UpdateScheduler:
                 resource="GPU",
             ) from error
 
-    def _host_bytes_to_come(self, chunk: Chunk) -> int:
+    def _to_come(self, chunk: Chunk) -> list[Extent]:
         """What `reserve` takes for a chunk that has its states in host memory."""
         inner, shard = self.states.inner[chunk.id], self._engine.store[chunk.id]
-        nbytes = inner.moments_bytes if not inner.state_bytes() else 0
+        found = [] if inner.state_bytes() else inner.moments
         if chunk.spec.has_spare_states and shard.spare_master is None and shard.master is not None:
-            nbytes += inner.moments_bytes + shard.master.nbytes + shard.master.numel() * chunk.dtype.itemsize
-        return nbytes + self._engine.reducer.landing.bytes_to_reserve(chunk)
+            numel = shard.master.numel()
+            found = [*found, (numel, shard.master.dtype), (numel, chunk.dtype), *inner.moments]
+        return [*found, *self._engine.reducer.landing.to_reserve(chunk)]
 
     def prepare_move(self, groups: Sequence[dict[str, Any]] | None = None) -> None:
         """States are going to move, or to be in other groups.
@@ -265,6 +277,7 @@ class UpdateScheduler:
                 return self._torch_steps.run(chunks, used, self.gradients.change)
         self._reserve(chunks)
         self._reserve_stream(chunks)
+        engine.host_memory.drop()
         record = UpdateRecord()
         begun = self._take_begun(chunks, used)
         with all_or_nothing(engine):

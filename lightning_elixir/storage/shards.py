@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.core.device import Device
+from lightning_elixir.core.host_memory import HostMemory
 from lightning_elixir.core.worker import Task
 from lightning_elixir.errors import ElixirError, StateError, StorageError
 from lightning_elixir.plan.memory import uses_nvme
@@ -126,7 +127,8 @@ class ShardStore:
     """Owner of the shards.
 
     Args:
-        device: The compute device; also knows how to get host memory for fast transfers.
+        device: The compute device.
+        memory: Gives host memory.
         world_size: Ranks that share the chunks.
         is_distributed: False: parameter shards are whole on every rank.
         is_param_reused: Gradients land in the memory of the compute shard, where that lies beside a master on the host.
@@ -136,12 +138,14 @@ class ShardStore:
     def __init__(
         self,
         device: Device,
+        memory: HostMemory,
         world_size: int,
         is_distributed: bool,
         is_param_reused: bool = False,
         states: StateFile | None = None,
     ) -> None:
         self.states = states
+        self.memory = memory
         self._device = device
         self._is_param_reused = is_param_reused
         self._world_size = world_size
@@ -174,7 +178,7 @@ class ShardStore:
     def zeros(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
         """As `empty`, zeros."""
         if tier is Tier.CPU:
-            return self._device.host_zeros(numel, dtype)
+            return self.memory.zeros(numel, dtype)
         device = self._device.torch_device if tier is Tier.GPU else "meta"
         return torch.zeros(numel, dtype=dtype, device=device)
 

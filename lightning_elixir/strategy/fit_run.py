@@ -84,6 +84,8 @@ class FitRun:
         engine.set_memory_limit(handle.budget.gpu_bytes)
         engine.reducer.landing.expect_accumulation(module.automatic_optimization and _most_backwards(trainer) > 1)
         self.warm_up = WarmUp(handle, planner, self._regime)
+        if self.warm_up.stage is Stage.NEW:
+            optimizer.prepare()
         self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.start_over)
         self._meter: StepMeter | None = None
         self._optimizer = optimizer

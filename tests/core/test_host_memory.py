@@ -1,0 +1,121 @@
+"""Host memory that is made ahead."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_elixir.core import host_memory
+from lightning_elixir.core.device import CpuDevice
+from lightning_elixir.core.host_memory import HostMemory
+
+FLOATS = (1000, torch.float32)
+LONGEST_S = 20.0
+
+
+class Device(CpuDevice):
+    """Notes what it makes, and has threads wait while `gate` is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.by_threads: list[Tensor] = []
+        self.num_by_caller = self.num_begun = 0
+        self.fails = False
+
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if threading.current_thread() is threading.main_thread():
+            self.num_by_caller += 1
+            return super().host_zeros(numel, dtype)
+        self.num_begun += 1
+        assert self.gate.wait(LONGEST_S)
+        if self.fails:
+            raise MemoryError("none left")
+        tensor = super().host_zeros(numel, dtype)
+        self.by_threads.append(tensor)
+        return tensor
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def memory(device: Device) -> Iterator[HostMemory]:
+    memory = HostMemory(device, 1)
+    yield memory
+    device.gate.set()
+    memory.drop()
+    assert not [t for t in threading.enumerate() if "elixir-memory" in t.name]
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + LONGEST_S
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
+def test_what_was_prepared_is_given_once_each(memory: HostMemory, device: Device) -> None:
+    memory.prepare([FLOATS, (7, torch.bfloat16), FLOATS, (0, torch.float32)])
+    _until(lambda: memory.bytes_ahead() == 8000 + 14)
+    given = [memory.zeros(*FLOATS), memory.zeros(7, torch.bfloat16), memory.zeros(*FLOATS)]
+    assert {t.data_ptr() for t in given} == {t.data_ptr() for t in device.by_threads}
+    assert device.num_by_caller == memory.bytes_ahead() == 0
+    given.append(memory.zeros(*FLOATS))
+    assert device.num_by_caller == 1
+    assert [(t.numel(), t.dtype) for t in given] == [FLOATS, (7, torch.bfloat16), FLOATS, FLOATS]
+    assert not any(t.any() for t in given)
+
+
+def test_what_no_thread_has_begun_is_made_by_the_caller(memory: HostMemory, device: Device) -> None:
+    device.gate.clear()
+    memory.prepare([FLOATS] * 4)
+    _until(lambda: device.num_begun == 2)
+    given = [memory.zeros(*FLOATS), memory.zeros(*FLOATS)]
+    assert device.num_by_caller == 2
+    device.gate.set()
+    given += [memory.zeros(*FLOATS), memory.zeros(*FLOATS)]  # are waited for
+    assert device.num_by_caller == device.num_begun == 2
+    assert len({t.data_ptr() for t in given}) == 4
+
+
+def test_what_is_not_asked_for_goes_back(memory: HostMemory, device: Device) -> None:
+    memory.prepare([FLOATS, FLOATS])
+    _until(lambda: memory.bytes_ahead() == 8000)
+    kept, left = memory.zeros(*FLOATS), [weakref.ref(t) for t in device.by_threads]
+    device.by_threads.clear()
+    memory.drop()
+    assert memory.bytes_ahead() == 0
+    assert sorted(ref() is kept for ref in left) == [False, True]
+    assert sorted(ref() is None for ref in left) == [False, True]
+    memory.prepare([FLOATS])  # and again
+    _until(lambda: memory.bytes_ahead() == 4000)
+
+
+def test_a_thread_that_gets_none_harms_nothing(memory: HostMemory, device: Device) -> None:
+    device.fails = True
+    memory.prepare([FLOATS])
+    _until(lambda: device.num_begun == 1)
+    assert memory.zeros(*FLOATS).numel() == 1000
+    assert device.num_by_caller == 1
+
+
+def test_the_last_of_the_host_is_left(memory: HostMemory, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2 * 2**30 + 3999)
+    memory.prepare([FLOATS])
+    memory._worker.wait()
+    assert memory.bytes_ahead() == device.num_begun == 0
+    memory.zeros(*FLOATS)
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2 * 2**30 + 4000)
+    memory.prepare([FLOATS])
+    memory._worker.wait()
+    assert memory.bytes_ahead() == 4000
