@@ -8,24 +8,27 @@ memory does it take against what was planned, how long are steps against what wa
 
 Every case is a fit with `ElixirStrategy(gpu_memory_limit=...)` and nothing else but what its name says, under the
 Trainer's "bf16-mixed" (or "16-mixed"), or plain PyTorch: bf16 beside an fp32 master with fused AdamW. It runs in a
-process of its own, which the kernel may kill: that is a result, too. Start values are drawn on the device, and model
-building is not counted. Memory of some machines grows at its first touch: `--touch-first` takes it all before, and the
-time that all cores take to touch what a case took is measured beside it.
+process of its own, which the kernel may kill: that is a result, too. Those are forks of this one, which has imported
+everything and does not compute. Model building is not counted. Memory of some machines grows at its first touch:
+`--touch-first` takes it all before, and the time that all cores take to touch what a case took is measured beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,7 @@ from lightning_elixir.errors import CapacityError
 from lightning_elixir.strategy import ElixirStrategy
 
 GIB = 2**30
+_NUM_DRAWN = 2**26 + 1  # odd, so that layers are not alike
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,8 @@ class Causal(nn.Module):
         return loss
 
 
-def make_model(case: Case, device: torch.device) -> nn.Module:
-    """The model in host memory, fp32, with small values that were drawn on the device."""
+def make_model(case: Case) -> nn.Module:
+    """The model in host memory, fp32."""
     if case.model in PRESETS:
         with torch.device("meta"):
             model: nn.Module = GPT(replace(PRESETS[case.model], seq=case.seq))
@@ -133,12 +137,25 @@ def make_model(case: Case, device: torch.device) -> nn.Module:
             config, options = transformers.Qwen3MoeConfig(**sizes), {"experts_implementation": "grouped_mm"}
         with no_init_weights():
             model = Causal(transformers.AutoModelForCausalLM.from_config(config, **options))
-    generator = torch.Generator(device).manual_seed(0)
+    _fill(model)
+    return model
+
+
+def _fill(model: nn.Module) -> None:
+    """Small random values, the same ones again and again: drawing as many as a model has takes longer than a fit."""
+    drawn = torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0)) * 0.02
+    begin = 0
     with torch.no_grad():
         for parameter in model.parameters():
-            drawn = torch.randn(parameter.shape, device=device, generator=generator)
-            parameter.copy_(drawn * 0.02 if parameter.dim() > 1 else torch.ones_like(drawn))
-    return model
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+                continue
+            flat, end = parameter.view(-1), 0
+            while end < flat.numel():
+                part = drawn[begin : begin + flat.numel() - end]
+                flat[end : end + part.numel()].copy_(part)
+                end += part.numel()
+                begin = (begin + part.numel()) % _NUM_DRAWN
 
 
 class Clock:
@@ -192,14 +209,16 @@ class Seen(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"].detach())
-        self.plans.append(trainer.strategy.plan.fingerprint()[:8])
+        plan = trainer.strategy.plan
+        foreseen = "" if plan.forecast is None else f", {plan.forecast.times.total_s:.3f} s"
+        self.plans.append(f"{plan.fingerprint()[:8]}{foreseen}")
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self._clock.step_ends()
 
 
 def run_case(case: Case, device: torch.device, host: HostMemory) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
-    model = make_model(case, device)
+    model = make_model(case)
     vocab = 256 if case.model == "toy" else 30000
     shape = (case.batch, case.seq)
     batches = [torch.randint(0, vocab, shape) for _ in range(case.num_steps * case.accumulate)]
@@ -309,6 +328,8 @@ class HostMemory:
 
 def child(name: str, gpu_limit: int | None, device: str, out: Path) -> None:
     case = CASES[name] if gpu_limit is None else replace(CASES[name], gpu_limit=gpu_limit)
+    logging.basicConfig(format="%(relativeCreated)d ms: %(message)s")
+    logging.getLogger("lightning_elixir").setLevel(logging.INFO)
     host = HostMemory()
     try:
         result = run_case(case, torch.device(device, 0) if device == "cuda" else torch.device(device), host)
@@ -348,18 +369,9 @@ def run(names: list[str], arguments: argparse.Namespace) -> Iterator[tuple[str, 
             continue
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "result.json"
-            command = [sys.executable, __file__, "--child", name, str(out), "--device", arguments.device]
-            if arguments.gpu_limit is not None:
-                command += ["--gpu-limit", str(arguments.gpu_limit)]
             log = Path(arguments.out).with_suffix(f".{name}.log")
-            with log.open("wb") as file:
-                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
-                try:
-                    code = process.wait(min(left, arguments.timeout_s))
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-                    code = None
+            work = partial(child, name, arguments.gpu_limit, arguments.device, out)
+            code = _forked(work, log, min(left, arguments.timeout_s))
             if out.exists():
                 yield name, json.loads(out.read_text())
             elif code is None:
@@ -367,6 +379,50 @@ def run(names: list[str], arguments: argparse.Namespace) -> Iterator[tuple[str, 
             else:
                 tail = log.read_text(errors="replace")[-2000:]
                 yield name, {"outcome": "killed" if code == -9 else f"failed ({code})", "why": tail}
+
+
+def _forked(work: Callable[[], None], log: Path, timeout_s: float) -> int | None:
+    """Run it in a fork of this process.
+
+    Returns:
+        Its exit code, negative for a signal; None: it took too long.
+    """
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)  # nothing of the parent's is to be ended
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def _timed_touch(nbytes: int) -> float:
+    """`touch_s` in a process of its own: this one starts no threads, since it forks."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "seconds"
+
+        def work() -> None:
+            out.write_text(str(touch_s(nbytes)))
+
+        _forked(work, Path(folder) / "log", 120.0)
+        return float(out.read_text())
 
 
 def main() -> None:
@@ -379,19 +435,18 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=560.0, help="of all")
     parser.add_argument("--touch-first", action="store_true", help="have the machine grow its memory before")
     parser.add_argument("--out", type=Path, default=Path("defaults.json"))
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child is not None:
-        child(arguments.child[0], arguments.gpu_limit, arguments.device, Path(arguments.child[1]))
-        return
     names = SUITES[arguments.suite] if arguments.suite else arguments.cases
+    if any(CASES[name].model not in PRESETS for name in names):  # seconds, for each of the forks
+        from transformers.models.llama import modeling_llama  # noqa: F401
+        from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
     found: dict[str, Any] = {"command": sys.argv, "torch": torch.__version__, "cases": {}}
     if arguments.touch_first:
-        found["touch_first_s"] = touch_s(available_host_bytes() * 9 // 10)
+        found["touch_first_s"] = _timed_touch(available_host_bytes() * 9 // 10)
     for name, result in run(names, arguments):
         taken = result.get("host_peak_bytes", 0) - result.get("host_bytes_before", 0)
         if arguments.suite == "first" and taken > GIB:
-            result["touch_s"] = touch_s(taken)
+            result["touch_s"] = _timed_touch(taken)
         found["cases"][name] = result
         arguments.out.write_text(json.dumps(found, indent=1))
         figures = {
