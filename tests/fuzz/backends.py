@@ -32,8 +32,8 @@ class Plain:
 
     is_engine = False
 
-    def __init__(self, program: Program, rank: int, *, is_jittered: bool = False) -> None:
-        self.program, self.rank, self._is_jittered = program, rank, is_jittered
+    def __init__(self, program: Program, rank: int, *, jitter: int = 0) -> None:
+        self.program, self.rank, self._jitter = program, rank, jitter
         self.is_half = program.dtype == "bfloat16"
         self.is_mixed = self.is_half and program.option("master_weights", True)
         self.counters: Counter[str] = Counter()
@@ -41,8 +41,6 @@ class Plain:
 
     def build(self, variant: int = 0) -> None:
         self.model: Net = make_model(self.program)
-        if self._is_jittered:
-            _jitter(self.model)
         self._has_own_statistics = self._is_inside_step = False
         self._adopt()
 
@@ -53,13 +51,16 @@ class Plain:
         kept = kept_names(self.program, self.model) if self.is_half else set()
         if self.is_half and not self.program.option("autocast"):
             cast_around(self.model, kept)
+        generator = torch.Generator().manual_seed(self._jitter)
         for name, p in self.named.items():
-            if name in kept:
+            is_fp32 = not self.is_half or name in kept
+            if self._jitter:
+                _jitter(p, torch.float32 if is_fp32 else torch.bfloat16, generator)
+            if is_fp32:
                 continue
             if self.is_mixed and p.requires_grad:
                 self.masters[name] = p.detach().clone().requires_grad_()
-            if self.is_half:
-                p.data = p.data.bfloat16()
+            p.data = p.data.bfloat16()
         self.optimizer = make_optimizer(self.program, self.targets().items())
         self.schedule = make_schedule(self.program, self.optimizer)
 
@@ -330,11 +331,15 @@ class Plain:
 
 
 @torch.no_grad()
-def _jitter(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-        parameter.mul_(1.0 + torch.finfo(parameter.dtype).eps / 2 * noise)
+def _jitter(parameter: nn.Parameter, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Move about one element in eight up or down by a unit in the last place of this dtype, or two.
+
+    It is the dtype that is computed in, over an fp32 master as well: there the last bit of a master now and then rounds
+    a 16-bit value the other way, and that is what the rest of the run sees of it.
+    """
+    drawn = torch.rand(parameter.shape, generator=generator).to(parameter.device)
+    moves = (drawn < 1 / 16).float() - (drawn > 15 / 16).float()
+    parameter.mul_(1.0 + torch.finfo(dtype).eps * moves)
 
 
 class Engine(Plain):

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +32,24 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS 
 # What is close enough where a sum may be taken in another order: relative and absolute.
 CLOSE = {"float32": (1e-4, 1e-5), "bfloat16": (5e-2, 1e-2)}
 
+NUM_JITTERS = 4
+"""So many times plain PyTorch is asked how far it is from itself."""
+MOST_TIMES = 4.0
+"""The engine may be so many times as far from plain PyTorch as that is from itself. A jitter moves a value by two units
+in the last place at most, and so many times that is less than `CLOSE`: what it does not blow up excuses nothing."""
+
 # Errors of ours that are no refusals: ranks do the same in these programs, and disks work.
 _FAULTS = (DivergenceError, StorageError)
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """What is different, and may be chaos: whatever was noted before was close at least."""
+
+    index: int
+    """Of the note, among plain PyTorch's."""
+    distances: dict[str, float]
+    """By place in the note, how far the engine is from plain PyTorch, where that is too far."""
 
 
 @dataclass
@@ -42,11 +58,13 @@ class Outcome:
 
     seed: int
     verdict: str = "equal"
-    """"equal" (bit for bit), "close", "chaotic" (close at first, and plain PyTorch differs from itself as much when the
-    start values are rounded differently), "refused" (an error of ours, where plain PyTorch goes on), "useless" (plain
-    PyTorch cannot run it), "different", or "failed" (any other error)."""
+    """"equal" (bit for bit), "close", "chaotic" (close at first, and plain PyTorch is about as far from itself there
+    when some start values are rounded differently), "refused" (an error of ours, where plain PyTorch goes on),
+    "useless" (plain PyTorch cannot run it), "different", or "failed" (any other error)."""
     detail: str = ""
     counters: dict[str, int] = field(default_factory=dict)
+    doubt: Doubt | None = None
+    """Whether what is different is chaos is still to be found out (`settle`)."""
 
     @property
     def is_finding(self) -> bool:
@@ -59,16 +77,16 @@ def run_program(program: Program) -> Outcome:
     return expected if isinstance(expected, Outcome) else run_engine(program, expected)
 
 
-def run_plain(program: Program, *, is_jittered: bool = False) -> list[Note] | Outcome:
+def run_plain(program: Program, *, jitter: int = 0) -> list[Note] | Outcome:
     """What a user of plain PyTorch sees; an outcome, where that does not work.
 
     Args:
-        is_jittered: From start values that differ in the last bits.
+        jitter: Some start values differ in the last bits, with each number others; 0: none.
     """
     rank = dist.get_rank() if program.ranks > 1 else 0
     with surroundings():
         try:
-            expected = Player(program, Plain(program, rank, is_jittered=is_jittered)).run()
+            expected = Player(program, Plain(program, rank, jitter=jitter)).run()
         except Exception:
             return Outcome(program.seed, "useless", traceback.format_exc(limit=-4))
         finally:
@@ -98,8 +116,9 @@ def run_engine(program: Program, expected: Sequence[Note], folder: str | None = 
             outcome.verdict, outcome.detail = "failed", f"{type(error).__name__}: {error}\n{_where(error)}"
     judge(program, outcome, expected, found)
     left = left_behind()
-    if left and not outcome.is_finding:
+    if left and (not outcome.is_finding or outcome.doubt):
         outcome.verdict, outcome.detail = "different", f"left behind: {left}; {outcome.detail}"
+        outcome.doubt = None
     return outcome
 
 
@@ -171,11 +190,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(entry)
 
 
-def judge(program: Program, outcome: Outcome, expected: Sequence[Note], found: Sequence[Note]) -> None:
-    """Compare what a run by the engine has seen with what plain PyTorch saw, and note the verdict."""
+def judge(
+    program: Program, outcome: Outcome, expected: Sequence[Note], found: Sequence[Note], *, begin: int = 0
+) -> None:
+    """Compare what a run by the engine has seen with what plain PyTorch saw, and note the verdict.
+
+    Args:
+        begin: Of plain PyTorch's notes, the first that the run was to see.
+    """
     tolerance = CLOSE[program.dtype]
     worst: tuple[str, str] = ("equal", "")
-    for ours, plain in zip(found, expected, strict=False):
+    for index, (ours, plain) in enumerate(zip(found, expected[begin:], strict=False), begin):
         if ours.value == {} and program.ranks > 1:  # rank 0 alone has it
             continue
         is_alone = not isinstance(plain.value, Raised) or plain.label != ours.label
@@ -186,32 +211,106 @@ def judge(program: Program, outcome: Outcome, expected: Sequence[Note], found: S
             return
         verdict, detail = _compare(ours, plain, tolerance)
         if verdict == "different":
-            is_chaotic = worst[0] == "close" and _is_chaotic(program, expected, plain.label)
-            outcome.verdict = "chaotic" if is_chaotic else verdict
-            outcome.detail = f"{detail}\n{outcome.detail}"
+            outcome.verdict, outcome.detail = verdict, f"{detail}\n{outcome.detail}"
+            if worst[0] == "close":
+                outcome.doubt = Doubt(index, _too_far(ours.value, plain.value, tolerance))
             return
         if verdict == "close" and worst[0] == "equal":
             worst = verdict, detail
     if outcome.verdict == "equal":
         outcome.verdict, outcome.detail = worst
-        labels = [n.label for n in expected]
-        if len(found) < len(expected) - (1 if "optimizer" in labels[-1] else 0):
+        labels = [n.label for n in expected[begin:]]
+        if len(found) < len(labels) - (1 if "optimizer" in labels[-1] else 0):
             outcome.verdict, outcome.detail = "different", f"the engine's run ended early, before {labels[len(found)]}"
 
 
-def _is_chaotic(program: Program, expected: Sequence[Note], label: str) -> bool:
-    """Whether plain PyTorch differs from itself, up to this note, when its start values differ in the last bits."""
-    if program.ranks > 1:
-        return False  # the ranks may judge differently, and all have to run
-    jittered = run_plain(program, is_jittered=True)
-    if isinstance(jittered, Outcome):
-        return False
-    for other, plain in zip(jittered, expected, strict=False):
-        if _compare(other, plain, CLOSE[program.dtype])[0] == "different":
+_ORDER = ("equal", "close", "chaotic", "refused", "useless", "different", "failed")
+
+
+def worst_of(outcomes: Sequence[Outcome]) -> Outcome:
+    return max(outcomes, key=lambda outcome: _ORDER.index(outcome.verdict))
+
+
+def settle(program: Program, outcomes: Sequence[Outcome], run: Callable[..., Sequence[dict[str, float]]]) -> None:
+    """Tell chaos from what is different, where all findings are in doubt.
+
+    Args:
+        program: What they are of.
+        outcomes: By rank.
+        run: Calls a function on every rank, and gives what each returns.
+    """
+    doubts = [outcome.doubt for outcome in outcomes]
+    findings = [outcome for outcome in outcomes if outcome.is_finding]
+    if findings and all(outcome.doubt for outcome in findings) and _are_chaos(program, doubts, run):
+        for outcome in findings:
+            outcome.verdict = "chaotic"
+    for outcome in outcomes:
+        outcome.doubt = None
+
+
+def _are_chaos(
+    program: Program, doubts: Sequence[Doubt | None], run: Callable[..., Sequence[dict[str, float]]]
+) -> bool:
+    """Whether plain PyTorch is about as far from itself, in every place that is in doubt."""
+    farthest: list[dict[str, float]] = [{} for _ in doubts]
+    for jitter in range(1, 1 + NUM_JITTERS):
+        for most, found in zip(farthest, run(distances_from_itself, program, doubts, jitter), strict=True):
+            most.update({place: max(distance, most.get(place, 0.0)) for place, distance in found.items()})
+        if all(doubt is None or _is_within(doubt, most) for doubt, most in zip(doubts, farthest, strict=True)):
             return True
-        if plain.label == label:
-            break
     return False
+
+
+def _is_within(doubt: Doubt, most: dict[str, float]) -> bool:
+    return all(distance <= MOST_TIMES * most.get(place, 0.0) for place, distance in doubt.distances.items())
+
+
+def distances_from_itself(program: Program, doubts: Sequence[Doubt | None], jitter: int) -> dict[str, float]:
+    """By place in the note that this rank is in doubt about, how far plain PyTorch is from itself with this jitter."""
+    plain, other = run_plain(program), run_plain(program, jitter=jitter)
+    doubt = doubts[dist.get_rank() if program.ranks > 1 else 0]
+    if doubt is None or isinstance(plain, Outcome) or isinstance(other, Outcome):
+        return {}
+    if doubt.index >= len(other) or other[doubt.index].label != plain[doubt.index].label:
+        return {}
+    return _distances(other[doubt.index].value, plain[doubt.index].value)
+
+
+def _too_far(ours: Any, plain: Any, tolerance: tuple[float, float]) -> dict[str, float]:
+    """By place, the distances that are no close ones."""
+    a, b = dict(_places(ours)), dict(_places(plain))
+    return {
+        place: distance
+        for place, distance in _distances(ours, plain).items()
+        if _compare_values(a.get(place), b.get(place), place, tolerance)[0] == "different"
+    }
+
+
+def _distances(ours: Any, plain: Any) -> dict[str, float]:
+    """By place, how far elements are apart at most; infinite where they cannot be compared."""
+    a, b = dict(_places(ours)), dict(_places(plain))
+    return {place: _distance(a.get(place), b.get(place)) for place in a.keys() | b.keys()}
+
+
+def _places(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors, numbers and words in what was noted."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _places(entry, f"{place}[{key}]")
+    elif isinstance(value, (list, tuple)) and not isinstance(value, Raised):
+        yield from _places(dict(enumerate(value)), place)
+    else:
+        yield place, value
+
+
+def _distance(ours: Any, plain: Any) -> float:
+    if not isinstance(ours, (int, float, Tensor)) or not isinstance(plain, (int, float, Tensor)):
+        return 0.0 if type(ours) is type(plain) and ours == plain else math.inf
+    a, b = torch.as_tensor(ours).double(), torch.as_tensor(plain).double()
+    if a.shape != b.shape:
+        return math.inf
+    apart = (a - b).abs()[(a != b) & ~(a.isnan() & b.isnan())]
+    return float(apart.nan_to_num(math.inf).max()) if apart.numel() else 0.0
 
 
 def compare_states(ours: Any, plain: Any, dtype: str) -> tuple[str, str]:
