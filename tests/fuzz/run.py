@@ -37,7 +37,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS 
 CLOSE = {"float32": (1e-4, 1e-5), "bfloat16": (5e-2, 1e-2), "float16": (1e-2, 2e-3)}
 
 NUM_JITTERS = 12
-"""So many times plain PyTorch is asked how far it is from itself: where an input lies near a bend, one in ten shows it."""
+"""So many times plain PyTorch is asked how far it is from itself: an input near a bend crosses it in one of ten."""
 MOST_TIMES = 4.0
 """The engine may be so many times as far from plain PyTorch as that is from itself. A jitter moves a value by two units
 in the last place at most, and so many times that is less than `CLOSE`: what it does not blow up excuses nothing."""
