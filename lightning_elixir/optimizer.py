@@ -261,6 +261,13 @@ class ElixirOptimizer(torch.optim.Optimizer):
         with self._engine.turn.call("show_unscaled()"):
             self._gradients.show_unscaled()
 
+    def find_overflows(self) -> None:
+        """Have the coming step be skipped if a gradient holds inf or nan now, whatever is done to it until then, as
+        after `GradScaler.unscale_`. Collective with loss scaling; without it, nothing."""
+        if self.scaler.enabled:
+            with self._engine.meeting(Meeting.OVERFLOWS):
+                self._gradients.find_overflows(self._used())
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the total norm in the coming step, as `torch.nn.utils.clip_grad_norm_` does. Collective.
 

@@ -62,6 +62,7 @@ class Meeting(enum.IntEnum):
     LOAD_CHECKPOINT = 20
     LOAD_OPTIMIZER_CHECKPOINT = 21
     DISSOLVE = 22
+    OVERFLOWS = 23
 
     @property
     def call(self) -> Call:
@@ -109,6 +110,7 @@ _CALLS = {
     Meeting.FULL_GRADS: _call("full_grads()"),
     Meeting.GRAD_NORM: _call("grad_norm()"),
     Meeting.CLIP_GRAD_NORM: _call("clip_grad_norm_()"),
+    Meeting.OVERFLOWS: _of_batch("the look for overflows, before the optimizer's step()"),
     Meeting.OPTIMIZER_STATE_DICT: _call("the optimizer's state_dict()"),
     Meeting.LOAD_OPTIMIZER_STATE_DICT: _call("the optimizer's load_state_dict()"),
     Meeting.SHARDED_STATE_DICT: _call("lightning_module_state_dict() or save_checkpoint()"),
@@ -117,7 +119,14 @@ _CALLS = {
     Meeting.LOAD_OPTIMIZER_CHECKPOINT: _call("load_checkpoint(), of the optimizer"),
     Meeting.DISSOLVE: _call("the end of an engine, whose parameters become plain ones", is_routine=True),
 }
-_NOT_OF_STATES = {Meeting.STEP, Meeting.GRADIENTS, Meeting.FULL_GRADS, Meeting.GRAD_NORM, Meeting.CLIP_GRAD_NORM}
+_NOT_OF_STATES = {
+    Meeting.STEP,
+    Meeting.GRADIENTS,
+    Meeting.FULL_GRADS,
+    Meeting.GRAD_NORM,
+    Meeting.CLIP_GRAD_NORM,
+    Meeting.OVERFLOWS,
+}
 
 
 class RankWork(Protocol):

@@ -234,11 +234,11 @@ class SavedTensors:
         return PackedTensor(chunk, tensor.size(), tensor.stride(), offset, index, version)
 
     def unpacked(self, packed: PackedTensor) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            version = packed.chunk.parameters[packed.member]._version
-        if version != packed.version:
-            raise RuntimeError(_updated(packed, version))
-        with self._bring(packed.chunk):
+        with self._bring(packed.chunk):  # which may wait for a thread that writes
+            with torch._C.DisableTorchFunctionSubclass():
+                version = packed.chunk.parameters[packed.member]._version
+            if version != packed.version:
+                raise RuntimeError(_updated(packed, version))
             return packed.chunk.flat.as_strided(packed.size, packed.stride, packed.offset)
 
     def _pack(self, tensor: Tensor) -> Any:

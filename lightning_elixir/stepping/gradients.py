@@ -36,6 +36,7 @@ class StepGradients:
         self._clips: tuple[Transform, ...] = ()
         self._is_seen_unscaled = False  # whether `.grad` is without the loss scale, as after `unscale_`
         self._is_unscaled = False  # whether the gradients themselves are
+        self._has_overflowed = False  # as `find_overflows` has seen it; a step forgets it, and `zero_grad` does not
         self._last_norm: float | None = None
         self._wanted_norm_type: float | None = None  # that of the last `total_norm`
 
@@ -66,9 +67,19 @@ class StepGradients:
             self.clip(max_norm, used)
         elif self._wanted_norm_type is not None and not self._clips:
             self._last_norm = self._norms.total(used, self._wanted_norm_type, self.change)
-        return not self._scaler.enabled or self._norms.are_finite(used, GradientChange(self.change.unscale))
+        if not self._scaler.enabled:
+            return True
+        has_overflowed, self._has_overflowed = self._has_overflowed, False
+        return not has_overflowed and self._are_finite(used)
 
     # As users ask for it
+
+    def find_overflows(self, used: Mapping[int, set[int]]) -> None:
+        """Have the coming step find that its gradients may not be used, if they may not now. Collective."""
+        self._has_overflowed = not self._are_finite(used)
+
+    def _are_finite(self, used: Mapping[int, set[int]]) -> bool:
+        return self._norms.are_finite(used, GradientChange(self.change.unscale))
 
     def show_unscaled(self) -> None:
         """Have `.grad` be without the loss scale from now on, until the step."""

@@ -189,10 +189,13 @@ class ElixirPrecision(Precision):
         if elixir.has_own_step and not elixir.scaler.enabled:
             # As in plain Lightning: it may do something before the closure runs, and with what that returns.
             return elixir.step(partial(self._wrap_closure, model, optimizer, closure), **kwargs)
-        with elixir.unobserved(is_update_unobserved(model)):
+        is_unobserved = is_update_unobserved(model)
+        with elixir.unobserved(is_unobserved):
             # The closure runs here and not inside `step`: clipping needs the gradients of the whole closure.
             result = closure()
             elixir.show_unscaled()  # to the hooks, as Lightning does
+            if not is_unobserved:  # what hooks do to inf and nan leaves the step skipped, and the scale too large
+                elixir.find_overflows()
             self._after_closure(model, optimizer)
             is_skipped = result is None and model.automatic_optimization and self.precision == "16-mixed"
             if not is_skipped:  # as a GradScaler, which has nothing to unscale

@@ -21,6 +21,7 @@ from tests.fuzz.build import Net, make_model, make_optimizer, make_schedule
 from tests.fuzz.kept import cast_around, kept_names
 from tests.fuzz.options import module_options, optimizer_options
 from tests.fuzz.programs import Program
+from tests.fuzz.scale import Scale, has_scale
 from tests.helpers.plans import make_plan
 
 COUNTED = ("fetches", "prefetches", "hits", "evictions", "overflows", "misses_of_trace", "nvme_read_bytes")
@@ -28,38 +29,45 @@ COUNTED = ("fetches", "prefetches", "hits", "evictions", "overflows", "misses_of
 
 class Plain:
     """The oracle. Mixed precision: the model in 16 bits, the optimizer over an fp32 master; gradients of several
-    backwards are added up in fp32. With several ranks, gradients are averaged after every backward."""
+    backwards are added up in fp32. With several ranks, gradients are averaged after every backward. With fp16 the sums
+    have the loss scale in them until something needs them without, as with `torch.amp.GradScaler`."""
 
     is_engine = False
 
-    def __init__(self, program: Program, rank: int, *, is_jittered: bool = False) -> None:
-        self.program, self.rank, self._is_jittered = program, rank, is_jittered
-        self.is_half = program.dtype == "bfloat16"
+    def __init__(self, program: Program, rank: int, *, jitter: int = 0) -> None:
+        self.program, self.rank, self._jitter = program, rank, jitter
+        self.dtype: torch.dtype = getattr(torch, program.dtype)
+        self.is_half = self.dtype.itemsize == 2
         self.is_mixed = self.is_half and program.option("master_weights", True)
         self.counters: Counter[str] = Counter()
         self.build()
 
     def build(self, variant: int = 0) -> None:
         self.model: Net = make_model(self.program)
-        if self._is_jittered:
-            _jitter(self.model)
         self._has_own_statistics = self._is_inside_step = False
         self._adopt()
 
     def _adopt(self) -> None:
         self.named = dict(self.model.named_parameters())
         self.sums: dict[str, Tensor] = {}
+        self.scale = Scale(self.program) if has_scale(self.program) else None
+        self._is_unscaled = self._is_overflow = False
+        """Of the sums."""
+        self._is_skipped = False
         self.masters: dict[str, Tensor] = {}
         kept = kept_names(self.program, self.model) if self.is_half else set()
         if self.is_half and not self.program.option("autocast"):
-            cast_around(self.model, kept)
+            cast_around(self.model, kept, self.dtype)
+        generator = torch.Generator().manual_seed(self._jitter)
         for name, p in self.named.items():
-            if name in kept:
+            is_fp32 = not self.is_half or name in kept
+            if self._jitter:
+                _jitter(p, torch.float32 if is_fp32 else self.dtype, generator)
+            if is_fp32:
                 continue
             if self.is_mixed and p.requires_grad:
                 self.masters[name] = p.detach().clone().requires_grad_()
-            if self.is_half:
-                p.data = p.data.bfloat16()
+            p.data = p.data.to(self.dtype)
         self.optimizer = make_optimizer(self.program, self.targets().items())
         self.schedule = make_schedule(self.program, self.optimizer)
 
@@ -72,9 +80,13 @@ class Plain:
         if not self.is_half:
             return self.model(**batch)
         if self.program.option("autocast"):
-            with torch.autocast(self.program.device, torch.bfloat16):
+            with self._autocast():
                 return self.model(**batch)
-        return self.model(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()})
+        return self.model(**{k: v.to(self.dtype) if v.is_floating_point() else v for k, v in batch.items()})
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        # As the engine's: with the cache, gradients of several uses of an fp32 weight are added up in 16 bits.
+        return torch.autocast(self.program.device, self.dtype, cache_enabled=False)
 
     @contextmanager
     def around_steps(self) -> Iterator[None]:
@@ -83,7 +95,7 @@ class Plain:
         has_autocast = is_trainers and self.is_half and self.program.option("autocast")
         self._is_inside_step = is_trainers
         try:
-            with torch.autocast(self.program.device, torch.bfloat16) if has_autocast else nullcontext():
+            with self._autocast() if has_autocast else nullcontext():
                 yield
         finally:
             self._is_inside_step = False
@@ -107,6 +119,8 @@ class Plain:
         earlier = {name: p.grad for name, p in self.named.items()}
         for p in self.named.values():
             p.grad = None
+        if self.scale is not None:
+            loss = loss * self.scale.value
         try:
             loss.backward(**options)
         except BaseException:  # what it has put down counts as a gradient: zero_grad(set_to_none=False) makes it zeros
@@ -146,7 +160,8 @@ class Plain:
 
     def grads(self) -> dict[str, Tensor]:
         if self.is_half:
-            return {name: g.float().cpu() for name, g in self.sums.items()}
+            factor = 1.0 if self.scale is None or self._is_unscaled else 1.0 / self.scale.value
+            return {name: (g.float() * factor).cpu() for name, g in self.sums.items()}
         return {name: p.grad.detach().float().cpu() for name, p in self.named.items() if p.grad is not None}
 
     def drop_gradient(self, name: str) -> None:
@@ -156,6 +171,9 @@ class Plain:
     def zero_grad(self) -> None:
         sets_to_none = self.program.sets_to_none or self.program.through == "trainer"  # which says nothing
         self.sums = {} if sets_to_none else {name: torch.zeros_like(g) for name, g in self.sums.items()}
+        self._is_unscaled = False
+        if self.program.through == "module":  # Lightning has told the scaler already, which forgets nothing
+            self._is_overflow = False
         self.optimizer.zero_grad(sets_to_none)
         self.model.zero_grad(sets_to_none)
 
@@ -163,6 +181,18 @@ class Plain:
         """As a user does through the model."""
         self.sums = {}
         self.model.zero_grad()
+
+    def unscale(self) -> None:
+        """Take the loss scale out of the sums that the optimizer will see, and find out whether they are finite: what
+        is done to them later has no say in that."""
+        if self.scale is None or self._is_unscaled:
+            return
+        own = {id(p) for p in self._optimized()}
+        for name, target in self.targets().items():
+            if name in self.sums and id(target) in own:
+                self._is_overflow |= not bool(self.sums[name].isfinite().all())
+                self.sums[name] = self.sums[name].float() * (1.0 / self.scale.value)
+        self._is_unscaled = True
 
     def _for_optimizer(self) -> None:
         """Gradients to where the optimizer looks for them."""
@@ -176,6 +206,7 @@ class Plain:
 
     def clip_norm(self, most: float) -> float:
         """`clip_grad_norm_`, with the norm in fp64: torch's fp32 norm depends on where parameters end."""
+        self.unscale()
         self._for_optimizer()
         if self.is_half:  # with all the bits that the sums have
             own = {id(p) for p in self._optimized()}
@@ -187,6 +218,7 @@ class Plain:
         return float(torch.tensor(norm))  # fp32, as it is given
 
     def clip_value(self, most: float) -> None:
+        self.unscale()
         self._change(lambda g: g.clamp_(-most, most))
 
     def _change(self, change: Callable[[Tensor], Any]) -> None:
@@ -225,9 +257,17 @@ class Plain:
 
     def step(self) -> None:
         self._absorb()
+        self.unscale()
         max_norm = self.program.option("max_norm")
         if max_norm:
             self.clip_norm(max_norm)
+        if self.scale is not None:
+            self._is_skipped, self._is_unscaled, self._is_overflow = self._is_overflow, False, False
+            self.scale.update(is_overflow=self._is_skipped)
+            if self._is_skipped:
+                for target in self.targets().values():
+                    target.grad = None
+                return
         self._for_optimizer()
         self.optimizer.step()
         with torch.no_grad():
@@ -244,8 +284,12 @@ class Plain:
         with torch.no_grad():
             for name, master in self.masters.items():
                 p = self.named[name]
-                changed = p != master.bfloat16()
+                changed = p != master.to(p.dtype)
                 master[changed] = p[changed].float()
+
+    def scaling(self) -> dict[str, Any]:
+        """The loss scale, and what the last step made of the gradients."""
+        return {"scale": 1.0 if self.scale is None else self.scale.value, "is skipped": self._is_skipped}
 
     def unobserved(self, is_unobserved: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -285,10 +329,13 @@ class Plain:
         for group in state["param_groups"]:
             if self.program.optimizer.startswith("hybrid"):
                 group.pop("differentiable", None)  # torch adds it to groups that are added after loading
-        return state
+        return state if self.scale is None else {**state, "loss_scaler": self.scale.state_dict()}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(copy.deepcopy(state))
+        own = {key: value for key, value in state.items() if key != "loss_scaler"}
+        self.optimizer.load_state_dict(copy.deepcopy(own))
+        if self.scale is not None:
+            self.scale.load_state_dict(state["loss_scaler"])
 
     def add_group(self, group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(group)
@@ -330,11 +377,15 @@ class Plain:
 
 
 @torch.no_grad()
-def _jitter(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-        parameter.mul_(1.0 + torch.finfo(parameter.dtype).eps / 2 * noise)
+def _jitter(parameter: nn.Parameter, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Move about one element in eight up or down by a unit in the last place of this dtype, or two.
+
+    It is the dtype that is computed in, over an fp32 master as well: there the last bit of a master now and then rounds
+    a 16-bit value the other way, and that is what the rest of the run sees of it.
+    """
+    drawn = torch.rand(parameter.shape, generator=generator).to(parameter.device)
+    moves = (drawn < 1 / 16).float() - (drawn > 15 / 16).float()
+    parameter.mul_(1.0 + torch.finfo(dtype).eps * moves)
 
 
 class Engine(Plain):
@@ -380,12 +431,18 @@ class Engine(Plain):
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         if self.program.is_bare:
-            loss.backward(**options)
+            self.optimizer.scale_loss(loss).backward(**options)
         else:
             self.optimizer.backward(loss, **options)
 
     def grads(self) -> dict[str, Tensor]:
-        return self.module.full_grads()
+        return self.module.full_grads(self.optimizer.gradient_scale)
+
+    def scaling(self) -> dict[str, Any]:
+        return {"scale": self.optimizer.loss_scale, "is skipped": self.optimizer.is_step_skipped}
+
+    def unscale(self) -> None:
+        """The engine does that by itself."""
 
     def drop_gradient(self, name: str) -> None:
         self.named[name].grad = None
@@ -467,12 +524,12 @@ def rank_device(rank: int) -> int:
 def _common(program: Program) -> dict[str, Any]:
     return {
         "world_size": program.ranks,
-        "compute_dtype": torch.bfloat16 if program.dtype == "bfloat16" else None,
+        "compute_dtype": None if program.dtype == "float32" else getattr(torch, program.dtype),
         "master_weights": program.option("master_weights", True),
         "can_stream": program.optimizer.startswith("hybrid"),
         "accumulates": program.micro_batches > 1,
         "num_backwards": program.micro_batches,
-        "needs_global_norm": program.clip == "norm" or "max_norm" in dict(program.options),
+        "needs_global_norm": program.clip == "norm" or "max_norm" in dict(program.options) or has_scale(program),
         "enable_distributed_storage": dict(program.plan).get("enable_distributed_storage", True),
     }
 

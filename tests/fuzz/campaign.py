@@ -15,7 +15,7 @@ from tests.fuzz.like_a_gpu import run_like_a_gpu, watched
 from tests.fuzz.play import Note
 from tests.fuzz.programs import Draw, Program, generate, simpler
 from tests.fuzz.restarts import restarted, run_restarted
-from tests.fuzz.run import Outcome, run_engine, run_plain, run_program
+from tests.fuzz.run import Outcome, run_engine, run_plain, run_program, settle, worst_of
 from tests.helpers.dist import RankError, run_ranks, stop_workers
 
 TIMEOUT_S = 180.0
@@ -46,11 +46,16 @@ def run_apart(
                 outcomes = run_ranks(_through_trainer, program.ranks, *given, init_group=False, **options)
         else:
             outcomes = run_ranks(run, program.ranks, program, init_group=has_group, **options)
+        settle(
+            program,
+            outcomes,
+            lambda call, *given: run_ranks(call, program.ranks, *given, init_group=has_group, **options),
+        )
     except RankError as error:
         return Outcome(program.seed, "failed", str(error))
     except TimeoutError as error:
         return Outcome(program.seed, "failed", f"it hangs: {error}")
-    worst = max(outcomes, key=lambda o: _ORDER.index(o.verdict))
+    worst = worst_of(outcomes)
     if worst.is_finding:  # what it has left in these processes is no other program's
         stop_workers()
     counters: Counter[str] = Counter()
@@ -61,9 +66,6 @@ def run_apart(
 
 def _through_trainer(program: Program, plain: list[list[Note]], folder: str) -> Outcome:
     return run_engine(program, plain[int(os.environ["RANK"])], folder)
-
-
-_ORDER = ("equal", "close", "chaotic", "refused", "useless", "different", "failed")
 
 
 @dataclass

@@ -29,10 +29,10 @@ def interrupted(program: Program) -> Program:
     """The same, as one that can be interrupted: what a forward changes beside gradients would be changed twice."""
     layers = _stateless(program.layers)
     options = tuple(o for o in program.options if o[0] != "init_step")
-    steps = max(4, program.steps)
-    return replace(
-        program, layers=layers, steps=steps, actions=(), schedule="", ranks=1, through="module", options=options
-    )
+    # A loss scale is part of what a step changes, and here only parameters tell whether it was taken.
+    dtype = "bfloat16" if program.dtype == "float16" else program.dtype
+    program = replace(program, layers=layers, options=options, dtype=dtype, steps=max(4, program.steps))
+    return replace(program, actions=(), schedule="", ranks=1, through="module")
 
 
 def _stateless(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:

@@ -39,7 +39,7 @@ def kept_names(program: Program, model: nn.Module) -> set[str]:
     return {name for name, p in everything.items() if id(p) in shared}
 
 
-def cast_around(model: nn.Module, kept: Collection[str]) -> None:
+def cast_around(model: nn.Module, kept: Collection[str], dtype: torch.dtype) -> None:
     """Without autocast: modules that are kept as a whole take 16-bit inputs as fp32, and give 16-bit results."""
     ids = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in kept}
     below: set[int] = set()
@@ -47,34 +47,33 @@ def cast_around(model: nn.Module, kept: Collection[str]) -> None:
         own = {id(p) for p in module.parameters()}
         is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # takes 16 bits as they are
         if name and own and own <= ids and not is_norm and type(module).forward is not nn.Module.forward:
-            around = _Around(is_outermost=id(module) not in below)
+            around = _Around(dtype, is_outermost=id(module) not in below)
             below |= {id(m) for m in module.modules()}
             module.register_forward_pre_hook(around.before, with_kwargs=True)
             module.register_forward_hook(around.after, always_call=True)
 
 
 class _Around:
-    def __init__(self, *, is_outermost: bool) -> None:
+    def __init__(self, dtype: torch.dtype, *, is_outermost: bool) -> None:
+        self._dtype = dtype
         self._is_outermost = is_outermost
         self._are_cast: list[bool] = []
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         floating = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
-        has_half = any(t.dtype is torch.bfloat16 for t in floating)
+        has_half = any(t.dtype is self._dtype for t in floating)
         self._are_cast.append(has_half or (not floating and self._is_outermost))
-        return tuple(map(_widened, args)), {name: _widened(value) for name, value in kwargs.items()}
+        return tuple(map(self._widened, args)), {name: self._widened(value) for name, value in kwargs.items()}
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._are_cast and self._are_cast.pop():
-            return _narrowed(output)
+            return self._narrowed(output)
         return None
 
+    def _widened(self, value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype is self._dtype else value
 
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype is torch.bfloat16 else value
-
-
-def _narrowed(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_narrowed, value))
-    return value.bfloat16() if isinstance(value, Tensor) and value.dtype is torch.float32 else value
+    def _narrowed(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._narrowed, value))
+        return value.to(self._dtype) if isinstance(value, Tensor) and value.dtype is torch.float32 else value

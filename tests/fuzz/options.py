@@ -53,7 +53,9 @@ _SCALING = {
     "growth_interval": (1, 2, 3),
     "hysteresis": (1, 2),
 }
-"""Of the loss scale. It is on with fp16 alone, which is for GPUs: on the CPU these must change nothing."""
+"""Of the loss scale. It is on with fp16 alone: elsewhere these must change nothing."""
+_INITIAL_SCALES = (1.0, 2.0**10, 2.0**16, 2.0**18, 2.0**20, 2.0**24)
+"""With fp16. Gradients of these programs overflow from about 2^18 on, with the largest in several steps."""
 _KEPT = ("*head", "*norm", "*layers.0", "*body", "class:Linear", "class:LayerNorm", "where:0", "where:1", "where:2")
 _KEPT_OF_AUTOCAST = ("*bias", "*weight", "*head.weight")
 """Parts of a module: without autocast its own operators refuse a mixture of dtypes."""
@@ -175,6 +177,12 @@ def _of_strategy_alone(rng: random.Random, program: Program, plan: dict[str, Any
 def _scaling(rng: random.Random) -> dict[str, Any]:
     names = rng.sample(sorted(_SCALING), rng.randint(1, len(_SCALING)))
     return {name: rng.choice(_SCALING[name]) for name in sorted(names)}
+
+
+def with_scaling(rng: random.Random, options: Drawn) -> Drawn:
+    """The same for fp16, where the scale is on."""
+    drawn = {**_scaling(rng), "initial_scale": rng.choice(_INITIAL_SCALES)}
+    return tuple(sorted({**dict(options), **drawn}.items()))
 
 
 # ---------------------------------------------------------------------------------------------------- as arguments

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.fuzz.backends import Plain
 from tests.fuzz.build import batch_of, logits_of, loss_of
 from tests.fuzz.programs import AFTER_FORWARD, BEFORE_STEP, BETWEEN_STEPS, FAULTS, P_GRAD, Action, Program
+from tests.fuzz.scale import has_scale
 from tests.fuzz.watchers import LONGEST_READ_S, Watcher
 
 
@@ -107,6 +108,10 @@ class Player:
         return True
 
     def between_steps(self, step: int) -> None:
+        if has_scale(self.program):
+            scaling = self.backend.scaling()
+            self.note("loss scale", scaling)
+            self.backend.counters["skipped steps"] += scaling["is skipped"]
         for action in self.program.at(step, BETWEEN_STEPS):
             _ACTIONS[action.name](self, action)
 
@@ -133,7 +138,12 @@ class Player:
             backend.model.clock.fault = ""
         if program.records_grads:
             self.note("gradients", backend.grads())
+        is_hesitating = program.through == "trainer" and any(a.name == "no_step" for a in program.at(step, BEFORE_STEP))
+        if program.through == "trainer" and not is_hesitating:
+            backend.unscale()  # where Lightning does
         is_stepping = self.before_step(step)
+        if is_hesitating:
+            return
         if program.clip == "norm":
             norm = backend.clip_norm(program.clip_at)
             if program.through == "module":

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
-from tests.fuzz.options import draw_options
+from tests.fuzz.options import draw_options, with_scaling
 
 Through = Literal["module", "trainer"]
 
@@ -187,18 +187,22 @@ class Draw:
         ranks: Numbers of ranks to choose from.
         device: Where to compute.
         through: Only this; None: mostly the module.
+        dtype: Only this; None: mostly float32.
     """
 
     ranks: tuple[int, ...] = (1,)
     device: str = "cpu"
     through: Through | None = None
+    dtype: str | None = None
 
 
 def generate(seed: int, draw: Draw | None = None) -> Program:
     """The program of a seed: the same one for ever, as long as this file stays as it is."""
     draw = draw or Draw()
     rng = random.Random(seed)
-    dtype = "bfloat16" if rng.random() < 0.2 else "float32"
+    of_fp16 = random.Random(f"{seed} fp16")  # of its own: a seed gives what it gave before there was fp16
+    drawn = "bfloat16" if rng.random() < 0.2 else "float32"
+    dtype = draw.dtype or ("float16" if drawn == "bfloat16" and of_fp16.random() < 0.5 else drawn)
     through: Through = draw.through or ("trainer" if rng.random() < 0.2 else "module")
     optimizer = rng.choice(OPTIMIZERS)
     if draw.device == "cuda":  # others have other roundings where their states are on the host
@@ -246,6 +250,10 @@ def generate(seed: int, draw: Draw | None = None) -> Program:
     if rng.random() < 0.12:
         program = replace(program, watcher=rng.choice(WATCHERS))
     plan, options = draw_options(rng, program)
+    if dtype == "float16":
+        options = with_scaling(of_fp16, options)
+        if through == "trainer":  # the hook that does it comes when the scale has been taken out
+            program = replace(program, actions=tuple(a for a in program.actions if a.name != "forward_again"))
     if dtype != "float32" and not dict(options).get("master_weights", True):  # nothing is kept in fp32 then
         program = replace(program, layers=_without(layers, KEPT_UNASKED))
     return replace(program, plan=plan, options=options)

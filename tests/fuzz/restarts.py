@@ -25,7 +25,7 @@ from tests.fuzz.backends import Engine
 from tests.fuzz.play import Note, Player, Raised
 from tests.fuzz.poison import poisoned_storage
 from tests.fuzz.programs import P_GRAD, Action, Ending, Program, parse
-from tests.fuzz.run import Outcome, judge, run_plain, surroundings
+from tests.fuzz.run import Outcome, judge, run_plain, settle, surroundings, worst_of
 from tests.fuzz.trainer import InTrainer, Left, Module, WatchingModule, batches, make_trainer, within_limits
 from tests.helpers.dist import run_ranks, start_processes
 
@@ -83,11 +83,25 @@ def run_restarted(program: Program, timeout_s: float) -> Outcome:
     if errors:
         verdict = "refused" if "CapacityError" in errors[0] else "failed"
         return replace(outcome, verdict=verdict, detail=f"the life that goes on: {errors[0]}")
-    for rank, life in enumerate(first):  # as far as it came
-        count = next((n for n, note in enumerate(life["notes"]) if _is_of_peers(note)), len(life["notes"]))
-        if count and not outcome.is_finding:
-            judge(program, outcome, whole[rank][:count], life["notes"][:count])
+    counts = [  # as far as it came
+        next((n for n, note in enumerate(life["notes"]) if _is_of_peers(note)), len(life["notes"])) for life in first
+    ]
+    expected = [notes[:count] for notes, count in zip(whole, counts, strict=True)]
+    outcome = _worst(program, outcome, expected, [life["notes"] for life in first])
     return outcome if outcome.is_finding else _judged(program, outcome, first, second)
+
+
+def _worst(
+    program: Program, outcome: Outcome, expected: list[list[Note]], found: list[list[Note]], begin: int = 0
+) -> Outcome:
+    """What ranks have seen beside what plain PyTorch saw, from this note on; with an outcome so far."""
+    outcomes = [replace(outcome) for _ in expected]
+    for own, plain, ours in zip(outcomes, expected, found, strict=True):
+        if len(plain) > begin:
+            judge(program, own, plain, ours, begin=begin)
+    has_group = program.ranks > 1
+    settle(program, outcomes, lambda call, *given: run_ranks(call, program.ranks, *given, init_group=has_group))
+    return worst_of(outcomes)
 
 
 def _judged(program: Program, outcome: Outcome, first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Outcome:
@@ -104,12 +118,9 @@ def _judged(program: Program, outcome: Outcome, first: list[dict[str, Any]], sec
     plain = run_ranks(run_plain, program.ranks, known, init_group=program.ranks > 1)
     if isinstance(plain[0], Outcome):
         return plain[0]
-    for rank, life in enumerate(second):
-        later = [note for note in plain[rank] if _step_of(note) >= begin or "final" in note.label]
-        judge(program, outcome, later, life["notes"])
-        if outcome.is_finding:
-            return replace(outcome, detail=f"gone on from step {begin}: {outcome.detail}")
-    return outcome
+    earlier = sum(_step_of(note) < begin and "final" not in note.label for note in plain[0])
+    outcome = _worst(known, outcome, plain, [life["notes"] for life in second], earlier)
+    return replace(outcome, detail=f"gone on from step {begin}: {outcome.detail}") if outcome.is_finding else outcome
 
 
 def _is_of_peers(note: Note) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections import Counter
 from typing import Any, get_args
 
 import pytest
+import torch
+from torch import nn
 
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.config import PolicyName, TimingName
@@ -30,6 +34,7 @@ from tests.fuzz.programs import (
     simpler,
 )
 from tests.fuzz.run import run_program
+from tests.fuzz.scale import Scale
 from tests.helpers.tiers import full
 
 NUM_PROGRAMS = 12
@@ -56,6 +61,26 @@ def test_programs(first_seed: int) -> None:
 def test_programs_through_the_trainer() -> None:
     summary = _run(200, Draw(through="trainer"), 8)
     assert summary.counters["evictions"] > 100
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("through", THROUGH)
+def test_programs_in_fp16(through: Through) -> None:
+    summary = _run(40100, Draw(through=through, dtype="float16"))
+    assert summary.counters["skipped steps"] > 0
+
+
+@pytest.mark.parametrize("name", ["torch_clip_value", "nan_guard", "drop_gradients"])
+def test_a_hook_that_takes_an_overflow_away_keeps_no_step_from_being_skipped(name: str) -> None:
+    actions = (Action(0, name), Action(1, name, 1))
+    options = (("autocast", True), ("initial_scale", 2.0**19))
+    layers = (Layer("linear"), Layer("mlp"))
+    program = Program(
+        3, layers, loss="square", actions=actions, through="trainer", dtype="float16", plan=PLAN, options=options
+    )
+    outcome = run_program(program)
+    assert outcome.verdict == "equal", outcome.detail
+    assert outcome.counters["skipped steps"] > 0
 
 
 @pytest.mark.full
@@ -101,6 +126,47 @@ def test_programs_are_the_same_for_a_seed_and_can_be_read_back() -> None:
         assert program == generate(seed)
         assert parse(repr(program)) == program
         assert all(other != program for other in simpler(program))
+
+
+def test_fp16_is_drawn_as_often_as_bf16() -> None:
+    counts = Counter(generate(seed).dtype for seed in range(1500))
+    assert 0.7 < counts["float16"] / counts["bfloat16"] < 1.4
+    scales = {generate(seed, Draw(dtype="float16")).option("initial_scale") for seed in range(100)}
+    assert {1.0, 2.0**24} < scales
+
+
+@pytest.mark.parametrize("interval", [1, 2, 2000])
+def test_the_scale_of_the_oracle_is_that_of_a_grad_scaler(interval: int) -> None:
+    options = (("backoff_factor", 0.75), ("growth_factor", 1.5), ("growth_interval", interval), ("initial_scale", 3.0))
+    ours = Scale(Program(0, (), dtype="float16", options=options))
+    theirs = torch.amp.GradScaler(
+        "cpu", init_scale=3.0, growth_factor=1.5, backoff_factor=0.75, growth_interval=interval
+    )
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    parameter = optimizer.param_groups[0]["params"][0]
+    for is_overflow in (False, True, True, False, False, False, True, False):
+        theirs.scale(torch.zeros(()))
+        parameter.grad = torch.full((1,), math.inf if is_overflow else 1.0)
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(is_overflow=is_overflow)
+        assert ours.value == theirs.get_scale()
+
+
+def test_the_scale_of_the_oracle_stays_in_its_bounds_and_has_patience() -> None:
+    options = (
+        ("hysteresis", 2),
+        ("growth_interval", 1),
+        ("max_scale", 8.0),
+        ("min_scale", 1.0),
+        ("initial_scale", 4.0),
+    )
+    scale = Scale(Program(0, (), dtype="float16", options=options))
+    found = []
+    for is_overflow in (False, False, True, True, True, True, True, False, True, True):
+        scale.update(is_overflow=is_overflow)
+        found.append(scale.value)
+    assert found == [8.0, 8.0, 8.0, 4.0, 2.0, 1.0, 1.0, 2.0, 2.0, 1.0]
 
 
 def _drawn() -> dict[str, dict[str, set[str]]]:

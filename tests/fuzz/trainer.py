@@ -22,6 +22,7 @@ from lightning_elixir.errors import CapacityError, ElixirError
 from lightning_elixir.plan.io import load_plan
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.engine_handle import EngineHandle
+from lightning_elixir.strategy.precision import ElixirPrecision
 from tests.fuzz.backends import COUNTED, Plain, least_limit, plan_options, tight_plan
 from tests.fuzz.build import Net, make_model, make_optimizer, make_schedule
 from tests.fuzz.options import strategy_options
@@ -121,7 +122,8 @@ class InTrainer(Plain):
     def __init__(self, program: Program, module: Module, folder: str) -> None:
         self.program, self.module, self.folder = program, module, folder
         self.rank = int(os.environ["RANK"]) if program.ranks > 1 else 0
-        self.is_half = program.dtype == "bfloat16"
+        self.dtype = getattr(torch, program.dtype)
+        self.is_half = self.dtype.itemsize == 2
         self.is_mixed = self.is_half and program.option("master_weights", True)
         self.model = module.net
         self.named = dict(module.net.named_parameters())
@@ -157,12 +159,15 @@ class InTrainer(Plain):
 
     def __call__(self, **batch: Tensor) -> Any:
         if self.is_half and not self.program.option("autocast"):
-            batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
+            batch = {k: v.to(self.dtype) if v.is_floating_point() else v for k, v in batch.items()}
         with self.around_steps():
             return self.model(**batch)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        loss.backward(**options)
+        self.optimizer.scale_loss(loss).backward(**options)
+
+    def scaling(self) -> dict[str, Any]:
+        return {"scale": self.optimizer.loss_scale, "is skipped": self.optimizer.is_step_skipped}
 
     @contextmanager
     def visible_grads(self) -> Iterator[None]:
@@ -288,7 +293,7 @@ def make_trainer(backend: InTrainer, limits: dict[str, Any], end: int) -> Traine
         accelerator="gpu" if program.device == "cuda" else "cpu",
         devices=program.ranks,
         strategy=ElixirStrategy(**options, **limits),
-        precision=_PRECISIONS[program.dtype, program.option("master_weights", True)],
+        **_precision(program),
         max_steps=end,
         accumulate_grad_batches=program.micro_batches,
         gradient_clip_val=program.clip_at if program.clip else None,
@@ -300,6 +305,13 @@ def make_trainer(backend: InTrainer, limits: dict[str, Any], end: int) -> Traine
         num_sanity_val_steps=0,
         default_root_dir=folder,
     )
+
+
+def _precision(program: Program) -> dict[str, Any]:
+    name = _PRECISIONS[program.dtype, program.option("master_weights", True)]
+    if name == "16-mixed" and program.device == "cpu":  # where Lightning takes bf16 instead
+        return {"plugins": [ElixirPrecision(name, autocast=program.option("autocast", False))]}
+    return {"precision": name}
 
 
 def batches(program: Program) -> DataLoader[Any]:
@@ -330,6 +342,8 @@ _PRECISIONS: dict[tuple[str, bool], Any] = {
     ("float32", True): "32-true",
     ("bfloat16", True): "bf16-mixed",
     ("bfloat16", False): "bf16-true",
+    ("float16", True): "16-mixed",
+    ("float16", False): "16-true",
 }
 
 

@@ -53,6 +53,37 @@ def _in_thread(work: Callable[[], Any]) -> Any:
     return found[0]
 
 
+def test_a_thread_that_waits_for_what_was_saved_does_not_get_what_was_written_meanwhile() -> None:
+    """Plain PyTorch looks at the version where it gives the tensor out."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    module = ElixirModule(model, make_plan(model, placement_policy="cpu", chunk_size=1024), device="cpu")
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    node = module(x).grad_fn
+    assert node is not None
+    found: list[Any] = []
+
+    def read() -> None:
+        try:
+            found.append(node._saved_mat2)
+        except RuntimeError as error:
+            found.append(error)
+
+    turn = module.engine.turn
+    reader = threading.Thread(target=read, daemon=True)
+    with turn.call("a call that writes"):
+        reader.start()
+        while not turn._waiting:  # it has asked
+            time.sleep(0.001)
+        with torch.no_grad():
+            model.weight.mul_(2.0)
+    reader.join(60)
+    assert len(found) == 1
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        raise found.pop()
+    module.close()
+
+
 def test_a_signal_while_the_engine_is_taken_locks_no_thread_out() -> None:
     """At every moment at which Python may run a handler: where a function begins, and after a call of one in C."""
     turn = turns.Turn(is_shared=False)

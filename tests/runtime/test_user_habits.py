@@ -528,6 +528,32 @@ def test_clipping_by_value_is_of_gradients_without_the_loss_scale() -> None:
     assert all(torch.equal(state[name], p) for name, p in plain.named_parameters())
 
 
+@pytest.mark.parametrize("habit", ["sets zeros", "drops all", "nothing"])
+def test_a_step_whose_gradients_have_overflowed_is_skipped_whatever_is_done_to_them(habit: str) -> None:
+    """As after `GradScaler.unscale_`: else the scale would stay too large for ever."""
+    model = nn.Linear(8, 4)
+    module = ElixirModule(model, make_plan(model, **TIGHT), device=CPU)
+    module.needs_loss_scale = True  # there is no fp16 on the CPU; scaling works with any dtype
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.5), initial_scale=2.0**100)
+    before = module.full_state_dict()
+    optimizer.backward(module(torch.full((6, 8), 1e20)).sum())  # the gradient of the bias is finite
+    optimizer.show_unscaled()
+    optimizer.find_overflows()
+    if habit == "sets zeros":
+        for p in model.parameters():
+            p.grad.nan_to_num_(0.0, 0.0, 0.0)
+    elif habit == "drops all":
+        optimizer.zero_grad()
+    optimizer.step()
+    assert optimizer.is_step_skipped
+    assert optimizer.loss_scale == 2.0**99
+    state = module.full_state_dict()
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+    optimizer.backward(module(torch.ones(6, 8)).sum())  # and only that step is
+    optimizer.step()
+    assert not optimizer.is_step_skipped
+
+
 def test_an_optimizer_around_a_plain_module_is_refused() -> None:
     model = nn.Linear(8, 4)
     with pytest.raises(PlanError, match=r"takes the ElixirModule around the model, got Linear"):
