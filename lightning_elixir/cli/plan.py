@@ -40,7 +40,7 @@ from lightning_elixir.profiling.parameters import dtype_name, param_specs
 from lightning_elixir.report import ReportData, render_report
 from lightning_elixir.report.markup import format_count
 from lightning_elixir.strategy.precision import ElixirPrecision
-from lightning_elixir.strategy.regimes import fit_regime, with_optimizer
+from lightning_elixir.strategy.regimes import fit_regime, guessed_regime, with_optimizer
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,10 @@ def _fit_plan(
         )
     sizes = ChunkSizes(size_of(options.chunk_size, "--chunk-size"))
     cut = partial(make, chunk_sizes=sizes, keep_fp32=kept)
-    without_optimizer, budget = regime_of(options, precision), machine.budget
-    layout = with_common_activations(lambda limits: cut(budget=limits, regime=without_optimizer), budget)
+    budget, guessed = machine.budget, regime_of(options, precision)
+    if options.policy == "auto":
+        guessed = guessed_regime(guessed)
+    layout = with_common_activations(lambda limits: cut(budget=limits, regime=guessed), budget)
     try:
         return make(budget=budget, regime=regime, profile=profile, layout=layout)
     except CapacityError:

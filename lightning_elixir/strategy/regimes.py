@@ -53,6 +53,12 @@ def fit_regime(
     )
 
 
+def guessed_regime(regime: TrainingRegime) -> TrainingRegime:
+    """What a model is cut into chunks for, before its optimizer is known: an Adam of ours, and no clipping, for which
+    spare states come on top."""
+    return replace(regime, can_stream=True, needs_global_norm=False)
+
+
 def with_optimizer(regime: TrainingRegime, *, can_stream: bool, num_states: int) -> TrainingRegime:
     """What training is like with this optimizer.
 

@@ -36,6 +36,7 @@ from lightning_elixir.storage.nvme import DiskOptions
 from lightning_elixir.strategy.config import ElixirConfig
 from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import check_same_model
+from lightning_elixir.strategy.regimes import guessed_regime
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ class Planner:
 
     def guessed_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
         """A placement of `current`'s chunks to build with, before anything is known of a step."""
-        return self._share(lambda: self._guessed_plan(model, current, budget))
+        return self._share(lambda: self._guessed_over(model, current, budget))
 
     def warm_up_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
         """A placement of `current`'s chunks that needs as little device memory as possible."""
@@ -340,14 +341,16 @@ class Planner:
             given = self._with_kept(given, model)
             self._check_given(given, model, budget)
             return given, True
+        is_auto = self.config.placement_policy == "auto"
+        if is_auto and is_training and budget.gpu_bytes is not None:
+            return self._guessed_plan(model, budget), False
         plan = self._unforeseen(lambda limits: self._make(model, limits, self.regime), budget)
-        is_fixed = self.config.placement_policy == "cuda" or plan.is_all_resident
-        if self.config.placement_policy == "auto":
-            is_fixed = budget.gpu_bytes is None
-        if is_fixed or (self._device.type == "cpu" and self.config.placement_policy != "auto"):
-            return plan, True  # nothing is left to decide, or no activations share the memory
+        is_resident = plan.is_all_resident or self.config.placement_policy == "cuda"
+        is_fixed = budget.gpu_bytes is None if is_auto else is_resident or self._device.type == "cpu"
+        if is_fixed:  # nothing is left to decide, or no activations share the memory
+            return plan, True
         if is_training:
-            return self._guessed_plan(model, plan, budget), False
+            return self._guessed_over(model, plan, budget), False
         return self._evaluation_plan(model, plan, budget), False
 
     def _check_given(self, plan: Plan, model: nn.Module, budget: Budget) -> None:
@@ -390,17 +393,20 @@ class Planner:
             log.warning("going on with the smallest plan there is: %s", error)
             return self._safe_plan(model, current, budget)
 
-    def _guessed_plan(self, model: nn.Module, plan: Plan, budget: Budget) -> Plan:
+    def _guessed_plan(self, model: nn.Module, budget: Budget, layout: Plan | None = None) -> Plan:
         """The fastest one if activations take a common share of the device and the optimizer is an Adam of ours. It
         serves to build with, not to train with: what it has on the device need not go through the host's memory first.
         """
-        regime = replace(self.regime, can_stream=True, needs_global_norm=False)
-        try:
-            guessed = self._unforeseen(lambda limits: self._make(model, limits, regime, layout=plan), budget)
-        except CapacityError:
-            return plan
+        regime = guessed_regime(self.regime)
+        guessed = self._unforeseen(lambda limits: self._make(model, limits, regime, layout=layout), budget)
         # Another optimizer may come, which can have no updates streamed.
         return replace(guessed, chunks=tuple(replace(c, is_update_streamed=False) for c in guessed.chunks))
+
+    def _guessed_over(self, model: nn.Module, plan: Plan, budget: Budget) -> Plan:
+        try:
+            return self._guessed_plan(model, budget, plan)
+        except CapacityError:
+            return plan
 
     def _unforeseen(self, make: Callable[[Budget], Plan], budget: Budget) -> Plan:
         """A plan from before anything is known of a step."""
