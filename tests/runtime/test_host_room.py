@@ -78,11 +78,10 @@ def test_an_error_on_all_ranks_before_the_memory_is_gone(where: str, world_size:
     found = run_ranks(_run, world_size, where, world_size)
     assert len(set(found)) == 1 or where == "move"
     for message, looks, resource, lacking in found:
-        assert looks == 4
+        assert looks == 5  # once more without what is there ahead
         assert resource == "host"
         assert lacking > 0
-        # While an engine is built, memory for the chunk may be there already.
-        assert ("are left" if where == "build" else "1000 B are left") in message
+        assert "1000 B are left" in message
         assert "were planned" in message
         assert f"its {world_size} rank" in message
         assert "cpu_memory_limit" not in message  # the host has nothing
@@ -141,6 +140,32 @@ def test_each_rank_wants_to_find_what_it_takes_and_some_more(free: int, wanted: 
         room.look(plan, lambda: 0)
     fitting = 2 * held + free - 4 * 512
     assert ("cpu_memory_limit" in str(raised.value)) == (fitting > 0)
+
+
+def test_what_is_being_made_is_no_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such memory is neither free nor there: nobody is refused what is going to be taken anyway."""
+    engine = ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(engine, HybridAdam(engine.parameters()))
+    memory, has_begun = engine.engine.host_memory, threading.Event()
+    zeros, is_dropped = CpuDevice.host_zeros, threading.Event()
+
+    def slow(device: CpuDevice, numel: int, dtype: torch.dtype) -> Tensor:
+        if "elixir-memory" in threading.current_thread().name:
+            has_begun.set()
+            assert is_dropped.wait(20)
+        return zeros(device, numel, dtype)
+
+    def drop() -> None:
+        is_dropped.set()
+        HostMemory.drop(memory)
+
+    monkeypatch.setattr(CpuDevice, "host_zeros", slow)
+    monkeypatch.setattr(memory, "drop", drop)
+    monkeypatch.setattr(host_room, "_BETWEEN_LOOKS", 1)
+    monkeypatch.setattr(host_room, "available_host_bytes", lambda: 8 * 1024 * MIB if is_dropped.is_set() else 1000)
+    optimizer.prepare()
+    assert has_begun.wait(20)
+    optimizer.reserve()
 
 
 def test_what_is_prepared_is_what_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
