@@ -198,6 +198,39 @@ def test_what_is_prepared_is_what_is_reserved(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(map(str, taken[0])) == sorted(map(str, taken[1]))
 
 
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "elixir-memory" in thread.name]
+
+
+@pytest.mark.parametrize("make_optimizer", [HybridAdam, torch.optim.SGD])
+def test_the_first_step_gives_back_what_it_does_not_need(make_optimizer: Any) -> None:
+    engine = ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(engine, make_optimizer(engine.parameters(), lr=0.1))
+    assert _threads() == []
+    optimizer.prepare()
+    engine.engine.host_memory.prepare([(7, torch.float32)])  # of a plan that was in force
+    engine.engine.host_memory._worker.wait()
+    assert _threads()
+    optimizer.backward(sum(p.float().sum() for p in engine.parameters()))
+    optimizer.step()
+    assert engine.engine.host_memory.bytes_ahead() == 0
+    assert _threads() == []
+
+
+def test_a_build_that_fails_gives_back_what_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("no values")
+
+    made: list[HostMemory] = []
+    drop = HostMemory.drop
+    monkeypatch.setattr(HostMemory, "drop", lambda memory: (made.append(memory), drop(memory)))
+    monkeypatch.setattr(build.Builder, "_build_chunk", fails)
+    with pytest.raises(ValueError, match="no values"):
+        ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert made[0].bytes_ahead() == 0
+    assert _threads() == []
+
+
 def test_small_models_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     def never() -> int:
         raise AssertionError("looked")
