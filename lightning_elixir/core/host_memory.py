@@ -67,10 +67,15 @@ class HostMemory:
                     self._pieces[extent].append(piece)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D zeros; see `Device.host_zeros`."""
+        """1-D zeros; see `Device.host_zeros`. Where little memory is free and none of these is there, what was prepared
+        goes back first: it may be of other sizes, for a plan that is not in force any more."""
         piece = self._taken((numel, dtype))
         tensor = None if piece is None else piece.wait()
-        return self._device.host_zeros(numel, dtype) if tensor is None else tensor
+        if tensor is not None:
+            return tensor
+        if self._pieces and available_host_bytes() < bytes_of([(numel, dtype)]) + self._least_free_bytes:
+            self.drop()
+        return self._device.host_zeros(numel, dtype)
 
     def _taken(self, extent: Extent) -> _Piece | None:
         """One that is there; or else the last one that was asked for, so that the threads go on with the first ones
@@ -79,8 +84,11 @@ class HostMemory:
             pieces = self._pieces.get(extent)
             if not pieces:
                 return None
-            ready = next((i for i, piece in enumerate(pieces) if piece.is_over), len(pieces) - 1)
-            return pieces.pop(ready)
+            ready = next((i for i, piece in enumerate(pieces) if piece.tensor is not None), len(pieces) - 1)
+            piece = pieces.pop(ready)
+            if not pieces:
+                del self._pieces[extent]
+            return piece
 
     def bytes_ahead(self) -> int:
         """What is there and was not asked for yet."""
@@ -111,10 +119,6 @@ class _Piece:
     @property
     def nbytes(self) -> int:
         return bytes_of([self._extent])
-
-    @property
-    def is_over(self) -> bool:
-        return self.task is not None and self.task.is_over()
 
     def make(self) -> None:
         if available_host_bytes() >= self.nbytes + self._least_free_bytes:

@@ -223,13 +223,13 @@ class Builder:
         strides: list[tuple[int, ...]],
         master: Tensor | None,
     ) -> Tensor:
-        """This rank's slice of the chunk's values, 1-D, in master (or compute) dtype. It is `master`, zeros until now,
-        where that and the values are in host memory."""
+        """This rank's slice of the chunk's values, 1-D, in master (or compute) dtype, its padding zeros. It is `master`
+        where that is host memory, which begins as zeros, and the values come from no other rank."""
         comm, dtype = self._comm, self._precision.master_of(spec) or dtype_of(spec)
         numel = spec.numel // comm.world_size
         is_read = [member.fqn in self._sources for member in spec.members]
         if all(is_read) or comm.world_size == 1:
-            is_near = master is not None and master.device.type == "cpu"
+            is_near = master is not None and spec.optim_tier is Tier.CPU
             piece = master if master is not None and is_near else self._staged(numel, dtype)
             if not all(is_read):
                 self._collect(spec, parameters, strides, piece)

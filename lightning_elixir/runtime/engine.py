@@ -102,6 +102,8 @@ class Engine:
         except BaseException:
             self.store.close()  # with it the file
             raise
+        finally:
+            self.host_memory.drop()  # of a build that failed; and no thread waits for what may never come
         self._home = {id(p): (c, i) for c in self.chunks for i, p in enumerate(c.parameters)}
         with self.turn.call("making an ElixirModule"):  # other threads that come upon its parameters wait
             self.interception = Interception(self, self.chunks)

@@ -67,15 +67,27 @@ class HostRoom:
             CapacityError: A host has too little. Raised on all ranks.
         """
         self._hosts = self._hosts or self._comm.exchange_objects(socket.gethostname())
+        wanted, self._num_elements, self._wanted = self._wanted, 0, 0
+        if self._shortage(plan, wanted, held_bytes) is not None:
+            # What is being made ahead counts as taken, though it is neither free nor there: without it, figures are
+            # exact.
+            self._memory.drop()
+            self._comm.exchange((0,))  # all have
+            shortage = self._shortage(plan, wanted, held_bytes)
+            if shortage is not None:
+                raise shortage
+
+    def _shortage(self, plan: Plan, wanted_bytes: int, held_bytes: Callable[[], int]) -> CapacityError | None:
+        """The same on all ranks."""
         ahead = self._memory.bytes_ahead()  # before the rest: what comes meanwhile is counted neither here nor there
-        rows = self._comm.exchange((available_host_bytes(), self._wanted, held_bytes(), ahead))
-        self._num_elements = self._wanted = 0
+        rows = self._comm.exchange((available_host_bytes(), wanted_bytes, held_bytes(), ahead))
         for host in dict.fromkeys(self._hosts):
             of_host = [row for row, name in zip(rows, self._hosts, strict=True) if name == host]
             free = min(row[0] for row in of_host) + sum(row[3] for row in of_host)
             wanted = sum(row[1] + min(_LEAST_FREE, row[1] + row[2]) for row in of_host)
             if free < wanted:
-                raise _refusal(plan, len(of_host), sum(row[2] for row in of_host), free, wanted)
+                return _refusal(plan, len(of_host), sum(row[2] for row in of_host), free, wanted)
+        return None
 
 
 def _refusal(plan: Plan, num_ranks: int, held: int, free: int, wanted: int) -> CapacityError:

@@ -273,6 +273,7 @@ class UpdateScheduler:
         engine.reducer.make_zeros(used)
         chunks = [engine.chunks[i] for i in sorted(used) if engine.store[i].grad is not None]
         if self._torch_steps is not None:
+            engine.host_memory.drop()
             with all_or_nothing(engine):
                 return self._torch_steps.run(chunks, used, self.gradients.change)
         self._reserve(chunks)

@@ -119,3 +119,22 @@ def test_the_last_of_the_host_is_left(memory: HostMemory, device: Device, monkey
     memory.prepare([FLOATS])
     memory._worker.wait()
     assert memory.bytes_ahead() == 4000
+
+
+def test_what_was_prepared_gives_way_to_what_is_asked_for(
+    memory: HostMemory, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host has no room for both, and what comes has another size."""
+    memory.prepare([FLOATS, FLOATS])
+    _until(lambda: memory.bytes_ahead() == 8000)
+    left = [weakref.ref(t) for t in device.by_threads]
+    device.by_threads.clear()
+    memory.zeros(7, torch.float32)  # there is enough for all
+    assert memory.bytes_ahead() == 8000
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2 * 2**30)
+    kept = memory.zeros(*FLOATS)  # takes nothing more
+    assert [ref() is kept for ref in left].count(True) == 1
+    assert memory.bytes_ahead() == 4000
+    memory.zeros(7, torch.float32)
+    assert memory.bytes_ahead() == 0
+    assert [ref() is None for ref in left].count(True) == 1

@@ -78,11 +78,10 @@ def test_an_error_on_all_ranks_before_the_memory_is_gone(where: str, world_size:
     found = run_ranks(_run, world_size, where, world_size)
     assert len(set(found)) == 1 or where == "move"
     for message, looks, resource, lacking in found:
-        assert looks == 4
+        assert looks == 5  # once more without what is there ahead
         assert resource == "host"
         assert lacking > 0
-        # While an engine is built, memory for the chunk may be there already.
-        assert ("are left" if where == "build" else "1000 B are left") in message
+        assert "1000 B are left" in message
         assert "were planned" in message
         assert f"its {world_size} rank" in message
         assert "cpu_memory_limit" not in message  # the host has nothing
@@ -143,6 +142,32 @@ def test_each_rank_wants_to_find_what_it_takes_and_some_more(free: int, wanted: 
     assert ("cpu_memory_limit" in str(raised.value)) == (fitting > 0)
 
 
+def test_what_is_being_made_is_no_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such memory is neither free nor there: nobody is refused what is going to be taken anyway."""
+    engine = ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(engine, HybridAdam(engine.parameters()))
+    memory, has_begun = engine.engine.host_memory, threading.Event()
+    zeros, is_dropped = CpuDevice.host_zeros, threading.Event()
+
+    def slow(device: CpuDevice, numel: int, dtype: torch.dtype) -> Tensor:
+        if "elixir-memory" in threading.current_thread().name:
+            has_begun.set()
+            assert is_dropped.wait(20)
+        return zeros(device, numel, dtype)
+
+    def drop() -> None:
+        is_dropped.set()
+        HostMemory.drop(memory)
+
+    monkeypatch.setattr(CpuDevice, "host_zeros", slow)
+    monkeypatch.setattr(memory, "drop", drop)
+    monkeypatch.setattr(host_room, "_BETWEEN_LOOKS", 1)
+    monkeypatch.setattr(host_room, "available_host_bytes", lambda: 8 * 1024 * MIB if is_dropped.is_set() else 1000)
+    optimizer.prepare()
+    assert has_begun.wait(20)
+    optimizer.reserve()
+
+
 def test_what_is_prepared_is_what_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there when it is asked for; in all no more is taken, and no thread is left."""
     taken: list[list[tuple[int, torch.dtype]]] = []
@@ -171,6 +196,39 @@ def test_what_is_prepared_is_what_is_reserved(monkeypatch: pytest.MonkeyPatch) -
         if is_prepared:
             assert len(taken[-1]) == num_taken
     assert sorted(map(str, taken[0])) == sorted(map(str, taken[1]))
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "elixir-memory" in thread.name]
+
+
+@pytest.mark.parametrize("make_optimizer", [HybridAdam, torch.optim.SGD])
+def test_the_first_step_gives_back_what_it_does_not_need(make_optimizer: Any) -> None:
+    engine = ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(engine, make_optimizer(engine.parameters(), lr=0.1))
+    assert _threads() == []
+    optimizer.prepare()
+    engine.engine.host_memory.prepare([(7, torch.float32)])  # of a plan that was in force
+    engine.engine.host_memory._worker.wait()
+    assert _threads()
+    optimizer.backward(sum(p.float().sum() for p in engine.parameters()))
+    optimizer.step()
+    assert engine.engine.host_memory.bytes_ahead() == 0
+    assert _threads() == []
+
+
+def test_a_build_that_fails_gives_back_what_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("no values")
+
+    made: list[HostMemory] = []
+    drop = HostMemory.drop
+    monkeypatch.setattr(HostMemory, "drop", lambda memory: (made.append(memory), drop(memory)))
+    monkeypatch.setattr(build.Builder, "_build_chunk", fails)
+    with pytest.raises(ValueError, match="no values"):
+        ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert made[0].bytes_ahead() == 0
+    assert _threads() == []
 
 
 def test_small_models_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

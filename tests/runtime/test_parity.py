@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from lightning_elixir import ElixirModule
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import crossed
 from tests.helpers.training import Run, Scheme, different_names, train_elixir, train_plain
 from tests.helpers.zoo import ZOO
@@ -97,3 +100,27 @@ def test_placements_agree_bitwise(scheme: str) -> None:
         assert run.losses == reference.losses
         assert run.norms == reference.norms
         assert different_names(run, reference) == []
+
+
+@pytest.mark.parametrize("policy", ["cuda", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_padding_is_zeros(policy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def filled(*size: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*size, **options)
+        return tensor.fill_(7) if tensor.is_floating_point() else tensor
+
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    plan = make_plan(model, placement_policy=policy, chunk_size=1024, compute_dtype=dtype)
+    monkeypatch.setattr(torch, "empty", filled)
+    module = ElixirModule(model, plan, dtype=dtype, device="cpu")
+    for chunk in module.engine.chunks:
+        shard = module.engine.store[chunk.id]
+        is_padding = torch.ones(chunk.spec.numel, dtype=torch.bool)
+        for member in chunk.spec.members:
+            is_padding[member.offset : member.offset + member.numel] = False
+        held = [t for t in (shard.master, shard.param, chunk.flat) if t is not None and t.untyped_storage().nbytes()]
+        assert is_padding.any()
+        assert held
+        assert not any(t[is_padding].any() for t in held)
