@@ -376,7 +376,8 @@ def optimal_search(
             on fake tensors takes it, or 0 without `step_fn`.
         hardware: Figures of the machine; None: `profile_hardware()` where there is a GPU (collective if the default
             process group has been started, and only then with several ranks), else `HardwareSpec.nominal()`.
-        others: As for `simple_search`.
+
+    All other arguments are those of `simple_search`.
 
     Raises:
         PlanError: The model, a limit or `step_fn` cannot be used as given.
