@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.core.device import Device, Event
+from lightning_elixir.core.labels import label
 from lightning_elixir.core.storages import storage_use_count
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.types import ChunkSpec
@@ -215,7 +216,8 @@ class Chunk:
 
     def _wait(self) -> None:
         if self.ready is not None:
-            self.ready.wait()
+            with label("wait for chunk", self.id):
+                self.ready.wait()
             self.ready = None
 
     def forget_fetch(self) -> None:

@@ -64,7 +64,7 @@ class Fetcher:
         elif not is_alone or shard.update is None or shard.update.is_over():
             shard = self._store.settle(chunk.id)
             chunk.allocate()
-            with self._device.fetch_lane.issue(), label("fetch"):
+            with self._device.fetch_lane.issue(), label("fetch", chunk.id):
                 self._fill(chunk, chunk.flat, shard)
                 chunk.ready = self._device.fetch_lane.record()
         else:
@@ -79,7 +79,7 @@ class Fetcher:
             self._moved.h2d += chunk.spec.nbytes
 
         def issue() -> Event:
-            with working_on(device.torch_device), device.fetch_lane.resume(), label("fetch"):
+            with working_on(device.torch_device), device.fetch_lane.resume(), label("fetch", chunk.id):
                 is_allocated.wait()
                 if shard.param is not None:
                     chunk.flat.copy_(shard.param, non_blocking=True)
@@ -95,7 +95,7 @@ class Fetcher:
             raise RuntimeError(f"{chunk.spec} has no place on the disk")
 
         def send(values: Tensor) -> Event:
-            with working_on(device.torch_device), device.fetch_lane.resume(), label("fetch"):
+            with working_on(device.torch_device), device.fetch_lane.resume(), label("fetch", chunk.id):
                 is_allocated.wait()
                 chunk.flat.copy_(values, non_blocking=True)
                 return device.fetch_lane.record()

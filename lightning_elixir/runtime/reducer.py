@@ -530,7 +530,7 @@ class Reducer:
         item.earlier = shard.grad
         if shard.grad is not None:
             self.withdraw((chunk.id,))
-        with self._device.reduce_lane.issue(), label("gradients"):
+        with self._device.reduce_lane.issue(), label("gradients", chunk.id):
             if chunk.ready is not None:  # an upload not waited for yet: it may read what gradients overwrite
                 chunk.ready.wait()
             if self._is_tracking_square_sums and shard.grad is None:
