@@ -15,7 +15,7 @@ WIDTH = 32
 
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_a_trace_says_which_chunk_was_fetched_and_waited_for(prefetch: bool) -> None:
-    """Fetched ahead of need, a chunk is not the one that is waited for next."""
+    """On demand, a chunk is waited for as soon as it is fetched."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
     plan = make_plan(
         model, placement_policy="cpu", chunk_size=WIDTH * WIDTH * 4, gpu_bytes=4 * WIDTH * WIDTH * 4, prefetch=prefetch
