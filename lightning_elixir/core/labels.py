@@ -9,8 +9,8 @@ from torch.autograd import profiler
 
 
 def label(name: str, chunk_id: int | None = None) -> AbstractContextManager[Any]:
-    """Inside, a profiler's trace says `elixir: name`, and of which chunk; costs next to nothing while none runs. The names
-    are those of the spans in a plan's report (`Span.label`), where there is such a one.
+    """Inside, a profiler's trace says `elixir: name`, and of which chunk; costs next to nothing while none runs. The
+    names are those of the spans in a plan's report (`Span.label`), where there is such a one.
 
     Traces show our threads only if the profiler looks at all of them (`profile_all_threads` of
     `torch._C._profiler._ExperimentalConfig`).

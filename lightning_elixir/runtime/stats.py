@@ -39,7 +39,7 @@ class Stats:
     reduced_bytes: int
     """Of gradients, given to reductions over ranks."""
     held_bytes: dict[str, int]
-    """By tier and kind, such as `gpu_replica` or `cpu_master`."""
+    """By tier and kind, such as `gpu_states` or `cpu_param`; `replica` and `grad_block` are on the device."""
     compute_s: float | None = None
     """Device time of the operators of the last timed forward and backward; None before there was one."""
     exposed_wait_s: float | None = None
@@ -49,6 +49,7 @@ class Stats:
     nvme_read_bytes: int = 0
     """Of masters and optimizer states on NVMe."""
     nvme_written_bytes: int = 0
+    """Of the same."""
     nvme_wait_s: float = 0.0
     """Time in which updates of such states were wanted, and none had come from the disk that could go on."""
 

@@ -15,7 +15,7 @@ WIDTH = 32
 
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_a_trace_says_which_chunk_was_fetched_and_waited_for(prefetch: bool) -> None:
-    """Fetched ahead of need, a chunk is not the one that is waited for next."""
+    """On demand, a chunk is waited for as soon as it is fetched."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
     plan = make_plan(
         model, placement_policy="cpu", chunk_size=WIDTH * WIDTH * 4, gpu_bytes=4 * WIDTH * WIDTH * 4, prefetch=prefetch
@@ -40,7 +40,7 @@ def test_a_trace_says_which_chunk_was_fetched_and_waited_for(prefetch: bool) -> 
     moves = [name.replace("wait for chunk", "wait") for name in names if name.startswith(("fetch ", "wait for chunk "))]
     demanded = [one for one, other in zip(moves, moves[1:], strict=False) if other == one.replace("fetch", "wait")]
     if prefetch:
-        assert 0 < stats.prefetches
+        assert stats.prefetches > 0
         assert len(demanded) < len(fetched)
     else:
         assert [name.split()[-1] for name in demanded] == fetched
