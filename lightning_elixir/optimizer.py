@@ -261,11 +261,23 @@ class ElixirOptimizer(torch.optim.Optimizer):
         with self._engine.turn.call("show_unscaled()"):
             self._gradients.show_unscaled()
 
-    def find_overflows(self) -> None:
+    def find_overflows(self, is_wanted: bool = True) -> None:
         """Have the coming step be skipped if a gradient holds inf or nan now, whatever is done to it until then, as
-        after `GradScaler.unscale_`. Collective with loss scaling; without it, nothing."""
-        if self.scaler.enabled:
-            with self._engine.meeting(Meeting.OVERFLOWS):
+        after `GradScaler.unscale_`. Collective with loss scaling; without it, nothing.
+
+        Args:
+            is_wanted: False: nothing is done to gradients on this rank. If so on all of them, the step itself finds it.
+        """
+        if not self.scaler.enabled:
+            return
+        engine = self._engine
+        if engine.comm.world_size > 1:
+            with engine.turn.long_call(Meeting.OVERFLOWS.call.words):
+                engine.phases.check_open()
+                rows = engine.active.agreement.meet(Meeting.OVERFLOWS, (int(is_wanted),))
+            is_wanted = any(row[0] for row in rows)
+        if is_wanted:
+            with engine.meeting(Meeting.OVERFLOWS):
                 self._gradients.find_overflows(self._used())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

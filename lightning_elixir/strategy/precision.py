@@ -194,8 +194,8 @@ class ElixirPrecision(Precision):
             # The closure runs here and not inside `step`: clipping needs the gradients of the whole closure.
             result = closure()
             elixir.show_unscaled()  # to the hooks, as Lightning does
-            if not is_unobserved:  # what hooks do to inf and nan leaves the step skipped, and the scale too large
-                elixir.find_overflows()
+            # What hooks do to inf and nan leaves the step skipped, and the scale too large. Ranks may have other hooks.
+            elixir.find_overflows(not is_unobserved)
             self._after_closure(model, optimizer)
             is_skipped = result is None and model.automatic_optimization and self.precision == "16-mixed"
             if not is_skipped:  # as a GradScaler, which has nothing to unscale

@@ -554,6 +554,26 @@ def test_a_step_whose_gradients_have_overflowed_is_skipped_whatever_is_done_to_t
     assert not optimizer.is_step_skipped
 
 
+def _step_looked_at_by_some(looking: list[bool]) -> tuple[bool, float]:
+    model = nn.Linear(8, 4)
+    module = ElixirModule(model, make_plan(model, world_size=len(looking), **TIGHT), device=CPU)
+    module.needs_loss_scale = True
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.5), initial_scale=2.0**100)
+    optimizer.backward(module(torch.full((6, 8), 1e20)).sum())
+    optimizer.show_unscaled()
+    optimizer.find_overflows(looking[dist.get_rank()])
+    if any(looking):
+        optimizer.zero_grad()
+    optimizer.step()
+    return optimizer.is_step_skipped, optimizer.loss_scale
+
+
+@pytest.mark.parametrize("looking", [[True, False], [False, True], [False, False]])
+def test_ranks_with_other_hooks_look_for_overflows_together(looking: list[bool]) -> None:
+    """As where rank 0 alone has a callback that logs."""
+    assert run_ranks(_step_looked_at_by_some, 2, looking) == [(True, 2.0**99)] * 2
+
+
 def test_an_optimizer_around_a_plain_module_is_refused() -> None:
     model = nn.Linear(8, 4)
     with pytest.raises(PlanError, match=r"takes the ElixirModule around the model, got Linear"):
