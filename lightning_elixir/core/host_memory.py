@@ -95,6 +95,11 @@ class HostMemory:
         with self._lock:
             return sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces if piece.tensor is not None)
 
+    def bytes_begun(self) -> int:
+        """As `bytes_ahead`, with what is being made, a part of which is taken already."""
+        with self._lock:
+            return sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces if piece.is_begun)
+
     def drop(self) -> None:
         """Give back what was prepared and was not asked for, and end the threads."""
         with self._lock:
@@ -113,6 +118,8 @@ class _Piece:
         self._extent = extent
         self._least_free_bytes = least_free_bytes
         self.task: Task | None = None
+        self.is_begun = False
+        """It is being made, or there."""
         self.tensor: Tensor | None = None
         """Once it is there."""
 
@@ -122,7 +129,11 @@ class _Piece:
 
     def make(self) -> None:
         if available_host_bytes() >= self.nbytes + self._least_free_bytes:
-            self.tensor = self._device.host_zeros(*self._extent)
+            self.is_begun = True
+            try:
+                self.tensor = self._device.host_zeros(*self._extent)
+            finally:
+                self.is_begun = self.tensor is not None
 
     def cancel(self) -> None:
         if self.task is not None:

@@ -480,7 +480,7 @@ class Engine:
         beside = {
             "cpu_grad_staging": self.reducer.landing.staging_bytes_held(),
             "cpu_param_buffer": buffers,
-            "cpu_ahead": self.host_memory.bytes_ahead(),
+            "cpu_ahead": self.host_memory.bytes_begun(),
         }
         return held | {kind: nbytes for kind, nbytes in beside.items() if nbytes}
 

@@ -80,6 +80,7 @@ def test_what_no_thread_has_begun_is_made_by_the_caller(memory: HostMemory, devi
     device.gate.clear()
     memory.prepare([FLOATS] * 4)
     _until(lambda: device.num_begun == 2)
+    assert (memory.bytes_ahead(), memory.bytes_begun()) == (0, 8000)
     given = [memory.zeros(*FLOATS), memory.zeros(*FLOATS)]
     assert device.num_by_caller == 2
     device.gate.set()
@@ -105,6 +106,8 @@ def test_a_thread_that_gets_none_harms_nothing(memory: HostMemory, device: Devic
     device.fails = True
     memory.prepare([FLOATS])
     _until(lambda: device.num_begun == 1)
+    memory._worker.wait()
+    assert memory.bytes_begun() == 0
     assert memory.zeros(*FLOATS).numel() == 1000
     assert device.num_by_caller == 1
 
