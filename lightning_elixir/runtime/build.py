@@ -317,7 +317,7 @@ class Builder:
             return
         shard.param = store.empty(store.param_numel(spec), dtype, spec.param_tier)
         if shard.param.numel() == piece.numel():
-            shard.param.copy_(piece)
+            _put(shard.param, piece)
         else:
             whole = torch.empty(spec.numel, dtype=dtype, device=self._device.torch_device)
             self._fill_whole(whole, piece)
@@ -326,10 +326,15 @@ class Builder:
     def _fill_whole(self, whole: Tensor, piece: Tensor) -> None:
         """Put the ranks' slices together, on the compute device."""
         rank, numel = self._comm.rank, piece.numel()
-        # Cast there: torch casts on the host what goes to a device in another dtype, into new, pageable memory.
-        whole[rank * numel : (rank + 1) * numel].copy_(piece.to(whole.device))
+        _put(whole[rank * numel : (rank + 1) * numel], piece)
         if self._comm.world_size > 1:
             self._comm.all_gather(whole)
+
+
+def _put(target: Tensor, values: Tensor) -> None:
+    """Copy, and cast on the device: torch casts on the host what goes to a device in another dtype, into new, pageable
+    memory."""
+    target.copy_(values if target.device.type == "cpu" else values.to(target.device))
 
 
 def _host_bytes(store: ShardStore) -> int:
