@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_elixir._lightning import pl
+from lightning_elixir.runtime.build import _CHUNKS_AHEAD
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.model_init import parameters_on_meta
 from tests.helpers.dist import run_ranks
@@ -316,6 +317,8 @@ def test_memory_of_building() -> None:
     (first_build, first_peak), (second_build, second_peak) = run_ranks(_build_large, 2, init_group=False, fresh=True)
     assert model_bytes <= first_build < model_bytes + chunk_bytes
     assert second_build < chunk_bytes
-    # The smallest rCache and two chunks ahead are 3 blocks; one chunk is put together, one on its way between ranks.
-    assert first_peak < model_bytes + 5 * chunk_bytes
-    assert second_peak < model_bytes / 2 + 5 * chunk_bytes
+    # The smallest rCache and two chunks ahead are 3 blocks; one chunk is put together, one on its way between ranks. And
+    # memory for the shards of the next chunks is there already.
+    most = 5 * chunk_bytes + _CHUNKS_AHEAD * chunk_bytes / 2
+    assert first_peak < model_bytes + most
+    assert second_peak < model_bytes / 2 + most
