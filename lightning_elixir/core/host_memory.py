@@ -144,8 +144,7 @@ class _Piece:
         if self.task is None:
             return None
         self.task.cancel()
-        try:
-            self.task.wait()
-        except Exception:  # it was cancelled, or could not be had: the next try raises what is to be raised
-            return None
+        # Not `wait`: an error that is raised here would hold the frames of all callers, in a cycle. Where memory could
+        # not be had, the next try raises what is to be raised.
+        self.task.join()
         return self.tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -100,6 +101,27 @@ def test_what_is_not_asked_for_goes_back(memory: HostMemory, device: Device) -> 
     assert sorted(ref() is None for ref in left) == [False, True]
     memory.prepare([FLOATS])  # and again
     _until(lambda: memory.bytes_ahead() == 4000)
+
+
+def test_nothing_keeps_those_that_asked(memory: HostMemory, device: Device) -> None:
+    """No error is raised and caught on the way, whose traceback would."""
+
+    class User:
+        pass
+
+    def ask() -> weakref.ref[User]:
+        user = User()
+        memory.zeros(*FLOATS)
+        return weakref.ref(user)
+
+    gc.disable()
+    try:
+        device.gate.clear()
+        memory.prepare([FLOATS] * 3)
+        _until(lambda: device.num_begun == 2)
+        assert ask()() is None  # the third one was cancelled
+    finally:
+        gc.enable()
 
 
 def test_a_thread_that_gets_none_harms_nothing(memory: HostMemory, device: Device) -> None:

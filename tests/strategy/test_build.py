@@ -317,8 +317,8 @@ def test_memory_of_building() -> None:
     (first_build, first_peak), (second_build, second_peak) = run_ranks(_build_large, 2, init_group=False, fresh=True)
     assert model_bytes <= first_build < model_bytes + chunk_bytes
     assert second_build < chunk_bytes
-    # The smallest rCache and two chunks ahead are 3 blocks; one chunk is put together, one on its way between ranks. And
-    # memory for the shards of the next chunks is there already.
+    # The smallest rCache and two chunks ahead are 3 blocks; one chunk is put together, one on its way between ranks.
+    # And memory for the shards of the next chunks is there already.
     most = 5 * chunk_bytes + _CHUNKS_AHEAD * chunk_bytes / 2
     assert first_peak < model_bytes + most
     assert second_peak < model_bytes / 2 + most
