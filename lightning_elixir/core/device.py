@@ -40,6 +40,16 @@ class Event(Protocol):
         """Whether this moment has come; waits for nothing."""
 
 
+class Stream(Protocol):
+    """A compute stream, which is the current one of some thread. Two of the same are equal."""
+
+    def hold_up_this_thread(self) -> None:
+        """What this thread gives its own stream from now on comes after all that this one was given."""
+
+    def wait_for(self, other: Stream) -> None:
+        """What this stream is given from now on comes after all that the other one was given."""
+
+
 class Mark(Protocol):
     """A moment of the compute stream, for measuring."""
 
@@ -80,6 +90,9 @@ class Device(Protocol):
         """1-D host tensor of zeros, as the system gives fresh memory: they cost nothing. Page-locked where that speeds
         transfers up and is possible."""
 
+    def compute_stream(self) -> Stream:
+        """The one on which this thread computes now."""
+
     def compute_event(self) -> Event:
         """An event on the compute stream, now."""
 
@@ -117,6 +130,15 @@ class _CpuEvent:
 
     def is_over(self) -> bool:
         return True
+
+
+@dataclass(frozen=True)
+class _CpuStream:
+    def hold_up_this_thread(self) -> None:
+        return
+
+    def wait_for(self, other: Stream) -> None:
+        return
 
 
 class _CpuMark:
@@ -158,6 +180,9 @@ class CpuDevice:
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
+
+    def compute_stream(self) -> Stream:
+        return _CpuStream()
 
     def compute_event(self) -> Event:
         return _CpuEvent()
@@ -202,6 +227,18 @@ class _CudaEvent:
     def is_over(self) -> bool:
         is_over: bool = self._event.query()
         return is_over
+
+
+@dataclass(frozen=True)
+class _CudaStream:
+    stream: torch.cuda.Stream
+
+    def hold_up_this_thread(self) -> None:
+        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+    def wait_for(self, other: Stream) -> None:
+        if isinstance(other, _CudaStream):
+            self.stream.wait_stream(other.stream)
 
 
 class _CudaMark:
@@ -284,6 +321,9 @@ class CudaDevice:
                 "could not page-lock host memory: transfers will be slower; raise the memory lock limit (ulimit -l)"
             )
         return tensor
+
+    def compute_stream(self) -> Stream:
+        return _CudaStream(torch.cuda.current_stream(self.torch_device))
 
     def compute_event(self) -> Event:
         return _CudaEvent(torch.cuda.current_stream(self.torch_device))

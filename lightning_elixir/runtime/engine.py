@@ -88,7 +88,7 @@ class Engine:
         self.moved = TransferBytes()
         self.traffic = StateTraffic()
         self._disk = disk or DiskOptions()
-        self.turn = Turn(is_shared=comm.world_size > 1)
+        self.turn = Turn(device, is_shared=comm.world_size > 1)
         self.phases = Phases(self.turn)
         self.has_prefetch = prefetch
         self.reduce_dtype = reduce_dtype if comm.world_size > 1 else None  # one rank has nothing to reduce
@@ -261,8 +261,9 @@ class Engine:
 
     def make_room(self) -> bool:
         """Call after an out-of-memory error in a forward or a backward, outside of both, before running the batch
-        again: evicts every replica that can go, has the rCache keep as few as the model runs with for some time, and
-        gives all cached memory back. What the failed run computed must be gone: the error's traceback holds it.
+        again: evicts every replica that can go, has the rCache keep as few as the model runs with until that batch is
+        over, and fewer than planned for some time, and gives all cached memory back. What the failed run computed must
+        be gone: the error's traceback holds it.
 
         Returns:
             Whether there is more room than before. If not, only a plan that leaves more helps.

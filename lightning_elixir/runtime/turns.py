@@ -11,6 +11,10 @@ others run beside it all the time: whatever looks at the engine has a turn, up t
 ended in between, and asks whether the engine is open when it has that turn, not before. `tests/fuzz/like_a_gpu.py` has
 the CPU find what does not.
 
+Threads may compute on streams of their own, which know nothing of each other, and what one has fetched may lie where
+another's work still has to read. So the engine has one order on the device as well: what begins on another stream than
+the last comes after it, and what the thread that trains does next comes after the call of another.
+
 With several ranks other threads are refused always, and until one has trained, all but the one that has made the
 engine: what they call takes the other ranks, which are somewhere else. So what they do costs time at most. What is
 plain is not intercepted, for any thread: once another one has been seen, chunks that may go are not made plain any
@@ -26,6 +30,7 @@ from typing import NoReturn
 
 import torch
 
+from lightning_elixir.core.device import Device, Stream
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StateError
 
@@ -51,7 +56,8 @@ class Turn:
         is_shared: Whether every use may take other ranks, so that only the thread that trains can have it.
     """
 
-    def __init__(self, is_shared: bool) -> None:
+    def __init__(self, device: Device, is_shared: bool) -> None:
+        self._device = device
         self._is_shared = is_shared
         # No `Condition` (see [Note: signals]); the garbage collector may come back here in the thread that has it.
         self._lock = threading.RLock()
@@ -61,6 +67,8 @@ class Turn:
         self._owner_ident: int | None = None  # asked for at every module of a forward
         self._uses: list[Held] = []  # of the owner, begun and not ended
         self._trainer: threading.Thread | None = threading.current_thread() if is_shared else None
+        self._stream: Stream | None = None  # on which the thread that trains computes
+        self._visitor: Stream | None = None  # of an owner that does not train, if it is another one
         self._has_trained = False  # else the trainer is the thread that has made the engine, or none
         self.was_contended = False
         """Whether any other thread than the one that trains has asked."""
@@ -138,11 +146,30 @@ class Turn:
                     self._refuse(held.what, me)
                 return False
             self._uses.clear()
+            self._end_visit()
+        is_first = not self._uses
         self._owner, self._owner_ident = me, me.ident
         self._uses.append(held)
         if held.is_of_trainer or may_begin:
             self._trainer, self._has_trained = me, True
+        if is_first:
+            self._line_up(is_guest=self._trainer not in (None, me))
         return True
+
+    def _line_up(self, *, is_guest: bool) -> None:
+        """The device does what comes now after what came before. Locked."""
+        here = self._device.compute_stream()
+        if self._stream is not None and here != self._stream:
+            self._stream.hold_up_this_thread()
+            self._visitor = here if is_guest else None
+        if not is_guest or self._stream is None:
+            self._stream = here
+
+    def _end_visit(self) -> None:
+        """What the thread that trains does next comes after what another has done. Locked."""
+        visitor, self._visitor = self._visitor, None
+        if visitor is not None and self._stream is not None:
+            self._stream.wait_for(visitor)
 
     def _may_wait(self, me: threading.Thread, use: _Use) -> bool:
         """For another thread that is in a phase or a block."""
@@ -157,6 +184,7 @@ class Turn:
                 self._owner = self._owner_ident = None
                 while self._waiting:
                     self._waiting.pop().release()
+                self._end_visit()
 
     def _refuse(self, what: str, me: threading.Thread) -> NoReturn:
         raise StateError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.keep_fp32 import train_through_moves
 from tests.helpers.plans import make_plan
-from tests.helpers.threads import train_beside_a_monitor
+from tests.helpers.threads import WIDTH, new_net, train_beside_a_monitor, wrap
 from tests.helpers.visible_gradients import ACTIONS, PLACEMENTS, train
 from tests.helpers.zoo import make
 
@@ -42,6 +44,35 @@ def test_what_users_do_to_gradients_counts(action: Any, placement: str, micro_ba
 
 def test_a_monitor_reads_parameters_all_the_time() -> None:
     train_beside_a_monitor("cuda")
+
+
+def test_a_read_on_another_stream_takes_no_memory_that_queued_work_needs() -> None:
+    """The thread has a chunk fetched into memory of its own stream; training reads it there, late, and drops it."""
+    model = new_net()
+    plain = copy.deepcopy(model).cuda()
+    module, optimizer = wrap(model, "cuda")
+    x = torch.randn(8, WIDTH, device="cuda")
+    expected = plain(x)
+    optimizer.backward(module(x).sum())  # from here on, this is the thread that trains
+    optimizer.zero_grad()
+
+    def read(layer: int) -> None:
+        thread = threading.Thread(target=lambda: model[layer][0].weight.detach().norm().item(), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+
+    mine = torch.cuda.Stream()
+    mine.wait_stream(torch.cuda.current_stream())
+    for layer in reversed(range(10)):  # what the next forward begins with is read last, and stays
+        read(layer)
+    with torch.cuda.stream(mine), torch.no_grad():
+        torch.cuda._sleep(500_000_000)  # some tenths of a second, in which the host goes on
+        found = module(x)
+    for layer in range(10):
+        read(layer)
+    mine.synchronize()
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(

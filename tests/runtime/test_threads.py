@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.runtime import turns
@@ -86,7 +87,7 @@ def test_a_thread_that_waits_for_what_was_saved_does_not_get_what_was_written_me
 
 def test_a_signal_while_the_engine_is_taken_locks_no_thread_out() -> None:
     """At every moment at which Python may run a handler: where a function begins, and after a call of one in C."""
-    turn = turns.Turn(is_shared=False)
+    turn = turns.Turn(CpuDevice(), is_shared=False)
     for moment in itertools.count():
         moments = itertools.count()
 
@@ -117,7 +118,7 @@ def test_a_signal_while_the_engine_is_taken_locks_no_thread_out() -> None:
     [("call", True), ("phase", True), ("long_call", False), ("block", False), ("taken", False)],
 )
 def test_signals_wait_for_the_end_of_a_call_and_not_for_user_code(use: str, is_whole: bool) -> None:
-    turn, reached = turns.Turn(is_shared=False), []
+    turn, reached = turns.Turn(CpuDevice(), is_shared=False), []
 
     def run() -> None:
         if use == "taken":  # as a forward has it while the user's modules run
@@ -140,7 +141,7 @@ def test_signals_wait_for_the_end_of_a_call_and_not_for_user_code(use: str, is_w
 
 
 def test_ctrl_c_ends_the_wait_for_the_call_of_another_thread() -> None:
-    turn = turns.Turn(is_shared=False)
+    turn = turns.Turn(CpuDevice(), is_shared=False)
     has_it, may_go = threading.Lock(), threading.Lock()
     has_it.acquire()
     may_go.acquire()
@@ -244,6 +245,57 @@ def test_calls_of_another_thread_leave_training_as_it_is(name: str) -> None:
     if name in CONSISTENT:
         for values in served:
             assert any(all(torch.equal(values[key], state[key]) for key in state) for state in states)
+
+
+class _DeviceWithStreams(CpuDevice):
+    """Writes down which stream waits for which; each thread has one, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+
+    def compute_stream(self) -> _NamedStream:
+        return _NamedStream(threading.current_thread().name, self)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NamedStream:
+    name: str
+    device: _DeviceWithStreams
+
+    def hold_up_this_thread(self) -> None:
+        self.device.waits.append(f"{threading.current_thread().name} for {self.name}")
+
+    def wait_for(self, other: _NamedStream) -> None:
+        self.device.waits.append(f"{self.name} for {other.name}")
+
+
+def test_what_threads_do_on_streams_of_their_own_has_one_order() -> None:
+    device = _DeviceWithStreams()
+    turn = turns.Turn(device, is_shared=False)
+
+    def use(name: str, *, is_step: bool = False) -> list[str]:
+        def run() -> None:
+            with turn.phase("a step") if is_step else turn.call("a read"), turn.call("a read inside"):
+                pass
+
+        device.waits.clear()
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        thread.join(60)
+        return list(device.waits)
+
+    with turn.phase("a step"):
+        pass
+    me = threading.current_thread().name
+    assert use("reader") == [f"reader for {me}", f"{me} for reader"]
+    with turn.call("a read"):
+        pass
+    assert device.waits == [f"reader for {me}", f"{me} for reader"], "nothing new"
+    assert use("trainer", is_step=True) == [f"trainer for {me}"]
+    with turn.call("a read"):
+        pass
+    assert device.waits == [f"trainer for {me}", f"{me} for trainer"]
 
 
 def test_between_steps_another_thread_is_served() -> None:
