@@ -17,7 +17,9 @@ Where memory runs out all the same, a replica that finds none takes the place of
 failure is the caller's, which may call `Engine.make_room()` between regions and run the batch again. For that, a fetch
 that fails leaves its chunk released and absent from the rCache, and a backward that fails leaves the gradients of
 earlier ones alone, unless some of its own were added to them: then all are dropped, and `step` raises until
-`zero_grad`. After a shortage the rCache stays at what the trace needs at least, for 16 steps, then 32, and so on.
+`zero_grad`. After a shortage the rCache has what the trace needs at least until the batch is over, and then half of
+what it gave back: mostly little is lacking, and the smallest rCache costs a third of the speed (seen: 1.37 for 0.97 s).
+So it stays for 16 steps, after the next shortage for 32, and so on.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ log = logging.getLogger(__name__)
 # Steps that must have allowed a larger rCache before it grows. Lengths change from step to step, and giving memory back
 # and taking it again costs milliseconds.
 _STEPS_TO_GROW = 4
-# After memory ran out in spite of all this the rCache stays small for so many steps, and twice as many every time.
+# After memory ran out in spite of all this the rCache stays smaller for so many steps, and twice as many every time.
 _STEPS_AFTER_SHORTAGE = 16
 # Less than this is no growth.
 _TOLERANCE = 1.03
@@ -72,6 +74,7 @@ class Growth:
         self.num_shortages = 0
         """How often memory has run out in spite of all this."""
         self._hold_steps = 0
+        self._hold_blocks = 0  # what the rCache may take in these
         # The open iteration
         self._is_open = False
         self._model: GrowthModel | None = None  # None: there is nothing to compare with, or to give way
@@ -183,7 +186,7 @@ class Growth:
         budget = min((self._plan.rcache_blocks, *self._allowed))
         if self._hold_steps > 0:
             self._hold_steps -= 1
-            budget = min(budget, self._rcache.budget_blocks)
+            budget = min(budget, max(self._hold_blocks, self._rcache.budget_blocks))
         self.abandon()
         if self._rcache.budget_blocks >= budget:
             return False
@@ -205,6 +208,7 @@ class Growth:
         self.num_shortages += 1
         self._hold_steps = steps
         smallest = min(self.smallest_blocks, self._rcache.budget_blocks)
+        self._hold_blocks = (smallest + self._rcache.budget_blocks) // 2
         is_lower = smallest < self._rcache.budget_blocks
         self._rcache.budget_blocks = smallest
         return is_lower
