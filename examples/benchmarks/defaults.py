@@ -68,7 +68,7 @@ class Case:
 
 _LLAMA = Case("llama-7b", 4, 2048, 40 * GIB)
 _GPT = Case("5b", 16, 1024, 40 * GIB)
-_MOE = Case("moe", 4, 2048, 24 * GIB)
+_MOE = Case("moe", 4, 2048, 32 * GIB)
 _TOY = Case("toy", 2, 32, 6 * 2**20)
 
 CASES = {
@@ -206,10 +206,12 @@ class Seen(pl.Callback):
         self._clock = clock
         self.plans: list[str] = []
         self.losses: list[Tensor] = []
+        self.predicted_s: float | None = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"].detach())
         plan = trainer.strategy.plan
+        self.predicted_s = None if plan.forecast is None else plan.forecast.times.total_s
         foreseen = "" if plan.forecast is None else f", {plan.forecast.times.total_s:.3f} s"
         self.plans.append(f"{plan.fingerprint()[:8]}{foreseen}")
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
@@ -270,7 +272,7 @@ def _run_elixir(
     trainer.fit(Lit(model), torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     plan = strategy.plan
     return {
-        "predicted_s": None if plan.forecast is None else plan.forecast.times.total_s,
+        "predicted_s": seen.predicted_s,
         "plan": plan.notes,
         "plans": seen.plans,
         "budget": asdict(strategy._handle.budget) | {"words": None},

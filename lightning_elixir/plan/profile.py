@@ -16,7 +16,7 @@ from lightning_elixir.plan.types import AccessTrace, Acquire, Drop
 
 _LATER_BATCHES = 0.05
 _UNCERTAIN = 0.2
-_GAPS = 0.3
+_GAPS = 0.4
 _MOST_GAPS_BYTES = 5 * 2**30
 
 
@@ -114,8 +114,8 @@ class StepProfile:
 
         Seen on an H200 with three quarters of the memory full of states: gradients come to lie in the gaps of a layer's
         working memory, which then is obtained once more: 0.3 to 0.8 GiB beside activations of 1.5 to 2.8 GiB, 4.1 to
-        4.7 GiB beside 15 GiB, with and without this package. And two blocks are left for chunks that hold on a little
-        longer.
+        4.7 GiB beside 15 GiB, with and without this package; 1.9 GiB were too little beside 5.2 GiB. And two blocks are
+        left for chunks that hold on a little longer.
 
         Args:
             block_bytes: Bytes of an rCache block.

@@ -32,6 +32,11 @@ class HardwareCache:
         self._stored_at_s: float | None = None
         self.path = None if folder is None else folder / f"hardware-{digest}.json"
 
+    @staticmethod
+    def is_empty(folder: Path | None) -> bool:
+        """Whether nothing was ever kept there, whatever the machine."""
+        return folder is None or next(folder.glob("hardware-*.json"), None) is None
+
     def load(self) -> HardwareSpec | None:
         """The figures of this machine; None if there are none that can be used."""
         if self.path is None:

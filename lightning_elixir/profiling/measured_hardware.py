@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 # Curves of seven sizes each way, the same over ranks, Adam (the host's counts more), products of growing size, and the
 # rest.
 _NUM_MEASUREMENTS = 60
+# Raised when figures come to mean something else: kept ones are measured again.
+_METHOD = 2
 # The disk gets a fixed part of the budget: a file is written and read several times.
 _DISK_SHARE = 0.05
 _MIN_ARENA_BYTES = 4 * 2**20
@@ -141,27 +143,60 @@ class HardwareProbe:
             StorageError: `nvme_dir` cannot be written to; on every rank.
         """
         with self._bench() as (device, ranks):
-            facts = device_facts(device.torch_device)
-            memory = _least_memory(ranks, device.torch_device, self._folder)
-            kept = HardwareCache(
-                default_cache_dir() if self.cache_dir is None else Path(self.cache_dir),
-                {
-                    "schema": HARDWARE_SCHEMA,
-                    "world_size": ranks.world_size,
-                    "local_world_size": self.local_world_size,
-                    "nvme_dir": None if self._folder is None else str(self._folder),
-                    "hosts": _distinct(ranks.exchange_objects(_identity(facts))),
-                },
-            )
-            # Rank 0 decides for all: one rank alone cannot measure.
-            found = kept.load() if ranks.rank == 0 and not self.refresh else None
-            stored_at = None if found is None else kept.stored_at()
-            is_kept = found is not None
-            spec: HardwareSpec | None = ranks.exchange_objects(found)[0]
+            facts, memory, kept = self._facts_and_cache(device, ranks)
+            spec = self._load(kept, ranks)
+            stored_at = None if spec is None or ranks.rank > 0 else kept.stored_at()
+            is_kept = spec is not None
             if spec is None:
                 spec = self._measured(device, ranks, memory, facts)
                 is_kept = ranks.rank == 0 and kept.store(spec)
             return FoundHardware(replace(spec, **asdict(memory)), kept.path if is_kept else None, stored_at)
+
+    def find_kept(self) -> HardwareSpec | None:
+        """Figures of an earlier run; None: there are none. Collective."""
+        with self._bench() as (device, ranks):
+            # What they depend on takes a compilation to find out where there was none yet.
+            if ranks.exchange_objects(self.refresh or HardwareCache.is_empty(self._cache_folder))[0]:
+                return None
+            _, memory, kept = self._facts_and_cache(device, ranks)
+            spec = self._load(kept, ranks)
+        return None if spec is None else replace(spec, **asdict(memory))
+
+    def with_computing_rates(self, spec: HardwareSpec) -> HardwareSpec:
+        """The same figures, with those of the compute device by itself, measured now: about a second. Collective.
+
+        Args:
+            spec: Of the rest of the machine.
+        """
+        log.info("measuring what the device computes: everything fits there, and no figures were kept")
+        with self._bench() as (device, ranks):
+            memory = _least_memory(ranks, device.torch_device, None)
+            figures = self._measured_with_bench(device, ranks, memory, Workbench.measure_computing)
+            name = f"{_name(device_facts(device.torch_device), ranks.world_size)}, computing only"
+            specs: list[HardwareSpec] = ranks.exchange_objects(replace(spec, name=name, **figures))
+        return specs[0]
+
+    def _facts_and_cache(self, device: Device, ranks: Comm) -> tuple[DeviceFacts, _Memory, HardwareCache]:
+        """What the figures depend on, and where they may be kept."""
+        facts = device_facts(device.torch_device)
+        kept = HardwareCache(
+            self._cache_folder,
+            {
+                "schema": HARDWARE_SCHEMA,
+                "method": _METHOD,
+                "world_size": ranks.world_size,
+                "local_world_size": self.local_world_size,
+                "nvme_dir": None if self._folder is None else str(self._folder),
+                "hosts": _distinct(ranks.exchange_objects(_identity(facts))),
+            },
+        )
+        return facts, _least_memory(ranks, device.torch_device, self._folder), kept
+
+    def _load(self, kept: HardwareCache, ranks: Comm) -> HardwareSpec | None:
+        """Rank 0 decides for all: one rank alone cannot measure."""
+        found = kept.load() if ranks.rank == 0 and not self.refresh else None
+        spec: HardwareSpec | None = ranks.exchange_objects(found)[0]
+        return spec
 
     def with_disk_rates(self, spec: HardwareSpec) -> HardwareSpec:
         """The same figures, with those of the disk of `nvme_dir`, measured now. Collective.
@@ -181,6 +216,10 @@ class HardwareProbe:
         return specs[0]
 
     @property
+    def _cache_folder(self) -> Path | None:
+        return default_cache_dir() if self.cache_dir is None else Path(self.cache_dir)
+
+    @property
     def _folder(self) -> Path | None:
         return None if self.nvme_dir is None else Path(self.nvme_dir).absolute()
 
@@ -197,13 +236,7 @@ class HardwareProbe:
 
     def _measured(self, device: Device, comm: Comm, memory: _Memory, facts: DeviceFacts) -> HardwareSpec:
         log.info("measuring what this machine can do; this takes up to %.0f s and is done once", self.budget_s)
-        arena_bytes = _arena_bytes(_unused(comm, device, memory), self.local_world_size, self.max_bytes)
-        try:
-            bench = Workbench(device, comm, Stopwatch(device, comm, self.budget_s / _NUM_MEASUREMENTS), arena_bytes)
-            figures: dict[str, Any] = bench.measure()
-            del bench  # with it its memory, page-locked or on the device
-        finally:
-            release_cached_memory(device.torch_device)
+        figures = self._measured_with_bench(device, comm, memory, Workbench.measure)
         spec = HardwareSpec(
             name=_name(facts, comm.world_size),
             gpu_total_bytes=facts.total_bytes,
@@ -215,6 +248,19 @@ class HardwareProbe:
         )
         specs: list[HardwareSpec] = comm.exchange_objects(spec)
         return specs[0]  # names may differ, figures do not: each was agreed when it was measured
+
+    def _measured_with_bench(
+        self, device: Device, comm: Comm, memory: _Memory, measure: Callable[[Workbench], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """What is measured with a bench."""
+        arena_bytes = _arena_bytes(_unused(comm, device, memory), self.local_world_size, self.max_bytes)
+        try:
+            bench = Workbench(device, comm, Stopwatch(device, comm, self.budget_s / _NUM_MEASUREMENTS), arena_bytes)
+            figures: dict[str, Any] = measure(bench)
+            del bench  # with it its memory, page-locked or on the device
+        finally:
+            release_cached_memory(device.torch_device)
+        return figures
 
     def _disk_rates(self, device: Device, comm: Comm, free: int) -> dict[str, Any]:
         """Of the folder's disk, where that is asked for."""

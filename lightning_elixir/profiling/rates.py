@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from itertools import cycle
 from typing import Any
 
@@ -23,7 +23,8 @@ from lightning_elixir.profiling.stopwatch import Stopwatch
 
 _MIB = 2**20
 _SIZES = (_MIB // 16, *(n * _MIB for n in (1, 4, 16, 64, 128, 256)))
-_MATRIX_SIZES = tuple(2**n for n in range(7, 14))
+_GROWTH = 4
+_MATRIX_SIZES = tuple(128 * _GROWTH**n for n in range(4))
 _MATMUL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NUM_TINY_OPS = 100
 _MAX_PIECES = 1024
@@ -36,6 +37,9 @@ _NUM_PASSES = 4
 # Idle cores take some tenths of a second to reach full speed (seen: 1.7, then 2.7 Gparam/s), and in training they have
 # rested when the update begins. In units of an ordinary measurement.
 _HOST_BURST = 2.0
+# A GPU lowers its clock when it has taken full power for some tenths of a second, as in a step (seen: 785, then 660
+# TFLOP/s). In the same units.
+_SETTLING = 4.0
 
 
 class Workbench:
@@ -53,8 +57,11 @@ class Workbench:
         self._device = device
         self._comm = comm
         self._watch = watch
-        self._host = device.host_zeros(arena_bytes, torch.uint8).zero_()
         self._near = torch.zeros(arena_bytes, dtype=torch.uint8, device=device.torch_device)
+
+    @cached_property
+    def _host(self) -> Tensor:
+        return self._device.host_zeros(self._near.numel(), torch.uint8).zero_()
 
     def measure(self) -> dict[str, Any]:
         """The figures of a `HardwareSpec` that need no file, by field name."""
@@ -66,13 +73,10 @@ class Workbench:
             "d2h": d2h,
             "duplex_slowdown": self._duplex_slowdown(h2d, d2h),
             "cpu_adam_numel_per_s": host_adam,
-            "gpu_adam_numel_per_s": self._adam_numel_per_s(self._near),
             "streamed_adam_numel_per_s": streamed_adam,
             "joint_adam_numel_per_s": self._joint_adam_numel_per_s(host_adam, streamed_adam),
             "host_bytes_per_s": self._host_bytes_per_s(host_adam, h2d, d2h),
-            "matmul_flops_per_s": {str(d).removeprefix("torch."): self._flops_per_s(d) for d in _MATMUL_DTYPES},
-            "device_bytes_per_s": self._elementwise_bytes_per_s(),
-            "launch_s": self._launch_s(),
+            **self.measure_computing(),
         }
         if self._comm.world_size > 1:
             self._near.zero_()
@@ -80,6 +84,15 @@ class Workbench:
             figures["all_gather"] = self._curve(self._gather, self._comm.world_size)
             figures["reduce_scatter"] = self._curve(self._reduce, self._comm.world_size)
         return figures
+
+    def measure_computing(self) -> dict[str, Any]:
+        """Those of the compute device by itself, by field name: the host's stretch of memory is not taken for them."""
+        return {
+            "gpu_adam_numel_per_s": self._adam_numel_per_s(self._near),
+            "matmul_flops_per_s": self._all_flops_per_s(),
+            "device_bytes_per_s": self._elementwise_bytes_per_s(),
+            "launch_s": self._launch_s(),
+        }
 
     # Transfers
 
@@ -215,9 +228,18 @@ class Workbench:
 
     # Arithmetic
 
-    def _flops_per_s(self, dtype: torch.dtype) -> float:
-        """The best over growing square matrices, up to what fits in memory and time."""
-        best = 0.0
+    def _all_flops_per_s(self) -> dict[str, float]:
+        """Of each dtype, as in a step that computes all the time."""
+        products = {dtype: self._fastest_product(dtype) for dtype in _MATMUL_DTYPES}
+        rates = {str(dtype).removeprefix("torch."): flops / seconds for dtype, (_, flops, seconds) in products.items()}
+        # 16-bit products are what takes all the power that there is.
+        work, _, at_first_s = products[torch.bfloat16]
+        share = min(1.0, at_first_s / self._watch.settled_seconds(work, _SETTLING * self._watch.limit_s))
+        return {name: rate if name == "float32" else rate * share for name, rate in rates.items()}
+
+    def _fastest_product(self, dtype: torch.dtype) -> tuple[Callable[[], None], float, float]:
+        """The best over growing square matrices, up to what fits in memory and time: it, its operations and seconds."""
+        found: list[tuple[Callable[[], None], float, float]] = []
         generator = torch.Generator(self._device.torch_device).manual_seed(0)  # the user's stays as it is
         for size in _MATRIX_SIZES:
             needed = 3 * size * size * dtype.itemsize
@@ -226,11 +248,11 @@ class Workbench:
             left, right, product = self._near[:needed].view(dtype).view(3, size, size).unbind()
             left.normal_(generator=generator)  # zeros would be faster: they need less power
             right.normal_(generator=generator)
-            seconds = self._watch.seconds(partial(_multiply, left, right, product))
-            best = max(best, 2 * size**3 / seconds)
-            if 8 * seconds > self._watch.limit_s:
+            work = partial(_multiply, left, right, product)
+            found.append((work, 2.0 * size**3, self._watch.seconds(work)))
+            if _GROWTH**3 * found[-1][2] > self._watch.limit_s:
                 break
-        return best
+        return max(found, key=lambda product: product[1] / product[2])
 
     def _elementwise_bytes_per_s(self) -> float:
         source, target = self._near.zero_()[: 2 * self._half].view(torch.bfloat16).chunk(2)

@@ -56,6 +56,15 @@ class Stopwatch:
         time.sleep(min(_REST_S, self.limit_s))
         return self.slowest_s(self._timed(work, num_calls) / num_calls)
 
+    def settled_seconds(self, work: Callable[[], None], span_s: float) -> float:
+        """Seconds of one call of `work` after others without a pause, for `span_s` in all. Collective."""
+        once_s = self.slowest_s(self._timed(work, 1))
+        if once_s > self.limit_s:
+            return once_s
+        num_calls = max(1, int(span_s / 2 / once_s))
+        self._timed(work, num_calls)
+        return self.slowest_s(self._timed(work, num_calls) / num_calls)
+
     def slowest_s(self, seconds: float) -> float:
         """The longest of all ranks' times, at least a nanosecond. Collective."""
         return max(1, *(row[0] for row in self._comm.exchange([round(seconds * 1e9)]))) / 1e9

@@ -36,6 +36,8 @@ class MachineFigures:
         self._num_local_ranks = num_local_ranks
         self.known: HardwareSpec | None = None if earlier is None or earlier.is_nominal else earlier.known
         """None: not found out, or not needed."""
+        # Round figures, with the compute device's own.
+        self._computing_only: HardwareSpec | None = None if earlier is None else earlier._computing_only
         self.is_nominal: bool = False
         """Whether they are round figures, but for the disk's."""
         self.is_pending = False
@@ -57,8 +59,22 @@ class MachineFigures:
             self.measure()
         self._see_disk()
 
+    @property
+    def best(self) -> HardwareSpec:
+        """What is known, or else round figures, with those of the compute device if they were measured."""
+        return self.known or self._computing_only or HardwareSpec.nominal(self._config.gpu_limit_bytes)
+
+    def measure_computing(self) -> None:
+        """Have figures with which a step can be predicted in which nothing moves, in little time. Collective."""
+        if self.known is None and self._computing_only is None:
+            probe = self._probe()
+            self.known = probe.find_kept()
+            if self.known is None:
+                self._computing_only = probe.with_computing_rates(self.best)
+        self.is_pending = self.is_pending and self.known is None
+
     def measure(self) -> None:
-        """Have the figures. Collective."""
+        """Have all figures. Collective."""
         if self.known is None:
             self.known = self._probe().find().spec
         self.is_pending = False

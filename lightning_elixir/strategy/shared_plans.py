@@ -19,7 +19,6 @@ from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.device_words import DeviceWords
-from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.kept_dtypes import with_kept
 from lightning_elixir.plan.memory import Budget, host_share, memory_use
 from lightning_elixir.plan.packing import packed_chunks
@@ -202,6 +201,8 @@ class Planner:
         if is_training and self.figures.is_pending:
             common = replace(budget, non_model_bytes=int((budget.gpu_bytes or 0) * COMMON_SHARE))
             self._measure_unless(lambda: self._make(model, common, self.regime, policy="cuda"))
+            if self.figures.is_pending:
+                self.figures.measure_computing()
         return self._share(lambda: self._decide(model, budget, is_training))
 
     def guessed_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
@@ -302,23 +303,18 @@ class Planner:
     def _over_chunks(self, profile: MemoryProfile, plan: Plan) -> StepProfile:
         """What a step does over a plan's chunks, with times from the hardware's rates. On the CPU only chunks count, so
         what is beside them is left out. Not collective."""
-        found = step_profile(profile, packed_chunks(plan), self._figures)
+        found = step_profile(profile, packed_chunks(plan), self.figures.best)
         if self._counts_activations:
             return found
         return replace(found, intervals=tuple(replace(i, non_model_bytes=0) for i in found.intervals))
 
     def simulated(self, plan: Plan, profile: StepProfile, regime: TrainingRegime) -> Timeline:
         """The predicted step of a plan, with spans and memory. Not collective."""
-        return timeline_of(plan, profile, self._figures, regime)
+        return timeline_of(plan, profile, self.figures.best, regime)
 
     def can_predict(self, plan: Plan) -> bool:
         """Whether a step of the plan can be predicted: not if the plan needs a disk that was not measured."""
-        return is_time_known(plan, self._figures)
-
-    @property
-    def _figures(self) -> HardwareSpec:
-        """What is known, or else round figures."""
-        return self.figures.known or HardwareSpec.nominal()
+        return is_time_known(plan, self.figures.best)
 
     def _shared_profile(self, profile: StepProfile, current: Plan, *, is_seen: bool) -> StepProfile:
         """Rank 0's, with the most memory that any rank saw, or foresees, and a margin."""
@@ -466,7 +462,7 @@ class Planner:
             compute_dtype=self.compute_dtype,
             keep_fp32=self.kept_fp32(model) if layout is None else (),
             profile=profile,
-            hardware=self.figures.known,
+            hardware=self.figures.best,
             layout=layout,
         )
 

@@ -336,6 +336,39 @@ def test_slowest_rank_counts_and_all_call_as_often() -> None:
     assert seconds_a >= 0.02
 
 
+def test_a_rate_is_taken_when_work_has_gone_on_for_some_time() -> None:
+    times = iter([0.01] * 30 + [0.02] * 30)
+    watch = Stopwatch(make_device(torch.device("cpu")), SoloComm(), limit_s=0.1)
+    watch._timed = lambda work, num_calls: sum(next(times) for _ in range(num_calls))  # type: ignore[method-assign]
+    assert watch.settled_seconds(lambda: None, 0.58) == pytest.approx(0.02, rel=0.02)
+
+
+def test_where_nothing_moves_only_computing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> str:
+        raise AssertionError("a compilation on the first run of a machine")
+
+    refuse_to_measure(monkeypatch)
+    probe = measured_hardware.HardwareProbe(**QUICK, cache_dir=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(measured_hardware, "implementation", refuse)
+        assert probe.find_kept() is None
+        nominal = HardwareSpec.nominal()
+        spec = probe.with_computing_rates(nominal)
+    assert spec.matmul_flops_per_s.keys() == nominal.matmul_flops_per_s.keys()
+    assert spec.matmul_flops_per_s != nominal.matmul_flops_per_s
+    assert spec.device_bytes_per_s != nominal.device_bytes_per_s
+    assert (spec.h2d, spec.cpu_adam_numel_per_s) == (nominal.h2d, nominal.cpu_adam_numel_per_s)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kept_figures_serve_where_nothing_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = quick(tmp_path)
+    refuse_to_measure(monkeypatch)
+    kept = measured_hardware.HardwareProbe(**QUICK, cache_dir=tmp_path).find_kept()
+    assert kept is not None
+    assert rates(kept) == rates(measured)
+
+
 # The disk
 
 

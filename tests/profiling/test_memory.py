@@ -199,6 +199,49 @@ def test_operators_are_counted_where_they_run() -> None:
     assert 4 <= norm.num_ops <= 8  # square, mean, add, rsqrt and two products
 
 
+class _OnePair(nn.Module):
+    def __init__(self, operation: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.operation = operation
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.weight.sum() + self.operation(left, right).detach().sum()
+
+
+@pytest.mark.parametrize(
+    ("shape", "operation", "is_scattered"),
+    [
+        ((64, 128), torch.mul, False),
+        ((128,), torch.mul, False),  # whole rows
+        ((64, 1), torch.mul, True),
+        ((128, 64), lambda a, b: a * b.t(), True),
+        ((64, 256), lambda a, b: a * b[:, ::2], True),
+        ((), torch.mul, False),
+        ((64, 128), lambda a, b: torch.cat([a, b], 1), True),
+        ((64, 128), lambda a, b: torch.cat([a, b]), False),
+        ((1, 64, 128), lambda a, b: a * b.as_strided((1, 64, 128), (7, 128, 1))[0], False),
+    ],
+)
+def test_operands_that_lie_otherwise_than_the_result_take_longer(
+    shape: tuple[int, ...], operation: Callable[[Tensor, Tensor], Tensor], is_scattered: bool
+) -> None:
+    inputs = {"left": torch.randn(64, 128), "right": torch.randn(shape)}
+    found, nothing = (
+        sum(
+            i.moved_bytes
+            for i in profile_memory(_OnePair(f), inputs, lambda model, inp: model(**inp).backward()).timeline
+        )
+        for f in (operation, lambda a, b: a[:1])
+    )
+    result = operation(*inputs.values())
+    operands = min(inputs["right"].nbytes, result.nbytes) + inputs["left"].nbytes
+    summed = result.nbytes - 4 * 128  # by `sum`, beside what it sums without the operation
+    assert (found - nothing - summed) / (result.nbytes + operands) == pytest.approx(
+        2.8 if is_scattered else 1.0, rel=0.01
+    )
+
+
 # What is left alone, and what can be profiled
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.simulator.clocks import Clocks
@@ -75,6 +76,10 @@ class ForwardBackward:
                 self._access(access)
             if is_detailed:
                 clocks.record.access(access.used_blocks)
+            if len(interval.grads) > 1:
+                self._compute_spread(interval, access.ids)
+                continue
+            if is_detailed:
                 self._compute(interval, f"chunk {', '.join(map(str, access.ids))}")
             else:
                 clocks.now_s += interval.compute_s
@@ -148,6 +153,15 @@ class ForwardBackward:
         if clocks.record.is_detailed:
             clocks.record.span("compute", start_s, clocks.now_s, _PHASES[interval.is_backward] + label)
             clocks.record.remember(start_s, interval.non_model_bytes)
+
+    def _compute_spread(self, interval: StepInterval, ids: Sequence[int]) -> None:
+        """An interval in which several chunks get their gradients. When is not known: one after the other, as in the
+        backward of a layer whose weights checkpointing has kept, so that none is fetched again."""
+        part = replace(interval, compute_s=interval.compute_s / len(interval.grads))
+        label = f"chunk {', '.join(map(str, ids))}" if self._clocks.record.is_detailed else ""
+        for chunk_id in interval.grads:
+            self._compute(part, label)
+            self._gradient(chunk_id)
 
     def _gradient(self, chunk_id: int) -> None:
         """A chunk's gradients are complete: they are reduced, and go where they stay."""

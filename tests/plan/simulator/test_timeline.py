@@ -221,6 +221,20 @@ def test_a_disk_without_delay_is_as_memory(timing: UpdateTiming) -> None:
     assert times.update_waiting_s == pytest.approx(wanted.update_waiting_s)
 
 
+def test_gradients_of_one_interval_come_one_after_the_other() -> None:
+    """A step whose layers checkpointing keeps for their backward is seen as few long intervals: it takes what it takes
+    where each gradient has an access of its own."""
+    plan = make_plan_of(chunks_at(OFFLOADED, 4), 4)
+    hardware = machine(d2h=BLOCK_BYTES / 1.5e-3, cpu_adam_numel_per_s=1e30)
+    apart = there_and_back(4, 2e-3)
+    *forward, _ = apart.intervals[:6]
+    joined = StepInterval(8e-3, 0, (3, 2, 1, 0))
+    seen = StepProfile(unpinned(0, 1, 2, 3, 3), (*forward, joined))
+    times, wanted = (run(plan, profile, hardware).times for profile in (seen, apart))
+    assert times.waiting_s == pytest.approx(wanted.waiting_s)
+    assert times.total_s == pytest.approx(wanted.total_s)
+
+
 def test_both_directions_at_once_take_longer() -> None:
     """Chunk 1's gradient goes down for 3 ms, beside the fetch of chunk 0."""
     chunks = [*chunks_at(OFFLOADED, 1), *chunks_at(KEPT, 2)[1:]]
