@@ -145,6 +145,12 @@ class ElixirOptimizer(torch.optim.Optimizer):
         return self._states.num_states
 
     @property
+    def is_waiting_for_norms(self) -> bool:
+        """Whether updates that the plan has begin inside backward wait for the step now, since too many had to run
+        again. Of this rank: others may differ."""
+        return self._updates.is_paused
+
+    @property
     def has_own_step(self) -> bool:
         """Whether the user's optimizer does something around the step of the class that it is made of."""
         return self._own_step is not None

@@ -165,6 +165,11 @@ class UpdateScheduler:
     # Inside backward
 
     @property
+    def is_paused(self) -> bool:
+        """Whether updates that could begin into spare states wait for the step, since too many were for nothing."""
+        return not self._speculation.is_allowed
+
+    @property
     def num_ahead(self) -> int:
         """Chunks whose update has begun, into spare states, and waits for the step."""
         return len(self._speculation)

@@ -615,6 +615,7 @@ class ElixirStrategy(ProcessStrategy):
     @override
     def on_train_end(self) -> None:
         if self._fit_run is not None:
+            self._fit_run.finish()
             self._fit_run.write_report()
 
     @override
@@ -765,8 +766,9 @@ class ElixirStrategy(ProcessStrategy):
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
-        return self._engine.plan
+        """The plan in force. In a fit its forecast is of the steps as they are now: while updates wait for the norm, as
+        gradients are clipped too often, of such steps."""
+        return self._engine.plan if self._fit_run is None else self._fit_run.plan
 
     def stats(self) -> Stats:
         """Fetches, evictions, hits, prefetches and bytes moved since the last reset, and bytes held."""

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_elixir._lightning import GradientAccumulationScheduler, LightningModule, Trainer
+from lightning_elixir.core.waits import SETUP
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.kept_dtypes import kept_in
@@ -18,6 +19,7 @@ from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import Timeline
 from lightning_elixir.plan.types import Plan
+from lightning_elixir.plan.units import format_seconds
 from lightning_elixir.report import ReportData
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from lightning_elixir.strategy.dry_run import dry_run
@@ -90,6 +92,8 @@ class FitRun:
         self._meter: StepMeter | None = None
         self._optimizer = optimizer
         self._reserved_for: Plan | None = None
+        self._waiting: tuple[Plan, Plan] | None = None  # a plan, and the same with a forecast of steps that wait
+        self._has_told_of_waiting = False
         self._has_lacked_room = False  # on the device, for the states of a plan
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._is_monitored = any(isinstance(callback, ElixirStatsMonitor) for callback in callbacks)
@@ -127,6 +131,9 @@ class FitRun:
         """The optimizer has stepped. Collective until the warm-up is over."""
         is_automatic = self._module.automatic_optimization
         self.warm_up.after_step(may_move=is_automatic and not _ends_with_this_step(self._trainer))
+        if self._optimizer.is_waiting_for_norms and not self._has_told_of_waiting:
+            self._has_told_of_waiting = True
+            self._tell_of_waiting()
         if is_automatic:
             self._reserve()
             self.end_step()
@@ -179,7 +186,41 @@ class FitRun:
         make = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls.from_training_step_output
         return make(output, self._trainer.accumulate_grad_batches).closure_loss
 
+    @property
+    def plan(self) -> Plan:
+        """The plan in force, with a forecast of the steps as they are now on this rank."""
+        plan = self._handle.engine.plan
+        if not self._optimizer.is_waiting_for_norms:
+            return plan
+        if self._waiting is None or self._waiting[0] is not plan:
+            self._waiting = plan, self.warm_up.while_waiting(plan)
+        return self._waiting[1]
+
+    def _tell_of_waiting(self) -> None:
+        forecast = self.plan.forecast
+        time = "" if forecast is None else f"; they take about {format_seconds(forecast.times.total_s)} then"
+        log.info(
+            "several of the last steps have run updates twice, since gradients were clipped or have overflowed: for"
+            " some steps, now and whenever that is so again, updates wait for the norm of all gradients%s",
+            time,
+        )
+
     # The end
+
+    def finish(self) -> None:
+        """Wait for the last step's updates and for what goes to a disk: nothing that comes after the training needs to
+        ask for it, and a fit whose last step is lost must not look like a good one. Collective.
+
+        Raises:
+            StateError: An update has failed.
+            StorageError: States on a disk are lost.
+            PeerLostError: On the other ranks.
+        """
+        engine = self._handle.engine.engine
+        with engine.turn.long_call("the end of trainer.fit()"):
+            if not engine.is_closed:
+                engine.synchronize()
+        self._planner.comm.exchange((), SETUP)  # where the others hear of a rank that has failed
 
     def write_report(self) -> None:
         """Write the report, if one is wanted. What goes wrong is logged, since the training itself is over."""

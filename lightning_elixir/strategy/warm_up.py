@@ -47,6 +47,7 @@ _FORESEEN_WITHIN = 0.1
 # So many steps may depart from what was recorded before the plan is made from their highest moment alone.
 _MOST_STEPS_WATCHED = 3
 _LINES_LOGGED = 5
+_WAITING = "the norm: gradients are clipped, or overflow, so often that updates wait for all of them"
 # With several ranks, looking whether any of them wants another plan takes a message.
 _STEPS_BETWEEN_LOOKS = 16
 
@@ -127,6 +128,16 @@ class WarmUp:
         self._num_steps += 1
         if may_move and self.stage is not Stage.NEW and self.stage is not Stage.DONE:
             self._advance()
+
+    def while_waiting(self, plan: Plan) -> Plan:
+        """The plan in force with a forecast of steps whose updates wait for the norm, though it has some begin in
+        backward; as it is, where there is none. Not collective."""
+        forecast, profile = plan.forecast, self.profile
+        if forecast is None or profile is None or not plan.has_spare_states or not self._planner.can_predict(plan):
+            return plan
+        chunks = tuple(replace(c, has_spare_states=False) for c in plan.chunks)
+        times = self._planner.simulated(replace(plan, chunks=chunks), profile, self._regime()).times
+        return replace(plan, forecast=replace(forecast, times=times, binding=_WAITING, alternatives=()))
 
     def before_batch(self, dry_run: DryRun) -> None:
         """A batch begins: the first plan, or one for steps that have grown. Collective until the warm-up is done.

@@ -228,13 +228,25 @@ def _code(call: str, others: str) -> str:
     return f"from tests.runtime.test_one_rank_alone import in_process; in_process({call!r}, {others!r})"
 
 
-def test_where_the_other_has_ended() -> None:
-    codes = run_processes(_code("state_dict", "ended"), 2)
+@pytest.mark.parametrize(
+    ("call", "where", "cure"),
+    [
+        (
+            "state_dict",
+            "state_dict() (ElixirModule.state_dict() at test_one_rank_alone.py:",
+            "Every rank must call ElixirModule.state_dict()",
+        ),
+        ("forward", "a forward or a backward (at test_one_rank_alone.py:", waits.MORE_BATCHES),
+    ],
+    ids=["state_dict", "forward"],
+)
+def test_where_the_other_has_ended(call: str, where: str, cure: str) -> None:
+    codes = run_processes(_code(call, "ended"), 2)
     assert codes == [0, 0]
     text, seconds = _heard(0)
     assert text.startswith("PeerLostError: rank 0 cannot go on: rank 1 has come to the end of its program (process ")
-    assert "It was in state_dict() (ElixirModule.state_dict() at test_one_rank_alone.py:" in text
-    assert text.endswith("Every rank must call ElixirModule.state_dict()")
+    assert f"It was in {where}" in text
+    assert text.endswith(f". {cure}")
     assert seconds < SOON_S
 
 

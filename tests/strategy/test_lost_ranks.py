@@ -69,6 +69,28 @@ def test_disk_of_one_rank_fails(world_size: int) -> None:
     check_heard(everyone, VICTIM, "StorageError", "Input/output error")
 
 
+def _last_writes_fail() -> Any:
+    rank, world_size = rank_and_world_size()
+
+    class NetThatBreaks(Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.trainer.global_step == 3 and rank == VICTIM:
+                patch.setattr(direct.os, "pwritev", fail_late)
+
+    def fail_late(*args: Any) -> int:
+        time.sleep(0.3)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        trainer = make_trainer(ElixirStrategy(**ON_NVME, update_timing="behind_forward"), devices=world_size)
+        return heard_by(rank, world_size, lambda: trainer.fit(NetThatBreaks("hybrid"), make_data()))
+
+
+def test_all_hear_of_a_disk_that_fails_in_the_last_step() -> None:
+    everyone = run_ranks(_last_writes_fail, 2, init_group=False)
+    check_heard(everyone, VICTIM, "StorageError", "Input/output error")
+
+
 def _step_raises(options: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     rank, world_size = rank_and_world_size()
     heard = heard_by(rank, world_size, lambda: fit(ElixirStrategy(**options), NetThatStumbles, devices=world_size))

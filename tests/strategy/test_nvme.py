@@ -6,6 +6,7 @@ import errno
 import gc
 import mmap
 import os
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -376,6 +377,27 @@ def test_a_failing_disk_ends_the_run_and_leaves_the_checkpoint_whole(
     trainer = make_trainer(ElixirStrategy(**on_nvme(tmp_path)))
     trainer.fit(resumed, make_data(), ckpt_path=str(tmp_path / "before.ckpt"), weights_only=False)
     assert trainer.global_step == 8
+
+
+def test_a_disk_that_fails_in_the_last_step_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing asks for what is written there once the training is over, and it fails when that is so."""
+
+    class Break(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            if trainer.global_step == 7:
+                patch.setattr(direct.os, "pwritev", fail_late)
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            seen.append(exception)
+
+    def fail_late(*args: Any) -> int:
+        time.sleep(0.3)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    seen: list[BaseException] = []
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="Input/output error"):
+        fit(ElixirStrategy(**on_nvme(tmp_path), update_timing="behind_forward"), hybrid(), callbacks=[Break()])
+    assert isinstance(seen[0], StorageError)
 
 
 def test_what_has_failed_is_freed_at_the_end_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

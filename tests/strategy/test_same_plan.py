@@ -80,7 +80,7 @@ def test_the_fit_comes_to_the_plan_of_the_command(
     machine = tmp_path / "machine.json"
     save_hardware(HardwareSpec.nominal(), machine)
     trained, typed = CASES[case]
-    limit = "116MiB"  # 90 of them for activations and working memory
+    limit = "114MiB"  # 98 of them for activations and working memory
     planned = _planned(machine, {"--gpu-memory": limit, "--cpu-memory": "1GiB", "--cpu-memory-limit": host}, typed)
     options = dict(trained)
     names = ("update_timing", "placement_policy", "chunk_size")

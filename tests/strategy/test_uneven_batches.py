@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_elixir.core.waits import MORE_BATCHES
 from lightning_elixir.strategy import ElixirStrategy
-from tests.helpers.dist import run_processes, run_ranks
+from tests.helpers.dist import run_ranks
 from tests.helpers.failures import SOON_S, check_heard, heard_by
 from tests.helpers.tiers import full
 from tests.strategy.models import TIGHT, WIDTH, Net, assert_same_state, make_trainer
@@ -63,22 +62,26 @@ def test_one_rank_has_more_batches(lengths: list[int], options: dict[str, Any]) 
     assert abs(everyone[0]["time_s"] - everyone[1]["time_s"]) < SOON_S
 
 
-def train_and_tell() -> None:
-    """Run by a process of its own, which ends after its last batch."""
-    rank, world_size = _ranks()
-    try:
-        trainer = make_trainer(ElixirStrategy(**TIGHT), devices=world_size)
-        trainer.fit(Net("hybrid"), DataLoader(Stream([5, 3], [4, 4]), batch_size=None))
-    except Exception as error:
-        Path(f"error_{rank}").write_text(f"{type(error).__name__}: {error}")
+def _fit(lengths: list[int]) -> None:
+    trainer = make_trainer(ElixirStrategy(**TIGHT), devices=_ranks()[1])
+    trainer.fit(Net("hybrid"), DataLoader(Stream(lengths, [4, 4]), batch_size=None))
 
 
-def test_the_program_of_one_rank_is_over_before() -> None:
-    run_processes("from tests.strategy.test_uneven_batches import train_and_tell; train_and_tell()", 2)
-    text = Path("error_0").read_text()
-    assert text.startswith("PeerLostError: rank 0 cannot go on: rank 1 has come to the end of its program (process ")
-    assert text.endswith(MORE_BATCHES)
-    assert not Path("error_1").exists()
+def _heard_of_fit(lengths: list[int]) -> Any:
+    return heard_by(*_ranks(), lambda: _fit(lengths))
+
+
+def test_fit_alone_tells_both() -> None:
+    """No rank takes a fit for a good one that another has not come to the end of."""
+    everyone = run_ranks(_heard_of_fit, 2, [5, 3], init_group=False)
+    assert [heard["type"] for heard in everyone] == ["DivergenceError"] * 2
+    for heard in everyone:
+        assert "rank 0 is in the beginning of the next batch of trainer.fit() (" in heard["text"]
+        assert (
+            "rank 1 is in the preparation or the end of a run (Trainer.fit() at test_uneven_batches.py:"
+            in heard["text"]
+        )
+        assert heard["text"].endswith(MORE_BATCHES)
 
 
 class NetThatSkips(Net):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +15,10 @@ from torch import Tensor
 
 from lightning_elixir._lightning import Callback, Trainer
 from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.plan.hardware import HardwareSpec, save_hardware
 from lightning_elixir.plan.types import UpdateTiming
-from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.stepping import speculation
+from lightning_elixir.strategy import ElixirStrategy, shared_plans
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import full
 from tests.helpers.update_timing import slow_updates
@@ -202,6 +207,70 @@ def test_an_error_between_backward_and_step_leaves_what_can_be_saved(tmp_path: A
     _, _, expected = fit(strategy("after_backward"), HybridNet, gradient_clip_val=1e3, max_steps=3, **BF16)
     saved = torch.load(tmp_path / "whole.ckpt", weights_only=False)["state_dict"]
     assert [k for k, v in expected.state.items() if not torch.equal(saved[k], v)] == []
+
+
+def test_the_forecast_tells_of_steps_that_wait_for_the_norm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As long as they do."""
+
+    class Reader(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            plan = trainer.strategy.plan
+            told.append((plan.fingerprint(), plan.forecast.binding.startswith("the norm"), plan.forecast.times.total_s))
+
+    told: list[tuple[str, bool, float]] = []
+    save_hardware(replace(HardwareSpec.nominal(), cpu_adam_numel_per_s=1e6), tmp_path / "slow.json")
+    monkeypatch.setattr(speculation, "_STEPS_OFF", 4)
+    monkeypatch.setattr(shared_plans, "LEAST_GAIN", 1.0)  # no move, whatever this machine takes for a step
+    with slow_updates(monkeypatch, 0.001):
+        fit(
+            ElixirStrategy(gpu_memory_limit="96KiB", hardware=tmp_path / "slow.json"),
+            AheadNet,
+            gradient_clip_val=1e-3,
+            callbacks=[Reader()],
+            train=lambda: make_data(64),
+            **BF16,
+        )
+    settled = told[2:]
+    assert [waits for waits, _ in itertools.groupby(waits for _, waits, _ in settled)] == [True, False] * 2
+    assert len({fingerprint for fingerprint, *_ in settled}) == 1
+    usual, waiting = ({total_s for _, waits, total_s in settled if waits is which} for which in (False, True))
+    assert len(usual) == len(waiting) == 1  # which is longer depends on how much computing there is to hide behind
+
+
+class WithdrawingNet(AheadNet):
+    """On one rank, updates that have begun are taken back before each step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_rank == 1:
+            self.trainer.strategy._engine.engine.reducer.withdraw()
+
+
+def _one_rank_waits(machine: str) -> list[bool]:
+    told: list[bool] = []
+
+    class Reader(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            told.append(trainer.strategy.plan.forecast.binding.startswith("the norm"))
+
+    with pytest.MonkeyPatch.context() as patch, slow_updates(patch, 0.001):
+        fit(
+            ElixirStrategy(gpu_memory_limit="96KiB", hardware=machine),
+            WithdrawingNet,
+            gradient_clip_val=1e3,
+            callbacks=[Reader()],
+            train=lambda: make_data(64),
+            devices=2,
+            **BF16,
+        )
+    return told
+
+
+def test_one_rank_alone_may_wait_for_norms(tmp_path: Path) -> None:
+    """What it does is its own matter, and so is its forecast: the others go on as they are."""
+    machine = tmp_path / "slow.json"
+    save_hardware(replace(HardwareSpec.nominal(), cpu_adam_numel_per_s=1e6, world_size=2), machine)
+    told = run_ranks(_one_rank_waits, 2, str(machine), init_group=False)
+    assert [any(one) for one in told] == [False, True]
 
 
 def test_the_monitor_does_not_count_as_somebody(tmp_path: Any) -> None:
