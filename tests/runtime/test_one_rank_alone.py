@@ -273,7 +273,8 @@ def test_who_waits_heeds_signals(call: str, number: signal.Signals) -> None:
             process.wait()
 
 
-@pytest.mark.parametrize("call", telling(["state_dict", "backward"], "backward"))
+@pytest.mark.full
+@pytest.mark.parametrize("call", ["state_dict", "backward"])
 def test_a_slow_rank_is_waited_for(call: str) -> None:
     """Many times longer than it takes to find out about ranks that wait for each other."""
     processes = start_processes(_code(call, "slow"), 2)
