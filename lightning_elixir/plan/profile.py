@@ -49,6 +49,9 @@ class ProfileInterval:
     """Operators that compute something (views do not)."""
     grads: tuple[str, ...]
     """Parameters whose gradient became complete in the interval."""
+    held: tuple[str, ...] = ()
+    """Parameters that cannot go when the interval begins, since another tensor over their storage is alive, as those
+    that activation checkpointing recomputes with are until their backward."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def step_profile(profile: MemoryProfile, packed: Sequence[PackedChunk], hardware
         ids = _ids(item.fqns, chunk_of)
         interval = StepInterval(compute_s, item.activation_bytes, tuple(finished), item.is_backward)
         if ids:
-            events.append(Acquire(ids, item.is_pinned))
+            events.append(Acquire(ids, item.is_pinned, _ids(item.held, chunk_of)))
             intervals.append(interval)
         elif intervals:
             intervals[-1] = _joined(intervals[-1], interval)

@@ -80,6 +80,7 @@ class _Interval:
     moved_bytes: int = 0
     num_ops: int = 0
     grads: list[str] = field(default_factory=list)
+    held: tuple[str, ...] = ()
 
 
 class StepRecorder(TorchDispatchMode):
@@ -107,6 +108,7 @@ class StepRecorder(TorchDispatchMode):
         self._frames: list[_Frame] = []
         self._pinned: Counter[str] = Counter()
         self._drops: list[tuple[str, ...]] = []
+        self._aliases: dict[weakref.ref[Tensor], str] = {}  # alive, over the storages of parameters
         self._grad_at: dict[str, int] = {}  # interval in which the gradient was last added to
         self._workspaces: set[tuple[bool, int]] = set()  # of matrix products: whether backward's, and size
         self._intervals = [_Interval((), False, (), "", False, 0, 0)]
@@ -198,6 +200,8 @@ class StepRecorder(TorchDispatchMode):
         packet = func._overloadpacket
         outputs = _tensors((result,))
         is_new = False
+        if packet is aten.detach and _in_backward():
+            self._note_aliases(outputs)
         for index, tensor in enumerate(outputs):
             # CUDA keeps the statistics of layer norms in fp32.
             in_fp32 = packet is aten.native_layer_norm and index > 0
@@ -256,10 +260,24 @@ class StepRecorder(TorchDispatchMode):
         found = None
         for tensor in tensors:
             fqn = self._fqn_of.get(tensor.untyped_storage()._cdata)
-            if fqn is not None and fqn not in self._pinned:
-                found = {fqn: None} if found is None else {**found, fqn: None}
+            if fqn is None or fqn in self._pinned:
+                continue
+            if self._aliases and id(tensor) not in self._fqn_by_id and fqn in self._aliases.values():
+                continue  # it is there, whatever the engine does
+            found = {fqn: None} if found is None else {**found, fqn: None}
         if found is not None:
             self._touch(tuple(found))
+
+    def _note_aliases(self, outputs: Iterable[Tensor]) -> None:
+        """Activation checkpointing keeps what it recomputes, detached, until its backward. What autograd saves in a
+        forward counts for nothing: the engine has it packed."""
+        for tensor in outputs:
+            fqn = self._fqn_of.get(tensor.untyped_storage()._cdata)
+            if fqn is not None:
+                self._aliases[weakref.ref(tensor, self._forget_alias)] = fqn
+
+    def _forget_alias(self, reference: weakref.ref[Tensor]) -> None:
+        del self._aliases[reference]
 
     def _touch(self, fqns: tuple[str, ...]) -> None:
         if set(fqns) <= set(self._intervals[-1].fqns):
@@ -290,6 +308,7 @@ class StepRecorder(TorchDispatchMode):
         interval = _Interval(
             fqns, is_pinned, dropped, module, _in_backward(), self._bytes[_ACTIVATION], self._allocator.allocated_bytes
         )
+        interval.held = tuple(dict.fromkeys(self._aliases.values()))
         self._intervals.append(interval)
 
     def _on_grad(self, parameter: Tensor) -> None:
@@ -327,6 +346,7 @@ class StepRecorder(TorchDispatchMode):
                 moved_bytes=i.moved_bytes,
                 num_ops=i.num_ops,
                 grads=tuple(i.grads),
+                held=i.held,
             )
             for i in self._intervals
         )
