@@ -41,6 +41,7 @@ if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.compile import to_uncompiled
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -73,6 +74,7 @@ else:
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
     from pytorch_lightning.trainer.states import TrainerFn
+    from pytorch_lightning.utilities.compile import to_uncompiled
     from pytorch_lightning.utilities.exceptions import SIGTERMException
     from pytorch_lightning.utilities.model_helpers import is_overridden
     from pytorch_lightning.utilities.rank_zero import rank_zero_only
@@ -109,6 +111,7 @@ __all__ = [
     "reduce_tensor",
     "reset_seed",
     "set_global_rank",
+    "to_uncompiled",
 ]
 
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_elixir.core.compiled_modules import compiled_regions, run_copy_as_it_is
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.cuda_paths import CudaPaths
@@ -90,11 +91,13 @@ def profile_memory(
         # Copies of modules ask fake tensors for their address, to see whether there is one.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         memo = {id(one): stand_in for one, stand_in in stand_ins}
-        model = _fake_model(model_or_factory, dtype, keep_fp32, memo, has_autocast=autocast, has_master=master_weights)
+        model, compiled = _fake_model(
+            model_or_factory, dtype, keep_fp32, memo, has_autocast=autocast, has_master=master_weights
+        )
         input_dtype = dtype if dtype is not None and dtype.itemsize == 2 and not autocast else None
         fake_inp = tree_map_only(Tensor, lambda t: _fake_input(t, input_dtype), inp)
         recorder = StepRecorder(around_operator)
-        recorder.watch(model)
+        recorder.watch(model, compiled)
         inputs = [t for t in tree_leaves(fake_inp) if isinstance(t, Tensor)]
         for tensor in inputs:
             recorder.hold(tensor)
@@ -152,8 +155,9 @@ def _fake_model(
     *,
     has_autocast: bool,
     has_master: bool,
-) -> nn.Module:
-    """A copy of the model whose tensors are fake ones on the CPU; to be called under the fake mode.
+) -> tuple[nn.Module, frozenset[str]]:
+    """A copy of the model whose tensors are fake ones on the CPU, and names of the modules that are compiled in the
+    model; none is in the copy. To be called under the fake mode.
 
     Args:
         memo: Of `copy.deepcopy`: what the copy has in the place of others, by id.
@@ -178,7 +182,9 @@ def _fake_model(
     for buffer in model.buffers():
         memo[id(buffer)] = _fake_like(buffer, None)
     for module in model.modules():  # what is an attribute and nothing else, such as `example_input_array`
-        for value in vars(module).values():
+        for name, value in vars(module).items():
+            if name == "dynamo_ctx":
+                memo[id(value)] = value
             _note(value, memo)
     try:
         fake_model = copy.deepcopy(model, memo)
@@ -186,7 +192,9 @@ def _fake_model(
         raise _refusal("copying the model", error) from error
     if dtype is not None and is_half and not has_autocast:
         compute_in_fp32(fake_model, kept, dtype, "cpu")
-    return fake_model
+    run_copy_as_it_is(fake_model)
+    entrances = {id(region.entrance) for region in compiled_regions(model)}
+    return fake_model, frozenset(name for name, module in model.named_modules() if id(module) in entrances)
 
 
 def _note(value: Any, memo: dict[int, Any], depth: int = 0) -> None:

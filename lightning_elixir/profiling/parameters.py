@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.types import DTYPE_BYTES, ParamSpec
 
@@ -71,14 +72,20 @@ def param_specs(
 
 
 def module_accesses(model: nn.Module) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(module name, FQNs of the parameters that one forward of it touches directly), modules without any left out.
+    """(module name, FQNs of the parameters that one forward of it touches directly), modules without any left out. Of a
+    compiled module, all, and none of those below it.
 
     Tied parameters appear under the FQN that `param_specs` gives them.
     """
     fqn_of = {id(p): fqn for fqn, p in model.named_parameters()}
+    regions = compiled_regions(model)
+    compiled = {id(region.entrance) for region in regions}
+    inside = {id(m) for region in regions for m in region.inside} - compiled
     accesses = []
     for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
+        if id(module) in inside:
+            continue
+        own = list(module.parameters(recurse=id(module) in compiled))
         if isinstance(module, nn.MultiheadAttention):
             own += module.out_proj.parameters()  # one functional call takes the projection's parameters too
         if own:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -107,6 +107,7 @@ class StepRecorder(TorchDispatchMode):
         self._fqn_by_id: dict[int, str] = {}
         self._frames: list[_Frame] = []
         self._pinned: Counter[str] = Counter()
+        self._needed_with: dict[str, tuple[str, ...]] = {}  # all that a compiled module's backward needs, by each name
         self._drops: list[tuple[str, ...]] = []
         self._aliases: dict[weakref.ref[Tensor], str] = {}  # alive, over the storages of parameters
         self._grad_at: dict[str, int] = {}  # interval in which the gradient was last added to
@@ -115,8 +116,13 @@ class StepRecorder(TorchDispatchMode):
 
     # Before the step
 
-    def watch(self, model: nn.Module) -> None:
-        """Take note of the model's parameters and buffers, and of its forwards and gradients from now on."""
+    def watch(self, model: nn.Module, compiled: Collection[str] = ()) -> None:
+        """Take note of the model's parameters and buffers, and of its forwards and gradients from now on.
+
+        Args:
+            model: Of fake tensors.
+            compiled: Names of modules that need all parameters below them at once, in forward and in backward.
+        """
         self._fqn_by_id = {id(p): fqn for fqn, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
         for parameter in model.parameters():
             self._fqn_of[parameter.untyped_storage()._cdata] = self._fqn_by_id[id(parameter)]
@@ -126,8 +132,15 @@ class StepRecorder(TorchDispatchMode):
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
                     self.hold(tensor)
+        inside: set[int] = set()
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(partial(self._enter, name, self._held_by(module)), prepend=True)
+            if name in compiled:
+                inside.update(id(m) for m in module.modules())
+                fqns = tuple(dict.fromkeys(self._fqn_by_id[id(p)] for p in module.parameters()))
+                self._needed_with.update(dict.fromkeys(fqns, fqns))
+            else:
+                fqns = () if id(module) in inside else self._held_by(module)
+            module.register_forward_pre_hook(partial(self._enter, name, fqns), prepend=True)
             module.register_forward_hook(self._leave, always_call=True)
 
     def _held_by(self, module: nn.Module) -> tuple[str, ...]:
@@ -280,6 +293,8 @@ class StepRecorder(TorchDispatchMode):
         del self._aliases[reference]
 
     def _touch(self, fqns: tuple[str, ...]) -> None:
+        if self._needed_with and _in_backward():
+            fqns = tuple(dict.fromkeys(name for fqn in fqns for name in self._needed_with.get(fqn, (fqn,))))
         if set(fqns) <= set(self._intervals[-1].fqns):
             return
         where = fqns[0].rpartition(".")[0] if _in_backward() else ""

@@ -8,6 +8,13 @@ and what is below it is *covered*: met there, nothing is left to be done. Once t
 only ever met covered keep one light hook, which looks whether that is still so (it is not when such a module is called
 by itself, or under the user's own hooks for saved tensors) and takes the module back among the others if not. A hook
 costs some microseconds a call, an access some tens, and a GPT of 24 layers has 200 modules with parameters.
+
+[Note: compiled regions] Where a module is compiled (`core/compiled_modules.py`), it is one access: all that it and the
+modules below it need comes before the compiled code begins, and stays until it ends, so that the code finds plain
+parameters with their values, on which the compiler's guards hold. No hook of ours is inside. What the compiled forward
+saves is packed as any saved tensor is; its backward unpacks all of it at once, and the tensors that it gets keep their
+chunks there until it is over. Code that is compiled in other ways, such as a function that calls modules, meets our
+hooks, which the compiler leaves out: a graph ends there, and another begins.
 """
 
 from __future__ import annotations
@@ -21,8 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_elixir.core.compiled_modules import CompiledRegion, compiled_regions, leave_out_of_compiled_code
 from lightning_elixir.core.device import beside_dispatch_modes
 from lightning_elixir.core.signals import deferred
+from lightning_elixir.errors import PlanError
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.hooks import Hooks, SavedTensors, ThreadHooks, innermost_pack
@@ -34,6 +43,9 @@ from lightning_elixir.runtime.turns import Held
 
 if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
+
+# What our hooks run. (Those of islands are not among it: they are part of the model's arithmetic.)
+_OF_HOOKS = tuple(f"lightning_elixir.{room}" for room in ("core", "plan", "storage", "optim", "stepping", "runtime"))
 
 
 @dataclass(slots=True)
@@ -76,7 +88,7 @@ class Forwards:
         self._phases = engine.phases
         self._turn = engine.turn
         self._saved = saved
-        self._accesses = _accesses_by_module(engine.module, home)
+        self._home = home
         self._frames: list[_Frame] = []
         self._is_implicit = False  # a module hook has opened the region, not the model's owner
         self._error_at_entry: BaseException | None = None
@@ -84,8 +96,13 @@ class Forwards:
         self._all_modules = modules = list(engine.module.modules())
         self._statistics = [m for m in modules if getattr(m, "track_running_stats", False)]
         self._has_own_statistics = False
-        self.watched = [m for m in modules if any(True for _ in m.parameters())]
-        """Modules that tell of their forwards."""
+        self.modules = [m for m in modules if any(True for _ in m.parameters())]
+        """Those with parameters."""
+        self._accesses: dict[int, _Access] = {}
+        self._watched: list[nn.Module] = []  # that tell of their forwards
+        self._has_looked = False  # for compiled modules, since the plan in force is
+        self._compiled: frozenset[int] | None = None  # modules (by id) whose call begins compiled code; None: not known
+        self._inside: frozenset[int] = frozenset()  # modules whose forwards are part of it
         # Met in the first iterations: below a module that brings all they need, and by themselves.
         self._covered_ids: set[int] = set()
         self._entered_ids: set[int] = set()
@@ -124,6 +141,8 @@ class Forwards:
         engine.leave_hooks()
         if engine.active.cost:
             check_untransformed()
+        if not self._has_looked:
+            self._look_for_compiled()
         engine.interception.forget_state_dict()
         with beside_dispatch_modes():  # a region may begin in a recomputation, before anything has told of a backward
             engine.writes.absorb()
@@ -243,6 +262,8 @@ class Forwards:
             frame.ids, frame.covered = access
             self._engine.acquire(frame.ids, pin=True)
             frame.is_pinned = True
+            if self._compiled and id(module) in self._compiled:
+                self._engine.interception.make_plain_for_compiled(frame.ids)
         frame.hooks = self._enter_saved_hooks()
         if frame.covered and torch.is_grad_enabled():
             frame.innermost = innermost_pack()
@@ -277,6 +298,8 @@ class Forwards:
         if frame.hooks is not None:
             frame.hooks.__exit__()
         if frame.is_pinned:
+            if self._compiled and id(frame.module) in self._compiled and self._engine.backwards.is_guarded:
+                self._engine.interception.guard_again(frame.ids)
             self._engine.drop(frame.ids)
         if self._is_implicit and not self._frames:
             self._is_implicit = False
@@ -327,48 +350,95 @@ class Forwards:
     # Which modules tell of their forwards
 
     def watch(self, hooks: Hooks) -> None:
-        """Have modules tell of their forwards, as the plan in force needs it."""
+        """Have modules tell of their forwards, as the plan in force needs it.
+
+        Raises:
+            PlanError: For the first plan, if it moves chunks, and compiled modules count on parameters that stay.
+        """
+        is_first = self._compiled is None
         self._hooks = hooks
+        self._look_for_compiled()
+        if is_first and self._engine.active.is_watching and self._engine.device.torch_device.type == "cuda":
+            check_addresses(self._engine.module)
+        self._has_looked = False  # once more when the first forward begins: models are compiled when they are set up
+        self._watch()
+
+    def _look_for_compiled(self) -> None:
+        """Find out what is compiled; where that has changed, other modules tell of their forwards from now on."""
+        self._has_looked = True
+        leave_out_of_compiled_code(_OF_HOOKS)
+        root = self._engine.module
+        regions = compiled_regions(root)
+        entrances = frozenset(id(region.entrance) for region in regions)
+        if entrances == self._compiled:
+            return
+        inside = {id(m) for region in regions for m in region.inside} - entrances
+        modules = list(root.modules())
+        self._compiled = entrances
+        self._accesses = _accesses_by_module(root, self._home, regions)
+        self._watched = [m for m in modules if id(m) not in inside and any(True for _ in m.parameters())]
+        self._light = []
+        self._inside = frozenset(inside)
+        self._covered_ids.clear()
+        self._entered_ids.clear()
         self._watch()
 
     def _watch(self) -> None:
-        self.watched += [m for m in self._light if id(m) in self._entered_ids]  # they have turned out otherwise
+        self._watched += [m for m in self._light if id(m) in self._entered_ids]  # they have turned out otherwise
         self._light = [m for m in self._light if id(m) not in self._entered_ids]
         if self._engine.active.is_watching:
-            self._hooks.watch_forwards(self.watched, self._light)
+            self._hooks.watch_forwards(self._watched, self._light)
         else:
             self._hooks.watch_forwards(self._entrances())
 
     def leave_covered(self) -> None:
         """Once the order of accesses is known, modules that were only met below others, which bring all that they need,
         keep but one hook: every other costs some microseconds a call."""
-        covered = self._covered_ids - self._entered_ids
+        covered = self._covered_ids - self._entered_ids - (self._compiled or frozenset())
         if covered and self._engine.active.is_watching and "train" in self._engine.traces:
             self._covered_ids.clear()
-            self._light += [m for m in self.watched if id(m) in covered]
-            self.watched = [m for m in self.watched if id(m) not in covered]
+            self._light += [m for m in self._watched if id(m) in covered]
+            self._watched = [m for m in self._watched if id(m) not in covered]
             self._watch()
 
     def _entrances(self) -> Sequence[nn.Module]:
         """Where everything is resident no layer needs a hook: only what users call by themselves, the model and the
         models it is made of, so that its parameters are plain inside."""
         model = self._engine.module
-        return [m for m in (model, *model.children()) if any(True for _ in m.parameters())]
+        return [
+            m for m in (model, *model.children()) if id(m) not in self._inside and any(True for _ in m.parameters())
+        ]
 
 
-def _accesses_by_module(root: nn.Module, home: Mapping[int, tuple[Chunk, int]]) -> dict[int, _Access]:
+def check_addresses(root: nn.Module) -> None:
+    """Raises `PlanError` if compiled modules count on parameters that stay where they are. (Under a later plan that
+    moves them torch records such graphs anew, which is slow.)"""
+    names = {id(module): name for name, module in root.named_modules()}
+    found = [names[id(r.entrance)] or type(r.entrance).__name__ for r in compiled_regions(root) if r.has_cuda_graphs]
+    if found:
+        raise PlanError(
+            f"{', '.join(found[:5])}: compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), which need"
+            " parameters that stay where they are, and under this plan they come and go. Compile with mode='default' or"
+            " 'max-autotune-no-cudagraphs', or have all of them stay (placement_policy='cuda', or more GPU memory)"
+        )
+
+
+def _accesses_by_module(
+    root: nn.Module, home: Mapping[int, tuple[Chunk, int]], regions: Sequence[CompiledRegion]
+) -> dict[int, _Access]:
     """What to hold during a module's forward: the chunks of its own parameters, where no module below has any; and the
-    one chunk that it and all modules below lie in, which then need no access of their own. Other parameters (of
-    containers, or in functional use) are caught when they are touched.
+    one chunk that it and all modules below lie in, which then need no access of their own. Of a compiled module, all.
+    Other parameters (of containers, or in functional use) are caught when they are touched.
 
     Returns:
         By the id of the module.
     """
     found: dict[int, _Access] = {}
+    compiled = {id(region.entrance) for region in regions}
     for module in root.modules():
         keys = [id(p) for p in module.parameters()]
         ids = tuple(dict.fromkeys(home[key][0].id for key in keys if key in home))
-        if len(ids) == 1:
+        if len(ids) == 1 or (ids and id(module) in compiled):
             found[id(module)] = _Access(ids, frozenset(id(m) for m in module.modules()))
         elif ids and {*keys} == {id(p) for p in module._parameters.values() if p is not None}:
             found[id(module)] = _Access(ids, frozenset())

@@ -20,7 +20,7 @@ class ForwardEvents(Protocol):
     """Gets the forwards of modules."""
 
     @property
-    def watched(self) -> Sequence[nn.Module]: ...
+    def modules(self) -> Sequence[nn.Module]: ...
 
     def enter_module(self, module: nn.Module, inputs: Any) -> None: ...
 
@@ -67,11 +67,35 @@ def _nothing(*args: Any) -> None:
     return
 
 
+class _CompiledCall:
+    """In the place of what `module.compile()` has made, which runs a module's hooks in compiled code: reports the
+    forward around it. Copies of the module have neither."""
+
+    def __init__(self, module: nn.Module, forwards: ForwardEvents) -> None:
+        self._module = module
+        self._forwards = forwards
+        self._compiled: Any = module._compiled_call_impl
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = None
+        self._forwards.enter_module(self._module, args)
+        try:
+            output = self._compiled(*args, **kwargs)
+            return output
+        finally:
+            self._forwards.exit_module(self._module, args, output)
+
+    def remove(self) -> None:
+        if self._module._compiled_call_impl is self:  # else it was compiled again
+            self._module._compiled_call_impl = self._compiled
+
+
 class Hooks:
     """Handles of everything registered; `remove` takes all of it away.
 
     Args:
-        forwards: Has the modules with managed parameters below them.
+        forwards: Has the modules with parameters.
         backwards: Gets the gradients; not kept alive.
         state_dicts: Learns of the modules' state dicts.
         chunks: Whose trainable parameters report their gradients.
@@ -87,8 +111,9 @@ class Hooks:
         self._forwards = forwards
         self._handles: list[RemovableHandle] = []
         self._forward_handles: list[RemovableHandle] = []
+        self._compiled_calls: list[_CompiledCall] = []
         self._watched_ids: set[int] = set()  # modules whose forwards are reported
-        watched = {id(m) for m in forwards.watched}
+        watched = {id(m) for m in forwards.modules}
 
         def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             state_dicts.enter_state_dict()
@@ -97,7 +122,7 @@ class Hooks:
             state_dicts.exit_state_dict()
 
         pre, post = _ModuleHook(before_state_dict, watched), _ModuleHook(after_state_dict, watched)
-        for module in forwards.watched:
+        for module in forwards.modules:
             self._handles.append(module.register_state_dict_pre_hook(pre))
             self._handles.append(module.register_state_dict_post_hook(post))
         for chunk in chunks:
@@ -114,11 +139,17 @@ class Hooks:
         """
         for handle in self._forward_handles:
             handle.remove()
+        for call in self._compiled_calls:
+            call.remove()
         self._forward_handles.clear()
+        self._compiled_calls.clear()
         self._watched_ids = {id(m) for m in (*modules, *covered)}
         pre = _ModuleHook(self._forwards.enter_module, self._watched_ids)
         light = _ModuleHook(self._forwards.enter_covered, self._watched_ids)
         for module in modules:
+            if module._compiled_call_impl is not None:
+                self._compiled_calls.append(_CompiledCall(module, self._forwards))
+                continue
             self._forward_handles.append(module.register_forward_pre_hook(pre, prepend=True))
             self.watch_exit(module)
         for module in covered:

@@ -88,11 +88,19 @@ class Interception:
     def make_plain(self, chunk: Chunk) -> None:
         """Stop intercepting a chunk that is in use. Not where the chunk may go and threads other than the one that
         trains use parameters: they would not be intercepted either."""
-        if self._is_read_elsewhere(chunk):
-            return
-        if chunk.id not in self._plain_chunks:
-            self._plain_chunks.add(chunk.id)
-            for parameter, plain, _ in self._classes[chunk.id]:
+        if not self._is_read_elsewhere(chunk):
+            self._make_plain(chunk.id)
+
+    def make_plain_for_compiled(self, ids: Sequence[int]) -> None:
+        """As `make_plain`, for chunks that compiled code is about to use: in any case, since the compiler must see the
+        classes that it has seen before. Other threads are waited for when the chunk goes."""
+        for chunk_id in ids:
+            self._make_plain(chunk_id)
+
+    def _make_plain(self, chunk_id: int) -> None:
+        if chunk_id not in self._plain_chunks:
+            self._plain_chunks.add(chunk_id)
+            for parameter, plain, _ in self._classes[chunk_id]:
                 parameter.__class__ = plain
 
     def guard(self, chunk: Chunk) -> None:
@@ -108,6 +116,11 @@ class Interception:
     def _is_read_elsewhere(self, chunk: Chunk) -> bool:
         """Whether another thread than the one that trains may read its parameters when it goes."""
         return self._engine.turn.was_contended and not chunk.spec.is_persistent
+
+    def guard_again(self, ids: Sequence[int]) -> None:
+        """The compiled code is over, where parameters are intercepted."""
+        for chunk_id in ids:
+            self.guard(self._chunks[chunk_id])
 
     def guard_all(self) -> None:
         for chunk_id in list(self._plain_chunks):

@@ -47,6 +47,7 @@ from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.storage.nvme import is_in_memory
+from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler
 from lightning_elixir.strategy.config import (
     ElixirConfig,
     HardwareOption,
@@ -225,6 +226,8 @@ class ElixirStrategy(ProcessStrategy):
             PlanError: An option that cannot be used as given.
         """
         given = locals()
+        self._given_module: LightningModule | None = None
+        self._compiler: Any = None  # of a LightningModule that was compiled
         self._config = ElixirConfig(**{option.name: given[option.name] for option in fields(ElixirConfig)})
         self._elixir_optimizer: ElixirOptimizer | None = None
         self._figures: MachineFigures | None = None
@@ -256,10 +259,24 @@ class ElixirStrategy(ProcessStrategy):
             "_evaluation": None,
             "_fit_run": None,
             "_comm": SoloComm(),  # until it runs
+            "_compiler": None,
             "_sharded": ShardedCheckpoints(self._config.async_save),
             "_in_place": contextlib.ExitStack(),
         }
         return state
+
+    # The module
+
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._given_module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        """The Trainer puts a module here before it refuses compiled ones to all strategies but some of its own."""
+        compiler = None if module is None else take_compiler(module)
+        if compiler is not None or module is not self._given_module:  # it comes here twice
+            self._given_module, self._compiler = module, compiler
 
     # Processes
 
@@ -378,6 +395,7 @@ class ElixirStrategy(ProcessStrategy):
         is_loaded = self._sharded.is_model_awaited
         run_together(self._comm, lambda: materialise(module, is_loaded) if self.is_global_zero else None)
         planner = self._planner()
+        compile_by_blocks(module, self._compiler)
         plugin.convert_module(module, run_together(self._comm, lambda: planner.kept_fp32(module)))
         planner.check_model(module, is_training=is_training)
         budget = planner.budget(host_bytes_of(module))

@@ -3,8 +3,9 @@
 When the first batch is there, a dry run ([Note: dry run], `strategy/dry_run.py`) tells what a step takes beside the
 chunks, and when, and how long it computes. With that the final plan is made, before the first step. That step is
 watched: where it takes more than was foreseen, the plan is made anew. First times are too long, since kernels are
-loaded and memory is obtained; so the second step is timed, and if another placement then promises to be faster by more
-than `LEAST_GAIN`, or the one in force turns out too large, the engine moves once more.
+loaded and memory is obtained; so the second step is timed, or the first after it in which no model is compiled. If
+another placement then promises to be faster by more than `LEAST_GAIN`, or the one in force turns out too large, the
+engine moves once more.
 
 Where there can be no dry run, the first step runs with as little as possible on the device, and is watched; the plan is
 made before the second one, and the third one is timed.
@@ -24,6 +25,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from lightning_elixir.core.compiled_modules import num_compiled_graphs
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.profile import MemoryProfile, StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
@@ -46,6 +48,8 @@ _WORTH_COLLECTING_BYTES = 64 * 2**20
 _FORESEEN_WITHIN = 0.1
 # So many steps may depart from what was recorded before the plan is made from their highest moment alone.
 _MOST_STEPS_WATCHED = 3
+# So many steps are timed at most until one comes in which nothing is compiled.
+_MOST_STEPS_TIMED = 4
 _LINES_LOGGED = 5
 _WAITING = "the norm: gradients are clipped, or overflow, so often that updates wait for all of them"
 # With several ranks, looking whether any of them wants another plan takes a message.
@@ -102,6 +106,8 @@ class WarmUp:
         is_profile_wanted = planner.config.report_dir is not None
         self._is_timed_for_others = False
         self._num_steps = 0
+        self._num_timed = 0  # steps that were timed for nothing
+        self._num_graphs = 0  # when the stage began
         self._least_bytes = 0  # what every plan must leave beside the chunks from now on
         self.profile: StepProfile | None = None
         """What a step under the plan in force does, as far as it is known."""
@@ -162,12 +168,22 @@ class WarmUp:
         elif self.stage is Stage.SETTLING:
             is_to_settle_again = self._is_more_than_foreseen() and self._make_final_plan()
             self._enter(Stage.SETTLING if is_to_settle_again else Stage.TIMED)
+        elif self._was_compiling():
+            self._num_timed += 1
+            self._enter(Stage.TIMED)
         else:
             self._refine()
             self._enter(Stage.DONE)
 
+    def _was_compiling(self) -> bool:
+        """Whether another step is to be timed: models were compiled in this one, on any rank."""
+        if self._num_timed >= _MOST_STEPS_TIMED:
+            return False
+        is_changed = num_compiled_graphs() != self._num_graphs
+        return any(row[0] for row in self._comm.exchange([int(is_changed)], NEXT_BATCH))
+
     def _enter(self, stage: Stage) -> None:
-        self.stage, self._num_steps = stage, 0
+        self.stage, self._num_steps, self._num_graphs = stage, 0, num_compiled_graphs()
         self._watch()
         self._engine.host_room.look(self._engine.plan, self._engine.host_bytes)
 

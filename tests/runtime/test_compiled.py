@@ -1,0 +1,410 @@
+"""Compiled modules whose chunks come and go: the numbers, and the graphs, of compiled plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_elixir import profile_memory
+from lightning_elixir.core.compiled_modules import compiled_regions
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.packing import PackedChunk
+from lightning_elixir.plan.profile import step_profile
+from lightning_elixir.plan.types import AccessTrace
+from lightning_elixir.runtime.forwards import check_addresses
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.dist import run_processes, run_ranks
+from tests.helpers.plans import make_plan
+from tests.helpers.tiers import crossed
+
+# Of the compiler's own code, which hides the first from users.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+]
+
+WIDTH, DEPTH = 32, 5
+PLACEMENTS = {
+    "tight": {"placement_policy": "cpu", "chunk_size": 8192},
+    "resident": {"placement_policy": "cuda", "chunk_size": 8192},
+}
+
+
+class Block(nn.Module):
+    def __init__(self, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm(x)
+        if self.is_checkpointed:
+            return x + checkpoint(self._feed, inner, use_reentrant=False)
+        return x + self._feed(inner)
+
+    def _feed(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    """Checkpointing: "no", "around" blocks, or "inside"."""
+
+    def __init__(self, checkpointing: str = "no") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(Block(checkpointing == "inside") for _ in range(DEPTH))
+        self.out = nn.Linear(WIDTH, 4)
+        self.is_around = checkpointing == "around"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_around else block(x)
+        return self.out(x)
+
+
+def by_call(net: Net) -> Net:
+    for block in net.blocks:
+        block.compile(backend="aot_eager")
+    return net
+
+
+def by_module(net: Net) -> Net:
+    for index, block in enumerate(net.blocks):
+        net.blocks[index] = torch.compile(block, backend="aot_eager")
+    return net
+
+
+def by_forward(net: Net) -> Net:
+    for block in net.blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager")
+    return net
+
+
+def as_a_whole(net: Net) -> Any:
+    return torch.compile(net, backend="aot_eager")
+
+
+def not_at_all(net: Net) -> Net:
+    return net
+
+
+FORMS = [by_call, by_module, by_forward, as_a_whole]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def num_graphs() -> int:
+    """Compiled since the last call; there must have been no break in any."""
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"]
+    number = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    counters.clear()
+    return int(number)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+
+
+def new_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+
+
+@dataclass
+class Trained:
+    losses: list[Tensor]
+    state: list[Tensor]
+    num_graphs: int
+
+
+class Plain:
+    """A model and an optimizer, under the names of the engine's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._adam = new_adam(model)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self._adam.step()
+        self._adam.zero_grad()
+
+    def values(self) -> list[Tensor]:
+        return list(self.model.state_dict().values())
+
+
+class Ours:
+    def __init__(self, model: nn.Module, placement: str = "tight", **options: Any) -> None:
+        self.model = model
+        plan = make_plan(model, **PLACEMENTS[placement], **options)
+        self.module = ElixirModule(model, plan, device=torch.device("cpu"))
+        self._optimizer = ElixirOptimizer(self.module, new_adam(model))
+        self.is_tight = placement == "tight"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+    def backward(self, loss: Tensor) -> None:
+        self._optimizer.backward(loss)
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def values(self) -> list[Tensor]:
+        return list(self.module.full_state_dict().values())
+
+
+def steps(run: Any, num_steps: int = 4) -> Trained:
+    """All but the first with two micro-batches, and a look without gradients before them."""
+    losses = []
+    for step in range(num_steps):
+        if step:
+            with torch.no_grad():
+                losses.append(run(batch(100 + step)).sum())
+        for micro in range(2 if step else 1):
+            loss = run(batch(2 * step + micro)).square().mean()
+            run.backward(loss)
+            losses.append(loss.detach())
+        run.step()
+    return Trained(losses, [value.clone() for value in run.values()], num_graphs())
+
+
+def plain_steps(run: Any, num_steps: int) -> Trained:
+    """One backward each; graphs are not counted."""
+    losses = []
+    for step in range(num_steps):
+        loss = run(batch(step)).square().mean()
+        run.backward(loss)
+        run.step()
+        losses.append(loss.detach())
+    return Trained(losses, [value.clone() for value in run.values()], 0)
+
+
+def assert_equal(actual: Trained, expected: Trained) -> None:
+    assert all(map(torch.equal, actual.losses, expected.losses))
+    assert all(map(torch.equal, actual.state, expected.state))
+    assert actual.num_graphs == expected.num_graphs
+
+
+@crossed(form=FORMS, placement=PLACEMENTS, checkpointing=["no", "around", "inside"])
+def test_as_compiled_plain_pytorch(form: Callable[[Net], nn.Module], placement: str, checkpointing: str) -> None:
+    expected = steps(Plain(form(Net(checkpointing))))
+    ours = Ours(form(Net(checkpointing)), placement)
+    assert_equal(steps(ours), expected)
+    stats = ours.module.stats()
+    assert stats.overflows == 0  # the plan has known what compiled modules need at once
+    if placement == "tight" and form is not as_a_whole:
+        assert stats.evictions > 20
+
+
+def train_with_inductor() -> None:
+    """Run by a process of its own, since the compiler keeps threads."""
+
+    def compiled() -> Net:
+        net = Net("around")
+        for block in net.blocks:
+            block.compile()
+        return net
+
+    expected = steps(Plain(compiled()))
+    for placement in PLACEMENTS:
+        assert_equal(steps(Ours(compiled(), placement)), expected)
+
+
+def test_placements_give_the_same_bits_with_the_compiler_that_people_use() -> None:
+    code = "from tests.runtime.test_compiled import train_with_inductor; train_with_inductor()"
+    assert run_processes(code, 1) == [0]
+
+
+@pytest.mark.parametrize("form", FORMS[:3])
+def test_frozen_weights_and_adapters(form: Callable[[Net], nn.Module]) -> None:
+    def frozen() -> nn.Module:
+        net = Net("around")
+        for block in net.blocks:
+            block.requires_grad_(False)
+            block.down = nn.Sequential(block.down, nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False))
+        return form(net)
+
+    expected = steps(Plain(frozen()))
+    ours = Ours(frozen())
+    assert_equal(steps(ours), expected)
+    assert ours.module.stats().evictions > 20
+
+
+class Bare(Ours):
+    """Without telling the engine of the backward, and with a user's hook at a parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.seen: list[Tensor] = []
+        next(iter(model.parameters())).register_hook(lambda grad: self.seen.append(grad.detach().clone()))
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+@pytest.mark.parametrize("form", FORMS[:3])
+def test_where_parameters_stay_intercepted_in_backward(form: Callable[[Net], nn.Module]) -> None:
+    """Blocks that run again in such a backward are still those that the compiler knows."""
+    expected = steps(Plain(form(Net("around"))))
+    ours = Bare(form(Net("around")))
+    assert_equal(steps(ours), expected)
+    assert ours.seen
+
+
+def test_beside_a_thread_that_reads() -> None:
+    plain, ours = Plain(by_call(Net())), Ours(by_call(Net()))
+    steps(plain, 2)
+    steps(ours, 2)
+    thread = threading.Thread(target=lambda: [p.detach().sum() for p in ours.model.parameters()])
+    thread.start()
+    thread.join()
+    assert ours.module.engine.turn.was_contended
+    expected = steps(plain)
+    assert_equal(steps(ours), expected)
+
+
+@pytest.mark.parametrize("form", FORMS[:3])
+def test_compiled_when_the_engine_is_there(form: Callable[[Net], nn.Module]) -> None:
+    expected = steps(Plain(form(Net())))
+    net = Net()
+    ours = Ours(net)
+    form(net)
+    assert_equal(steps(ours), expected)
+
+
+def test_compiled_after_the_first_step() -> None:
+    """What has hooks by then is compiled around them."""
+
+    def trained(run: Any) -> Trained:
+        plain_steps(run, 1)
+        by_call(run.model)
+        return plain_steps(run, 3)
+
+    expected = trained(Plain(Net()))
+    torch._dynamo.reset()
+    assert_equal(trained(Ours(Net())), expected)
+
+
+def test_a_compiled_function_that_calls_modules() -> None:
+    """Graphs end at our hooks, and the numbers are right."""
+
+    class Around(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.run = torch.compile(self._run, backend="aot_eager")
+
+        def _run(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x) * 1.5
+            return x
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.run(self.inp(x)))
+
+    expected = plain_steps(Plain(Around()), 3)
+    torch._dynamo.reset()
+    ours = Ours(Around())
+    assert_equal(plain_steps(ours, 3), expected)
+    assert ours.module.stats().evictions > 20
+
+
+def _on_ranks(placement: str) -> tuple[list[Tensor], int]:
+    rank = torch.distributed.get_rank()
+    ours = Ours(by_call(Net("around")), placement, world_size=torch.distributed.get_world_size())
+    for step in range(3):
+        ours.backward(ours(batch(2 * step + rank)).square().mean())
+        ours.step()
+    return ours.values(), ours.module.stats().evictions
+
+
+def test_two_ranks() -> None:
+    plain = Plain(by_call(Net("around")))
+    for step in range(3):
+        plain.backward(plain(torch.cat([batch(2 * step), batch(2 * step + 1)])).square().mean())
+        plain.step()
+    (tight, evictions), (other, _) = run_ranks(_on_ranks, 2, "tight")
+    (resident, _), _ = run_ranks(_on_ranks, 2, "resident")
+    assert evictions > 20
+    assert all(map(torch.equal, tight, other))
+    assert all(map(torch.equal, tight, resident))
+    for actual, expected in zip(tight, plain.values(), strict=True):  # sums over a batch in another order
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_what_copies_and_closed_models_have() -> None:
+    net = by_call(Net())
+    compiled = [block._compiled_call_impl for block in net.blocks]
+    ours = Ours(net)
+    steps(ours, 2)
+    assert copy.deepcopy(net).blocks[0]._compiled_call_impl is None  # as torch has it
+    ours.module.close()
+    assert [block._compiled_call_impl for block in net.blocks] == compiled
+
+
+def test_cuda_graphs_are_refused_where_parameters_move() -> None:
+    net = Net()
+    check_addresses(by_call(net))
+    net.blocks[1].compile(mode="reduce-overhead")
+    with pytest.raises(PlanError, match=r"^blocks\.1: compiled with CUDA graphs"):
+        check_addresses(net)
+    net.blocks[2] = torch.compile(net.blocks[2], mode="max-autotune")
+    with pytest.raises(PlanError, match=r"^blocks\.1, blocks\.2: .*max-autotune-no-cudagraphs"):
+        check_addresses(net)
+
+
+def most_in_use(trace: AccessTrace) -> int:
+    return max(map(len, trace.in_use()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("checkpointing", ["no", "around"])
+def test_the_profile_knows_what_is_needed_at_once(form: Callable[[Net], nn.Module], checkpointing: str) -> None:
+    model = form(Net(checkpointing))
+    found = profile_memory(model, {"x": batch(0)}, lambda m, inp: m(inp["x"]).square().mean().backward())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0  # the copy runs as it is
+    ours = Ours(model)
+    steps(ours, 2)
+    plan = ours.module.plan
+    packed = [PackedChunk(c.dtype, c.requires_grad, c.numel, c.members) for c in plan.chunks]
+    foretold = step_profile(found, packed, HardwareSpec.nominal()).trace
+    assert most_in_use(foretold) == most_in_use(ours.module.engine.traces["train"])
+    assert most_in_use(foretold) > 3
+    backward = [access for access in foretold.acquires() if not access.is_pinned]
+    assert len(backward) <= DEPTH + 2  # a compiled backward asks for all at once, and what is checkpointed for nothing
+
+
+def test_what_is_compiled() -> None:
+    net = by_forward(Net())
+    net.blocks[0] = torch.compiler.disable(net.blocks[0]._modules["norm"])
+    nested = torch.compile(net.blocks[1])
+    net.blocks[1] = nested
+    nested._orig_mod.up.compile()
+    assert [region.entrance for region in compiled_regions(net)] == list(net.blocks)[1:]

@@ -1,0 +1,214 @@
+"""Compiled models under the Trainer, with the defaults and with chunks that come and go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_elixir._lightning import Callback, Trainer
+from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy.blockwise import take_compiler
+from lightning_elixir.strategy.warm_up import Stage
+from tests.helpers.dist import run_ranks
+from tests.strategy.models import TIGHT, WIDTH, Block, LateNet, Net, assert_same_run, fit, make_data, make_trainer
+
+# Of the compiler's own code, which hides it from users.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class NetOfCompiledBlocks(LateNet):
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.layers:
+            if isinstance(block, Block):
+                block.compile(backend="aot_eager")
+
+
+class NetOfCompiledLayers(LateNet):
+    def configure_model(self) -> None:
+        if not hasattr(self, "layers"):
+            super().configure_model()
+            self.layers = torch.compile(self.layers, backend="aot_eager")
+
+
+class NetOfCompiledCall(LateNet):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.layers.compile(backend="aot_eager")
+
+
+class NetOfCompiledForward(LateNet):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.layers.forward = torch.compile(self.layers.forward, backend="aot_eager")
+
+
+def compiled_net() -> Any:
+    return torch.compile(LateNet(), backend="aot_eager")
+
+
+FORMS: list[Callable[[], Any]] = [
+    NetOfCompiledBlocks,
+    NetOfCompiledLayers,
+    NetOfCompiledCall,
+    NetOfCompiledForward,
+    compiled_net,
+]
+
+
+def compiled_blocks(module: nn.Module) -> list[str]:
+    return [type(m).__name__ for m in module.modules() if m._compiled_call_impl is not None]
+
+
+def assert_as_compiled_blocks(form: Callable[[], Any], elixir: dict[str, Any], **options: Any) -> Trainer:
+    """Trains as the plain Trainer does with a model whose blocks are compiled, whatever the user has compiled. (Torch
+    2.13 cannot compile a LightningModule that logs.)"""
+    _, _, expected = fit("auto", NetOfCompiledBlocks, **options)
+    torch._dynamo.reset()
+    trainer, model, actual = fit(ElixirStrategy(**elixir), form, **options)
+    assert compiled_blocks(trainer.lightning_module) == ["Block"] * 4
+    assert_same_run(replace(actual, state={}), replace(expected, state={}))
+    assert all(map(torch.equal, actual.state.values(), expected.state.values()))
+    stats = trainer.strategy.stats()
+    assert stats.evictions > 0
+    assert stats.overflows == 0
+    return trainer
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_as_the_plain_trainer(form: Callable[[], Any]) -> None:
+    assert_as_compiled_blocks(form, TIGHT, val=make_data, max_epochs=2, accumulate_grad_batches=2)
+
+
+def test_with_nothing_set() -> None:
+    """And with clipping, whose norm has an order of its own."""
+    _, _, expected = fit("auto", NetOfCompiledBlocks, gradient_clip_val=0.1)
+    _, _, actual = fit("elixir", compiled_net, gradient_clip_val=0.1)
+    torch.testing.assert_close(actual.losses, expected.losses, rtol=1e-4, atol=1e-6)
+
+
+def test_a_limit_that_auto_plans_for(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning_elixir"):
+        assert_as_compiled_blocks(compiled_net, {"gpu_memory_limit": "96KiB", "chunk_size": "16KiB"})
+    assert "LateNet is compiled block by block: 4 of Block" in caplog.text
+    assert "the rCache needs" not in caplog.text  # the first plan has known
+
+
+def test_few_graphs() -> None:
+    """Two for all blocks in training, since the first gets what needs no gradient, and one in evaluation."""
+    counters = torch._dynamo.utils.counters
+    for strategy, form in (("auto", NetOfCompiledBlocks), (ElixirStrategy(**TIGHT), compiled_net)):
+        torch._dynamo.reset()
+        counters.clear()
+        fit(strategy, form, val=make_data, max_epochs=3)
+        assert counters["stats"]["unique_graphs"] == 3
+        assert not counters["graph_break"]
+
+
+def test_evaluation_and_a_second_fit() -> None:
+    strategy = ElixirStrategy(**TIGHT)
+    trainer, model, _ = fit(strategy, compiled_net)
+    before = {name: value.clone() for name, value in strategy.lightning_module_state_dict().items()}
+    (loss,) = trainer.test(model, make_data(), verbose=False)
+    plain = Net()
+    plain.load_state_dict(before)
+    (expected,) = make_trainer("auto").test(plain, make_data(), verbose=False)
+    assert loss == expected
+    again = make_trainer(ElixirStrategy(**TIGHT))
+    again.fit(model, make_data())
+    assert compiled_blocks(again.lightning_module) == ["Block"] * 4
+
+
+class NetWithoutBlocks(Net):
+    """Single layers, which are no blocks, and a module made of some."""
+
+    def _make(self) -> None:
+        torch.manual_seed(7)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(torch.relu(self.first(x))))
+
+
+def test_a_model_without_blocks() -> None:
+    _, _, expected = fit("auto", NetWithoutBlocks)
+    trainer, _, actual = fit(ElixirStrategy(**TIGHT), lambda: torch.compile(NetWithoutBlocks(), backend="aot_eager"))
+    assert_same_run(actual, expected)
+    assert compiled_blocks(trainer.lightning_module) == ["Sequential"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_steps_that_users_have_put_in_place_stay() -> None:
+    from lightning.pytorch.utilities.compile import from_compiled
+
+    net = Net()
+    seen: list[int] = []
+    own_step = net.training_step
+
+    def step(batch: list[Tensor], batch_idx: int) -> Tensor:
+        seen.append(batch_idx)
+        return own_step(batch, batch_idx)
+
+    net.training_step = step  # type: ignore[method-assign]
+    assert take_compiler(from_compiled(torch.compile(net, backend="aot_eager"))) is not None
+    assert net.training_step is step
+    assert "forward" not in vars(net)
+    assert take_compiler(net) is None
+
+
+def _on_ranks(form: Any) -> tuple[list[Tensor], int]:
+    strategy = ElixirStrategy(**TIGHT)
+    _, model, _ = fit(strategy, form, devices=2)
+    return model.losses, strategy.stats().evictions
+
+
+def test_two_ranks() -> None:
+    compiled = run_ranks(_on_ranks, 2, compiled_net, init_group=False)
+    blocks = run_ranks(_on_ranks, 2, NetOfCompiledBlocks, init_group=False)
+    for rank in range(2):
+        assert compiled[rank][1] > 0
+        assert torch.equal(torch.stack(compiled[rank][0]), torch.stack(blocks[rank][0]))
+
+
+class NetForEachSize(LateNet):
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.layers:
+            if isinstance(block, Block):
+                block.compile(backend="aot_eager", dynamic=False)
+
+
+class Stages(Callback):
+    """What each step was for, in the eyes of the warm-up."""
+
+    def __init__(self) -> None:
+        self.seen: list[Stage] = []
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(trainer.strategy._fit_run.warm_up.stage)
+
+
+@pytest.mark.parametrize(("sizes", "timed"), [([4, 4, 4, 4], 1), ([4, 6, 6, 6], 2)])
+def test_a_step_that_compiles_is_not_the_one_that_is_timed(sizes: list[int], timed: int) -> None:
+    batches: Any = [batch for size in sizes for batch in make_data(size, size)]
+    stages = Stages()
+    strategy = ElixirStrategy(gpu_memory_limit="96KiB")
+    fit(strategy, NetForEachSize, train=lambda: DataLoader(batches, batch_size=None), callbacks=[stages])
+    assert stages.seen[1:] == [Stage.TIMED] * timed + [Stage.DONE] * (3 - timed)
