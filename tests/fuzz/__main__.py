@@ -22,7 +22,8 @@ from tests.fuzz.run import Outcome
 
 def main() -> int:
     options = _options()
-    draw = Draw(tuple(int(n) for n in options.ranks.split(",")), options.device, options.through, options.dtype)
+    ranks = tuple(int(n) for n in options.ranks.split(","))
+    draw = Draw(ranks, options.device, options.through, options.dtype, options.compiled)
     if options.show is not None:
         print(generate(options.show, draw))
         return 0
@@ -54,6 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--through", choices=("module", "trainer"), help="only this")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="only this")
+    parser.add_argument("--compiled", action="store_true", help="with layers that are compiled")
     parser.add_argument("--signals", action="store_true", help="with Ctrl-C at random moments, through ElixirModule")
     parser.add_argument(
         "--restarts", action="store_true", help="that end at random moments, and go on from a checkpoint"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_elixir import HybridAdam
 from tests.fuzz.layers import Clock, Stack, make_layers
-from tests.fuzz.programs import Program
+from tests.fuzz.programs import COMPILED, Program, kinds_in
 
 VOCAB, BATCH, TIME = 12, 3, 5
 
@@ -64,6 +64,8 @@ class Net(nn.Module):
 
 
 def make_model(program: Program) -> Net:
+    if COMPILED in kinds_in(program.layers):
+        torch._dynamo.reset()
     torch.manual_seed(program.seed)
     return Net(program).to(program.device)
 

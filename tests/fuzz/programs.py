@@ -33,6 +33,8 @@ GROUPS = (
     "sequential", "residual", "twice", "reentrant", "non_reentrant", "selective", "save_on_cpu", "hooks", "odd_steps",
     "no_grad_below", "module_dict",
 )  # fmt: skip
+COMPILED = "compiled"
+"""A group of its own, which `compiled` puts around others."""
 CHECKPOINTS = {"reentrant", "non_reentrant", "selective"}
 HOOKS = ("forward", "pre", "backward", "tensor", "parameter", "after_accumulation")
 FROZEN = ("all", "weight", "bias")
@@ -188,12 +190,14 @@ class Draw:
         device: Where to compute.
         through: Only this; None: mostly the module.
         dtype: Only this; None: mostly float32.
+        is_compiled: Some of the layers are compiled.
     """
 
     ranks: tuple[int, ...] = (1,)
     device: str = "cpu"
     through: Through | None = None
     dtype: str | None = None
+    is_compiled: bool = False
 
 
 def generate(seed: int, draw: Draw | None = None) -> Program:
@@ -256,7 +260,22 @@ def generate(seed: int, draw: Draw | None = None) -> Program:
             program = replace(program, actions=tuple(a for a in program.actions if a.name != "forward_again"))
     if dtype != "float32" and not dict(options).get("master_weights", True):  # nothing is kept in fp32 then
         program = replace(program, layers=_without(layers, KEPT_UNASKED))
-    return replace(program, plan=plan, options=options)
+    program = replace(program, plan=plan, options=options)
+    return compiled(program) if draw.is_compiled else program
+
+
+def compiled(program: Program) -> Program:
+    """The same with half of the outermost layers compiled, one by one or several as one."""
+    rng = random.Random(f"{program.seed} compiled")
+    layers: list[Layer] = []
+    for layer in program.layers:
+        if layers and layers[-1].kind == COMPILED and rng.random() < 0.4:
+            layers[-1] = replace(layers[-1], inner=(*layers[-1].inner, layer))
+        elif rng.random() < 0.6:
+            layers.append(Layer(COMPILED, (layer,), arg=rng.randrange(8)))
+        else:
+            layers.append(layer)
+    return replace(program, layers=tuple(layers))
 
 
 def _without(layers: tuple[Layer, ...], kinds: set[str]) -> tuple[Layer, ...]:
