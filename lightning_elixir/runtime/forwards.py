@@ -102,7 +102,6 @@ class Forwards:
         self._watched: list[nn.Module] = []  # that tell of their forwards
         self._has_looked = False  # for compiled modules, since the plan in force is
         self._compiled: frozenset[int] | None = None  # modules (by id) whose call begins compiled code; None: not known
-        self._inside: frozenset[int] = frozenset()  # modules whose forwards are part of it
         # Met in the first iterations: below a module that brings all they need, and by themselves.
         self._covered_ids: set[int] = set()
         self._entered_ids: set[int] = set()
@@ -378,7 +377,6 @@ class Forwards:
         self._accesses = _accesses_by_module(root, self._home, regions)
         self._watched = [m for m in modules if id(m) not in inside and any(True for _ in m.parameters())]
         self._light = []
-        self._inside = frozenset(inside)
         self._covered_ids.clear()
         self._entered_ids.clear()
         self._watch()
@@ -403,11 +401,10 @@ class Forwards:
 
     def _entrances(self) -> Sequence[nn.Module]:
         """Where everything is resident no layer needs a hook: only what users call by themselves, the model and the
-        models it is made of, so that its parameters are plain inside."""
+        models it is made of, so that its parameters are plain inside; and what is compiled, for which they must be."""
         model = self._engine.module
-        return [
-            m for m in (model, *model.children()) if id(m) not in self._inside and any(True for _ in m.parameters())
-        ]
+        called = {id(m) for m in (model, *model.children())} | (self._compiled or frozenset())
+        return [m for m in self._watched if id(m) in called]
 
 
 def check_addresses(root: nn.Module) -> None:
@@ -439,7 +436,8 @@ def _accesses_by_module(
         keys = [id(p) for p in module.parameters()]
         ids = tuple(dict.fromkeys(home[key][0].id for key in keys if key in home))
         if len(ids) == 1 or (ids and id(module) in compiled):
-            found[id(module)] = _Access(ids, frozenset(id(m) for m in module.modules()))
+            # Not those that are compiled: their parameters must be plain, which others need not be.
+            found[id(module)] = _Access(ids, frozenset({id(m) for m in module.modules()} - compiled))
         elif ids and {*keys} == {id(p) for p in module._parameters.values() if p is not None}:
             found[id(module)] = _Access(ids, frozenset())
     return found

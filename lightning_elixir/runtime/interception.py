@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import CompileContext
 
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.shard_segments import segment_of, segments_of
@@ -335,7 +336,8 @@ class Interception:
         if just_accumulated is not None or engine.is_closed:
             return just_accumulated
         if engine.is_computing:
-            if not is_there:
+            # (A compiler that comes upon a parameter of another module looks as well; there it is as if it had none.)
+            if not is_there or CompileContext.try_get() is not None:
                 return None
             raise StateError(
                 f"the gradient of {self.name_of(parameter)} cannot be read inside {engine.phase.value}: read it after "

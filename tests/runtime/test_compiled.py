@@ -162,7 +162,7 @@ class Plain:
 class Ours:
     def __init__(self, model: nn.Module, placement: str = "tight", **options: Any) -> None:
         self.model = model
-        plan = make_plan(model, **PLACEMENTS[placement], **options)
+        plan = make_plan(model, **(PLACEMENTS[placement] | options))
         self.module = ElixirModule(model, plan, device=torch.device("cpu"))
         self._optimizer = ElixirOptimizer(self.module, new_adam(model))
         self.is_tight = placement == "tight"
@@ -196,14 +196,15 @@ def steps(run: Any, num_steps: int = 4) -> Trained:
     return Trained(losses, [value.clone() for value in run.values()], num_graphs())
 
 
-def plain_steps(run: Any, num_steps: int) -> Trained:
-    """One backward each; graphs are not counted."""
+def plain_steps(run: Any, num_steps: int, micro_batches: int = 1) -> Trained:
+    """Graphs are not counted."""
     losses = []
     for step in range(num_steps):
-        loss = run(batch(step)).square().mean()
-        run.backward(loss)
+        for micro in range(micro_batches):
+            loss = run(batch(micro_batches * step + micro)).square().mean()
+            run.backward(loss)
+            losses.append(loss.detach())
         run.step()
-        losses.append(loss.detach())
     return Trained(losses, [value.clone() for value in run.values()], 0)
 
 
@@ -261,8 +262,8 @@ def test_frozen_weights_and_adapters(form: Callable[[Net], nn.Module]) -> None:
 class Bare(Ours):
     """Without telling the engine of the backward, and with a user's hook at a parameter."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, placement: str = "tight") -> None:
+        super().__init__(model, placement)
         self.seen: list[Tensor] = []
         next(iter(model.parameters())).register_hook(lambda grad: self.seen.append(grad.detach().clone()))
 
@@ -279,8 +280,15 @@ def test_where_parameters_stay_intercepted_in_backward(form: Callable[[Net], nn.
     assert ours.seen
 
 
-def test_beside_a_thread_that_reads() -> None:
-    plain, ours = Plain(by_call(Net())), Ours(by_call(Net()))
+def test_such_a_backward_where_everything_stays() -> None:
+    expected = steps(Plain(by_call(Net("around"))))
+    assert_equal(steps(Bare(by_call(Net("around")), "resident")), expected)
+
+
+@pytest.mark.parametrize("chunk_size", [8192, 1 << 17], ids=["small chunks", "one chunk"])
+def test_beside_a_thread_that_reads(chunk_size: int) -> None:
+    """Also where a module above has the chunk brought."""
+    plain, ours = Plain(by_call(Net())), Ours(by_call(Net()), chunk_size=chunk_size)
     steps(plain, 2)
     steps(ours, 2)
     thread = threading.Thread(target=lambda: [p.detach().sum() for p in ours.model.parameters()])
@@ -333,6 +341,32 @@ def test_a_compiled_function_that_calls_modules() -> None:
     torch._dynamo.reset()
     ours = Ours(Around())
     assert_equal(plain_steps(ours, 3), expected)
+    assert ours.module.stats().evictions > 20
+
+
+class Borrowing(Block):
+    """Uses a parameter of a module that is none of its own, and not compiled."""
+
+    def __init__(self, lender: nn.Linear) -> None:
+        super().__init__()
+        self.lender = [lender]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.lender[0].weight.mean()
+
+
+def test_parameters_of_others_in_compiled_code() -> None:
+    """Which the compiler leaves to us: its graph ends there."""
+
+    def borrowing() -> Net:
+        net = Net("around")
+        net.blocks[2] = Borrowing(net.out)
+        return by_call(net)
+
+    expected = plain_steps(Plain(borrowing()), 3, micro_batches=2)
+    torch._dynamo.reset()
+    ours = Ours(borrowing())
+    assert_equal(plain_steps(ours, 3, micro_batches=2), expected)
     assert ours.module.stats().evictions > 20
 
 
