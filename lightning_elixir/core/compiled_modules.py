@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch._dynamo import external_utils, trace_rules
+from torch._dynamo.utils import counters
 
 # What `torch.compile` makes has both, what `torch.compiler.disable` makes the first.
 _ORIGINAL = "_torchdynamo_orig_callable"
 _CONFIG = "get_compiler_config"
+_CALL = "_compiled_call_impl"  # of a module: what `module.compile()` has made
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,18 +30,22 @@ class CompiledRegion:
     """Made by `entrance.compile()`, which compiles the call as a whole."""
 
     @property
+    def compiled(self) -> Any:
+        """The function that `torch.compile` has made."""
+        call: Any = self.entrance._compiled_call_impl if self.is_call else _forward_of(self.entrance)
+        return getattr(call, "compiled", call)  # one of ours may stand around it
+
+    @property
     def has_cuda_graphs(self) -> bool:
         """Whether it was compiled with `mode="reduce-overhead"` or the like."""
-        config_of = getattr(self.entrance._compiled_call_impl if self.is_call else self.entrance.forward, _CONFIG, None)
+        config_of = getattr(self.compiled, _CONFIG, None)
         config = None if config_of is None else config_of()
         return bool(config and config.get("triton.cudagraphs"))
 
 
 def compiled_regions(root: nn.Module) -> tuple[CompiledRegion, ...]:
     """The outermost compiled regions of a model: made by `module.compile()`, by `torch.compile(module)`, or by
-    `module.forward = torch.compile(module.forward)`."""
-    if "torch._dynamo" not in sys.modules:  # without which nothing can be compiled, and which takes long to import
-        return ()
+    `torch.compile` over the forward of a module or of its class."""
     return tuple(_regions_below(root, set()))
 
 
@@ -59,39 +65,75 @@ def _region_of(module: nn.Module) -> CompiledRegion | None:
     below = tuple(m for m in module.modules() if m is not module)
     if module._compiled_call_impl is not None:
         return CompiledRegion(module, (module, *below), is_call=True)
-    forward = vars(module).get("forward")  # where it has been replaced, or the module is `torch.compile(another)`
+    forward = _forward_of(module)
     if hasattr(forward, _ORIGINAL) and hasattr(forward, _CONFIG):
         return CompiledRegion(module, below, is_call=False)
     return None
 
 
+def _forward_of(module: nn.Module) -> Any:
+    """The function that is called: of the module itself (`torch.compile(module)` has one as well), or of its class."""
+    return vars(module).get("forward", type(module).forward)
+
+
+def run_as_it_is(region: CompiledRegion) -> None:
+    """Have a region run uncompiled from now on."""
+    if region.is_call:
+        region.entrance._compiled_call_impl = None
+    else:
+        vars(region.entrance)["forward"] = _uncompiled(region.entrance)
+
+
 def run_copy_as_it_is(copy: nn.Module) -> None:
     """Have the modules of a deep copy run uncompiled, and not by functions that belong to the original."""
     for module in copy.modules():
-        original = getattr(vars(module).get("forward"), _ORIGINAL, None)
-        wrapped = module._modules.get("_orig_mod")
-        if wrapped is not None:
-            vars(module)["forward"] = wrapped.__call__
-        elif isinstance(original, MethodType):
-            vars(module)["forward"] = MethodType(original.__func__, module)
+        if hasattr(_forward_of(module), _ORIGINAL):
+            vars(module)["forward"] = _uncompiled(module)
+
+
+def _uncompiled(module: nn.Module) -> Callable[..., Any]:
+    """What a module's forward was compiled from, for this module, which may be a copy."""
+    wrapped = module._modules.get("_orig_mod")
+    if wrapped is not None:
+        return wrapped.__call__
+    original = getattr(_forward_of(module), _ORIGINAL)
+    code = getattr(original, "__code__", None)
+    if code is not None and code.co_filename == external_utils.__file__:  # the compiler's own, around torch's modules
+        original = original.__wrapped__
+    return MethodType(getattr(original, "__func__", original), module)
 
 
 def leave_out_of_compiled_code(packages: Sequence[str]) -> None:
     """Have `torch.compile` run the functions of these packages as they are, wherever it comes to one: a graph ends
-    there, and another begins."""
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return
+    there, and another begins. The compiler keeps that for the process."""
     for package in packages:
         spec = find_spec(package)
         if spec is None or spec.origin is None:
             continue
         folder = spec.origin.removesuffix("__init__.py")
-        if not any(folder.startswith(known) for known in dynamo.trace_rules.SKIP_DIRS):
-            dynamo.trace_rules.add(package)
+        if not any(folder.startswith(known) for known in trace_rules.SKIP_DIRS):
+            trace_rules.add(package)
 
 
 def num_compiled_graphs() -> int:
     """How many graphs this process has compiled so far."""
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    return 0 if dynamo is None else int(dynamo.utils.counters["stats"]["unique_graphs"])
+    return int(counters["stats"]["unique_graphs"])
+
+
+class CompiledState:
+    """What of a model is compiled now, so that a change shows: one look costs a fraction of a microsecond a module."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._seen = [
+            (module, vars(module).get(_CALL), _forward_of(module), tuple(module._modules.values()))
+            for module in root.modules()
+        ]
+
+    def is_current(self) -> bool:
+        """Whether nothing was compiled since, nor another module put in."""
+        return all(
+            vars(module).get(_CALL) is call
+            and _forward_of(module) is forward
+            and tuple(module._modules.values()) == children
+            for module, call, forward, children in self._seen
+        )

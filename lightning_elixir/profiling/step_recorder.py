@@ -110,6 +110,7 @@ class StepRecorder(TorchDispatchMode):
         self._needed_with: dict[str, tuple[str, ...]] = {}  # all that a compiled module's backward needs, by each name
         self._drops: list[tuple[str, ...]] = []
         self._aliases: dict[weakref.ref[Tensor], str] = {}  # alive, over the storages of parameters
+        self._held_names: Counter[str] = Counter()  # how many of them each parameter has
         self._grad_at: dict[str, int] = {}  # interval in which the gradient was last added to
         self._workspaces: set[tuple[bool, int]] = set()  # of matrix products: whether backward's, and size
         self._intervals = [_Interval((), False, (), "", False, 0, 0)]
@@ -137,7 +138,8 @@ class StepRecorder(TorchDispatchMode):
             if name in compiled:
                 inside.update(id(m) for m in module.modules())
                 fqns = tuple(dict.fromkeys(self._fqn_by_id[id(p)] for p in module.parameters()))
-                self._needed_with.update(dict.fromkeys(fqns, fqns))
+                for fqn in fqns:  # a tied one that two of them have tells nothing
+                    self._needed_with[fqn] = (fqn,) if fqn in self._needed_with else fqns
             else:
                 fqns = () if id(module) in inside else self._held_by(module)
             module.register_forward_pre_hook(partial(self._enter, name, fqns), prepend=True)
@@ -275,7 +277,7 @@ class StepRecorder(TorchDispatchMode):
             fqn = self._fqn_of.get(tensor.untyped_storage()._cdata)
             if fqn is None or fqn in self._pinned:
                 continue
-            if self._aliases and id(tensor) not in self._fqn_by_id and fqn in self._aliases.values():
+            if fqn in self._held_names and id(tensor) not in self._fqn_by_id:
                 continue  # it is there, whatever the engine does
             found = {fqn: None} if found is None else {**found, fqn: None}
         if found is not None:
@@ -288,9 +290,13 @@ class StepRecorder(TorchDispatchMode):
             fqn = self._fqn_of.get(tensor.untyped_storage()._cdata)
             if fqn is not None:
                 self._aliases[weakref.ref(tensor, self._forget_alias)] = fqn
+                self._held_names[fqn] += 1
 
     def _forget_alias(self, reference: weakref.ref[Tensor]) -> None:
-        del self._aliases[reference]
+        fqn = self._aliases.pop(reference)
+        self._held_names[fqn] -= 1
+        if not self._held_names[fqn]:
+            del self._held_names[fqn]
 
     def _touch(self, fqns: tuple[str, ...]) -> None:
         if self._needed_with and _in_backward():
@@ -323,7 +329,7 @@ class StepRecorder(TorchDispatchMode):
         interval = _Interval(
             fqns, is_pinned, dropped, module, _in_backward(), self._bytes[_ACTIVATION], self._allocator.allocated_bytes
         )
-        interval.held = tuple(dict.fromkeys(self._aliases.values()))
+        interval.held = tuple(self._held_names)
         self._intervals.append(interval)
 
     def _on_grad(self, parameter: Tensor) -> None:

@@ -28,7 +28,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_elixir.core.compiled_modules import CompiledRegion, compiled_regions, leave_out_of_compiled_code
+from lightning_elixir.core.compiled_modules import (
+    CompiledRegion,
+    CompiledState,
+    compiled_regions,
+    leave_out_of_compiled_code,
+)
 from lightning_elixir.core.device import beside_dispatch_modes
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import PlanError
@@ -100,8 +105,8 @@ class Forwards:
         """Those with parameters."""
         self._accesses: dict[int, _Access] = {}
         self._watched: list[nn.Module] = []  # that tell of their forwards
-        self._has_looked = False  # for compiled modules, since the plan in force is
-        self._compiled: frozenset[int] | None = None  # modules (by id) whose call begins compiled code; None: not known
+        self._state = CompiledState(engine.module)
+        self._compiled: frozenset[int] = frozenset()  # modules (by id) whose call begins compiled code
         # Met in the first iterations: below a module that brings all they need, and by themselves.
         self._covered_ids: set[int] = set()
         self._entered_ids: set[int] = set()
@@ -123,6 +128,8 @@ class Forwards:
             if self._phases.current is not Phase.IDLE:
                 self._phases.check_open()
                 return False
+            if not self._state.is_current():
+                self._look_for_compiled()
             self._begin_region()
             return True
 
@@ -140,8 +147,6 @@ class Forwards:
         engine.leave_hooks()
         if engine.active.cost:
             check_untransformed()
-        if not self._has_looked:
-            self._look_for_compiled()
         engine.interception.forget_state_dict()
         with beside_dispatch_modes():  # a region may begin in a recomputation, before anything has told of a backward
             engine.writes.absorb()
@@ -261,7 +266,7 @@ class Forwards:
             frame.ids, frame.covered = access
             self._engine.acquire(frame.ids, pin=True)
             frame.is_pinned = True
-            if self._compiled and id(module) in self._compiled:
+            if id(module) in self._compiled:
                 self._engine.interception.make_plain_for_compiled(frame.ids)
         frame.hooks = self._enter_saved_hooks()
         if frame.covered and torch.is_grad_enabled():
@@ -297,7 +302,7 @@ class Forwards:
         if frame.hooks is not None:
             frame.hooks.__exit__()
         if frame.is_pinned:
-            if self._compiled and id(frame.module) in self._compiled and self._engine.backwards.is_guarded:
+            if id(frame.module) in self._compiled and self._engine.backwards.is_guarded:
                 self._engine.interception.guard_again(frame.ids)
             self._engine.drop(frame.ids)
         if self._is_implicit and not self._frames:
@@ -354,28 +359,23 @@ class Forwards:
         Raises:
             PlanError: For the first plan, if it moves chunks, and compiled modules count on parameters that stay.
         """
-        is_first = self._compiled is None
-        self._hooks = hooks
-        self._look_for_compiled()
-        if is_first and self._engine.active.is_watching and self._engine.device.torch_device.type == "cuda":
-            check_addresses(self._engine.module)
-        self._has_looked = False  # once more when the first forward begins: models are compiled when they are set up
-        self._watch()
+        is_first, self._hooks = not self._accesses, hooks
+        if is_first:
+            self._look_for_compiled()
+        else:
+            self._watch()
 
     def _look_for_compiled(self) -> None:
-        """Find out what is compiled; where that has changed, other modules tell of their forwards from now on."""
-        self._has_looked = True
+        """Find out what is compiled now; other modules tell of their forwards from here on."""
         leave_out_of_compiled_code(_OF_HOOKS)
-        root = self._engine.module
+        root, engine = self._engine.module, self._engine
         regions = compiled_regions(root)
-        entrances = frozenset(id(region.entrance) for region in regions)
-        if entrances == self._compiled:
-            return
-        inside = {id(m) for region in regions for m in region.inside} - entrances
-        modules = list(root.modules())
-        self._compiled = entrances
+        if engine.active.is_watching and engine.device.torch_device.type == "cuda":
+            check_addresses(root, regions)
+        self._compiled = frozenset(id(region.entrance) for region in regions)
         self._accesses = _accesses_by_module(root, self._home, regions)
-        self._watched = [m for m in modules if id(m) not in inside and any(True for _ in m.parameters())]
+        inside = {id(m) for region in regions for m in region.inside} - self._compiled
+        self._watched = [m for m in root.modules() if id(m) not in inside and any(True for _ in m.parameters())]
         self._light = []
         self._covered_ids.clear()
         self._entered_ids.clear()
@@ -388,11 +388,12 @@ class Forwards:
             self._hooks.watch_forwards(self._watched, self._light)
         else:
             self._hooks.watch_forwards(self._entrances())
+        self._state = CompiledState(self._engine.module)  # with what stands around it
 
     def leave_covered(self) -> None:
         """Once the order of accesses is known, modules that were only met below others, which bring all that they need,
         keep but one hook: every other costs some microseconds a call."""
-        covered = self._covered_ids - self._entered_ids - (self._compiled or frozenset())
+        covered = self._covered_ids - self._entered_ids - self._compiled
         if covered and self._engine.active.is_watching and "train" in self._engine.traces:
             self._covered_ids.clear()
             self._light += [m for m in self._watched if id(m) in covered]
@@ -403,15 +404,15 @@ class Forwards:
         """Where everything is resident no layer needs a hook: only what users call by themselves, the model and the
         models it is made of, so that its parameters are plain inside; and what is compiled, for which they must be."""
         model = self._engine.module
-        called = {id(m) for m in (model, *model.children())} | (self._compiled or frozenset())
+        called = {id(m) for m in (model, *model.children())} | self._compiled
         return [m for m in self._watched if id(m) in called]
 
 
-def check_addresses(root: nn.Module) -> None:
+def check_addresses(root: nn.Module, regions: Sequence[CompiledRegion]) -> None:
     """Raises `PlanError` if compiled modules count on parameters that stay where they are. (Under a later plan that
     moves them torch records such graphs anew, which is slow.)"""
     names = {id(module): name for name, module in root.named_modules()}
-    found = [names[id(r.entrance)] or type(r.entrance).__name__ for r in compiled_regions(root) if r.has_cuda_graphs]
+    found = [names[id(r.entrance)] or type(r.entrance).__name__ for r in regions if r.has_cuda_graphs]
     if found:
         raise PlanError(
             f"{', '.join(found[:5])}: compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), which need"

@@ -74,21 +74,21 @@ class _CompiledCall:
     def __init__(self, module: nn.Module, forwards: ForwardEvents) -> None:
         self._module = module
         self._forwards = forwards
-        self._compiled: Any = module._compiled_call_impl
+        self.compiled: Any = module._compiled_call_impl
         module._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = None
-        self._forwards.enter_module(self._module, args)
         try:
-            output = self._compiled(*args, **kwargs)
+            self._forwards.enter_module(self._module, args)
+            output = self.compiled(*args, **kwargs)
             return output
         finally:
             self._forwards.exit_module(self._module, args, output)
 
     def remove(self) -> None:
         if self._module._compiled_call_impl is self:  # else it was compiled again
-            self._module._compiled_call_impl = self._compiled
+            self._module._compiled_call_impl = self.compiled
 
 
 class Hooks:

@@ -13,13 +13,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch._dynamo import external_utils, trace_rules
+from torch._dynamo.eval_frame import OptimizeContext
 
 from lightning_elixir._lightning import LightningModule, to_uncompiled
-from lightning_elixir.core.compiled_modules import CompiledRegion, compiled_regions
+from lightning_elixir.core.compiled_modules import CompiledRegion, compiled_regions, run_as_it_is
+from lightning_elixir.errors import PlanError
 
 log = logging.getLogger(__name__)
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_UNCALLED = (nn.ModuleList, nn.ModuleDict)  # without a forward of their own
+_OF_ANOTHER_PROCESS = "a compiler that could not be sent along"
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -42,27 +47,51 @@ def compile_by_blocks(model: nn.Module, compiler: Any) -> None:
     Args:
         model: Some of its modules may be compiled.
         compiler: Of the model as a whole (`take_compiler`); None: it is not compiled.
+
+    Raises:
+        PlanError: The compiler is one that another process had.
     """
+    if compiler is _OF_ANOTHER_PROCESS:
+        raise PlanError(
+            "a compiled LightningModule cannot be sent to the processes that start_method='spawn' begins: compile its"
+            " blocks in configure_model, or give start_method='popen' or 'fork'"
+        )
     if compiler is not None:
         _compile(model, list(_blocks(model)) or [m for m in model.children() if _has_parts(m)], compiler)
-    total = _numel(model)
     for region in compiled_regions(model):
         whole = getattr(region.entrance, "_orig_mod", region.entrance)
-        blocks = list(_blocks(whole))
+        blocks = list(_blocks(whole)) if 2 * _numel(whole) > _numel(model) else []
         compiler = _compiler_of(region)
-        if 2 * _numel(whole) > total and blocks and compiler is not None:
-            _run_as_it_is(region)
+        if blocks and compiler is not None:
+            run_as_it_is(region)
             _compile(whole, blocks, compiler)
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The items of the outermost lists of layers."""
+def without_compiler(compiler: Any) -> Any:
+    """What a copy, which may be sent to another process, has of it: compilers cannot be sent."""
+    return None if compiler is None else _OF_ANOTHER_PROCESS
+
+
+def _blocks(module: nn.Module, least: int | None = None) -> Iterator[nn.Module]:
+    """The items of the outermost lists of layers, and in the place of those that are stacks of blocks themselves (an
+    encoder and a decoder, say) theirs.
+
+    Args:
+        least: What has more elements than this may be such a stack; None: a quarter of the module.
+    """
+    least = _numel(module) // 4 if least is None else least
     items = [item for item in module.children() if _has_parts(item)] if isinstance(module, _LISTS) else []
-    if len(items) > 1:
-        yield from items
+    is_never_called = isinstance(module, _UNCALLED)
+    if len(items) > 1 or (items and is_never_called):
+        for item in items:
+            below = list(_blocks(item, least)) if isinstance(item, _UNCALLED) or _numel(item) > least else []
+            if below or isinstance(item, _UNCALLED):
+                yield from below or [part for part in item.children() if _has_parts(part)]
+            else:
+                yield item
         return
     for child in module.children():
-        yield from _blocks(child)
+        yield from _blocks(child, least)
 
 
 def _has_parts(module: nn.Module) -> bool:
@@ -75,40 +104,21 @@ def _numel(module: nn.Module) -> int:
 
 
 def _compile(model: nn.Module, blocks: list[nn.Module], compiler: Any) -> None:
-    from torch._dynamo import (
-        external_utils,
-        trace_rules,
-    )  # late: takes a second, and is there where models are compiled
-
-    blocks = [block for block in blocks if block._compiled_call_impl is None]
+    known = {id(region.entrance) for region in compiled_regions(model)}
+    blocks = [block for block in blocks if id(block) not in known]
     for block in blocks:
         call = block._call_impl
         # Compiled by itself, the compiler passes over what is torch's own.
         is_torchs: bool = trace_rules.check(block.forward)
         block._compiled_call_impl = compiler(external_utils.wrap_inline(call) if is_torchs else call)
-    log.info("%s is compiled block by block: %d of %s", type(model).__name__, len(blocks), _kinds(blocks))
-
-
-def _kinds(blocks: list[nn.Module]) -> str:
-    return ", ".join(dict.fromkeys(type(block).__name__ for block in blocks)) or "nothing that can be"
+    if blocks:
+        kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in blocks))
+        log.info("%s is compiled block by block: %d of %s", type(model).__name__, len(blocks), kinds)
 
 
 def _compiler_of(region: CompiledRegion) -> Any:
     """What torch.compile has compiled it with; None where that cannot be told."""
-    from torch._dynamo.eval_frame import OptimizeContext
-
-    if not region.is_call and "dynamo_ctx" in vars(region.entrance):
+    if "dynamo_ctx" in vars(region.entrance):
         return region.entrance.dynamo_ctx
-    call: Any = region.entrance._compiled_call_impl if region.is_call else region.entrance.forward
-    cells = [cell.cell_contents for cell in getattr(call, "__closure__", None) or ()]
+    cells = [cell.cell_contents for cell in getattr(region.compiled, "__closure__", None) or ()]
     return next((value for value in cells if isinstance(value, OptimizeContext)), None)
-
-
-def _run_as_it_is(region: CompiledRegion) -> None:
-    entrance: Any = region.entrance
-    if region.is_call:
-        entrance._compiled_call_impl = None
-    elif "_orig_mod" in entrance._modules:
-        entrance.forward = entrance._orig_mod.__call__
-    else:
-        entrance.forward = entrance.forward._torchdynamo_orig_callable

@@ -47,7 +47,7 @@ from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.storage.nvme import is_in_memory
-from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler
+from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler, without_compiler
 from lightning_elixir.strategy.config import (
     ElixirConfig,
     HardwareOption,
@@ -259,7 +259,7 @@ class ElixirStrategy(ProcessStrategy):
             "_evaluation": None,
             "_fit_run": None,
             "_comm": SoloComm(),  # until it runs
-            "_compiler": None,
+            "_compiler": without_compiler(self._compiler),
             "_sharded": ShardedCheckpoints(self._config.async_save),
             "_in_place": contextlib.ExitStack(),
         }
@@ -379,6 +379,7 @@ class ElixirStrategy(ProcessStrategy):
 
     def _obtain_engine(self, module: LightningModule, is_training: bool) -> ElixirModule:
         """The engine of an earlier run, if it serves; else a new one."""
+        compile_by_blocks(module, self._compiler)
         options = self._build_options()
         handle = EngineHandle.of(module)
         if handle is not None and not handle.can_be_kept(options):
@@ -395,7 +396,6 @@ class ElixirStrategy(ProcessStrategy):
         is_loaded = self._sharded.is_model_awaited
         run_together(self._comm, lambda: materialise(module, is_loaded) if self.is_global_zero else None)
         planner = self._planner()
-        compile_by_blocks(module, self._compiler)
         plugin.convert_module(module, run_together(self._comm, lambda: planner.kept_fp32(module)))
         planner.check_model(module, is_training=is_training)
         budget = planner.budget(host_bytes_of(module))

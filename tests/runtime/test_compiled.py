@@ -22,6 +22,7 @@ from lightning_elixir.plan.packing import PackedChunk
 from lightning_elixir.plan.profile import step_profile
 from lightning_elixir.plan.types import AccessTrace
 from lightning_elixir.runtime.forwards import check_addresses
+from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_processes, run_ranks
 from tests.helpers.plans import make_plan
@@ -94,6 +95,18 @@ def by_forward(net: Net) -> Net:
     return net
 
 
+class ClassCompiled(Block):
+    """Whose class has a compiled forward."""
+
+    forward = torch.compile(Block.forward, backend="aot_eager")
+
+
+def by_class(net: Net) -> Net:
+    for block in net.blocks:
+        block.__class__ = ClassCompiled
+    return net
+
+
 def as_a_whole(net: Net) -> Any:
     return torch.compile(net, backend="aot_eager")
 
@@ -102,7 +115,7 @@ def not_at_all(net: Net) -> Net:
     return net
 
 
-FORMS = [by_call, by_module, by_forward, as_a_whole]
+FORMS = [by_call, by_module, by_forward, by_class, as_a_whole]
 
 
 @pytest.fixture(autouse=True)
@@ -244,7 +257,7 @@ def test_placements_give_the_same_bits_with_the_compiler_that_people_use() -> No
     assert run_processes(code, 1) == [0]
 
 
-@pytest.mark.parametrize("form", FORMS[:3])
+@pytest.mark.parametrize("form", FORMS[:4])
 def test_frozen_weights_and_adapters(form: Callable[[Net], nn.Module]) -> None:
     def frozen() -> nn.Module:
         net = Net("around")
@@ -271,7 +284,7 @@ class Bare(Ours):
         loss.backward()
 
 
-@pytest.mark.parametrize("form", FORMS[:3])
+@pytest.mark.parametrize("form", FORMS[:4])
 def test_where_parameters_stay_intercepted_in_backward(form: Callable[[Net], nn.Module]) -> None:
     """Blocks that run again in such a backward are still those that the compiler knows."""
     expected = steps(Plain(form(Net("around"))))
@@ -299,7 +312,7 @@ def test_beside_a_thread_that_reads(chunk_size: int) -> None:
     assert_equal(steps(ours), expected)
 
 
-@pytest.mark.parametrize("form", FORMS[:3])
+@pytest.mark.parametrize("form", FORMS[:4])
 def test_compiled_when_the_engine_is_there(form: Callable[[Net], nn.Module]) -> None:
     expected = steps(Plain(form(Net())))
     net = Net()
@@ -308,17 +321,53 @@ def test_compiled_when_the_engine_is_there(form: Callable[[Net], nn.Module]) -> 
     assert_equal(steps(ours), expected)
 
 
-def test_compiled_after_the_first_step() -> None:
-    """What has hooks by then is compiled around them."""
+def fully(net: Net) -> Net:
+    for block in net.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return net
 
+
+@pytest.mark.parametrize("form", [fully, by_module, by_forward])
+def test_compiled_after_the_first_step(form: Callable[[Net], Any]) -> None:
     def trained(run: Any) -> Trained:
-        plain_steps(run, 1)
-        by_call(run.model)
-        return plain_steps(run, 3)
+        steps(run, 2)
+        form(run.model)
+        return steps(run)
 
     expected = trained(Plain(Net()))
-    torch._dynamo.reset()
+    assert expected.num_graphs > 0
     assert_equal(trained(Ours(Net())), expected)
+
+
+def test_compiled_again() -> None:
+    """As a `configure_model` does that runs before each fit."""
+
+    def trained(run: Any) -> Trained:
+        fully(run.model)
+        steps(run, 2)
+        fully(run.model)
+        return steps(run)
+
+    expected = trained(Plain(fully(Net())))
+    ours = Ours(fully(Net()))
+    assert_equal(trained(ours), expected)
+    assert ours.module.stats().overflows == 0
+
+
+def test_a_call_that_finds_no_memory_is_over() -> None:
+    ours = Ours(by_call(Net()))
+    steps(ours, 2)
+    engine = ours.module.engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.active.residency, "acquire", _lack)
+        with pytest.raises(MemoryError):
+            ours.model.blocks[2](torch.ones(2, WIDTH))
+    assert engine.phases.current is Phase.IDLE
+    steps(ours, 2)
+
+
+def _lack(*args: Any) -> bool:
+    raise MemoryError
 
 
 def test_a_compiled_function_that_calls_modules() -> None:
@@ -404,14 +453,17 @@ def test_what_copies_and_closed_models_have() -> None:
 
 
 def test_cuda_graphs_are_refused_where_parameters_move() -> None:
+    def check(net: nn.Module) -> None:
+        check_addresses(net, compiled_regions(net))
+
     net = Net()
-    check_addresses(by_call(net))
+    check(by_call(net))
     net.blocks[1].compile(mode="reduce-overhead")
     with pytest.raises(PlanError, match=r"^blocks\.1: compiled with CUDA graphs"):
-        check_addresses(net)
+        check(net)
     net.blocks[2] = torch.compile(net.blocks[2], mode="max-autotune")
     with pytest.raises(PlanError, match=r"^blocks\.1, blocks\.2: .*max-autotune-no-cudagraphs"):
-        check_addresses(net)
+        check(net)
 
 
 def most_in_use(trace: AccessTrace) -> int:
@@ -433,6 +485,20 @@ def test_the_profile_knows_what_is_needed_at_once(form: Callable[[Net], nn.Modul
     assert most_in_use(foretold) > 3
     backward = [access for access in foretold.acquires() if not access.is_pinned]
     assert len(backward) <= DEPTH + 2  # a compiled backward asks for all at once, and what is checkpointed for nothing
+
+
+def test_a_parameter_of_two_compiled_modules() -> None:
+    def tied() -> Net:
+        net = Net()
+        net.blocks[3].up.weight = net.blocks[1].up.weight
+        return by_call(net)
+
+    expected = steps(Plain(tied()))
+    ours = Ours(tied())
+    found = profile_memory(ours.model, {"x": batch(0)}, lambda m, inp: m(inp["x"]).square().mean().backward())
+    backward = [interval.fqns for interval in found.timeline if interval.is_backward and interval.fqns]
+    assert max(map(len, backward)) == 6  # of one block
+    assert_equal(steps(ours), expected)
 
 
 def test_what_is_compiled() -> None:

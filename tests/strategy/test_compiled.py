@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_elixir._lightning import Callback, Trainer
+from lightning_elixir.errors import PlanError
 from lightning_elixir.strategy import ElixirStrategy
-from lightning_elixir.strategy.blockwise import take_compiler
+from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler
 from lightning_elixir.strategy.warm_up import Stage
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import TIGHT, WIDTH, Block, LateNet, Net, assert_same_run, fit, make_data, make_trainer
@@ -156,8 +158,6 @@ def test_a_model_without_blocks() -> None:
 
 
 def test_steps_that_users_have_put_in_place_stay() -> None:
-    from lightning.pytorch.utilities.compile import from_compiled
-
     net = Net()
     seen: list[int] = []
     own_step = net.training_step
@@ -167,7 +167,7 @@ def test_steps_that_users_have_put_in_place_stay() -> None:
         return own_step(batch, batch_idx)
 
     net.training_step = step  # type: ignore[method-assign]
-    assert take_compiler(from_compiled(torch.compile(net, backend="aot_eager"))) is not None
+    assert take_compiler(take_compiled(torch.compile(net, backend="aot_eager"))) is not None
     assert net.training_step is step
     assert "forward" not in vars(net)
     assert take_compiler(net) is None
@@ -212,3 +212,90 @@ def test_a_step_that_compiles_is_not_the_one_that_is_timed(sizes: list[int], tim
     strategy = ElixirStrategy(gpu_memory_limit="96KiB")
     fit(strategy, NetForEachSize, train=lambda: DataLoader(batches, batch_size=None), callbacks=[stages])
     assert stages.seen[1:] == [Stage.TIMED] * timed + [Stage.DONE] * (3 - timed)
+
+
+class Parts(LateNet):
+    """Layers in lists of lists, which nobody calls."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "parts"):
+            torch.manual_seed(7)
+            self.parts = nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(3))
+            self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, second in self.parts:
+            x = second(first(x))
+        return self.last(x)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Stacks(LateNet):
+    """Two stacks of layers, in a dictionary."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "stacks"):
+            torch.manual_seed(7)
+            self.stacks = nn.ModuleDict({"first": Stack(), "second": Stack()})
+            self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.stacks["second"](self.stacks["first"](x)))
+
+
+@pytest.mark.parametrize("net", [Parts, Stacks])
+def test_blocks_are_what_is_called(net: type[Net]) -> None:
+    _, _, expected = fit("auto", net)
+    trainer, _, actual = fit(ElixirStrategy(**TIGHT), lambda: torch.compile(net(), backend="aot_eager"))
+    assert_same_run(actual, expected)
+    assert compiled_blocks(trainer.lightning_module) == ["Block"] * 6
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_compiled_before_each_run() -> None:
+    """Also as a whole, where the engine of the run before is kept."""
+
+    class Again(NetOfCompiledCall):
+        def configure_model(self) -> None:
+            LateNet.configure_model(self)
+            self.layers.compile(backend="aot_eager")
+
+    strategy = ElixirStrategy(**TIGHT)
+    trainer, model, _ = fit(strategy, Again)
+    trainer.validate(model, make_data(), verbose=False)
+    assert compiled_blocks(model) == ["Block"] * 4
+    assert strategy.stats().overflows == 0
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_processes_that_get_no_compiler() -> None:
+    strategy = ElixirStrategy(**TIGHT)
+    strategy._lightning_module = take_compiled(torch.compile(Net(), backend="aot_eager"))
+    sent = copy.deepcopy(strategy)
+    with pytest.raises(PlanError, match="cannot be sent to the processes that start_method='spawn' begins"):
+        compile_by_blocks(Net(), sent._compiler)
+
+
+def take_compiled(module: Any) -> Any:
+    from lightning.pytorch.utilities.compile import from_compiled
+
+    return from_compiled(module)
+
+
+def test_lazy_layers_are_refused_as_before() -> None:
+    class Lazy(Net):
+        def _make(self) -> None:
+            self.layers = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 4))
+
+    with pytest.raises(PlanError, match="have no shape yet"):
+        make_trainer(ElixirStrategy(**TIGHT)).fit(Lazy(), make_data())
