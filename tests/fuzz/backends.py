@@ -102,10 +102,12 @@ class Plain:
 
     def before_forward(self) -> None:
         """What is written to 16-bit parameters counts, and, as with DDP, running statistics are those of rank 0: in a
-        Trainer when a training step begins, however many forwards it runs."""
+        Trainer when a training step begins, however many forwards it runs, with gradients or without."""
         self._absorb()
+        if self._is_inside_step:
+            return
         tracking = [m for m in self.model.modules() if getattr(m, "track_running_stats", False)]
-        if self._has_own_statistics and not self._is_inside_step:
+        if self._has_own_statistics:
             for module in tracking:
                 for buffer in module.buffers(recurse=False):
                     dist.broadcast(buffer, 0)

@@ -9,14 +9,16 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.config import PolicyName, TimingName
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
-from tests.fuzz.backends import Engine
+from tests.fuzz.backends import Engine, Plain
 from tests.fuzz.campaign import Summary, campaign, shrink
 from tests.fuzz.options import NOT_DRAWN, given_options
+from tests.fuzz.play import Player
 from tests.fuzz.programs import (
     AFTER_FORWARD,
     BEFORE_STEP,
@@ -35,6 +37,7 @@ from tests.fuzz.programs import (
 )
 from tests.fuzz.run import run_program
 from tests.fuzz.scale import Scale
+from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import full
 
 NUM_PROGRAMS = 12
@@ -167,6 +170,50 @@ def test_the_scale_of_the_oracle_stays_in_its_bounds_and_has_patience() -> None:
         scale.update(is_overflow=is_overflow)
         found.append(scale.value)
     assert found == [8.0, 8.0, 8.0, 4.0, 2.0, 1.0, 1.0, 2.0, 2.0, 1.0]
+
+
+class _Step(nn.Module):
+    """A training step as the forward of one module, which is what Lightning gives to DDP."""
+
+    def __init__(self, player: Player) -> None:
+        super().__init__()
+        self.model, self._player = player.backend.model, player
+
+    def forward(self, step: int) -> Tensor:
+        loss = self._player.training_loss(step, 0)
+        return self._player.after_forward(step, 0, loss)
+
+
+class _OfDDP(Plain):
+    """Leaves to DDP what is shared."""
+
+    def before_forward(self) -> None:
+        pass
+
+
+def _states_by_oracle_and_ddp(action: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    actions = tuple(Action(step, action) for step in (0, 2))
+    program = Program(5, (Layer("linear"), Layer("batch_norm")), steps=4, actions=actions, ranks=2, through="trainer")
+    rank = torch.distributed.get_rank()
+    oracle, other = Plain(program, rank), _OfDDP(program, rank)
+    Player(program, oracle).run()
+    step = DistributedDataParallel(_Step(Player(program, other)))
+    for number in range(program.steps):
+        step(number).backward()
+        other.optimizer.step()
+        other.optimizer.zero_grad()
+    return oracle.state(), other.state()
+
+
+@pytest.mark.parametrize("action", ["evaluate_between", "twice_forward"])
+def test_the_oracle_of_a_trainer_shares_running_statistics_when_ddp_does(action: str) -> None:
+    states = run_ranks(_states_by_oracle_and_ddp, 2, action)
+    for oracle, ddp in states:
+        assert oracle.keys() == ddp.keys()
+        for name, value in oracle.items():
+            torch.testing.assert_close(value, ddp[name], msg=name)
+    mean = "body.layers.1.layer.running_mean"
+    assert not torch.equal(states[0][0][mean], states[1][0][mean])  # since the last step began
 
 
 def _drawn() -> dict[str, dict[str, set[str]]]:

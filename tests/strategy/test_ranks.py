@@ -139,6 +139,22 @@ def test_buffers_of_rank_0_are_saved() -> None:
     assert state["layers.1.norm.num_batches_tracked"] == 4
 
 
+class LookingNet(BatchNormNet):
+    """Runs its layers once more in a step, without gradients, which changes the running statistics again."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            self(batch[0])
+        self.losses.append(self.layers[1].norm.running_mean.sum())
+        return loss
+
+
+def test_running_statistics_are_shared_when_a_step_begins() -> None:
+    """Once, however many forwards it runs: DDP takes a step for one."""
+    _assert_equal_to_ddp(LookingNet, max_epochs=2)
+
+
 class MeanNet(Net):
     """With a buffer that every rank changes by its own batches, and that nobody shares in training."""
 
