@@ -257,10 +257,10 @@ class _MeanOfSlices:
         return work is None or work.is_completed()
 
     def wait(self) -> object:
+        work = self.work
+        if work is None:  # given up with its groups: new ones, for which others may be waiting, know nothing of it
+            raise self._comm.loss_of_reduction()
         with self._comm.collective():
-            work = self.work
-            if work is None:
-                raise RuntimeError("this reduction was given up")
             self._comm.finish(work, self._comm._reduce, number=self._number)
         self.work = None
         rows = self._received.unbind(0)
@@ -602,6 +602,13 @@ class GroupComm:
                 self._roster.tell(failed=text)
             self._disconnect()
             self._roster.linger()
+
+    def loss_of_reduction(self) -> PeerLostError:
+        """The error of a reduction that was under way when this rank left."""
+        with self._lock:
+            if self._loss is None:  # groups have been made anew since
+                return PeerLostError(f"rank {self.rank} cannot go on: a reduction was given up when ranks were lost")
+            return PeerLostError(str(self._loss), ranks=self._loss.ranks)
 
     def have_all_stumbled(self) -> bool:
         return self._loss is None and self._roster.have_all_stumbled()

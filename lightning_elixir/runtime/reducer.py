@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from lightning_elixir.core.comm import Work
 from lightning_elixir.core.device import Event
 from lightning_elixir.core.labels import label
-from lightning_elixir.errors import StateError
+from lightning_elixir.errors import PeerLostError, StateError
 from lightning_elixir.optim.scaling import square_sums
 from lightning_elixir.plan.memory import GRAD_BLOCKS
 from lightning_elixir.plan.shard_segments import Segment, segment_of, segments_of
@@ -255,7 +255,10 @@ class Reducer:
         """Forget this backward (it raised). Earlier gradients stay, unless some of it has been added to them. Those of
         chunks whose update has begun count: a second backward over the same batch finds the same ones."""
         self.withdraw()
-        self._retire(0)
+        try:
+            self._retire(0)
+        except PeerLostError:  # what was reduced is dropped below; the error that ends this backward tells more
+            self._in_flight.clear()
         self._collected.clear()
         self.drop_uncollected()
         self.zeros.note_loss(self.used)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_elixir._lightning import LightningModule, Trainer
-from lightning_elixir.errors import CapacityError, ElixirError
+from lightning_elixir.errors import CapacityError, ElixirError, PeerLostError
 from lightning_elixir.plan.io import load_plan
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -326,10 +326,10 @@ def _run_until(end: int, player: Player, backend: InTrainer, limits: dict[str, A
     module.player = player
     try:
         trainer.fit(module, batches(program), ckpt_path=None if earlier is None else earlier.checkpoint)
-    except ElixirError:
-        raise
     except Exception as error:
-        if not any(a.name in FAULTS + AFTER_FORWARD + P_GRAD for a in program.actions):
+        # What the program raises on all ranks, one may hear of from another before it comes there.
+        is_ours = isinstance(error, ElixirError) and not isinstance(error, PeerLostError)
+        if is_ours or not any(a.name in FAULTS + AFTER_FORWARD + P_GRAD for a in program.actions):
             raise
         player.note("raised", raised(error))
         return False

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -320,6 +320,55 @@ def train_three_times() -> dict[str, torch.Tensor]:
     _, module, optimizer = new_training("tight")
     train(module, optimizer)
     return module.state_dict()
+
+
+def hear_in_backward_and_train_again(does_wait: bool) -> tuple[str, float, dict[str, torch.Tensor]]:
+    """Rank 1 raises in the middle of a backward, tells, and goes on at once, or when rank 0 has heard."""
+    rank = dist.get_rank()
+    model, module, optimizer = new_training("resident")
+    loss = module(_with_error_inside(model) if rank == 1 else torch.ones(2, 32)).square().mean()
+    begin, heard = time.monotonic(), ""
+    try:
+        optimizer.backward(loss)
+    except PeerLostError as error:
+        heard = str(error)
+    except Boom as error:
+        module.engine.comm.leave(error)  # as the strategy does
+    seconds = time.monotonic() - begin
+    if does_wait:
+        end_all_together(rank)
+    train(module, optimizer)
+    return heard, seconds, module.state_dict()
+
+
+class Boom(Exception):
+    pass
+
+
+def _with_error_inside(model: nn.Module) -> torch.Tensor:
+    """An input; the gradients of half of the layers have come before the error does."""
+
+    def boom(grad: torch.Tensor) -> None:
+        raise Boom("in the middle")
+
+    def pass_on(layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(boom)
+        handle.remove()
+
+    layer = cast(nn.Sequential, model)[2]
+    handle = layer.register_forward_hook(pass_on)
+    return torch.ones(2, 32)
+
+
+@pytest.mark.parametrize("does_wait", [False, True])
+def test_reductions_under_way_when_a_rank_is_lost(does_wait: bool) -> None:
+    """They open no new groups: neither does the rank wait for others there, nor do those that go on lose it again."""
+    told, other = run_ranks(hear_in_backward_and_train_again, 2, does_wait, fresh=True)
+    assert "rank 1 failed: Boom: in the middle. It was in a backward (" in told[0]
+    assert told[1] < SOON_S / 2
+    expected = run_ranks(train_three_times, 2)[0]
+    for _, _, state in (told, other):
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 def different_writes() -> str:
