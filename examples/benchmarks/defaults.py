@@ -63,6 +63,10 @@ class Case:
     precision: str = "bf16-mixed"
     accumulate: int = 1
     is_plain: bool = False
+    is_compiled: bool = False
+    """Each block by `block.compile()`."""
+    autocast: bool = True
+    """Whether bf16 parameters compute under autocast; without, as `ElixirStrategy(autocast=False)` does."""
     num_steps: int = 12
 
 
@@ -85,18 +89,32 @@ CASES = {
     "gpt_16": replace(_GPT, batch=8, gpu_limit=16 * GIB),
     "moe": _MOE,
     "moe_clip": replace(_MOE, clip=1e6),
-    "llama_whole": replace(_LLAMA, gpu_limit=None),
-    "llama_plain": replace(_LLAMA, gpu_limit=None, is_plain=True),
-    "gpt_plain": replace(_GPT, gpu_limit=None, is_plain=True),
-    "moe_plain": replace(_MOE, gpu_limit=None, is_plain=True),
+    "llama_compiled": replace(_LLAMA, is_compiled=True),
+    "llama_compiled_8": replace(_LLAMA, batch=8, is_compiled=True),
+    "gpt_no_autocast": replace(_GPT, autocast=False),
     "toy": _TOY,
     "toy_clip": replace(_TOY, clip=1e6),
-    "toy_plain": replace(_TOY, gpu_limit=None, is_plain=True),
+    "toy_compiled": replace(_TOY, is_compiled=True),
+    "toy_no_autocast": replace(_TOY, autocast=False),
 }
+CASES |= {f"{name}_whole": replace(CASES[name], gpu_limit=None) for name in ("llama", "llama_compiled")}
+CASES |= {  # bf16 modules as they are: the fastest of plain PyTorch
+    f"{name}_plain": replace(CASES[name], gpu_limit=None, is_plain=True, autocast=False)
+    for name in ("llama", "llama_compiled", "llama_compiled_8", "gpt", "moe", "toy", "toy_compiled")
+}
+CASES["gpt_autocast_plain"] = replace(_GPT, gpu_limit=None, is_plain=True)
 SUITES = {
-    "edges": [name for name in CASES if not name.startswith("toy") and not name.endswith(("plain", "whole"))],
+    "edges": [
+        *("llama", "llama_clip", "llama_clip_each", "llama_clip_108", "llama_clip_64", "llama_24", "llama_fp16"),
+        *("llama_accumulate", "gpt", "gpt_clip", "gpt_16", "moe", "moe_clip"),
+    ],
     "first": ["llama_plain", "llama_whole", "llama", "gpt_16"],
     "speed": ["llama_plain", "llama", "llama_clip", "llama_clip_each"],
+    "compiled": [
+        *("llama_compiled_plain", "llama_compiled_whole", "llama_compiled"),
+        *("llama_compiled_8_plain", "llama_compiled_8"),
+    ],
+    "autocast": ["gpt_plain", "gpt_autocast_plain", "gpt", "gpt_no_autocast"],
 }
 
 # ------------------------------------------------------------------------------------------- one case's process
@@ -138,7 +156,17 @@ def make_model(case: Case) -> nn.Module:
         with no_init_weights():
             model = Causal(transformers.AutoModelForCausalLM.from_config(config, **options))
     _fill(model)
+    if case.is_compiled:
+        for block in blocks_of(model):
+            block.compile()
     return model
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    """What a stack of layers has."""
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList):
+            yield from stack
 
 
 def _fill(model: nn.Module) -> None:
@@ -202,11 +230,19 @@ class Lit(pl.LightningModule):
 
 
 class Seen(pl.Callback):
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, traced: int | None) -> None:
         self._clock = clock
+        self._trace = None if traced is None else Trace()
+        self._traced = traced
         self.plans: list[str] = []
+        self.updates: list[dict[str, Any] | None] = []
         self.losses: list[Tensor] = []
         self.predicted_s: float | None = None
+        self.device_work: dict[str, Any] | None = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._trace is not None and batch_idx == self._traced:
+            self._trace.begin()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"].detach())
@@ -214,11 +250,77 @@ class Seen(pl.Callback):
         self.predicted_s = None if plan.forecast is None else plan.forecast.times.total_s
         foreseen = "" if plan.forecast is None else f", {plan.forecast.times.total_s:.3f} s"
         self.plans.append(f"{plan.fingerprint()[:8]}{foreseen}")
+        times = trainer.optimizers[0].last_step_times
+        self.updates.append(None if times is None else asdict(times))
+        if self._trace is not None and batch_idx == self._traced:
+            self.device_work = self._trace.end()
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self._clock.step_ends()
 
 
-def run_case(case: Case, device: torch.device, host: HostMemory) -> dict[str, Any]:
+class Trace:
+    """What the device does in one step: its kernels, and the copies over the bus."""
+
+    def __init__(self) -> None:
+        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def begin(self) -> None:
+        torch.cuda.synchronize()
+        self._profiler.start()
+
+    def end(self) -> dict[str, Any]:
+        torch.cuda.synchronize()
+        self._profiler.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(path))
+            return device_work(json.loads(path.read_text())["traceEvents"])
+
+
+def device_work(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """How long kernels ran, each way over the bus was busy, and with how many bytes; all in seconds from the first
+    kernel's begin to the last one's end."""
+    on_device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    kernels = [e for e in on_device if e["cat"] == "kernel"]
+    if not kernels:
+        return {}
+    found: dict[str, Any] = {
+        "span_s": (max(e["ts"] + e["dur"] for e in kernels) - min(e["ts"] for e in kernels)) / 1e6,
+        "kernels_s": _covered_s(kernels),
+        "num_kernels": len(kernels),
+        "gaps_s": sorted(_gaps_s(kernels))[-20:],
+    }
+    for way in ("HtoD", "DtoH", "DtoD"):
+        copies = [e for e in on_device if e["cat"] == "gpu_memcpy" and way in e["name"]]
+        nbytes = sum(e["args"].get("bytes", 0) for e in copies)
+        found[way] = {"count": len(copies), "busy_s": _covered_s(copies), "bytes": nbytes}
+    by_name: dict[str, float] = {}
+    for event in kernels:
+        by_name[event["name"][:80]] = by_name.get(event["name"][:80], 0.0) + event["dur"] / 1e6
+    found["longest"] = dict(sorted(by_name.items(), key=lambda item: -item[1])[:12])
+    return found
+
+
+def _covered_s(events: list[dict[str, Any]]) -> float:
+    seconds, last = 0.0, 0.0
+    for event in sorted(events, key=lambda e: e["ts"]):
+        end = event["ts"] + event["dur"]
+        seconds += max(0.0, end - max(last, event["ts"])) / 1e6
+        last = max(last, end)
+    return seconds
+
+
+def _gaps_s(events: list[dict[str, Any]]) -> list[float]:
+    """In which none runs."""
+    gaps, last = [], None
+    for event in sorted(events, key=lambda e: e["ts"]):
+        if last is not None and event["ts"] > last:
+            gaps.append((event["ts"] - last) / 1e6)
+        last = max(last or 0.0, event["ts"] + event["dur"])
+    return gaps
+
+
+def run_case(case: Case, device: torch.device, host: HostMemory, traced: int | None) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     model = make_model(case)
     vocab = 256 if case.model == "toy" else 30000
@@ -232,7 +334,7 @@ def run_case(case: Case, device: torch.device, host: HostMemory) -> dict[str, An
     if case.is_plain:
         result = _run_plain(case, model, batches, clock, device)
     else:
-        result = _run_elixir(case, model, batches, clock, device)
+        result = _run_elixir(case, model, batches, clock, device, traced)
     steps = clock.step_s()
     settled = steps[3:] or steps
     result |= {
@@ -251,10 +353,10 @@ def run_case(case: Case, device: torch.device, host: HostMemory) -> dict[str, An
 
 
 def _run_elixir(
-    case: Case, model: nn.Module, batches: list[Tensor], clock: Clock, device: torch.device
+    case: Case, model: nn.Module, batches: list[Tensor], clock: Clock, device: torch.device, traced: int | None
 ) -> dict[str, Any]:
-    strategy = ElixirStrategy(gpu_memory_limit=case.gpu_limit, cpu_memory_limit=case.cpu_limit)
-    seen = Seen(clock)
+    strategy = ElixirStrategy(gpu_memory_limit=case.gpu_limit, cpu_memory_limit=case.cpu_limit, autocast=case.autocast)
+    seen = Seen(clock, traced)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="gpu" if device.type == "cuda" else "cpu",
@@ -275,6 +377,9 @@ def _run_elixir(
         "predicted_s": seen.predicted_s,
         "plan": plan.notes,
         "plans": seen.plans,
+        "updates": seen.updates,
+        "device_work": seen.device_work,
+        "machine": strategy._machine_figures.best.to_dict(),
         "budget": asdict(strategy._handle.budget) | {"words": None},
         "explained": plan.explain(),
         "losses": [loss.item() for loss in seen.losses],
@@ -291,7 +396,8 @@ def _run_plain(
     optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.0, fused=True)
     losses = []
     for tokens in batches:
-        loss = model(tokens.to(device, non_blocking=True))
+        with torch.autocast(device.type, torch.bfloat16, enabled=case.autocast):
+            loss = model(tokens.to(device, non_blocking=True))
         loss.backward()
         if case.clip:
             nn.utils.clip_grad_norm_(parameters, case.clip)
@@ -328,13 +434,14 @@ class HostMemory:
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
 
-def child(name: str, gpu_limit: int | None, device: str, out: Path) -> None:
+def child(name: str, gpu_limit: int | None, device: str, traced: int | None, out: Path) -> None:
     case = CASES[name] if gpu_limit is None else replace(CASES[name], gpu_limit=gpu_limit)
     logging.basicConfig(format="%(relativeCreated)d ms: %(message)s")
     logging.getLogger("lightning_elixir").setLevel(logging.INFO)
     host = HostMemory()
     try:
-        result = run_case(case, torch.device(device, 0) if device == "cuda" else torch.device(device), host)
+        on = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        result = run_case(case, on, host, traced)
     except CapacityError as error:
         result = {"outcome": "refused", "why": str(error), "host_peak_bytes": host.peak_bytes}
     except torch.OutOfMemoryError as error:
@@ -372,7 +479,7 @@ def run(names: list[str], arguments: argparse.Namespace) -> Iterator[tuple[str, 
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "result.json"
             log = Path(arguments.out).with_suffix(f".{name}.log")
-            work = partial(child, name, arguments.gpu_limit, arguments.device, out)
+            work = partial(child, name, arguments.gpu_limit, arguments.device, arguments.trace, out)
             code = _forked(work, log, min(left, arguments.timeout_s))
             if out.exists():
                 yield name, json.loads(out.read_text())
@@ -436,6 +543,7 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=200.0, help="of each case")
     parser.add_argument("--budget-s", type=float, default=560.0, help="of all")
     parser.add_argument("--touch-first", action="store_true", help="have the machine grow its memory before")
+    parser.add_argument("--trace", type=int, help="number of the batch whose work on the device is looked at")
     parser.add_argument("--out", type=Path, default=Path("defaults.json"))
     arguments = parser.parse_args()
     names = SUITES[arguments.suite] if arguments.suite else arguments.cases
