@@ -56,6 +56,7 @@ class Task:
         self._is_ending = False
         self._is_over = False
         self._is_event_broken = False
+        self._has_event_come = False
         self.error: BaseException | None = None
         """What the work raised."""
         self._followers: list[Callable[[], None]] = []
@@ -105,10 +106,13 @@ class Task:
         return not self._is_held and (self._after is None or self._after._is_over)
 
     def _is_prepared(self) -> bool:
-        try:
-            return self._event is None or self._is_event_broken or self._event.is_over()
-        except Exception:  # the device failed: let the task run, and have it say so
-            return True
+        """Asks the device until it has said yes: to ask costs microseconds that other threads wait for."""
+        if not self._has_event_come:
+            try:
+                self._has_event_come = self._event is None or self._is_event_broken or self._event.is_over()
+            except Exception:  # the device failed: let the task run, and have it say so
+                self._has_event_come = True
+        return self._has_event_come
 
     def _prepare(self, failure: type[BaseException] = BaseException) -> None:
         """Make the host wait for the event, if that has not failed.
@@ -405,11 +409,10 @@ class _Pool:
         while True:
             with self.lock:
                 ready = [t for t in self._waiting if t._can_begin()] if has_room else []
-                prepared = [t for t in ready if t._is_prepared()]
-                if prepared:
-                    task = min(prepared, key=lambda t: (not t._is_brief, t._order))  # equals as they came
-                    self._waiting.remove(task)
-                    return task, True
+                for task in sorted(ready, key=lambda t: (not t._is_brief, t._order)):  # equals as they came
+                    if task._is_prepared():
+                        self._waiting.remove(task)
+                        return task, True
                 if ready:
                     return next((t for t in ready if not t._is_brief), ready[0]), False
                 if has_in_flight or (self._is_stopped and not self._waiting):

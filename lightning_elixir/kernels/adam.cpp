@@ -1,5 +1,5 @@
 // Adam over flat tensors in one pass: the written sequence of `sequence.py`, bit for bit, on all cores. And sums of
-// squares of gradients, in the written order of `optim/scaling.py`.
+// gradients, as `addition.py` has them, and of their squares, in the written order of `optim/scaling.py`.
 //
 // What keeps the bits: every operation is one IEEE 754 operation on fp32 (compiled with -ffp-contract=off and without
 // -ffast-math), the tail of a tensor runs through the same code as its body, and denormals are never flushed here,
@@ -344,13 +344,45 @@ double sum_of_rows(double* rows, int64_t count) {
   return count ? rows[0] : 0.0;
 }
 
+// Sums of gradients
+
+// The order of `addition.Addition`.
+enum Addition : int32_t { kPut, kAdd, kAddRounded };
+
+// The first tensor is the sum, in fp32.
+INLINE void total_range(const Tensor* x, int64_t start, int64_t stop, const void* addition) {
+  const Addition how = *static_cast<const Addition*>(addition);
+  alignas(64) float buffers[2][kBlock];
+  alignas(64) char narrowed[kBlock * 2];
+  for (; start < stop; start += kBlock) {
+    const int64_t n = stop - start < kBlock ? stop - start : kBlock;
+    const Tensor& grad = x[1];
+    float* __restrict total = reinterpret_cast<float*>(x[0].data) + start;
+    const float* __restrict g = as_float(grad, start, n, buffers[0]);
+    if (how == kPut && grad.dtype != kFloat) {
+      put_past_cache(reinterpret_cast<char*>(total), g, n * 4);
+    } else if (how == kPut) {
+      memcpy(total, g, n * 4);
+    } else if (how == kAdd || grad.dtype == kFloat) {
+      for (int64_t i = 0; i < n; ++i) total[i] += g[i];
+    } else {  // of values that the gradient's dtype has, rounded to it
+      float* __restrict sum = buffers[1];
+      for (int64_t i = 0; i < n; ++i) sum[i] = total[i] + g[i];
+      narrow(narrowed, sum, grad.dtype, n);
+      widen(sum, narrowed, grad.dtype, n);
+      memcpy(total, sum, n * 4);
+    }
+  }
+  end_apart();
+}
+
 // One of each for every instruction set
 
 typedef void (*Range)(const Tensor*, int64_t, int64_t, const void*);
 
 struct Implementation {
   const char* name;
-  Range update, copy, sums;
+  Range update, copy, sums, total;
 };
 
 #define FOR_ONE(range, suffix, attributes)                                                           \
@@ -360,7 +392,8 @@ struct Implementation {
 #define IMPLEMENTATION(suffix, attributes) \
   FOR_ONE(update, suffix, attributes)      \
   FOR_ONE(copy, suffix, attributes)        \
-  FOR_ONE(sums, suffix, attributes)
+  FOR_ONE(sums, suffix, attributes)        \
+  FOR_ONE(total, suffix, attributes)
 
 IMPLEMENTATION(baseline, )
 #if defined(__x86_64__)
@@ -380,13 +413,13 @@ int implementations(Implementation* found) {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
-    found[count++] = {"AVX-512", update_avx512, copy_avx512, sums_avx512};
-  if (__builtin_cpu_supports("avx2")) found[count++] = {"AVX2", update_avx2, copy_avx2, sums_avx2};
-  found[count++] = {"SSE2", update_baseline, copy_baseline, sums_baseline};
+    found[count++] = {"AVX-512", update_avx512, copy_avx512, sums_avx512, total_avx512};
+  if (__builtin_cpu_supports("avx2")) found[count++] = {"AVX2", update_avx2, copy_avx2, sums_avx2, total_avx2};
+  found[count++] = {"SSE2", update_baseline, copy_baseline, sums_baseline, total_baseline};
 #elif defined(__aarch64__)
-  found[count++] = {"NEON", update_baseline, copy_baseline, sums_baseline};
+  found[count++] = {"NEON", update_baseline, copy_baseline, sums_baseline, total_baseline};
 #else
-  found[count++] = {"baseline", update_baseline, copy_baseline, sums_baseline};
+  found[count++] = {"baseline", update_baseline, copy_baseline, sums_baseline, total_baseline};
 #endif
   return count;
 }
@@ -612,6 +645,17 @@ EXPORT int elixir_square_sums(int which, void* data, int32_t dtype, int64_t num_
     sums[i] = sum_of_rows(rows + spans[2 * i] / kRow, (spans[2 * i + 1] + kRow - 1) / kRow);
   free(rows);
   return status;
+}
+
+// A gradient to a sum in fp32. Returns 0; 1 if there was no memory (nothing is changed then).
+EXPORT int elixir_add_up(int which, void* total, void* grad, int32_t dtype, int64_t numel, int32_t addition,
+                         int num_threads) {
+  Implementation found[4];
+  implementations(found);
+  const Tensor tensors[2] = {{static_cast<char*>(total), kFloat}, {static_cast<char*>(grad), dtype}};
+  const Addition how = Addition(addition);
+  const int64_t span[2] = {0, numel};
+  return run_parts(found[which].total, tensors, 1, span, &how, 0, num_threads);
 }
 
 // For benchmarks: reads three fp32 tensors and one of bf16, adds something to the three, and writes them.

@@ -1,4 +1,4 @@
-"""Adam and the norms of gradients on the host, each in one pass, by code that is compiled on first use.
+"""Adam, sums and norms of gradients on the host, each in one pass, by code that is compiled on first use.
 
 Where there is no compiler, or anything else is wrong, there is one line in the log, and torch's operations do the same
 to the bit, more slowly.
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_elixir.core.cache import default_cache_dir
 from lightning_elixir.core.threads import default_num_threads
+from lightning_elixir.kernels.addition import Addition, run_addition
 from lightning_elixir.kernels.compilation import BuildError, load_library
 from lightning_elixir.kernels.sequence import Operands, Scalars, Table, run_sequence
 
@@ -81,6 +82,27 @@ def square_sums(
     return kernel.square_sums(shard, segments, scale, math.inf if clamp is None else clamp, default_num_threads())
 
 
+def add_up(total: Tensor, grad: Tensor, addition: Addition) -> bool:
+    """`run_addition` for an fp32 sum on the host and an fp32, bf16 or fp16 gradient there, without the GIL.
+
+    Args:
+        total: 1-D, contiguous; changed in place.
+        grad: 1-D, contiguous, same numel.
+        addition: What `grad` is to `total`.
+
+    Returns:
+        False if this cannot be done here, and nothing has been changed.
+    """
+    if total.dtype != torch.float32 or not (_is_host_plain(total) and _is_host_plain(grad)):
+        return False
+    kernel = _the_kernel.get()
+    if kernel is None:
+        return False
+    kernel.add_up(total, grad, addition, default_num_threads())
+    torch.autograd.graph.increment_version(total)
+    return True
+
+
 def implementation() -> str:
     """What carries out updates on the host, for a log. Compiles it if that has not been done."""
     kernel = _the_kernel.get()
@@ -106,6 +128,7 @@ class Kernel:
         pointer, int32, int64, double = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
         library.elixir_adam.argtypes = [int32, pointer, pointer, int64, pointer, pointer, int32]
         library.elixir_square_sums.argtypes = [int32, pointer, int32, int64, pointer, double, double, pointer, int32]
+        library.elixir_add_up.argtypes = [int32, pointer, pointer, int32, int64, int32, int32]
         library.elixir_plain_loop.argtypes = [pointer, int64, int32]
         count = library.elixir_num_implementations()
         names = tuple(library.elixir_implementation_name(which).decode() for which in range(count))
@@ -154,6 +177,16 @@ class Kernel:
         ):
             raise MemoryError(f"no host memory for sums over {shard.numel()} elements")
         return sums
+
+    def add_up(self, total: Tensor, grad: Tensor, addition: Addition, num_threads: int, which: int = 0) -> None:
+        """Bring a gradient to an fp32 sum; both flat, on the host, of one numel.
+
+        Raises:
+            MemoryError: As for `update`.
+        """
+        addresses, dtype = (total.data_ptr(), grad.data_ptr()), _DTYPES[grad.dtype]
+        if self.library.elixir_add_up(which, *addresses, dtype, total.numel(), int(addition), num_threads):
+            raise MemoryError("no host memory for a table of one part")
 
     def plain_loop(self, operands: Sequence[Tensor | None], numel: int, num_threads: int) -> None:
         """Read three fp32 tensors (first, third, fourth) and a bf16 one (second), and write the three.
@@ -216,6 +249,10 @@ def _is_plain(x: Tensor) -> bool:
     return type(x) in _PLAIN_TYPES and x.dtype in _DTYPES and not x.is_inference()
 
 
+def _is_host_plain(x: Tensor) -> bool:
+    return _is_plain(x) and x.device.type == "cpu" and x.is_contiguous() and not torch.compiler.is_compiling()
+
+
 def _addresses(operands: Sequence[Tensor | None]) -> array[int]:
     return array("Q", [0 if x is None else x.data_ptr() for x in operands])
 
@@ -239,3 +276,11 @@ def _check_library(library: ctypes.CDLL) -> None:
             run_sequence(p, g, m, v, scalars, g)
         if not all(torch.equal(a, b) and torch.equal(c, b) for a, b, c in zip(first, second, third, strict=True)):
             raise ValueError(f"parameters of {dtype} with gradients of {grad_dtype} come out wrong")
+    for dtype, addition in product(_DTYPES, Addition):
+        grad = torch.rand(_TEST_NUMEL, generator=generator).sub(0.5).to(dtype)
+        total = torch.rand(_TEST_NUMEL, generator=generator).to(dtype).float()
+        sums = [total.clone(), total.clone()]
+        kernel.add_up(sums[0], grad, addition, 2)
+        run_addition(sums[1], grad, addition)
+        if not torch.equal(*sums):
+            raise ValueError(f"sums of gradients of {dtype} come out wrong")

@@ -19,8 +19,8 @@ bits, over which an update can write new values, and the second backward exchang
 is known to come next (`Landing.step_next`), gradients land in 16 bits whatever came before; with spare states they
 may land in sums as well, and an update that has begun waits for its sum. Further gradients of a chunk in one backward
 are added in place, in their own dtype, also to a sum that holds nothing but that backward's: as autograd would. On the
-GPU tier sums are made on the reduce lane. The thread adds with torch's operations, and as many threads as torch has:
-one under torchrun, which sets that.
+GPU tier sums are made on the reduce lane. In host memory the compiled kernel adds, with as many threads as updates
+have, and without the GIL.
 """
 
 from __future__ import annotations
@@ -35,29 +35,9 @@ from torch import Tensor
 from lightning_elixir.core.device import Device, Event, working_on
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.worker import Task, TaskEvent, Worker
+from lightning_elixir.kernels import cpu
+from lightning_elixir.kernels.addition import Addition, run_addition
 from lightning_elixir.storage.nvme import ChunkStates, aligned
-
-Addition = Callable[[Tensor, Tensor], None]
-"""Brings a gradient to a sum, both 1-D and of one numel, element by element."""
-
-# What is added at once: torch widens 16-bit operands in memory of their size, and this stays in the cache.
-_PIECE_NUMEL = 1024 * 1024
-
-
-def put(total: Tensor, grad: Tensor) -> None:
-    """The first of a sum."""
-    total.copy_(grad)
-
-
-def add(total: Tensor, grad: Tensor) -> None:
-    """One more, in the dtype of the sum."""
-    total.add_(grad)
-
-
-def add_rounded(total: Tensor, grad: Tensor) -> None:
-    """One more, in the dtype of the gradient: the sum, though wider, holds such values alone."""
-    total.copy_(total.to(grad.dtype).add_(grad))
-
 
 @dataclass(eq=False)
 class _Slot:
@@ -173,6 +153,5 @@ def _store(
 def add_up(total: Tensor, grad: Tensor, addition: Addition) -> None:
     """Bring a gradient to a sum, here and now."""
     with label("add gradients"):
-        for start in range(0, total.numel(), _PIECE_NUMEL):
-            piece = slice(start, start + _PIECE_NUMEL)
-            addition(total[piece], grad[piece])
+        if not cpu.add_up(total, grad, addition):
+            run_addition(total, grad, addition)

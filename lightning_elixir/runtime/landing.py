@@ -15,9 +15,10 @@ from lightning_elixir.core.device import Event
 from lightning_elixir.core.host_memory import Extent
 from lightning_elixir.core.worker import TaskEvent
 from lightning_elixir.errors import StateError, StorageError
+from lightning_elixir.kernels.addition import Addition
 from lightning_elixir.plan.memory import grad_staging, has_params_on_nvme
 from lightning_elixir.plan.types import Tier
-from lightning_elixir.runtime.accumulation import HostSums, add, add_rounded, add_up, put
+from lightning_elixir.runtime.accumulation import HostSums, add_up
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.transport import Transport
 from lightning_elixir.storage.nvme import aligned
@@ -204,10 +205,10 @@ class Landing:
                     sent = self._device.reduce_lane.record()
                 return sent, sent
             self._single.add(chunk.id)
-            return self._sums.submit(result, self._store.set_grad(chunk.spec, wide), put, None)
+            return self._sums.submit(result, self._store.set_grad(chunk.spec, wide), Addition.PUT, None)
         if is_late and (total.dtype == result.dtype or chunk.id in self._single):
             self.wait(chunk.id)
-            add_up(total, result.to(total.device), add if total.dtype == result.dtype else add_rounded)
+            add_up(total, result.to(total.device), _late_addition(total.dtype, result.dtype))
             sent = self._device.reduce_lane.record()
             return sent, sent
         if not is_late:
@@ -215,7 +216,7 @@ class Landing:
         if total.dtype != wide:
             total = self.widened(chunk, total, wide)
         self._single.discard(chunk.id)
-        return self._sums.submit(result, total, add, self._downloads.get(chunk.id))
+        return self._sums.submit(result, total, Addition.ADD, self._downloads.get(chunk.id))
 
     def _land_on_disk(self, chunk: Chunk, result: Tensor, is_late: bool) -> tuple[Event, Event]:
         """As `_land_on_host`, with the same numbers: host memory is only passed through."""
@@ -223,15 +224,15 @@ class Landing:
         if shard.on_disk is None:
             raise RuntimeError(f"{chunk.spec} has no place on the disk")
         earlier = None if shard.grad is None else shard.grad.dtype
-        after, addition = torch.promote_types(torch.float32, result.dtype), add
+        after, addition = torch.promote_types(torch.float32, result.dtype), Addition.ADD
         if earlier is None:
-            addition = put
+            addition = Addition.PUT
             if not self.accumulates or self.is_step_next or result.dtype == after:
                 after = result.dtype
             else:
                 self._single.add(chunk.id)
         elif is_late and (earlier == result.dtype or chunk.id in self._single):
-            addition = add if earlier == result.dtype else add_rounded
+            addition = _late_addition(earlier, result.dtype)
             after = earlier
         else:
             self.accumulates = self.accumulates or not is_late
@@ -259,3 +260,8 @@ def _finish(event: Event) -> None:
         event.task.join()
     else:
         event.synchronize()
+
+
+def _late_addition(total: torch.dtype, grad: torch.dtype) -> Addition:
+    """What a further gradient of one backward is to the sum."""
+    return Addition.ADD if total == grad else Addition.ADD_ROUNDED

@@ -26,7 +26,9 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> HardwareSpec:
-    return profile_hardware(cache_dir=tmp_path_factory.mktemp("cache"), budget_s=3.0)
+    """The fastest of three measurements at computing: tests beside this one use the same GPU and slow one of them."""
+    specs = [profile_hardware(cache_dir=tmp_path_factory.mktemp("cache"), budget_s=3.0) for _ in range(3)]
+    return max(specs, key=lambda spec: spec.matmul_flops_per_s["bfloat16"])
 
 
 def test_larger_copies_take_longer(spec: HardwareSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 from collections.abc import Iterator
@@ -129,8 +130,10 @@ def test_little_device_memory_makes_small_slots_and_none_an_error(monkeypatch: p
     gc.collect()  # what earlier tests have left in cycles would be room
     torch.cuda.empty_cache()
     device = make_device(CUDA)
-    free, total = torch.cuda.mem_get_info()
+    total = torch.cuda.mem_get_info()[1]
     try:
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+        taken = _take_free_blocks()
         for left, is_enough in ((60 << 20, True), (4 << 20, False)):
             stream = StateStream(device)
             torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + left) / total)
@@ -141,10 +144,20 @@ def test_little_device_memory_makes_small_slots_and_none_an_error(monkeypatch: p
             else:
                 with pytest.raises(CapacityError, match="streamed updates"):
                     stream.reserve()
-            torch.cuda.set_per_process_memory_fraction(1.0)
             torch.cuda.empty_cache()
+        del taken
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _take_free_blocks() -> list[torch.Tensor]:
+    """Of segments that what is alive keeps: the memory limit does not count them, they are there already."""
+    taken = []
+    for num_bytes in (32 << 20, 4 << 20, 1 << 20):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(num_bytes, dtype=torch.uint8, device=CUDA))
+    return taken
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

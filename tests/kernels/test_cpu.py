@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.kernels import cpu
+from lightning_elixir.kernels.addition import Addition, run_addition
 from lightning_elixir.kernels.compilation import BuildError, find_compiler
 from lightning_elixir.kernels.cpu import Kernel, adam_update, load_kernel
 from lightning_elixir.kernels.sequence import Operands, Scalars, Table, run_sequence
@@ -380,6 +381,43 @@ def test_square_sums_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The front
+
+
+@pytest.mark.parametrize("addition", Addition)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [1, 511, 40_001])
+def test_sums_are_those_of_torch(kernel: Kernel, dtype: torch.dtype, numel: int, addition: Addition) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    grad, earlier = (torch.randn(numel, generator=generator).to(dtype) for _ in range(2))
+    special = torch.tensor(SPECIAL)[:numel].to(dtype)
+    grad[: len(special)], earlier[-len(special) :] = special, special.flip(0)
+    memory = torch.randn(numel + 1, generator=generator)  # the sum begins where no vector would
+    for which in range(len(kernel.names)):
+        for offset in (0, 1):
+            total = memory.clone()[offset : offset + numel]
+            total.copy_(earlier)
+            expected = total.clone()
+            kernel.add_up(total, grad, addition, 3, which)
+            run_addition(expected, grad, addition)
+            assert_same([total], [expected])
+
+
+@pytest.mark.parametrize("addition", Addition)
+def test_sums_of_the_process(addition: Addition, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Done here for an fp32 sum in host memory, with autograd told; left alone otherwise."""
+    total, grad = torch.rand(100), torch.rand(100).bfloat16()
+    expected, version = total.clone(), total._version
+    run_addition(expected, grad, addition)
+    assert cpu.add_up(total, grad, addition)
+    if addition is not Addition.ADD_ROUNDED:  # which is for sums of rounded values
+        assert torch.equal(total, expected)
+    assert total._version > version
+    for left in (total.double(), total.bfloat16(), torch.rand(200)[::2]):
+        before = left.clone()
+        assert not cpu.add_up(left, grad, addition)
+        assert torch.equal(left, before)
+    no_kernel(monkeypatch)
+    assert not cpu.add_up(total, grad, addition)
 
 
 def no_kernel(monkeypatch: pytest.MonkeyPatch, message: str = "there is no compiler") -> None:

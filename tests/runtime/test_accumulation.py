@@ -17,6 +17,7 @@ import torch
 from lightning_elixir.errors import StateError
 from lightning_elixir.plan.memory import STAGING_BUFFERS
 from lightning_elixir.plan.types import Tier, UpdateTiming
+from lightning_elixir.kernels.addition import Addition
 from lightning_elixir.runtime import accumulation
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import streamed_updates as streamed
@@ -77,14 +78,14 @@ def test_several_gradients_in_one_backward_are_added_in_their_own_dtype(
     numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As autograd would, though the sum is wider already."""
-    rounded = []
-    real = accumulation.add_rounded
-    monkeypatch.setattr("lightning_elixir.runtime.landing.add_rounded", lambda *a: (rounded.append(1), real(*a)))
+    seen: list[Addition] = []
+    real = accumulation.add_up
+    monkeypatch.setattr("lightning_elixir.runtime.landing.add_up", lambda *a: (seen.append(a[2]), real(*a)))
     how = How(name="checkpoint_reentrant", steps=2)
     expected = train(how, "gpu", micro_batches=numbers)
     with additions(0.001):
         assert_same(train(how, "host", micro_batches=numbers, is_known=True), expected)
-    assert rounded
+    assert Addition.ADD_ROUNDED in seen
 
 
 def test_several_gradients_in_a_later_backward_are_added_to_the_sum() -> None:
