@@ -65,8 +65,7 @@ def _region_of(module: nn.Module) -> CompiledRegion | None:
     below = tuple(m for m in module.modules() if m is not module)
     if module._compiled_call_impl is not None:
         return CompiledRegion(module, (module, *below), is_call=True)
-    forward = _forward_of(module)
-    if hasattr(forward, _ORIGINAL) and hasattr(forward, _CONFIG):
+    if _compiled_forward_of(module) is not None:
         return CompiledRegion(module, below, is_call=False)
     return None
 
@@ -74,6 +73,12 @@ def _region_of(module: nn.Module) -> CompiledRegion | None:
 def _forward_of(module: nn.Module) -> Any:
     """The function that is called: of the module itself (`torch.compile(module)` has one as well), or of its class."""
     return vars(module).get("forward", type(module).forward)
+
+
+def _compiled_forward_of(module: nn.Module) -> Any:
+    """None where it is not compiled: Lightning puts another one in the place of its module's in every step."""
+    forward = _forward_of(module)
+    return forward if hasattr(forward, _ORIGINAL) and hasattr(forward, _CONFIG) else None
 
 
 def run_as_it_is(region: CompiledRegion) -> None:
@@ -125,7 +130,7 @@ class CompiledState:
 
     def __init__(self, root: nn.Module) -> None:
         self._seen = [
-            (module, vars(module).get(_CALL), _forward_of(module), tuple(module._modules.values()))
+            (module, vars(module).get(_CALL), _compiled_forward_of(module), tuple(module._modules.values()))
             for module in root.modules()
         ]
 
@@ -133,7 +138,7 @@ class CompiledState:
         """Whether nothing was compiled since, nor another module put in."""
         return all(
             vars(module).get(_CALL) is call
-            and _forward_of(module) is forward
+            and _compiled_forward_of(module) is forward
             and tuple(module._modules.values()) == children
             for module, call, forward, children in self._seen
         )

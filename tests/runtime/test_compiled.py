@@ -431,15 +431,15 @@ def _on_ranks(placement: str) -> tuple[list[Tensor], int]:
 def test_two_ranks() -> None:
     plain = Plain(by_call(Net("around")))
     for step in range(3):
-        plain.backward(plain(torch.cat([batch(2 * step), batch(2 * step + 1)])).square().mean())
+        for rank in range(2):  # half of each, exactly: the mean over ranks
+            plain.backward(plain(batch(2 * step + rank)).square().mean() / 2)
         plain.step()
     (tight, evictions), (other, _) = run_ranks(_on_ranks, 2, "tight")
     (resident, _), _ = run_ranks(_on_ranks, 2, "resident")
     assert evictions > 20
     assert all(map(torch.equal, tight, other))
     assert all(map(torch.equal, tight, resident))
-    for actual, expected in zip(tight, plain.values(), strict=True):  # sums over a batch in another order
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    assert all(map(torch.equal, tight, plain.values()))
 
 
 def test_what_copies_and_closed_models_have() -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_elixir._lightning import Callback, Trainer
 from lightning_elixir.errors import PlanError
+from lightning_elixir.runtime import forwards
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler
 from lightning_elixir.strategy.warm_up import Stage
@@ -75,6 +76,15 @@ FORMS: list[Callable[[], Any]] = [
 
 def compiled_blocks(module: nn.Module) -> list[str]:
     return [type(m).__name__ for m in module.modules() if m._compiled_call_impl is not None]
+
+
+def test_nothing_compiled_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every step, though Lightning puts another forward in the place of its module's in each."""
+    looks: list[nn.Module] = []
+    real = forwards.compiled_regions
+    monkeypatch.setattr(forwards, "compiled_regions", lambda root: (looks.append(root), real(root))[1])
+    fit(ElixirStrategy(**TIGHT), LateNet)
+    assert len(looks) == 1
 
 
 def assert_as_compiled_blocks(form: Callable[[], Any], elixir: dict[str, Any], **options: Any) -> Trainer:
