@@ -39,6 +39,7 @@ from lightning_elixir.kernels import cpu
 from lightning_elixir.kernels.addition import Addition, run_addition
 from lightning_elixir.storage.nvme import ChunkStates, aligned
 
+
 @dataclass(eq=False)
 class _Slot:
     buffer: Tensor  # 1-D, uint8, host memory

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.errors import PlanError, StateError, StorageError
+from lightning_elixir.kernels.addition import Addition
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
 from lightning_elixir.plan.memory import PARAM_BUFFERS, STAGING_BUFFERS
 from lightning_elixir.plan.types import Tier, UpdateTiming
-from lightning_elixir.kernels.addition import Addition
 from lightning_elixir.runtime.accumulation import HostSums
 from lightning_elixir.storage.nvme import direct
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -186,7 +186,12 @@ TO_DISK: dict[tuple[bool, tuple[int, ...]], list[Any]] = {
     (True, (1, 2, 3)): [(None, WIDE, Addition.PUT), *[(WIDE, WIDE, Addition.ADD)] * 4],
     (True, (2, 3)): [(None, WIDE, Addition.PUT), (WIDE, WIDE, Addition.ADD_ROUNDED), *[(WIDE, WIDE, Addition.ADD)] * 2],
     (False, (1, 2)): [(None, NARROW, Addition.PUT), (NARROW, WIDE, Addition.ADD), (WIDE, WIDE, Addition.ADD)],
-    (False, (2, 3)): [(None, NARROW, Addition.PUT), (NARROW, NARROW, Addition.ADD), (NARROW, WIDE, Addition.ADD), (WIDE, WIDE, Addition.ADD)],
+    (False, (2, 3)): [
+        (None, NARROW, Addition.PUT),
+        (NARROW, NARROW, Addition.ADD),
+        (NARROW, WIDE, Addition.ADD),
+        (WIDE, WIDE, Addition.ADD),
+    ],
 }
 """By whether it is known that backwards are added up, and how often the layer is used in each of them: the dtypes of
 its sum on the disk before and after each 16-bit gradient, and what was done. One in each backward comes late, but in
