@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence, Set
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,9 @@ import torch
 from lightning_elixir.errors import PlanError
 
 log = logging.getLogger(__name__)
+
+_SWITCH_S = 5e-4
+"""After how long a thread that waits for Python's lock gets it."""
 
 Nodes = Sequence[Sequence[Set[int]]]
 """The processors of every core (its SMT siblings), of every NUMA node."""
@@ -64,7 +68,11 @@ def plan_threads(
             cpus, count = frozenset().union(*usable[first:last]), last - first
         elif is_whole or len(usable) * local_world_size > len(cores):
             count = max(1, len(usable) // local_world_size)
-    return ThreadPlan(cpus, count, count - min(reserved, count // 4))
+    return ThreadPlan(cpus, count, _beside_others(count, reserved))
+
+
+def _beside_others(count: int, reserved: int = 2) -> int:
+    return count - min(reserved, count // 4)
 
 
 def thread_plan(local_rank: int, local_world_size: int) -> ThreadPlan:
@@ -87,6 +95,12 @@ def default_num_threads() -> int:
     if is_held_back_by_launcher():
         return _share_of_host(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return torch.get_num_threads()
+
+
+def default_num_update_threads() -> int:
+    """As `default_num_threads`, for work beside training: leaves cores to the threads that launch and copy."""
+    count = default_num_threads()
+    return count if wished_num_threads() is not None else _beside_others(count)
 
 
 def wished_num_threads() -> int | None:
@@ -123,6 +137,21 @@ def apply(plan: ThreadPlan) -> None:
                 if os.sched_getaffinity(thread) == available:
                     os.sched_setaffinity(thread, plan.cpus)
         log.debug("this rank runs on processors %s", sorted(plan.cpus))
+
+
+@contextmanager
+def frequent_switches() -> Iterator[None]:
+    """Inside, the threads of this process take turns with Python's lock at least every half millisecond. Python's own
+    five are what a GPU takes for an operation or two of a large layer: seen on an H200, where updates ran beside
+    training, hundreds of gaps of four to five milliseconds between kernels, which went with this."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(before_s, _SWITCH_S))
+    ours_s = sys.getswitchinterval()
+    try:
+        yield
+    finally:
+        if sys.getswitchinterval() == ours_s:  # or somebody else has set it since
+            sys.setswitchinterval(before_s)
 
 
 def usable_cpus() -> frozenset[int]:

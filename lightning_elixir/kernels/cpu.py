@@ -82,13 +82,14 @@ def square_sums(
     return kernel.square_sums(shard, segments, scale, math.inf if clamp is None else clamp, default_num_threads())
 
 
-def add_up(total: Tensor, grad: Tensor, addition: Addition) -> bool:
+def add_up(total: Tensor, grad: Tensor, addition: Addition, num_threads: int) -> bool:
     """`run_addition` for an fp32 sum on the host and an fp32, bf16 or fp16 gradient there, without the GIL.
 
     Args:
         total: 1-D, contiguous; changed in place.
         grad: 1-D, contiguous, same numel.
         addition: What `grad` is to `total`.
+        num_threads: How many threads work, the calling one included.
 
     Returns:
         False if this cannot be done here, and nothing has been changed.
@@ -98,7 +99,7 @@ def add_up(total: Tensor, grad: Tensor, addition: Addition) -> bool:
     kernel = _the_kernel.get()
     if kernel is None:
         return False
-    kernel.add_up(total, grad, addition, default_num_threads())
+    kernel.add_up(total, grad, addition, num_threads)
     torch.autograd.graph.increment_version(total)
     return True
 

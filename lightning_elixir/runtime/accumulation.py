@@ -35,8 +35,7 @@ from torch import Tensor
 from lightning_elixir.core.device import Device, Event, working_on
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.worker import Task, TaskEvent, Worker
-from lightning_elixir.kernels import cpu
-from lightning_elixir.kernels.addition import Addition, run_addition
+from lightning_elixir.optim.gradient_sums import Addition, add_to_sum
 from lightning_elixir.storage.nvme import ChunkStates, aligned
 
 
@@ -154,5 +153,4 @@ def _store(
 def add_up(total: Tensor, grad: Tensor, addition: Addition) -> None:
     """Bring a gradient to a sum, here and now."""
     with label("add gradients"):
-        if not cpu.add_up(total, grad, addition):
-            run_addition(total, grad, addition)
+        add_to_sum(total, grad, addition)

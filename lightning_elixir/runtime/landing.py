@@ -15,7 +15,7 @@ from lightning_elixir.core.device import Event
 from lightning_elixir.core.host_memory import Extent
 from lightning_elixir.core.worker import TaskEvent
 from lightning_elixir.errors import StateError, StorageError
-from lightning_elixir.kernels.addition import Addition
+from lightning_elixir.optim.gradient_sums import Addition
 from lightning_elixir.plan.memory import grad_staging, has_params_on_nvme
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.accumulation import HostSums, add_up

@@ -37,7 +37,7 @@ from lightning_elixir._lightning import (
 )
 from lightning_elixir.checkpoint import local_path, replacing_folder, restore_previous, save_together, whole_file
 from lightning_elixir.core.comm import SoloComm
-from lightning_elixir.core.threads import ThreadPlan, thread_plan
+from lightning_elixir.core.threads import ThreadPlan, frequent_switches, thread_plan
 from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError, StateError
@@ -367,6 +367,7 @@ class ElixirStrategy(ProcessStrategy):
             if isinstance(callback, ModelCheckpoint) and self._config.async_save:
                 self._in_place.enter_context(sees_saves(callback, self._sharded))
         if is_training:
+            self._in_place.enter_context(frequent_switches())
             self._in_place.enter_context(GracefulStop(trainer, self._comm).installed())
             self.setup_optimizers(trainer)
             self._regime = self._regime_of(trainer)  # again: the optimizer's setup is the user's code

@@ -408,16 +408,16 @@ def test_sums_of_the_process(addition: Addition, monkeypatch: pytest.MonkeyPatch
     total, grad = torch.rand(100), torch.rand(100).bfloat16()
     expected, version = total.clone(), total._version
     run_addition(expected, grad, addition)
-    assert cpu.add_up(total, grad, addition)
+    assert cpu.add_up(total, grad, addition, 2)
     if addition is not Addition.ADD_ROUNDED:  # which is for sums of rounded values
         assert torch.equal(total, expected)
     assert total._version > version
     for left in (total.double(), total.bfloat16(), torch.rand(200)[::2]):
         before = left.clone()
-        assert not cpu.add_up(left, grad, addition)
+        assert not cpu.add_up(left, grad, addition, 2)
         assert torch.equal(left, before)
     no_kernel(monkeypatch)
-    assert not cpu.add_up(total, grad, addition)
+    assert not cpu.add_up(total, grad, addition, 2)
 
 
 def no_kernel(monkeypatch: pytest.MonkeyPatch, message: str = "there is no compiler") -> None:

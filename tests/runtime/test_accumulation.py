@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_elixir.errors import StateError
-from lightning_elixir.kernels.addition import Addition
+from lightning_elixir.optim.gradient_sums import Addition
 from lightning_elixir.plan.memory import STAGING_BUFFERS
 from lightning_elixir.plan.types import Tier, UpdateTiming
 from lightning_elixir.runtime import accumulation

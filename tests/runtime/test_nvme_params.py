@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.errors import PlanError, StateError, StorageError
-from lightning_elixir.kernels.addition import Addition
 from lightning_elixir.optim import HybridAdam
+from lightning_elixir.optim.gradient_sums import Addition
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
 from lightning_elixir.plan.memory import PARAM_BUFFERS, STAGING_BUFFERS
 from lightning_elixir.plan.types import Tier, UpdateTiming

@@ -56,6 +56,7 @@ _MOST_SIMULATIONS = 80
 _FEW_CHUNKS = 16
 _VERY_FEW_CHUNKS = 6
 _NUM_STARTS = 3
+_MOVE_LAUNCHES = 20  # operators that the host could launch in the time in which it has a chunk moved
 _MOST_REFINEMENTS = 400
 _MOST_SPARE_COUNTS = 32  # numbers of chunks with spare states that are tried
 
@@ -93,7 +94,7 @@ def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
         outcome = one.best(seed)
         if outcome is None:
             continue
-        if best is None or outcome.total_s < best[0].total_s * (1 - 1e-9):
+        if best is None or one.felt_s(outcome) < best[1].felt_s(best[0]) * (1 - 1e-9):
             best = outcome, one
         if seed is None:
             seed = one.relative(outcome.choice)
@@ -133,6 +134,13 @@ def with_forecast(plan: Plan, profile: StepProfile, problem: Problem) -> Plan:
 
 class _LayoutSearch(Space):
     """The search among placements of one layout."""
+
+    def felt_s(self, outcome: Outcome) -> float:
+        """Seconds of a step for comparing chunk sizes: with the host's work for every chunk that moves. The simulation
+        leaves that out, as the device does not wait while the host is ahead of it; but seen on an H200 with 226 chunks
+        of 32 MiB or 67 of 204, which the simulation took for equally fast (1.10 s), steps were 1.27 and 1.10 s."""
+        moved = sum(1 + 2 * (not c.is_persistent) for c in outcome.chunks if c.requires_grad)
+        return outcome.total_s + moved * _MOVE_LAUNCHES * self.problem.hardware.launch_s
 
     # The climb
 
