@@ -56,7 +56,7 @@ _MOST_SIMULATIONS = 80
 _FEW_CHUNKS = 16
 _VERY_FEW_CHUNKS = 6
 _NUM_STARTS = 3
-_MOVE_LAUNCHES = 20  # operators that the host could launch in the time in which it has a chunk moved
+_MOVE_LAUNCHES = 6  # operators that the host could launch in the time in which it has a chunk moved
 _MOST_REFINEMENTS = 400
 _MOST_SPARE_COUNTS = 32  # numbers of chunks with spare states that are tried
 
