@@ -120,7 +120,8 @@ class HardwareSpec:
     @classmethod
     def nominal(cls, gpu_bytes: int | None = None, host_bytes: int = 0) -> HardwareSpec:
         """Round figures of no machine in particular, for tests and for the CPU as compute device, where the order of
-        placements is all that matters: a bus of 25 GB/s, 100 Tflop/s, Adam at 1 (host), 20 (device) Gparam/s."""
+        placements is all that matters: a bus of 25 GB/s, 100 Tflop/s, Adam at 1 (host), 20 (device) Gparam/s;
+        the host launches at once."""
         return cls(
             name="nominal figures, not measured",
             gpu_bytes=gpu_bytes,
@@ -134,7 +135,6 @@ class HardwareSpec:
             joint_adam_numel_per_s=2e9,
             matmul_flops_per_s={"float32": 50e12, "float16": 100e12, "bfloat16": 100e12},
             device_bytes_per_s=1e12,
-            launch_s=5e-6,
             all_gather=BandwidthCurve.constant(50e9, 50e-6),
             reduce_scatter=BandwidthCurve.constant(50e9, 50e-6),
         )

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_elixir.core import threads
-from lightning_elixir.core.threads import ThreadPlan, default_num_threads, numa_nodes, plan_threads
+from lightning_elixir.core.threads import (
+    ThreadPlan,
+    default_num_threads,
+    default_num_update_threads,
+    frequent_switches,
+    numa_nodes,
+    plan_threads,
+)
 from lightning_elixir.errors import PlanError
 from tests.helpers import processes
 
@@ -157,3 +166,36 @@ print(os.sched_getaffinity(0) == some, masks, torch.get_num_threads())
 """
     done = processes.run(code)
     assert done.stdout.split() == ["True", "[True]", "3"], done.stdout + done.stderr
+
+
+def test_work_beside_training_leaves_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTNING_ELIXIR_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    assert (default_num_threads(), default_num_update_threads()) == (16, 14)
+    monkeypatch.setenv("LIGHTNING_ELIXIR_NUM_THREADS", "5")  # a wish is a wish
+    assert default_num_update_threads() == 5
+
+
+@pytest.fixture
+def switch_s() -> Iterator[float]:
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    yield sys.getswitchinterval()
+    sys.setswitchinterval(before_s)
+
+
+def test_threads_switch_often_inside_alone(switch_s: float) -> None:
+    with pytest.raises(KeyError), frequent_switches():
+        assert sys.getswitchinterval() == pytest.approx(5e-4)
+        raise KeyError
+    assert sys.getswitchinterval() == switch_s
+
+
+def test_what_a_user_has_set_stays(switch_s: float) -> None:
+    sys.setswitchinterval(1e-4)
+    with frequent_switches():
+        assert sys.getswitchinterval() == pytest.approx(1e-4)
+    sys.setswitchinterval(switch_s)
+    with frequent_switches():
+        sys.setswitchinterval(2e-3)
+    assert sys.getswitchinterval() == pytest.approx(2e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_the_fit_comes_to_the_plan_of_the_command(
     # As on a GPU, whose memory chunks share with what a step takes beside them.
     monkeypatch.setattr(Planner, "_counts_activations", property(lambda planner: True))
     machine = tmp_path / "machine.json"
-    save_hardware(HardwareSpec.nominal(), machine)
+    save_hardware(replace(HardwareSpec.nominal(), device_bytes_per_s=1e11), machine)
     trained, typed = CASES[case]
     limit = "114MiB"  # 98 of them for activations and working memory
     planned = _planned(machine, {"--gpu-memory": limit, "--cpu-memory": "1GiB", "--cpu-memory-limit": host}, typed)

@@ -56,7 +56,6 @@ _MOST_SIMULATIONS = 80
 _FEW_CHUNKS = 16
 _VERY_FEW_CHUNKS = 6
 _NUM_STARTS = 3
-_MOVE_LAUNCHES = 6  # operators that the host could launch in the time in which it has a chunk moved
 _MOST_REFINEMENTS = 400
 _MOST_SPARE_COUNTS = 32  # numbers of chunks with spare states that are tried
 
@@ -94,7 +93,7 @@ def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
         outcome = one.best(seed)
         if outcome is None:
             continue
-        if best is None or one.felt_s(outcome) < best[1].felt_s(best[0]) * (1 - 1e-9):
+        if best is None or outcome.felt_s < best[0].felt_s * (1 - 1e-9):
             best = outcome, one
         if seed is None:
             seed = one.relative(outcome.choice)
@@ -134,13 +133,6 @@ def with_forecast(plan: Plan, profile: StepProfile, problem: Problem) -> Plan:
 
 class _LayoutSearch(Space):
     """The search among placements of one layout."""
-
-    def felt_s(self, outcome: Outcome) -> float:
-        """Seconds of a step for comparing chunk sizes: with the host's work for every chunk that moves. The simulation
-        leaves that out, as the device does not wait while the host is ahead of it; but seen on an H200 with 226 chunks
-        of 32 MiB or 67 of 204, which the simulation took for equally fast (1.10 s), steps were 1.27 and 1.10 s."""
-        moved = sum(1 + 2 * (not c.is_persistent) for c in outcome.chunks if c.requires_grad)
-        return outcome.total_s + moved * _MOVE_LAUNCHES * self.problem.hardware.launch_s
 
     # The climb
 
@@ -213,8 +205,8 @@ class _LayoutSearch(Space):
         climbed = self._climbed(best, self.num_simulations + _MOST_SIMULATIONS // 2)
         if climbed is not best:
             found = self._other_spares(climbed)
-        limit_s = min(o.total_s for o in found) * (1 + SAME)
-        return min((o for o in found if o.total_s <= limit_s), key=lambda o: (o.host_bytes, rank(o)))
+        limit_s = min(o.felt_s for o in found) * (1 + SAME)
+        return min((o for o in found if o.felt_s <= limit_s), key=lambda o: (o.host_bytes, rank(o)))
 
     def _other_spares(self, outcome: Outcome) -> list[Outcome]:
         """The same placement, with spare states for other chunks and for more or fewer."""
@@ -497,7 +489,7 @@ def _alternatives(
     """The fastest of each kind that lost, and the simplest that does not fit."""
     kinds: dict[tuple[object, ...], tuple[_LayoutSearch, Outcome]] = {}
     for one, outcome in others:
-        if outcome is best or outcome.times is None or outcome.total_s <= best.total_s * (1 + SAME):
+        if outcome is best or outcome.times is None or outcome.felt_s <= best.felt_s * (1 + SAME):
             continue
         choice = outcome.choice
         kind = (
@@ -518,7 +510,9 @@ def _alternatives(
             text = f"chunks of {format_bytes(one.layout.block_bytes)}: {text}"
         if text not in said and len(result) < _NUM_ALTERNATIVES:
             said.add(text)
-            result.append(Alternative(text, outcome.total_s, _why(outcome, best)))
+            result.append(
+                Alternative(text, None if outcome.times is None else outcome.times.total_s, _why(outcome, best))
+            )
     most = winner.look(winner.everything)
     if most.times is None:
         lacking = most.gpu_bytes - (winner.problem.budget.gpu_bytes or 0)
@@ -537,6 +531,7 @@ def _why(loser: Outcome, best: Outcome) -> str:
         "of waiting for chunks and gradients in forward and backward": (
             theirs.waiting_s - theirs.update_waiting_s - ours.waiting_s + ours.update_waiting_s
         ),
+        "of the host's work for chunks and pieces": loser.handling_s - best.handling_s,
     }
     parts = [
         f"{format_seconds(abs(seconds))} {'more' if seconds > 0 else 'less'} {name}"

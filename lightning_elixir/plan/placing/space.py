@@ -72,10 +72,13 @@ class Outcome:
     blocks: int
     times: StepTimes | None
     """Of a step; None if it does not fit."""
+    handling_s: float = 0.0
+    """The host's work to have chunks moved and updated, which is not in `times`."""
 
     @property
-    def total_s(self) -> float:
-        return float("inf") if self.times is None else self.times.total_s
+    def felt_s(self) -> float:
+        """What outcomes are compared by."""
+        return float("inf") if self.times is None else self.times.total_s + self.handling_s
 
 
 class Space:
@@ -167,7 +170,7 @@ class Space:
 
     def _looked(self, choice: Choice, placement: Placement) -> Outcome:
         blocks, use = placement.blocks, placement.use
-        times = None
+        times, handling_s = None, 0.0
         if (
             self._fits_gpu(placement)
             and self._fits_host(use.host_bytes)
@@ -175,9 +178,10 @@ class Space:
         ):
             plan = self.placer.bare_plan(placement.chunks, blocks, choice.depth, "auto")
             times = self._simulator.run(plan).times
+            handling_s = self._simulator.handling_s(placement.chunks)
             self.num_simulations += 1
         gpu_bytes = placement.gpu_bytes(blocks)
-        return Outcome(choice, placement.chunks, gpu_bytes, use.host_bytes, use.nvme_bytes, blocks, times)
+        return Outcome(choice, placement.chunks, gpu_bytes, use.host_bytes, use.nvme_bytes, blocks, times, handling_s)
 
     def _fits_gpu(self, placement: Placement) -> bool:
         limit = self.problem.budget.gpu_bytes
@@ -248,7 +252,7 @@ class Space:
 def rank(outcome: Outcome) -> tuple[float, int, int, int, int]:
     """The faster, then the one that takes less of NVMe, then of the host, then of the GPU, then that fetches less far
     ahead."""
-    return (outcome.total_s, outcome.nvme_bytes, outcome.host_bytes, outcome.gpu_bytes, outcome.choice.depth)
+    return (outcome.felt_s, outcome.nvme_bytes, outcome.host_bytes, outcome.gpu_bytes, outcome.choice.depth)
 
 
 def is_all_on_gpu(chunks: Sequence[ChunkSpec]) -> bool:

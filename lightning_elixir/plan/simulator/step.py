@@ -9,6 +9,7 @@ rCache does is the same in all of them, and found once (`rcache_script.py`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_elixir.plan.hardware import HardwareSpec
@@ -21,7 +22,7 @@ from lightning_elixir.plan.simulator.rcache_script import RCacheScript, RCacheSc
 from lightning_elixir.plan.simulator.record import DetailedRecord, StepRecord
 from lightning_elixir.plan.simulator.spans import MemoryPoint, Span
 from lightning_elixir.plan.simulator.updates import Updates
-from lightning_elixir.plan.types import Plan, StepTimes, Tier, UpdateTiming
+from lightning_elixir.plan.types import ChunkSpec, Plan, StepTimes, Tier, UpdateTiming
 
 _MOST_STEPS = 4
 _SAME = 1e-3  # steps that differ by less are the steady state
@@ -54,6 +55,10 @@ class StepSimulator:
         self._profile, self._scheme = profile, scheme
         self._costs = Costs(hardware, scheme)
         self._scripts = scripts or RCacheScripts(profile.trace)
+
+    def handling_s(self, chunks: Sequence[ChunkSpec]) -> float:
+        """The host's work to have these chunks moved and updated in a step; not part of its times."""
+        return sum(self._costs.of(c).handling_s for c in chunks)
 
     def run(self, plan: Plan, *, is_detailed: bool = False) -> SimulatedStep:
         """A step of the steady state; `spans` and `memory` are empty unless it is to be detailed."""

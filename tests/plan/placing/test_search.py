@@ -223,6 +223,38 @@ def test_the_better_of_two_chunk_sizes_is_taken() -> None:
     assert "chunks of " in explain(both) or len({c.layout.block_bytes for c in candidates}) == 1
 
 
+def test_of_chunk_sizes_as_fast_that_with_less_work_for_the_host_is_taken() -> None:
+    """Where launching costs nothing small chunks win here, which leave less of the memory unused."""
+    specs = layers(8)
+    accesses = accesses_of(specs)
+    taken = {}
+    for launch_s in (0.0, 1e-4, 1.0):
+        hardware = replace(HARDWARE["nominal"], launch_s=launch_s)
+        problem = Problem(PlacementRequest(accesses=accesses), Budget(60 * KIB), 1, MIXED, hardware)
+        layouts = [layout_of(specs, numel) for numel in (1024, 4096)]
+        candidates = [Candidate(each, structural_profile(each, accesses, HARDWARE["nominal"])) for each in layouts]
+        plan = search(candidates, problem)
+        taken[launch_s] = len(plan.chunks)
+        if launch_s == 1.0:
+            assert any("of the host's work" in other.reason for other in forecast_of(plan).alternatives)
+    assert taken[0.0] > taken[1.0], taken
+
+
+def test_a_stream_that_saves_less_than_the_host_has_to_do_for_it_is_left_out() -> None:
+    random = Random(3)
+    cases = [c for c in random_cases(5, 60) if c.problem.regime.can_stream]
+    streamed: dict[float, int] = {0.0: 0, 1.0: 0}
+    for case in random.sample(cases, 12):
+        for launch_s in streamed:
+            hardware = replace(case.problem.hardware, launch_s=launch_s)
+            try:
+                plan = replace(case, problem=replace(case.problem, hardware=hardware)).search()
+            except CapacityError:
+                continue
+            streamed[launch_s] += sum(c.is_update_streamed for c in plan.chunks)
+    assert streamed[0.0] > streamed[1.0] == 0
+
+
 def test_a_model_without_parameters_has_an_empty_plan() -> None:
     plan = place_specs([], gpu=100, cpu=0)
     assert (plan.chunks, plan.rcache_blocks) == ((), 0)
