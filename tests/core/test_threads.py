@@ -186,16 +186,16 @@ def switch_s() -> Iterator[float]:
 
 def test_threads_switch_often_inside_alone(switch_s: float) -> None:
     with pytest.raises(KeyError), frequent_switches():
-        assert sys.getswitchinterval() == pytest.approx(5e-4)
+        assert sys.getswitchinterval() == pytest.approx(5e-4, rel=0.01)
         raise KeyError
-    assert sys.getswitchinterval() == switch_s
+    assert sys.getswitchinterval() == pytest.approx(switch_s, rel=0.01)
 
 
 def test_what_a_user_has_set_stays(switch_s: float) -> None:
     sys.setswitchinterval(1e-4)
     with frequent_switches():
-        assert sys.getswitchinterval() == pytest.approx(1e-4)
+        assert sys.getswitchinterval() == pytest.approx(1e-4, rel=0.01)
     sys.setswitchinterval(switch_s)
     with frequent_switches():
         sys.setswitchinterval(2e-3)
-    assert sys.getswitchinterval() == pytest.approx(2e-3)
+    assert sys.getswitchinterval() == pytest.approx(2e-3, rel=0.01)
