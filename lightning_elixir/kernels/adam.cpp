@@ -28,9 +28,8 @@
 namespace {
 
 // Elements whose fp32 copies lie in the first-level cache beside the operands. Prefetching the next block by hand
-// halved the speed (the processor sees the streams by itself). In place, stores past the cache could save nothing but
-// the reading of `compute`, which in training lies where the gradient was read a moment ago; to other memory, they save
-// the reading of all that is written.
+// halved the speed (the processor sees the streams by itself). In place, stores past the cache save the reading of
+// `compute`, unless it lies where the gradient was read a moment ago; to other memory, of all that is written.
 constexpr int64_t kBlock = 512;
 // Elements that a thread takes at a time: few enough for an even share, many enough that taking them costs nothing.
 constexpr int64_t kPiece = 32768;
@@ -178,15 +177,6 @@ INLINE void put_back(const Tensor& x, int64_t start, int64_t n, const float* buf
   if (x.dtype != kFloat) narrow(x.data + start * 2, buffer, x.dtype, n);
 }
 
-INLINE void put_compute(const Tensor& x, int64_t start, int64_t n, const float* values) {
-  char* to = x.data + start * item_bytes(x.dtype);
-  if (x.dtype == kFloat) {
-    memcpy(to, values, n * 4);
-  } else {
-    narrow(to, values, x.dtype, n);
-  }
-}
-
 // Writes whole lines of memory without reading them first, where that is possible; `from` is aligned.
 INLINE void put_past_cache(char* to, const void* from, int64_t nbytes) {
 #if defined(__SSE2__)
@@ -252,6 +242,18 @@ INLINE void update_range_apart(const Tensor* x, int64_t start, int64_t stop, con
   end_apart();
 }
 
+// `is_cached`: what lies there was read a moment ago. Otherwise writing it would read it first.
+INLINE void put_compute(const Tensor& x, int64_t start, int64_t n, const float* values, bool is_cached) {
+  char* to = x.data + start * item_bytes(x.dtype);
+  if (x.dtype == kFloat) {
+    memcpy(to, values, n * 4);
+  } else if (is_cached) {
+    narrow(to, values, x.dtype, n);
+  } else {
+    put_apart(x, start, n, values);
+  }
+}
+
 // All of an element's operands are read before any is written, so `compute` may lie where `grad` does.
 INLINE void update_range(const Tensor* x, int64_t start, int64_t stop, const void* numbers) {
   const Numbers k = *static_cast<const Numbers*>(numbers);
@@ -260,6 +262,7 @@ INLINE void update_range(const Tensor* x, int64_t start, int64_t stop, const voi
     return;
   }
   alignas(64) float buffers[4][kBlock];
+  const bool is_cached = x[kCompute].data == x[kGrad].data;
   for (; start < stop; start += kBlock) {
     const int64_t n = stop - start < kBlock ? stop - start : kBlock;
     float* p = as_float(x[kParam], start, n, buffers[0]);
@@ -279,9 +282,10 @@ INLINE void update_range(const Tensor* x, int64_t start, int64_t stop, const voi
     if (x[kCompute].dtype != kNone) {
       // From what was stored: a 16-bit parameter has been rounded once already.
       if (x[kParam].dtype != kFloat) widen(buffers[0], x[kParam].data + start * 2, x[kParam].dtype, n);
-      put_compute(x[kCompute], start, n, p);
+      put_compute(x[kCompute], start, n, p, is_cached);
     }
   }
+  end_apart();
 }
 
 // What the memory gives: as many streams as Adam has, and next to no arithmetic.

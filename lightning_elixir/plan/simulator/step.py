@@ -2,8 +2,9 @@
 
 [Note: the steady state] Where updates run behind forward, a step begins with work of the step before. Every chunk that
 trains is needed in forward, so nothing of that is left when backward begins: what one step leaves to the next hardly
-depends on what it was left itself, and the second simulated step, or the third, is like all that follow. What the
-rCache does is the same in all of them, and found once (`rcache_script.py`).
+depends on what it was left itself, and the second simulated step, or the third, is like all that follow. How much longer updates
+take beside copies is found in the first. What the rCache does is the same in all of them, and found once
+(`rcache_script.py`).
 """
 
 from __future__ import annotations
@@ -104,6 +105,9 @@ class _Steps:
         clocks, updates = self._clocks, self._updates
         step = self._step()
         # The last states on NVMe are written behind forward, whatever the timing.
+        rate = self._hardware.host_bytes_per_s
+        if updates.is_overlapped and rate is not None and step.times.total_s:
+            updates.share_memory(clocks.busy.fetched_bytes / step.times.total_s, rate)
         has_rest = updates.is_overlapped or any(map(is_on_nvme, updates.beside_device))
         for _ in range(_MOST_STEPS - 1 if has_rest else 0):
             left_s = clocks.backlog.left_s(clocks.now_s)

@@ -52,8 +52,6 @@ class Updates:
         self._update_s = {
             c.id: costs[c.id].update_s * (1.0 if c.optim_tier is Tier.GPU else slowdown) for c in self.trained
         }
-        self.adam_s = sum(self._update_s.values())
-        """Of a step, wherever they run."""
         self.nvme_s = sum(sum(costs[c.id].nvme_s) for c in self.beside_device)
         """The disk reads and writes for them."""
         self.write_back_s = sum(costs[c.id].write_back_s for c in self.trained)
@@ -61,6 +59,32 @@ class Updates:
         self.traffic_bytes = sum(costs[c.id].update_traffic_bytes for c in self.beside_device)
         """Read and written in host memory."""
         self._landed_s: dict[int, float] = {}  # when a chunk's gradients were where its update wants them
+
+    @property
+    def adam_s(self) -> float:
+        """All of a step, wherever they run."""
+        return sum(self._update_s.values())
+
+    def share_memory(self, copied_bytes_per_s: float, host_bytes_per_s: float) -> None:
+        """Updates beside the device take longer from now on, where they and the copies over the bus together ask more
+        of the host's memory than it gives.
+
+        Args:
+            copied_bytes_per_s: Of copies beside them, but for gradients, which count as traffic of the updates.
+            host_bytes_per_s: What the memory gives; more, if updates alone were measured to take more.
+        """
+        alone_s = max((self._beside_s(is_streamed=streamed) for streamed in (False, True)), default=0.0)
+        if not alone_s:
+            return
+        asked = self.traffic_bytes / alone_s
+        slowdown = (asked + copied_bytes_per_s) / max(host_bytes_per_s, asked)
+        if slowdown > 1:
+            for chunk in self.beside_device:
+                self._update_s[chunk.id] *= slowdown
+
+    def _beside_s(self, *, is_streamed: bool) -> float:
+        """As `_host_s`, while both kinds run."""
+        return sum(self._update_s[c.id] for c in self.beside_device if c.is_update_streamed is is_streamed)
 
     @property
     def is_overlapped(self) -> bool:

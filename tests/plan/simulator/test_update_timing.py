@@ -175,7 +175,7 @@ def test_the_memory_of_the_host_is_a_wall() -> None:
     plan, profile = offloaded(4), there_and_back(4, 5e-3)
     nbytes = 4 * NUMEL * (4 + 16 + 4 + 4 + 4)
     free = run(plan, INSIDE, profile, machine()).times
-    wide = run(plan, INSIDE, profile, machine(host_bytes_per_s=2 * nbytes / free.total_s)).times
+    wide = run(plan, INSIDE, profile, machine(host_bytes_per_s=10 * nbytes / free.total_s)).times
     assert wide == free
     for factor in (1.2, 3.0):
         hardware = machine(host_bytes_per_s=nbytes / (factor * free.total_s))
@@ -184,6 +184,19 @@ def test_the_memory_of_the_host_is_a_wall() -> None:
         assert narrow.total_s >= factor * free.total_s * (1 - 1e-9)
         assert narrow.compute_s + narrow.waiting_s + narrow.step_s == pytest.approx(narrow.total_s)
         assert narrow.update_waiting_s - free.update_waiting_s == pytest.approx(narrow.total_s - free.total_s, rel=0.1)
+
+
+def test_copies_take_memory_from_updates_beside_them() -> None:
+    """Updates alone ask for all that the memory gives. With twelve bytes of each parameter fetched in a step beside
+    the 28 of its update, in a step four times as long, they take longer by a tenth and waits grow."""
+    plan, profile = offloaded(4), there_and_back(4, 5e-3)
+    free = run(plan, INSIDE, profile, machine()).times
+    traffic, fetched = 4 * NUMEL * 28, 4 * NUMEL * 4
+    rate = traffic / free.adam_s
+    shared = run(plan, INSIDE, profile, machine(host_bytes_per_s=rate)).times
+    assert shared.adam_s == pytest.approx(free.adam_s * (1 + fetched / free.total_s / rate), rel=0.01)
+    assert shared.total_s >= free.total_s
+    assert run(plan, AFTER, profile, machine(host_bytes_per_s=rate)).times.adam_s == free.adam_s
 
 
 # Properties
