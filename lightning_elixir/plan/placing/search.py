@@ -56,6 +56,7 @@ _MOST_SIMULATIONS = 80
 _FEW_CHUNKS = 16
 _VERY_FEW_CHUNKS = 6
 _NUM_STARTS = 3
+_GUESS_ERROR = 0.02  # by which guessed times of two chunk sizes may stand to each other otherwise than real ones
 _MOST_REFINEMENTS = 400
 _MOST_SPARE_COUNTS = 32  # numbers of chunks with spare states that are tried
 
@@ -87,23 +88,33 @@ def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
     for candidate in candidates:
         different.setdefault(candidate.layout, candidate)
     searches = [_LayoutSearch(c, problem) for c in different.values()]
-    best: tuple[Outcome, _LayoutSearch] | None = None
-    seed: Choice | None = None
+    found: list[tuple[Outcome, _LayoutSearch]] = []
     for one in searches:
-        outcome = one.best(seed)
+        outcome = one.best(found[0][1].relative(found[0][0].choice) if found else None)
         if outcome is None:
             continue
-        if best is None or outcome.felt_s < best[0].felt_s * (1 - 1e-9):
-            best = outcome, one
-        if seed is None:
-            seed = one.relative(outcome.choice)
+        found.append((outcome, one))
         if outcome.choice == one.everything:
             break  # everything is on the GPU: no chunk size makes that faster
-    if best is None:
+    if not found:
         raise min((one.refusal() for one in searches), key=distance)
-    outcome, one = best
+    outcome, one = _of_sizes(found, is_time_guessed=problem.is_time_guessed)
     outcome = one.with_best_spares(one.refined(outcome))
     return one.plan_of(outcome, [(s, o) for s in searches for o in s.outcomes.values()])
+
+
+def _of_sizes(
+    found: Sequence[tuple[Outcome, _LayoutSearch]], *, is_time_guessed: bool
+) -> tuple[Outcome, _LayoutSearch]:
+    """The best of the best placements with chunks of each size: the fastest. Where times are guessed, the middle one of
+    those that may be: what a step really takes decides between them, and the smallest chunks then may give the host
+    too much to do, the largest leave too little choice."""
+    least_s = min(outcome.felt_s for outcome, _ in found) * (1 + 1e-9)
+    best = next(pair for pair in found if pair[0].felt_s <= least_s)
+    if not is_time_guessed or best[0].choice == best[1].everything:
+        return best
+    close = [pair for pair in found if pair[0].felt_s <= least_s * (1 + _GUESS_ERROR)]
+    return sorted(close, key=lambda pair: pair[1].layout.block_bytes)[len(close) // 2]
 
 
 def distance(refusal: CapacityError) -> tuple[bool, int]:
@@ -239,6 +250,12 @@ class _LayoutSearch(Space):
         )
         yield at
         yield replace(at, kept=self._most_kept(replace(at, kept=0)))
+        # Streaming may pay with chunks of this size alone, or not with these: another's best says nothing of it.
+        share = 0.0 if at.streamed_share else self._balanced_share()
+        if share != at.streamed_share:
+            turned = replace(at, streamed_share=share, kept=0)
+            turned = replace(turned, resident=min(at.resident, self._most_resident(turned)))
+            yield replace(turned, kept=min(at.kept, self._most_kept(turned)))
 
     def _grid(self) -> Iterator[Choice]:
         depth = self._depths()[-1]

@@ -15,7 +15,7 @@ from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 
 _MOVE_LAUNCHES = 6
 """Operators that the host could launch in the time in which it has a chunk fetched, or its gradients brought away."""
-_PIECE_LAUNCHES = 20
+_PIECE_LAUNCHES = 10
 """Likewise of a piece of a streamed update: its copies, events and kernel."""
 
 

@@ -15,6 +15,7 @@ from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.explain import explain, step_parts
 from lightning_elixir.plan.memory import Budget, MemoryUse, memory_use
 from lightning_elixir.plan.packing import candidate_chunk_numels, pack, regular_block_bytes
+from lightning_elixir.plan.placing import search as search_module
 from lightning_elixir.plan.placing.placement import OFFLOADED, Layout, host_parts
 from lightning_elixir.plan.placing.search import search
 from lightning_elixir.plan.placing.space import Candidate
@@ -238,6 +239,26 @@ def test_of_chunk_sizes_as_fast_that_with_less_work_for_the_host_is_taken() -> N
         if launch_s == 1.0:
             assert any("of the host's work" in other.reason for other in forecast_of(plan).alternatives)
     assert taken[0.0] > taken[1.0], taken
+
+
+def test_where_times_are_guessed_the_middle_one_of_sizes_as_fast_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "_GUESS_ERROR", 0.3)
+    specs = layers(32)
+    accesses = accesses_of(specs)
+    hardware = HARDWARE["nominal"]
+    request = PlacementRequest(accesses=accesses)
+    candidates = []
+    for numel in (1024, 4096, 2048):
+        layout = layout_of(specs, numel)
+        candidates.append(Candidate(layout, structural_profile(layout, accesses, hardware)))
+    guessed = Problem(request, Budget(300 * KIB), 1, MIXED, hardware, is_time_guessed=True)
+    alone = {c.layout.block_bytes: forecast_of(search([c], guessed)).times.total_s for c in candidates}
+    assert max(alone.values()) <= min(alone.values()) * 1.3, alone
+    sizes = sorted(alone)
+    assert search(candidates, guessed).block_bytes == sizes[1]
+    known = search(candidates, replace(guessed, is_time_guessed=False))
+    assert alone[known.block_bytes] <= min(alone.values()) * (1 + 1e-6)
+    assert search(candidates, replace(guessed, budget=Budget(None))).is_all_resident
 
 
 def test_a_stream_that_saves_less_than_the_host_has_to_do_for_it_is_left_out() -> None:
