@@ -41,10 +41,11 @@ def backward(training: Training, how: How, number: int) -> None:
 
 
 def warm_up(training: Training, how: How) -> None:
-    """States come with the first step."""
+    """States come with the first step. Nothing of it is under way any more."""
     for number in range(2):
         backward(training, how, number + 50)
         training[1].step()
+    training[1].rest()
 
 
 def num_with_spares(module: ElixirModule) -> int:

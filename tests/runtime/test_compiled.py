@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -126,6 +126,15 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """The compiler keeps models alive, and with them their engines' threads."""
+    yield
+    for ours in Ours.made:
+        ours.module.close()
+    Ours.made.clear()
+
+
 def num_graphs() -> int:
     """Compiled since the last call; there must have been no break in any."""
     counters = torch._dynamo.utils.counters
@@ -173,12 +182,15 @@ class Plain:
 
 
 class Ours:
+    made: ClassVar[list[Ours]] = []
+
     def __init__(self, model: nn.Module, placement: str = "tight", **options: Any) -> None:
         self.model = model
         plan = make_plan(model, **(PLACEMENTS[placement] | options))
         self.module = ElixirModule(model, plan, device=torch.device("cpu"))
         self._optimizer = ElixirOptimizer(self.module, new_adam(model))
         self.is_tight = placement == "tight"
+        self.made.append(self)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.module(x)

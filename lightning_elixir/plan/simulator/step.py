@@ -2,8 +2,8 @@
 
 [Note: the steady state] Where updates run behind forward, a step begins with work of the step before. Every chunk that
 trains is needed in forward, so nothing of that is left when backward begins: what one step leaves to the next hardly
-depends on what it was left itself, and the second simulated step, or the third, is like all that follow. How much longer updates
-take beside copies is found in the first. What the rCache does is the same in all of them, and found once
+depends on what it was left itself, and the second simulated step, or the third, is like all that follow. How much
+longer updates take beside copies is found in the first. What the rCache does is the same in all of them, and found once
 (`rcache_script.py`).
 """
 
