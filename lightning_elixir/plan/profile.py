@@ -6,7 +6,7 @@ Two levels. A `MemoryProfile` speaks of parameters by name and needs no chunks: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -128,10 +128,15 @@ class StepProfile:
         peak = self.peak_non_model_bytes
         extra = min(int(peak * _GAPS), _MOST_GAPS_BYTES) + 2 * block_bytes if peak else 0
         part = _LATER_BATCHES if is_certain else _UNCERTAIN
-        intervals = (
-            replace(i, non_model_bytes=i.non_model_bytes + int(i.non_model_bytes * part) + extra)
-            for i in self.intervals
-        )
+        return self.with_bytes(lambda nbytes: nbytes + int(nbytes * part) + extra)
+
+    def with_bytes(self, changed: Callable[[int], int]) -> StepProfile:
+        """The same with other bytes beside the chunks.
+
+        Args:
+            changed: From those of an interval to others.
+        """
+        intervals = (replace(i, non_model_bytes=changed(i.non_model_bytes)) for i in self.intervals)
         return StepProfile(self.trace, tuple(intervals))
 
 

@@ -304,9 +304,7 @@ class Planner:
         """What a step does over a plan's chunks, with times from the hardware's rates. On the CPU only chunks count, so
         what is beside them is left out. Not collective."""
         found = step_profile(profile, packed_chunks(plan), self.figures.best)
-        if self._counts_activations:
-            return found
-        return replace(found, intervals=tuple(replace(i, non_model_bytes=0) for i in found.intervals))
+        return found if self._counts_activations else found.with_bytes(lambda nbytes: 0)
 
     def simulated(self, plan: Plan, profile: StepProfile, regime: TrainingRegime) -> Timeline:
         """The predicted step of a plan, with spans and memory. Not collective."""
@@ -328,7 +326,7 @@ class Planner:
             first = replace(first, intervals=intervals)
         else:  # ranks that branch: what one of them took at its peak, it may take at any time
             peak = max(p.peak_non_model_bytes for p in by_rank)
-            first = replace(first, intervals=tuple(replace(i, non_model_bytes=peak) for i in first.intervals))
+            first = first.with_bytes(lambda nbytes: peak)
         return first.with_margin(current.block_bytes, is_certain=is_seen or self.comm.world_size == 1)
 
     def _decide(self, model: nn.Module, budget: Budget, is_training: bool) -> tuple[Plan, bool]:

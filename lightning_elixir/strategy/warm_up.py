@@ -345,10 +345,7 @@ def _first_lines(plan: Plan) -> str:
 
 def _beside(profile: StepProfile, foreign_bytes: int) -> StepProfile:
     """The same step where something else takes so much of the device all the time."""
-    if not foreign_bytes:
-        return profile
-    intervals = tuple(replace(i, non_model_bytes=i.non_model_bytes + foreign_bytes) for i in profile.intervals)
-    return replace(profile, intervals=intervals)
+    return profile.with_bytes(lambda nbytes: nbytes + foreign_bytes) if foreign_bytes else profile
 
 
 def _with_peak(profile: StepProfile, least_bytes: int) -> StepProfile:
@@ -356,6 +353,4 @@ def _with_peak(profile: StepProfile, least_bytes: int) -> StepProfile:
     peak = profile.peak_non_model_bytes
     if not 0 < peak < least_bytes:
         return profile
-    ratio = least_bytes / peak
-    intervals = tuple(replace(i, non_model_bytes=round(i.non_model_bytes * ratio)) for i in profile.intervals)
-    return replace(profile, intervals=intervals)
+    return profile.with_bytes(lambda nbytes: round(nbytes * least_bytes / peak))
