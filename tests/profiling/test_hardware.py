@@ -361,6 +361,21 @@ def test_where_nothing_moves_only_computing_is_measured(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+def computing_of_rank(cache_dir: str) -> HardwareSpec:
+    comm = make_comm(None, QUICK["device"])
+    probe = measured_hardware.HardwareProbe(**QUICK, comm=comm, local_world_size=2, cache_dir=cache_dir)
+    found = probe.with_computing_rates(HardwareSpec.nominal())
+    comm.close()
+    return found
+
+
+def test_ranks_agree_on_what_computing_takes(tmp_path: Path) -> None:
+    mine, theirs = run_ranks(computing_of_rank, 2, str(tmp_path))
+    assert mine == theirs
+    assert mine.matmul_flops_per_s != HardwareSpec.nominal().matmul_flops_per_s
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_kept_figures_serve_where_nothing_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = quick(tmp_path)
     refuse_to_measure(monkeypatch)
