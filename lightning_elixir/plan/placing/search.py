@@ -3,7 +3,8 @@
 Every candidate is a whole plan that is simulated (`plan/simulator/timeline.py`), so that what is compared is what the
 runtime would do. Candidates come from a grid of shares and a climb from its best point: how many chunks keep everything
 on the GPU, how many only their parameters, which ones, how many of the host's updates are streamed to the GPU, and how
-far ahead chunks are fetched. The rCache takes what memory is left. Everything is deterministic.
+far ahead chunks are fetched. The rCache takes what memory is left. To the predicted time comes what the host has to
+issue (`Outcome.felt_s`), so that of placements as fast the one with fewer moves wins. Everything is deterministic.
 
 Where updates need the norm of all gradients, plans with spare states for as many chunks as the host has memory for are
 searched as well; in the fastest of these, other chunks and fewer are tried (`spares.py`), and other placements beside
