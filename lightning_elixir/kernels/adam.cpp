@@ -203,7 +203,7 @@ INLINE void put_apart(const Tensor& x, int64_t start, int64_t n, const float* va
   }
 }
 
-// Before this, a thread that is told of new values might not see those that went past the cache.
+// What went past the cache is ordered before what follows by this alone.
 INLINE void end_apart() {
 #if defined(__SSE2__)
   _mm_sfence();

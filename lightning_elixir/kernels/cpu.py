@@ -94,7 +94,9 @@ def add_up(total: Tensor, grad: Tensor, addition: Addition, num_threads: int) ->
     Returns:
         False if this cannot be done here, and nothing has been changed.
     """
-    if total.dtype != torch.float32 or not (_is_host_plain(total) and _is_host_plain(grad)):
+    if total.dtype != torch.float32 or total.shape != grad.shape or torch.compiler.is_compiling():
+        return False
+    if not (_is_host_plain(total) and _is_host_plain(grad)):
         return False
     kernel = _the_kernel.get()
     if kernel is None:
@@ -237,9 +239,9 @@ class _Once:
         try:
             return self._load()
         except BuildError as error:
-            log.warning("Adam on the host runs slower than it could, by torch operations: %s", error)
+            log.warning("updates and sums on the host run slower than they could, by torch operations: %s", error)
         except Exception:  # whatever it is, training can go on
-            log.warning("Adam on the host runs slower than it could, by torch operations", exc_info=True)
+            log.warning("updates and sums on the host run slower than they could, by torch operations", exc_info=True)
         return None
 
 
@@ -251,7 +253,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _is_host_plain(x: Tensor) -> bool:
-    return _is_plain(x) and x.device.type == "cpu" and x.is_contiguous() and not torch.compiler.is_compiling()
+    return _is_plain(x) and x.device.type == "cpu" and x.is_contiguous()
 
 
 def _addresses(operands: Sequence[Tensor | None]) -> array[int]:
@@ -270,8 +272,13 @@ def _check_library(library: ctypes.CDLL) -> None:
         first = [x.clone() for x in (param, grad, exp_avg, exp_avg_sq)]
         second = [x.clone() for x in first]
         third = [x.clone() for x in first]
+        compute = torch.empty(_TEST_NUMEL + 1, dtype=grad_dtype)[1:]  # where no vector would begin
+        kernel.update([*(x.clone() for x in first), compute], table, 2)
         kernel.update([*second, third[1], third[0], *third[2:]], table, 2)
         kernel.update([*first, first[1]], table, 2)
+        written = torch.cat([compute[begin : begin + numel] for begin, numel, _ in table])
+        if not torch.equal(written, torch.cat([first[1][begin : begin + numel] for begin, numel, _ in table])):
+            raise ValueError(f"new values of {grad_dtype} beside parameters of {dtype} come out wrong")
         for begin, numel, scalars in table:
             p, g, m, v = (x[begin : begin + numel] for x in second)
             run_sequence(p, g, m, v, scalars, g)

@@ -121,7 +121,7 @@ class HardwareSpec:
     def nominal(cls, gpu_bytes: int | None = None, host_bytes: int = 0) -> HardwareSpec:
         """Round figures of no machine in particular, for tests and for the CPU as compute device, where the order of
         placements is all that matters: a bus of 25 GB/s, 100 Tflop/s, Adam at 1 (host), 20 (device) Gparam/s;
-        the host launches at once."""
+        launching an operator costs nothing."""
         return cls(
             name="nominal figures, not measured",
             gpu_bytes=gpu_bytes,

@@ -19,8 +19,8 @@ bits, over which an update can write new values, and the second backward exchang
 is known to come next (`Landing.step_next`), gradients land in 16 bits whatever came before; with spare states they
 may land in sums as well, and an update that has begun waits for its sum. Further gradients of a chunk in one backward
 are added in place, in their own dtype, also to a sum that holds nothing but that backward's: as autograd would. On the
-GPU tier sums are made on the reduce lane. In host memory the compiled kernel adds, with as many threads as updates
-have, and without the GIL.
+GPU tier sums are made on the reduce lane. In host memory the compiled kernel adds, without the GIL, and with as
+many threads as torch has but for two, which launch and copy.
 """
 
 from __future__ import annotations

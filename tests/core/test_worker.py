@@ -674,3 +674,32 @@ def test_threads_that_rest_begin_again() -> None:
     for thread in [t for t in (reference(),) if t is not None]:
         thread.join(5.0)  # it ends with its worker, as the first ones would have
         assert not thread.is_alive()
+
+
+def test_an_event_that_has_come_is_not_asked_again() -> None:
+    """To ask a device takes time, and those who wait are many."""
+
+    class Counting:
+        def __init__(self) -> None:
+            self.num_asked = 0
+
+        def wait(self) -> None:
+            return
+
+        def synchronize(self) -> None:
+            return
+
+        def is_over(self) -> bool:
+            self.num_asked += 1
+            return True
+
+    worker = Worker("counted")
+    gate = threading.Event()
+    first = worker.submit(lambda: gate.wait(20) and None)
+    events = [Counting() for _ in range(20)]
+    tasks = [worker.submit(lambda: None, event=event, order=float(i)) for i, event in enumerate(events)]
+    gate.set()
+    for task in (first, *tasks):
+        task.wait()
+    worker.close()
+    assert [event.num_asked for event in events] == [1] * 20

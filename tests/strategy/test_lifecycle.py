@@ -59,6 +59,19 @@ def test_registered_names_train(name: str, policy: str) -> None:
     assert_same_run(actual, fit("auto")[2])
 
 
+def test_threads_take_turns_more_often_during_a_fit_alone() -> None:
+    seen: list[float] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            seen.append(sys.getswitchinterval())
+
+    before_s = sys.getswitchinterval()
+    fit("elixir", callbacks=[Look()])
+    assert max(seen) < 1e-3 < before_s
+    assert sys.getswitchinterval() == pytest.approx(before_s, rel=0.01)
+
+
 @pytest.mark.parametrize("name", lightning_elixir.__all__)
 def test_exported_names_exist(name: str) -> None:
     assert name in dir(lightning_elixir)

@@ -4,7 +4,7 @@ Every candidate is a whole plan that is simulated (`plan/simulator/timeline.py`)
 runtime would do. Candidates come from a grid of shares and a climb from its best point: how many chunks keep everything
 on the GPU, how many only their parameters, which ones, how many of the host's updates are streamed to the GPU, and how
 far ahead chunks are fetched. The rCache takes what memory is left. To the predicted time comes what the host has to
-issue (`Outcome.felt_s`), so that of placements as fast the one with fewer moves wins. Everything is deterministic.
+issue (`Outcome.felt_s`), a few percent at most, so that fewer moves win. Everything is deterministic.
 
 Where updates need the norm of all gradients, plans with spare states for as many chunks as the host has memory for are
 searched as well; in the fastest of these, other chunks and fewer are tried (`spares.py`), and other placements beside
@@ -57,7 +57,7 @@ _MOST_SIMULATIONS = 80
 _FEW_CHUNKS = 16
 _VERY_FEW_CHUNKS = 6
 _NUM_STARTS = 3
-_GUESS_ERROR = 0.02  # by which guessed times of two chunk sizes may stand to each other otherwise than real ones
+_GUESS_ERROR = 0.02  # guessed times that are no further apart do not tell which chunk size is faster
 _MOST_REFINEMENTS = 400
 _MOST_SPARE_COUNTS = 32  # numbers of chunks with spare states that are tried
 
@@ -107,12 +107,14 @@ def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
 def _of_sizes(
     found: Sequence[tuple[Outcome, _LayoutSearch]], *, is_time_guessed: bool
 ) -> tuple[Outcome, _LayoutSearch]:
-    """The best of the best placements with chunks of each size: the fastest. Where times are guessed, the middle one of
-    those that may be: what a step really takes decides between them, and the smallest chunks then may give the host
-    too much to do, the largest leave too little choice."""
+    """Which chunk size to take, from the best placement with each: the fastest. Where times are guessed, the middle one
+    (of two, the larger) of those that may be: what a step really takes decides between them, and the smallest chunks
+    then may give the host too much to do, the largest leave too little choice."""
     least_s = min(outcome.felt_s for outcome, _ in found) * (1 + 1e-9)
     best = next(pair for pair in found if pair[0].felt_s <= least_s)
-    if not is_time_guessed or best[0].choice == best[1].everything:
+    if found[-1][0].choice == found[-1][1].everything:  # the search ends there
+        return found[-1]
+    if not is_time_guessed:
         return best
     close = [pair for pair in found if pair[0].felt_s <= least_s * (1 + _GUESS_ERROR)]
     return sorted(close, key=lambda pair: pair[1].layout.block_bytes)[len(close) // 2]

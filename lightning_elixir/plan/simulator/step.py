@@ -3,7 +3,7 @@
 [Note: the steady state] Where updates run behind forward, a step begins with work of the step before. Every chunk that
 trains is needed in forward, so nothing of that is left when backward begins: what one step leaves to the next hardly
 depends on what it was left itself, and the second simulated step, or the third, is like all that follow. How much
-longer updates take beside copies is found in the first. What the rCache does is the same in all of them, and found once
+longer updates take beside copies is found on the way. What the rCache does is the same in all of them, and found once
 (`rcache_script.py`).
 """
 
@@ -105,19 +105,25 @@ class _Steps:
         clocks, updates = self._clocks, self._updates
         step = self._step()
         # The last states on NVMe are written behind forward, whatever the timing.
-        rate = self._hardware.host_bytes_per_s
-        if updates.is_overlapped and rate is not None and step.times.total_s:
-            updates.share_memory(clocks.busy.fetched_bytes / step.times.total_s, rate)
         has_rest = updates.is_overlapped or any(map(is_on_nvme, updates.beside_device))
         for _ in range(_MOST_STEPS - 1 if has_rest else 0):
-            left_s = clocks.backlog.left_s(clocks.now_s)
+            left_s, adam_s = clocks.backlog.left_s(clocks.now_s), updates.adam_s
+            self._share_memory(step.times.total_s)
             step = self._step()
+            if abs(updates.adam_s - adam_s) > _SAME * adam_s:
+                continue
             if abs(clocks.backlog.left_s(clocks.now_s) - left_s) <= _SAME * step.times.total_s:
                 break  # the next step would begin as this one did
         if not is_time_known(self._plan, self._hardware):
             unknown = math.inf  # what spans and waiting leave out
             return replace(step, times=replace(step.times, total_s=unknown, step_s=unknown, nvme_s=unknown))
         return step
+
+    def _share_memory(self, step_s: float) -> None:
+        """Updates go on beside copies that come as often as in the step before."""
+        rate = self._hardware.host_bytes_per_s
+        if self._updates.is_overlapped and rate is not None and step_s:
+            self._updates.share_memory(self._clocks.busy.fetched_bytes / step_s, rate)
 
     def _step(self) -> SimulatedStep:
         clocks, updates = self._clocks, self._updates

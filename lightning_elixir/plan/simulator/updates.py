@@ -49,9 +49,10 @@ class Updates:
             and (c.has_spare_states or not only_into_spares)
         }  # updates that begin inside backward
         slowdown = self._joint_slowdown(joint_adam_numel_per_s)
-        self._update_s = {
+        self._alone_s = {
             c.id: costs[c.id].update_s * (1.0 if c.optim_tier is Tier.GPU else slowdown) for c in self.trained
         }
+        self._update_s = self._alone_s
         self.nvme_s = sum(sum(costs[c.id].nvme_s) for c in self.beside_device)
         """The disk reads and writes for them."""
         self.write_back_s = sum(costs[c.id].write_back_s for c in self.trained)
@@ -66,25 +67,23 @@ class Updates:
         return sum(self._update_s.values())
 
     def share_memory(self, copied_bytes_per_s: float, host_bytes_per_s: float) -> None:
-        """Updates beside the device take longer from now on, where they and the copies over the bus together ask more
-        of the host's memory than it gives.
+        """From now on updates beside the device take as much longer as they and the copies over the bus together ask
+        more of the host's memory than it gives.
 
         Args:
             copied_bytes_per_s: Of copies beside them, but for gradients, which count as traffic of the updates.
             host_bytes_per_s: What the memory gives; more, if updates alone were measured to take more.
         """
-        alone_s = max((self._beside_s(is_streamed=streamed) for streamed in (False, True)), default=0.0)
+        kinds = (
+            sum(self._alone_s[c.id] for c in self.beside_device if c.is_update_streamed is s) for s in (False, True)
+        )
+        alone_s = max(kinds)
         if not alone_s:
             return
         asked = self.traffic_bytes / alone_s
-        slowdown = (asked + copied_bytes_per_s) / max(host_bytes_per_s, asked)
-        if slowdown > 1:
-            for chunk in self.beside_device:
-                self._update_s[chunk.id] *= slowdown
-
-    def _beside_s(self, *, is_streamed: bool) -> float:
-        """As `_host_s`, while both kinds run."""
-        return sum(self._update_s[c.id] for c in self.beside_device if c.is_update_streamed is is_streamed)
+        slowdown = max(1.0, (asked + copied_bytes_per_s) / max(host_bytes_per_s, asked))
+        beside = {c.id for c in self.beside_device}
+        self._update_s = {i: s * (slowdown if i in beside else 1.0) for i, s in self._alone_s.items()}
 
     @property
     def is_overlapped(self) -> bool:

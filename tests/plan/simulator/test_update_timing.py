@@ -187,14 +187,13 @@ def test_the_memory_of_the_host_is_a_wall() -> None:
 
 
 def test_copies_take_memory_from_updates_beside_them() -> None:
-    """Updates alone ask for all that the memory gives. With twelve bytes of each parameter fetched in a step beside
-    the 28 of its update, in a step four times as long, they take longer by a tenth and waits grow."""
+    """Updates alone ask for all that the memory gives, 28 bytes a parameter; 4 are fetched in a step."""
     plan, profile = offloaded(4), there_and_back(4, 5e-3)
     free = run(plan, INSIDE, profile, machine()).times
     traffic, fetched = 4 * NUMEL * 28, 4 * NUMEL * 4
     rate = traffic / free.adam_s
     shared = run(plan, INSIDE, profile, machine(host_bytes_per_s=rate)).times
-    assert shared.adam_s == pytest.approx(free.adam_s * (1 + fetched / free.total_s / rate), rel=0.01)
+    assert shared.adam_s == pytest.approx(free.adam_s * (1 + fetched / shared.total_s / rate), rel=2e-3)
     assert shared.total_s >= free.total_s
     assert run(plan, AFTER, profile, machine(host_bytes_per_s=rate)).times.adam_s == free.adam_s
 
