@@ -285,7 +285,7 @@ def device_work(events: list[dict[str, Any]]) -> dict[str, Any]:
     if not kernels:
         return {}
     found: dict[str, Any] = {
-        "span_s": (max(e["ts"] + e["dur"] for e in kernels) - min(e["ts"] for e in kernels)) / 1e6,
+        "span_s": _span_s(kernels),
         "kernels_s": _covered_s(kernels),
         "num_kernels": len(kernels),
         "gaps_s": sorted(_gaps_s(kernels))[-20:],
@@ -302,12 +302,13 @@ def device_work(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _covered_s(events: list[dict[str, Any]]) -> float:
-    seconds, last = 0.0, 0.0
-    for event in sorted(events, key=lambda e: e["ts"]):
-        end = event["ts"] + event["dur"]
-        seconds += max(0.0, end - max(last, event["ts"])) / 1e6
-        last = max(last, end)
-    return seconds
+    return _span_s(events) - sum(_gaps_s(events))
+
+
+def _span_s(events: list[dict[str, Any]]) -> float:
+    """From the first one's begin to the last one's end."""
+    begin, end = min((e["ts"] for e in events), default=0.0), max((e["ts"] + e["dur"] for e in events), default=0.0)
+    return (end - begin) / 1e6
 
 
 def _gaps_s(events: list[dict[str, Any]]) -> list[float]:

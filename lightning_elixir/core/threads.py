@@ -153,7 +153,7 @@ def frequent_switches() -> Iterator[None]:
     try:
         yield
     finally:
-        if sys.getswitchinterval() == ours_s:  # or somebody else has set it since
+        if sys.getswitchinterval() == ours_s:  # what other code has set since stays
             sys.setswitchinterval(before_s)
 
 

@@ -55,8 +55,7 @@ class Task:
         self._end: Event | None = None  # of what it has begun on the device
         self._is_ending = False
         self._is_over = False
-        self._is_event_broken = False
-        self._has_event_come = False
+        self._is_event_past = False  # it has come, or has failed
         self.error: BaseException | None = None
         """What the work raised."""
         self._followers: list[Callable[[], None]] = []
@@ -107,12 +106,12 @@ class Task:
 
     def _is_prepared(self) -> bool:
         """Asks the device until it has said yes: to ask costs microseconds that other threads wait for."""
-        if not self._has_event_come:
+        if not self._is_event_past:
             try:
-                self._has_event_come = self._event is None or self._is_event_broken or self._event.is_over()
+                self._is_event_past = self._event is None or self._event.is_over()
             except Exception:  # the device failed: let the task run, and have it say so
-                self._has_event_come = True
-        return self._has_event_come
+                self._is_event_past = True
+        return self._is_event_past
 
     def _prepare(self, failure: type[BaseException] = BaseException) -> None:
         """Make the host wait for the event, if that has not failed.
@@ -126,7 +125,7 @@ class Task:
             if event is not None:
                 event.synchronize()
         except failure:  # likewise, or what it waits for did
-            self._is_event_broken = True
+            self._is_event_past = True
 
     def _run(self) -> Event | None:
         work, self._work = self._work, None

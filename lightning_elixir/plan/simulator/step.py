@@ -110,10 +110,9 @@ class _Steps:
             left_s, adam_s = clocks.backlog.left_s(clocks.now_s), updates.adam_s
             self._share_memory(step.times.total_s)
             step = self._step()
-            if abs(updates.adam_s - adam_s) > _SAME * adam_s:
-                continue
-            if abs(clocks.backlog.left_s(clocks.now_s) - left_s) <= _SAME * step.times.total_s:
-                break  # the next step would begin as this one did
+            is_as_left = abs(clocks.backlog.left_s(clocks.now_s) - left_s) <= _SAME * step.times.total_s
+            if is_as_left and abs(updates.adam_s - adam_s) <= _SAME * adam_s:
+                break  # the next step would begin, and go on, as this one did
         if not is_time_known(self._plan, self._hardware):
             unknown = math.inf  # what spans and waiting leave out
             return replace(step, times=replace(step.times, total_s=unknown, step_s=unknown, nvme_s=unknown))

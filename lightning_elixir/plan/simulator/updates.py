@@ -48,11 +48,9 @@ class Updates:
             and not has_params_on_nvme(c)  # backward reads those until it is over
             and (c.has_spare_states or not only_into_spares)
         }  # updates that begin inside backward
-        slowdown = self._joint_slowdown(joint_adam_numel_per_s)
-        self._alone_s = {
-            c.id: costs[c.id].update_s * (1.0 if c.optim_tier is Tier.GPU else slowdown) for c in self.trained
-        }
-        self._update_s = self._alone_s
+        # Of each update: first with all that it uses to itself, then beside those of the other kind.
+        self._update_s = {c.id: costs[c.id].update_s for c in self.trained}
+        self._update_s = self._alone_s = self._slowed(self._joint_slowdown(joint_adam_numel_per_s))
         self.nvme_s = sum(sum(costs[c.id].nvme_s) for c in self.beside_device)
         """The disk reads and writes for them."""
         self.write_back_s = sum(costs[c.id].write_back_s for c in self.trained)
@@ -74,16 +72,16 @@ class Updates:
             copied_bytes_per_s: Of copies beside them, but for gradients, which count as traffic of the updates.
             host_bytes_per_s: What the memory gives; more, if updates alone were measured to take more.
         """
-        kinds = (
-            sum(self._alone_s[c.id] for c in self.beside_device if c.is_update_streamed is s) for s in (False, True)
-        )
-        alone_s = max(kinds)
-        if not alone_s:
-            return
-        asked = self.traffic_bytes / alone_s
-        slowdown = max(1.0, (asked + copied_bytes_per_s) / max(host_bytes_per_s, asked))
+        self._update_s = self._alone_s
+        alone_s = max(self._kinds_s())
+        if alone_s:
+            asked = self.traffic_bytes / alone_s
+            self._update_s = self._slowed(max(1.0, (asked + copied_bytes_per_s) / max(host_bytes_per_s, asked)))
+
+    def _slowed(self, factor: float) -> dict[int, float]:
+        """Seconds of each update, where those beside the device take so many times as long."""
         beside = {c.id for c in self.beside_device}
-        self._update_s = {i: s * (slowdown if i in beside else 1.0) for i, s in self._alone_s.items()}
+        return {i: seconds * (factor if i in beside else 1.0) for i, seconds in self._update_s.items()}
 
     @property
     def is_overlapped(self) -> bool:
@@ -183,12 +181,13 @@ class Updates:
 
     def _joint_slowdown(self, joint_adam_numel_per_s: float) -> float:
         """How much longer updates by the host and streamed ones take beside each other."""
-        seconds = [self._host_s(is_streamed=streamed) for streamed in (False, True)]
-        if not all(seconds):
+        kinds_s = self._kinds_s()
+        if not all(kinds_s):
             return 1.0
         numel = sum(c.numel // self._plan.world_size for c in self.beside_device)
-        return max(1.0, numel / joint_adam_numel_per_s / max(seconds))
+        return max(1.0, numel / joint_adam_numel_per_s / max(kinds_s))
 
-    def _host_s(self, *, is_streamed: bool) -> float:
-        """All updates of one of the two kinds, one after the other."""
-        return sum(self._costs[c.id].update_s for c in self.beside_device if c.is_update_streamed is is_streamed)
+    def _kinds_s(self) -> list[float]:
+        """All updates by the host, and all streamed ones, one after the other."""
+        beside, seconds = self.beside_device, self._update_s
+        return [sum(seconds[c.id] for c in beside if c.is_update_streamed is kind) for kind in (False, True)]
