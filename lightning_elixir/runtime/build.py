@@ -94,7 +94,6 @@ class Builder:
         self._device = device
         self._comm = comm
         self._named = dict(module.named_parameters(remove_duplicate=False))
-        self._meta_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by id of the replacement
         check_names(plan, self._named)
         _check_modules(module)
         problem = problem_of_places(plan)
@@ -113,16 +112,17 @@ class Builder:
         """
         self._store = store
         self._precision = precision
-        self._replace_meta_parameters()
+        specs = self._plan.chunks
+        chunks = [self._new_chunk(spec) for spec in specs]
+        self._replace_meta_parameters(chunks)
         self._move_buffers()
         room = HostRoom(self._comm, store.memory)
-        specs, chunks = self._plan.chunks, []
         store.memory.prepare(extent for spec in specs[:_CHUNKS_AHEAD] for extent in self._on_host(spec))
-        for number, spec in enumerate(specs):
+        for number, (spec, chunk) in enumerate(zip(specs, chunks, strict=True)):
             for later in specs[number + _CHUNKS_AHEAD :][:1]:
                 store.memory.prepare(self._on_host(later))
             room.take(spec, bytes_of(self._on_host(spec)), self._plan, partial(_host_bytes, store))
-            chunks.append(self._build_chunk(spec))
+            self._build_chunk(chunk)
         self._staging = None
         self._raise_read_error()
         return chunks
@@ -161,22 +161,29 @@ class Builder:
                 )
         return {name: own[name] for name in wanted}
 
-    def _replace_meta_parameters(self) -> None:
+    def _new_chunk(self, spec: ChunkSpec) -> Chunk:
+        like = [self._named[member.fqn] for member in spec.members]
+        return Chunk(spec, dtype_of(spec), self._device, storage_bytes(self._plan, spec), like)
+
+    def _replace_meta_parameters(self, chunks: list[Chunk]) -> None:
         """A meta parameter cannot be bound through `.data`: put one of the device in its place, wherever it is used."""
         replaced: dict[int, nn.Parameter] = {}
-        for module in self._module.modules():
-            for name, old in list(module._parameters.items()):
-                if old is None or not old.is_meta:
+        for chunk in chunks:
+            for index, member in enumerate(chunk.spec.members):
+                old = self._named[member.fqn]
+                if not old.is_meta:
                     continue
-                new = replaced.get(id(old))
-                if new is None:
-                    data = torch.empty(0, dtype=old.dtype, device=self._device.torch_device)
-                    new = replaced[id(old)] = nn.Parameter(data, requires_grad=old.requires_grad)
-                    new.__class__ = type(old)
-                    new.__dict__.update(old.__dict__)
-                    forget_source(new)
-                    self._meta_shapes[id(new)] = (tuple(old.shape), tuple(old.stride()))
-                setattr(module, name, new)  # not `_parameters`: recurrent layers keep a list of their weights, too
+                data = torch.empty(0, dtype=old.dtype, device=self._device.torch_device)
+                new = replaced[id(old)] = nn.Parameter(data, requires_grad=old.requires_grad)
+                new.__class__ = type(old)
+                new.__dict__.update(old.__dict__)
+                forget_source(new)
+                chunk.hide(index, new, self._refuse)
+        for module in self._module.modules():
+            for name, parameter in list(module._parameters.items()):
+                if id(parameter) in replaced:
+                    # Not in `_parameters`: recurrent layers keep a list of their weights, too.
+                    setattr(module, name, replaced[id(parameter)])
         self._named = dict(self._module.named_parameters(remove_duplicate=False))
 
     def _move_buffers(self) -> None:
@@ -189,26 +196,18 @@ class Builder:
                 self._comm.broadcast_from_first(moved)
                 module._buffers[name] = moved
 
-    def _build_chunk(self, spec: ChunkSpec) -> Chunk:
-        dtype = dtype_of(spec)
-        chunk = Chunk(spec, dtype, self._device, storage_bytes(self._plan, spec))
-        parameters = [self._named[m.fqn] for m in spec.members]
-        shapes = [self._meta_shapes.get(id(p), (tuple(p.shape), tuple(p.stride()))) for p in parameters]
+    def _build_chunk(self, chunk: Chunk) -> None:
+        """Its parameters have the values that they had, or are those of the chunk: other threads find no others."""
+        spec = chunk.spec
         shard = self._new_shard(spec)
-        piece = self._own_values(spec, parameters, [stride for _, stride in shapes], shard.master)
+        piece = self._own_values(chunk, shard.master)
         self._fill_shard(spec, shard, piece)
-        chunk.allocate()
         if spec.is_persistent:
+            chunk.allocate()
             self._fill_whole(chunk.flat, piece)
+            chunk.to_state(ChunkState.RESIDENT)
         del piece
-        for parameter, (shape, stride) in zip(parameters, shapes, strict=True):
-            chunk.bind(parameter, kept_stride(shape, stride))
-        chunk.seal()
-        chunk.to_state(ChunkState.RESIDENT)
-        if not spec.is_persistent:
-            chunk.watch_reads(self._refuse)  # of other threads
-            chunk.release()
-        return chunk
+        chunk.bind([self._named[member.fqn] for member in spec.members], self._refuse)
 
     def _refuse(self, chunk: Chunk) -> AbstractContextManager[None]:
         raise StateError(
@@ -216,32 +215,27 @@ class Builder:
             " that, or when the module is there"
         )
 
-    def _own_values(
-        self,
-        spec: ChunkSpec,
-        parameters: list[nn.Parameter],
-        strides: list[tuple[int, ...]],
-        master: Tensor | None,
-    ) -> Tensor:
+    def _own_values(self, chunk: Chunk, master: Tensor | None) -> Tensor:
         """This rank's slice of the chunk's values, 1-D, in master (or compute) dtype, its padding zeros. It is `master`
         where that is host memory, which begins as zeros, and the values come from no other rank."""
-        comm, dtype = self._comm, self._precision.master_of(spec) or dtype_of(spec)
+        comm, spec = self._comm, chunk.spec
+        dtype = self._precision.master_of(spec) or chunk.dtype
         numel = spec.numel // comm.world_size
         is_read = [member.fqn in self._sources for member in spec.members]
         if all(is_read) or comm.world_size == 1:
             is_near = master is not None and spec.optim_tier is Tier.CPU
             piece = master if master is not None and is_near else self._staged(numel, dtype)
             if not all(is_read):
-                self._collect(spec, parameters, strides, piece)
+                self._collect(chunk, piece)
         else:
             device, full = self._device.torch_device, None
             if comm.rank == 0:
-                full = self._collect(spec, parameters, strides, torch.zeros(spec.numel, dtype=dtype, device=device))
+                full = self._collect(chunk, torch.zeros(spec.numel, dtype=dtype, device=device))
             piece = torch.empty(numel, dtype=dtype, device=device)
             comm.scatter_from_first(piece, full)
         if any(is_read):
             piece = piece.to("cpu")
-            self._read_sources(spec, parameters, strides, piece)
+            self._read_sources(chunk, piece)
         return piece
 
     def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -254,34 +248,25 @@ class Builder:
             self._staging = self._device.host_zeros(nbytes, torch.uint8)
         return self._staging[:nbytes].view(dtype).zero_()
 
-    def _collect(
-        self, spec: ChunkSpec, parameters: list[nn.Parameter], strides: list[tuple[int, ...]], full: Tensor
-    ) -> Tensor:
+    def _collect(self, chunk: Chunk, full: Tensor) -> Tensor:
         """Rank 0's values of the whole chunk, put into `full`, 1-D; where they come from a source, `full` stays."""
-        for member, parameter, stride in zip(spec.members, parameters, strides, strict=True):
-            if member.fqn in self._sources:
-                continue
-            part = full[member.offset : member.offset + member.numel]
-            kept = kept_stride(member.shape, stride)
-            view = part.view(member.shape) if kept is None else full.as_strided(member.shape, kept, member.offset)
-            view.copy_(parameter.detach())
+        for index, member in enumerate(chunk.spec.members):
+            if member.fqn not in self._sources:
+                chunk.view_of(full, index).copy_(self._named[member.fqn].detach())
         return full
 
-    def _read_sources(
-        self, spec: ChunkSpec, parameters: list[nn.Parameter], strides: list[tuple[int, ...]], piece: Tensor
-    ) -> None:
+    def _read_sources(self, chunk: Chunk, piece: Tensor) -> None:
         """Read what this rank keeps of the members that have a source into its slice, in host memory."""
         if self._read_error is not None:
             return
         try:
-            for segment in segments_of(spec, self._comm.rank, self._comm.world_size):
+            for segment in segments_of(chunk.spec, self._comm.rank, self._comm.world_size):
                 source = self._sources.get(segment.fqn)
                 if source is None:
                     continue
                 index = segment.member_index
-                stride = kept_stride(spec.members[index].shape, strides[index])
                 run = piece[segment.shard_offset : segment.shard_offset + segment.numel]
-                source.read_run(stride, segment.param_offset, run, parameters[index].dtype)
+                source.read_run(chunk.strides[index], segment.param_offset, run, chunk.original_dtypes[index])
         except Exception as error:
             self._read_error = error  # the others need this rank until all chunks are there, and hear of it then
 
@@ -394,17 +379,6 @@ def open_states(
 def storage_bytes(plan: Plan, spec: ChunkSpec) -> int:
     """What to allocate for a replica: whole blocks, so that the device's pool can reuse any of them."""
     return spec.nbytes if spec.is_persistent else plan.blocks_of(spec.id) * plan.block_bytes
-
-
-def kept_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The stride to keep for a parameter without gaps in another memory order than the usual; None: contiguous."""
-    expected, sizes = 1, sorted((s, n) for s, n in zip(stride, shape, strict=True) if n != 1)
-    for step, size in sizes:
-        if step != expected:
-            return None
-        expected *= size
-    contiguous = torch.empty(shape, device="meta").stride()
-    return None if tuple(contiguous) == stride else stride
 
 
 def _check_modules(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import enum
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -65,31 +65,34 @@ class Chunk:
         device: Where the replica lives.
         storage_bytes: What to allocate when resident: at least the replica; equal for all regular chunks, so that
             the device's pool reuses blocks exactly.
+        like: The parameters that will be bound, or others of their dtypes and strides, in the order of `spec.members`.
     """
 
-    def __init__(self, spec: ChunkSpec, dtype: torch.dtype, device: Device, storage_bytes: int) -> None:
+    def __init__(
+        self, spec: ChunkSpec, dtype: torch.dtype, device: Device, storage_bytes: int, like: Sequence[Tensor]
+    ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.flat = torch.empty(0, dtype=dtype, device=device.torch_device)  # 1D, compute dtype, [spec.numel]
         self.parameters: list[nn.Parameter] = []  # bound, in the order of spec.members
-        self.strides: list[tuple[int, ...] | None] = []  # of each parameter; None: contiguous
-        self.original_dtypes: list[torch.dtype] = []  # of each parameter before it was bound
+        self.strides = [kept_stride(tuple(p.shape), tuple(p.stride())) for p in like]  # None: contiguous
+        self.original_dtypes = [p.dtype for p in like]
         self.state = ChunkState.RELEASED
         self.ready: Event | None = None  # end of the transfer that fills the storage, until it is waited for
         self._device = device
         self.storage_bytes = storage_bytes
         self._storage = self.flat.untyped_storage()
-        self._views: list[Tensor] = []  # of `flat`, one for each parameter
         # Nothing asks them: `torch.utils.swap_tensors` refuses what is weakly referenced, and would take the parameters
         # away from here without a word.
         self._references: list[weakref.ref[nn.Parameter]] = []
         self._stand_ins: list[Tensor] = []  # what takes their place while the chunk is released
-        self._is_bound = True  # whether the parameters are those views
+        self._is_bound = False  # whether the parameters are the views
         self._unaliased_count = 0  # of the storage, beside the parameters
         self._replaced: set[int] = set()  # members that the user has given other memory while they were bound
-        # A tensor over a storage that is still empty: sizes are set by hand, bytes come with the first fetch.
+        # Torch makes tensors over a storage that is large enough only; they keep their sizes when it is emptied.
         self._storage.resize_(spec.nbytes)
         self.flat.set_(self._storage, 0, (spec.numel,), (1,))
+        self._views = [self.view_of(self.flat, index) for index in range(len(spec.members))]
         self._storage.resize_(0)
 
     @property
@@ -110,24 +113,29 @@ class Chunk:
     def is_usable(self) -> bool:
         return self.state is ChunkState.RESIDENT
 
-    def bind(self, parameter: nn.Parameter, stride: tuple[int, ...] | None = None) -> None:
-        """Make `parameter` a view of the flat tensor whenever the chunk is there. Call once per member, in the order of
-        `spec.members`.
+    def bind(self, parameters: Sequence[nn.Parameter], bring: Callable[[Chunk], AbstractContextManager[None]]) -> None:
+        """Make the parameters views of the flat tensor, whenever the chunk is there. Call once, with one parameter for
+        each of `spec.members`; what shares the storage from then on is an alias.
 
         Args:
-            stride: Memory order to keep (channels-last weights), for tensors without gaps; None: contiguous.
+            bring: As in `watch_reads`, for a chunk that is not there: other threads may read at any moment.
         """
-        self.strides.append(stride)
-        self.original_dtypes.append(parameter.dtype)
-        view = self.view_of(self.flat, len(self.parameters))
-        parameter.data = view
-        self._views.append(view)
-        self._references.append(weakref.ref(parameter))
-        self.parameters.append(parameter)
+        self.parameters = list(parameters)
+        self._references = [weakref.ref(parameter) for parameter in parameters]
+        if self.state is ChunkState.RELEASED:
+            self.watch_reads(bring)
+        else:
+            set_data(self.parameters, self._views)
+            self._is_bound = True
+        self._unaliased_count = storage_use_count(self._storage) - (len(self.parameters) if self._is_bound else 0)
 
-    def seal(self) -> None:
-        """Call when all parameters are bound: whatever shares the storage from now on is an alias."""
-        self._unaliased_count = storage_use_count(self._storage) - len(self.parameters)
+    def hide(self, index: int, parameter: nn.Parameter, bring: Callable[[Chunk], AbstractContextManager[None]]) -> None:
+        """Have a parameter that is to be bound as member `index`, and has no values yet, come to `bring` when it is
+        read."""
+        set_data([parameter], [self._stand_in(index, bring)])
+
+    def _stand_in(self, index: int, bring: Callable[[Chunk], AbstractContextManager[None]]) -> Tensor:
+        return stand_in(self._views[index], self.spec.members[index].fqn, self, bring)
 
     def watch_reads(self, bring: Callable[[Chunk], AbstractContextManager[None]]) -> None:
         """From here on, released parameters that are read bring the chunk.
@@ -135,9 +143,7 @@ class Chunk:
         Args:
             bring: Bound method, called with the chunk: inside the context that it returns the values are there.
         """
-        self._stand_ins = [
-            stand_in(view, member.fqn, self, bring) for view, member in zip(self._views, self.spec.members, strict=True)
-        ]
+        self._stand_ins = [self._stand_in(index, bring) for index in range(len(self._views))]
         if self.state is ChunkState.RELEASED:
             if self._is_bound:
                 self._note_replaced()
@@ -260,3 +266,14 @@ class Chunk:
             self._note_replaced()
             set_data(self.parameters, self._stand_ins)
             self._is_bound = False
+
+
+def kept_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The stride to keep for a parameter without gaps in another memory order than the usual; None: contiguous."""
+    expected, sizes = 1, sorted((s, n) for s, n in zip(stride, shape, strict=True) if n != 1)
+    for step, size in sizes:
+        if step != expected:
+            return None
+        expected *= size
+    contiguous = torch.empty(shape, device="meta").stride()
+    return None if tuple(contiguous) == stride else stride

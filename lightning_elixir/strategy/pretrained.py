@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lightning_elixir.checkpoint import Extent, StoredWeight, WeightFiles
 from lightning_elixir.checkpoint.index import first_names
 from lightning_elixir.errors import PlanError
-from lightning_elixir.runtime.build import kept_stride
+from lightning_elixir.runtime.chunk import kept_stride
 from lightning_elixir.runtime.sources import set_source
 from lightning_elixir.strategy.model_init import awaits_engine, parameters_on_meta, replace_parameters
 

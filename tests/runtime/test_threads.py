@@ -23,12 +23,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
+from lightning_elixir.runtime import chunk as chunk_module
 from lightning_elixir.runtime import turns
 from lightning_elixir.runtime.build import Builder
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.runtime.gradients import Gradients
 from lightning_elixir.runtime.iterations import Iterations
 from lightning_elixir.runtime.reducer import Reducer
+from lightning_elixir.runtime.sources import set_source
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
@@ -613,10 +615,9 @@ def test_while_the_engine_is_built_another_thread_is_refused(monkeypatch: pytest
     first = next(net.parameters())
     build_chunk, adopt = Builder._build_chunk, Engine._adopt
 
-    def read_after(builder: Builder, spec: Any) -> Any:
-        chunk = build_chunk(builder, spec)
+    def read_after(builder: Builder, chunk: Any) -> None:
+        build_chunk(builder, chunk)
         found.append(_in_thread(lambda: first.norm()))
-        return chunk
 
     def read_beside(engine: Engine, active: Any) -> None:
         thread = threading.Thread(target=lambda: found.append(first.norm()), daemon=True)
@@ -637,3 +638,52 @@ def test_while_the_engine_is_built_another_thread_is_refused(monkeypatch: pytest
         assert "is being built" in str(error)
     assert torch.equal(found[num_chunks], expected)
     module.close()
+
+
+@pytest.mark.parametrize("policy", ["cpu", "cuda"])
+def test_while_the_engine_is_built_another_thread_finds_no_values_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """It could read a chunk's memory before that was filled."""
+    net = new_net()
+    expected = copy.deepcopy(net.state_dict())
+    expected["0.0.weight"] = torch.full((WIDTH, WIDTH), 2.0)
+    net[0][0].weight = _from_a_file(expected["0.0.weight"])
+    set_data, found = chunk_module.set_data, []
+
+    def read_all() -> None:
+        for name, parameter in net.named_parameters():
+            try:
+                found.append(parameter.is_meta or torch.equal(parameter.clone(), expected[name]))
+            except StateError as error:
+                found.append("is being built" in str(error))
+
+    def read_after(tensors: Any, values: Any) -> None:
+        set_data(tensors, values)
+        assert _in_thread(read_all) is None
+
+    def read_while_building(builder: Builder, store: Any, precision: Any) -> Any:
+        with monkeypatch.context() as while_building:
+            while_building.setattr(chunk_module, "set_data", read_after)
+            return build(builder, store, precision)
+
+    build = Builder.build
+    monkeypatch.setattr(Builder, "build", read_while_building)
+    plan = make_plan(net, placement_policy=policy, chunk_size=17408)
+    module = ElixirModule(net, plan, device="cpu", dtype=torch.float32)
+    assert len(found) > 4 * len(plan.chunks)
+    assert all(found)
+    assert all(torch.equal(value, expected[name]) for name, value in module.state_dict().items())
+    module.close()
+
+
+def _from_a_file(values: torch.Tensor) -> nn.Parameter:
+    """A parameter without values yet, which the engine is to read: as `pretrained` makes them."""
+
+    class File:
+        def read_run(self, stride: Any, begin: int, target: torch.Tensor, dtype: torch.dtype) -> None:
+            target.copy_(values.flatten()[begin : begin + target.numel()])
+
+    parameter = nn.Parameter(torch.empty_like(values, device="meta"))
+    set_source(parameter, File())
+    return parameter
