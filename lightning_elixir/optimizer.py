@@ -117,10 +117,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
         if init_step:
             self._updates.allocate()
 
-    def prepare(self) -> None:
+    def prepare(self, most_bytes: int | None = None) -> None:
         """Have threads make the host memory that `reserve` takes under the plan in force, and return at once. What
-        another plan does not need is given back in `reserve`, or else in the first step."""
-        self._updates.prepare()
+        another plan does not need is given back in `reserve`, or else in the first step.
+
+        Args:
+            most_bytes: No more of it; None: all.
+        """
+        self._updates.prepare(most_bytes)
 
     def reserve(self) -> None:
         """Take the memory that steps keep now, rather than in the first step: of Adam's states wherever they are in

@@ -190,27 +190,27 @@ class Clock:
     """When steps end, without waiting for them but for the first."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._marks: list[Any] = []
         self.started_s = time.perf_counter()
         self.first_s = 0.0
 
     def step_ends(self) -> None:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._marks.append(event)
         else:
             self._marks.append(time.perf_counter())
         if not self.first_s:
-            if self._device.type == "cuda":
+            if self.device.type == "cuda":
                 torch.cuda.synchronize()
             self.first_s = time.perf_counter() - self.started_s
 
     def step_s(self) -> list[float]:
         """Of all steps but the first."""
         pairs = list(zip(self._marks, self._marks[1:], strict=False))
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
             return [a.elapsed_time(b) / 1000 for a, b in pairs]
         return [b - a for a, b in pairs]
@@ -230,8 +230,10 @@ class Lit(pl.LightningModule):
 
 
 class Seen(pl.Callback):
-    def __init__(self, clock: Clock, traced: int | None) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, host: HostMemory, traced: int | None) -> None:
+        self.clock = clock
+        self._host = host
+        self.host_peaks: list[int] = []  # bytes, after each batch
         self._trace = None if traced is None else Trace()
         self._traced = traced
         self.plans: list[str] = []
@@ -246,6 +248,7 @@ class Seen(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"].detach())
+        self.host_peaks.append(self._host.peak_bytes)
         plan = trainer.strategy.plan
         self.predicted_s = None if plan.forecast is None else plan.forecast.times.total_s
         foreseen = "" if plan.forecast is None else f", {plan.forecast.times.total_s:.3f} s"
@@ -255,7 +258,7 @@ class Seen(pl.Callback):
         if self._trace is not None and batch_idx == self._traced:
             self.device_work = self._trace.end()
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self._clock.step_ends()
+            self.clock.step_ends()
 
 
 class Trace:
@@ -335,7 +338,7 @@ def run_case(case: Case, device: torch.device, host: HostMemory, traced: int | N
     if case.is_plain:
         result = _run_plain(case, model, batches, clock, device)
     else:
-        result = _run_elixir(case, model, batches, clock, device, traced)
+        result = _run_elixir(case, model, batches, Seen(clock, host, traced))
     steps = clock.step_s()
     settled = steps[3:] or steps
     result |= {
@@ -353,14 +356,11 @@ def run_case(case: Case, device: torch.device, host: HostMemory, traced: int | N
     return result
 
 
-def _run_elixir(
-    case: Case, model: nn.Module, batches: list[Tensor], clock: Clock, device: torch.device, traced: int | None
-) -> dict[str, Any]:
+def _run_elixir(case: Case, model: nn.Module, batches: list[Tensor], seen: Seen) -> dict[str, Any]:
     strategy = ElixirStrategy(gpu_memory_limit=case.gpu_limit, cpu_memory_limit=case.cpu_limit, autocast=case.autocast)
-    seen = Seen(clock, traced)
     trainer = pl.Trainer(
         strategy=strategy,
-        accelerator="gpu" if device.type == "cuda" else "cpu",
+        accelerator="gpu" if seen.clock.device.type == "cuda" else "cpu",
         devices=1,
         precision=case.precision,  # type: ignore[arg-type]
         max_steps=case.num_steps,
@@ -378,6 +378,7 @@ def _run_elixir(
         "predicted_s": seen.predicted_s,
         "plan": plan.notes,
         "plans": seen.plans,
+        "host_peaks": seen.host_peaks,
         "updates": seen.updates,
         "device_work": seen.device_work,
         "machine": strategy._machine_figures.best.to_dict(),

@@ -5,6 +5,7 @@ What an update does is decided in `cases` and described in `describing`; here it
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -92,10 +93,20 @@ class UpdateScheduler:
         self._reserve_stream(chunks)  # a lack of memory shows now, not in the first step
         self._runner.release_stream()
 
-    def prepare(self) -> None:
-        """Have threads make the host memory that `reserve` takes under the plan in force, or the first steps."""
-        on_host = [chunk for chunk in self._chunks if chunk.spec.optim_tier is Tier.CPU]
-        self._engine.host_memory.prepare(extent for chunk in on_host for extent in self._to_come(chunk))
+    def prepare(self, most_bytes: int | None = None) -> None:
+        """Have threads make the host memory that `reserve` takes under the plan in force, or the first steps.
+
+        Args:
+            most_bytes: No more of it; None: all.
+        """
+        left = math.inf if most_bytes is None else most_bytes
+        for chunk in self._chunks:
+            if chunk.spec.optim_tier is Tier.CPU:
+                extents = self._to_come(chunk)
+                left -= bytes_of(extents)
+                if left < 0:
+                    break
+                self._engine.host_memory.prepare(extents)
 
     @property
     def _chunks(self) -> list[Chunk]:

@@ -87,7 +87,8 @@ class FitRun:
         engine.reducer.landing.expect_accumulation(module.automatic_optimization and _most_backwards(trainer) > 1)
         self.warm_up = WarmUp(handle, planner, self._regime)
         if self.warm_up.stage is Stage.NEW:
-            optimizer.prepare()
+            least = planner.least_host_bytes(engine.plan, handle.budget, self._regime())
+            optimizer.prepare(None if least is None else max(0, least - engine.host_bytes()))
         self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.start_over)
         self._meter: StepMeter | None = None
         self._optimizer = optimizer

@@ -209,6 +209,14 @@ class Planner:
         """A placement of `current`'s chunks to build with, before anything is known of a step."""
         return self._share(lambda: self._guessed_over(model, current, budget))
 
+    def least_host_bytes(self, plan: Plan, budget: Budget, regime: TrainingRegime) -> int | None:
+        """Host memory that every placement of `plan`'s chunks takes, since the device has no room for it; None: this
+        one is not going to be replaced by a search."""
+        if budget.gpu_bytes is None or not self.config.is_placement_searched:
+            return None
+        use = memory_use(plan.chunks, 0, scheme_of(plan, regime))
+        return use.host_bytes - max(0, budget.gpu_bytes - use.gpu_bytes)
+
     def warm_up_plan(self, model: nn.Module, current: Plan, budget: Budget) -> Plan:
         """A placement of `current`'s chunks that needs as little device memory as possible."""
         return self._share(lambda: self._safe_plan(model, current, budget))

@@ -198,6 +198,22 @@ def test_what_is_prepared_is_what_is_reserved(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(map(str, taken[0])) == sorted(map(str, taken[1]))
 
 
+def test_no_more_is_prepared_than_is_asked_for() -> None:
+    """A plan that comes may have less on the host: what was made for it then came on top."""
+    engine = ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(engine, HybridAdam(engine.parameters()))
+    memory = engine.engine.host_memory
+    optimizer.prepare()
+    memory._worker.wait()
+    in_all = memory.bytes_ahead()
+    memory.drop()
+    optimizer.prepare(most_bytes=in_all // 2)
+    memory._worker.wait()
+    assert in_all / 4 < memory.bytes_ahead() <= in_all / 2
+    memory.drop()
+    engine.close()
+
+
 def _threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "elixir-memory" in thread.name]
 

@@ -92,6 +92,29 @@ def test_what_does_not_fit_stays_on_the_host(make_model: type[Net]) -> None:
     assert len({plan.layout_fingerprint() for plan in plans}) == 1
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("limit", ["64KiB", "128KiB", "192KiB"])
+def test_no_more_host_memory_is_made_ahead_than_the_final_plan_takes(
+    monkeypatch: pytest.MonkeyPatch, limit: str, accumulate: int
+) -> None:
+    """The plan that the engine is built with may have more there than the one that training goes on with."""
+    allowed: list[int] = []
+    prepare = UpdateScheduler.prepare
+
+    def noted(updates: UpdateScheduler, most_bytes: int | None = None) -> None:
+        allowed.append(-1 if most_bytes is None else most_bytes + updates._engine.host_bytes())
+        prepare(updates, most_bytes)
+
+    monkeypatch.setattr(UpdateScheduler, "prepare", noted)
+    callback = Plans()
+    strategy = ElixirStrategy(gpu_memory_limit=limit, **CHUNK)
+    fit(strategy, Net, callbacks=[callback], accumulate_grad_batches=accumulate)
+    taken = callback.plans[0].notes["host_bytes"]
+    assert len(allowed) == 1
+    assert 0 <= allowed[0] <= taken
+    assert allowed[0] > taken / 2
+
+
 def test_accumulation_makes_the_first_step_longer() -> None:
     assert _changes(_plans(UnforeseenNet, gpu_memory_limit="96KiB", accumulate=3))[:1] == [3]
 
