@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -62,6 +62,34 @@ def disk_options(config: ElixirConfig) -> DiskOptions:
     return DiskOptions(folder, config.nvme_backend, config.nvme_checksums)
 
 
+class Neighbours(Protocol):
+    """Other models of this process, which share its memory."""
+
+    def portion(self) -> float:
+        """This model's part of all memory, above 0 and up to 1."""
+
+    def host_bytes(self) -> int:
+        """Host memory that the others hold now."""
+
+
+class _Alone:
+    """There is no other model."""
+
+    def portion(self) -> float:
+        return 1.0
+
+    def host_bytes(self) -> int:
+        return 0
+
+
+ALONE: Neighbours = _Alone()
+
+
+def wanted_bytes(model: nn.Module) -> float:
+    """What a model takes of all memory together, roughly: 16 bytes for each element that trains."""
+    return float(sum(p.numel() * (16 if p.requires_grad else p.element_size()) for p in model.parameters()))
+
+
 @dataclass(frozen=True)
 class _RankMemory:
     """One rank's view of the memory that there is."""
@@ -87,6 +115,7 @@ class Planner:
         has_autocast: Whether steps run under `torch.autocast`.
         regime: What training is like, as far as that is known without the optimizer.
         figures: Of the machine, to predict times with.
+        neighbours: Other models that share this rank's memory.
     """
 
     def __init__(
@@ -99,6 +128,7 @@ class Planner:
         has_autocast: bool,
         regime: TrainingRegime,
         figures: MachineFigures,
+        neighbours: Neighbours = ALONE,
     ) -> None:
         self.config = config
         self.comm = comm
@@ -106,6 +136,7 @@ class Planner:
         self.figures = figures
         self._device = device
         self._node_rank = node_rank
+        self._neighbours = neighbours
         self.compute_dtype = compute_dtype
         self.has_autocast = has_autocast
 
@@ -151,7 +182,7 @@ class Planner:
             _RankMemory(
                 self._node_rank,
                 available_host_bytes(),
-                own_bytes,
+                own_bytes + self._neighbours.host_bytes(),
                 current_device_memory_bytes(self._device),
                 self._free_nvme_bytes(),
             )
@@ -165,14 +196,15 @@ class Planner:
         if self.config.gpu_limit_bytes is not None:
             device.append(self.config.gpu_limit_bytes)
         on_disk = [m.nvme_bytes // sum(n.node_rank == m.node_rank for n in by_rank) for m in by_rank]
-        cpu, spare = (min(share) for share in zip(*shares, strict=True))
+        part = self._neighbours.portion()
+        cpu, spare = (int(min(share) * part) for share in zip(*shares, strict=True))
         # Half: where the engine moves to another placement, states may be there twice for a moment.
-        nvme = min(on_disk) // 2
+        nvme = int(min(on_disk) // 2 * part)
         if earlier is not None:
             cpu, nvme = min(cpu, earlier.cpu_bytes or cpu), earlier.nvme_bytes
             spare = min(spare, earlier.most_with_spares or spare)
         return Budget(
-            gpu_bytes=min(device, default=None),
+            gpu_bytes=int(min(device) * part) if device else None,
             cpu_bytes=cpu,
             nvme_bytes=nvme,
             spare_cpu_bytes=spare,
