@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 
 if TYPE_CHECKING or find_spec("lightning") is not None:
     import lightning.pytorch as pl
+    from lightning.fabric import Fabric
     from lightning.fabric.plugins import TorchCheckpointIO
     from lightning.fabric.plugins.precision import DoublePrecision as FabricDoublePrecision
     from lightning.fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
@@ -62,6 +63,7 @@ if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 else:
     import pytorch_lightning as pl
+    from lightning_fabric import Fabric
     from lightning_fabric.plugins import TorchCheckpointIO
     from lightning_fabric.plugins.precision import DoublePrecision as FabricDoublePrecision
     from lightning_fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
@@ -124,6 +126,7 @@ __all__ = [
     "DoublePrecision",
     "EmptyInit",
     "FABRIC_REGISTRY",
+    "Fabric",
     "FabricDoublePrecision",
     "FabricHalfPrecision",
     "FabricMixedPrecision",

@@ -117,7 +117,7 @@ def _saved_dtype(engine: Engine, chunk: Chunk, index: int) -> torch.dtype:
 
 def optimizer_state(optimizer: ElixirOptimizer, engine: Engine, stand_ins: StandIns) -> dict[str, Any]:
     """The state dict of `torch.optim.AdamW`, by parameter names, with stand-ins. Collective."""
-    with engine.meeting(Meeting.SHARDEDOPTIMIZER_STATE):
+    with engine.meeting(Meeting.SHARDED_OPTIMIZER_STATE):
         described = optimizer.described_states()
     names = _names(engine)
     state: dict[str, dict[str, Any]] = {}
@@ -378,7 +378,7 @@ def load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoint
         PlanError: They are another model's or optimizer's; names the first differences.
         StorageError: The checkpoint is damaged, or cannot be read, as far as this or another rank needs it.
     """
-    with engine.meeting(Meeting.LOADOPTIMIZER_CHECKPOINT):
+    with engine.meeting(Meeting.LOAD_OPTIMIZER_CHECKPOINT):
         run_together(engine.comm, lambda: _load_optimizer(optimizer, engine, index, root))
 
 

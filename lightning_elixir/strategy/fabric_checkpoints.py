@@ -133,5 +133,5 @@ def _is_stateful(value: Any) -> bool:
 
 def _filtered(key: str, filters: Mapping[str, Filter], value: Any) -> Any:
     kept: dict[str, Any] = {}
-    apply_filter(key, filters, value, kept)
+    apply_filter(key, dict(filters), value, kept)
     return kept.get(key, {})

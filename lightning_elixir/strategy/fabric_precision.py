@@ -34,7 +34,7 @@ class FabricElixirPrecision(ElixirPrecision):
         return apply_to_collection(data, Tensor, cast_floating, torch.get_default_dtype())
 
     @override
-    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         tensor.backward(*args, **kwargs)
 
     @override

@@ -16,6 +16,7 @@ import torch
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optimizer import ElixirOptimizer
+from lightning_elixir.plan.memory import fair_part
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.runtime.phases import Phase
@@ -28,23 +29,26 @@ from lightning_elixir.wrapper import ElixirModule
 
 
 class ModelShare:
-    """What one of several modules may use of the memory that they share: by what each of them wants.
+    """What one of several modules may use of the memory that they share.
 
     Args:
-        wanted: Of this one, in bytes.
-        others: The runs of the other modules.
+        wanted: By this one, in bytes.
+        runs: Of all modules that were set up.
     """
 
-    def __init__(self, wanted: float, others: Callable[[], list[FabricRun]]) -> None:
+    def __init__(self, wanted: int, runs: Callable[[], list[FabricRun]]) -> None:
         self.wanted = wanted
-        self._others = others
+        self._runs = runs
 
-    def portion(self) -> float:
-        others = sum(run.share.wanted for run in self._others() if run.share is not self)
-        return self.wanted / (self.wanted + others) if others else 1.0
+    def _others(self) -> list[FabricRun]:
+        return [run for run in self._runs() if run.share is not self]
+
+    def part_of(self, nbytes: int) -> int:
+        others = self._others()
+        return fair_part(nbytes, self.wanted, [run.share.wanted for run in others]) if others else nbytes
 
     def host_bytes(self) -> int:
-        return sum(run.engine.engine.host_bytes() for run in self._others() if run.share is not self)
+        return sum(run.engine.engine.host_bytes() for run in self._others())
 
 
 class FabricRun:

@@ -21,11 +21,11 @@ from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.kept_dtypes import with_kept
 from lightning_elixir.plan.memory import Budget, host_share, memory_use
-from lightning_elixir.plan.packing import packed_chunks
+from lightning_elixir.plan.packing import packed_chunks, round_up
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, scheme_of, with_times
-from lightning_elixir.plan.types import Alternative, Plan, UpdateTiming
+from lightning_elixir.plan.types import ALIGN_NUMEL, Alternative, Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.planning import COMMON_SHARE, make_plan, param_specs, timeline_of, with_common_activations
 from lightning_elixir.profiling.kept_fp32 import is_nothing, kept_parameters
@@ -65,8 +65,8 @@ def disk_options(config: ElixirConfig) -> DiskOptions:
 class Neighbours(Protocol):
     """Other models of this process, which share its memory."""
 
-    def portion(self) -> float:
-        """This model's part of all memory, above 0 and up to 1."""
+    def part_of(self, nbytes: int) -> int:
+        """This model's part of a memory that they share."""
 
     def host_bytes(self) -> int:
         """Host memory that the others hold now."""
@@ -75,8 +75,8 @@ class Neighbours(Protocol):
 class _Alone:
     """There is no other model."""
 
-    def portion(self) -> float:
-        return 1.0
+    def part_of(self, nbytes: int) -> int:
+        return nbytes
 
     def host_bytes(self) -> int:
         return 0
@@ -85,9 +85,9 @@ class _Alone:
 ALONE: Neighbours = _Alone()
 
 
-def wanted_bytes(model: nn.Module) -> float:
+def wanted_bytes(model: nn.Module) -> int:
     """What a model takes of all memory together, roughly: 16 bytes for each element that trains."""
-    return float(sum(p.numel() * (16 if p.requires_grad else p.element_size()) for p in model.parameters()))
+    return sum(round_up(p.numel(), ALIGN_NUMEL) * (16 if p.requires_grad else p.element_size()) for p in model.parameters())
 
 
 @dataclass(frozen=True)
@@ -196,15 +196,15 @@ class Planner:
         if self.config.gpu_limit_bytes is not None:
             device.append(self.config.gpu_limit_bytes)
         on_disk = [m.nvme_bytes // sum(n.node_rank == m.node_rank for n in by_rank) for m in by_rank]
-        part = self._neighbours.portion()
-        cpu, spare = (int(min(share) * part) for share in zip(*shares, strict=True))
+        part_of = self._neighbours.part_of
+        cpu, spare = (part_of(min(share)) for share in zip(*shares, strict=True))
         # Half: where the engine moves to another placement, states may be there twice for a moment.
-        nvme = int(min(on_disk) // 2 * part)
+        nvme = part_of(min(on_disk) // 2)
         if earlier is not None:
             cpu, nvme = min(cpu, earlier.cpu_bytes or cpu), earlier.nvme_bytes
             spare = min(spare, earlier.most_with_spares or spare)
         return Budget(
-            gpu_bytes=int(min(device) * part) if device else None,
+            gpu_bytes=part_of(min(device)) if device else None,
             cpu_bytes=cpu,
             nvme_bytes=nvme,
             spare_cpu_bytes=spare,
