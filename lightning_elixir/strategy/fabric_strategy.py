@@ -440,7 +440,7 @@ class _Launcher(FabricMultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._strategy.check_fork(self._start_method)  # type: ignore[attr-defined]
+        self._strategy.prepare_start(self._start_method)  # type: ignore[attr-defined]
         return super().launch(function, *args, **kwargs)
 
 

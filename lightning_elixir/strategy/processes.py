@@ -2,7 +2,7 @@
 
 [Note: notebooks] A session of its own (a notebook, `python -i`) has no script that could be run once a device, and what
 it has defined cannot be sent to a new process: its processes are forked, as `ddp_notebook` does it. A forked process
-cannot use CUDA if its parent has.
+cannot use CUDA if its parent has, and waits for ever for OpenMP's threads if its parent had some (`core/threads.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lightning_elixir._lightning import (
 )
 from lightning_elixir.core.comm import Comm, SoloComm, is_default_group, make_comm
 from lightning_elixir.core.device import is_device_in_use
+from lightning_elixir.core.threads import end_openmp_threads
 from lightning_elixir.core.waits import Call
 from lightning_elixir.errors import PlanError, StateError
 
@@ -150,13 +151,16 @@ class Processes:
             )
         return "fork"
 
-    def check_fork(self, start_method: StartMethod) -> None:
-        """Called before processes are started.
+    def prepare_start(self, start_method: StartMethod) -> None:
+        """Called before processes are started out of this one.
 
         Raises:
-            StateError: They would be forked from one that uses CUDA.
+            StateError: They would be forked, and this one uses CUDA.
         """
-        if start_method == "fork" and self.root_device.type != "cpu" and is_device_in_use():
+        if start_method != "fork":
+            return
+        end_openmp_threads()
+        if self.parallel_devices and self.parallel_devices[0].type != "cpu" and is_device_in_use():
             raise StateError(
                 "the processes of the other devices are forked from this one, which uses CUDA already, and a forked"
                 " process cannot use it then. Restart the kernel (or the session), and let nothing touch the GPU before"
