@@ -369,6 +369,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
     ) -> dict[str, Any]:
         """Load what `save_checkpoint` has saved, or a folder of Lightning's FSDP strategies. Collective."""
         self._sharded.finish()
+        self.checkpoint_io.teardown()  # an asynchronous one comes to its end
         path = Path(self.broadcast(path))
         restore_previous(path)
         if not path.is_dir():
@@ -429,6 +430,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         """Wait for the checkpoint under way, free everything that engines hold, and end their threads. The modules'
         parameters have no values afterwards. Collective."""
         self._sharded.finish()
+        self.checkpoint_io.teardown()
         for run in self._runs:
             run.close()
         self._in_place.close()

@@ -87,7 +87,9 @@ ALONE: Neighbours = _Alone()
 
 def wanted_bytes(model: nn.Module) -> int:
     """What a model takes of all memory together, roughly: 16 bytes for each element that trains."""
-    return sum(round_up(p.numel(), ALIGN_NUMEL) * (16 if p.requires_grad else p.element_size()) for p in model.parameters())
+    return sum(
+        round_up(p.numel(), ALIGN_NUMEL) * (16 if p.requires_grad else p.element_size()) for p in model.parameters()
+    )
 
 
 @dataclass(frozen=True)

@@ -556,7 +556,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_custom_checkpoint_io_and_sharded_checkpoints_do_not_go_together() -> None:
-    from lightning.fabric.plugins import TorchCheckpointIO
+    from lightning_elixir._lightning import TorchCheckpointIO
 
     class Own(TorchCheckpointIO):
         pass
