@@ -44,6 +44,8 @@ TORCH_WITH_GPU = "torch>=2.11"
 # What the running Python must have to be used as it is: for each need, the distributions that serve it, and from which
 # version.
 RUN_NEEDS = (("torch", (2, 11)), ("lightning|pytorch-lightning", (2, 6)), ("psutil", (5, 9)))
+# Releases that intruders have published (PL#21691).
+NEVER = {"lightning": ("2.6.2", "2.6.3"), "pytorch-lightning": ("2.6.2", "2.6.3")}
 TEST_NEEDS = (*RUN_NEEDS, ("pytest", (8, 2)))
 LINTERS = ("ruff", "mypy", "codespell_lib")
 SITE_BUILDERS = ("mkdocs", "material", "mkdocstrings_handlers")
@@ -166,13 +168,14 @@ def interpreter(extra: str) -> str:
 
 
 def is_served(names: str, least: tuple[int, ...]) -> bool:
-    """Whether one of the distributions `a|b` is installed here, at version `least` or newer."""
+    """Whether one of the distributions `a|b` is installed here, at version `least` or newer, and no bad one."""
     for name in names.split("|"):
         try:
-            version = tuple(int(part) for part in re.findall(r"\d+", metadata.version(name))[:2])
+            installed = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        if version >= least:
+        version = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
+        if version >= least and installed not in NEVER.get(name, ()):
             return True
     return False
 

@@ -71,3 +71,13 @@ def test_gpt_example_shows_chunks_that_come_and_go_and_nothing_else() -> None:
     assert int(re.search(r"evicted (\d+) times", done.stdout)[1]) > 0  # type: ignore[index]
     assert "bytes moved: " in done.stdout
     assert "Epoch" not in done.stdout
+
+
+def test_lightnings_bad_releases_are_no_need_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dev
+
+    requirement = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if '"lightning>' in line)
+    for version, is_good in (("2.6.1", True), ("2.6.2", False), ("2.6.3", False), ("2.6.4", True), ("2.5.9", False)):
+        assert (f"!={version}" in requirement) == (version in ("2.6.2", "2.6.3"))
+        monkeypatch.setattr(dev.metadata, "version", lambda _, version=version: version)
+        assert dev.is_served("lightning|pytorch-lightning", (2, 6)) == is_good

@@ -76,8 +76,9 @@ def _write_checkpoint(output: Path, index: CheckpointIndex, weights_only: bool) 
     checkpoint = index.meta(weights_only)
     own = checkpoint.pop(OWN_KEY, None) or {}
     root = index.model_root
-    # Where a file holds the model under both names, one is enough.
-    wanted = [k for k in [*index.tensors, *index.objects] if root == "model" or not k.startswith("model.")]
+    # Where a file holds the model, or an optimizer, under several names, one is enough.
+    others = {*(own.get("names") or {}).values(), *({"model"} if root != "model" else ())} - {root}
+    wanted = [k for k in [*index.tensors, *index.objects] if k.partition(".")[0] not in others]
     output.parent.mkdir(parents=True, exist_ok=True)
     with MappedMemory(output.parent) as memory:
         flat = _values(index, wanted, memory)

@@ -13,6 +13,7 @@ examples:
   lightning-elixir plan --model llama-2-7b --batch-size 4 --seq-len 2048 --checkpointing \\
       --hardware h200 --gpu-memory 24GiB --cpu-memory 256GiB
   lightning-elixir plan --model gpt2 --set n_layer=48 n_embd=1600 n_head=25 --gpu-memory 16GiB --cpu-memory 64GiB
+  lightning-elixir plan --fits llama-3.1-8b qwen3-8b --batch-size 1 --seq-len 2048 --checkpointing
   lightning-elixir plan --module train.py:MyModule --init width=4096 --batch train.py:example_batch \\
       --hardware my_machine.json --gpus 4 --html plan.html
 
@@ -71,10 +72,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the model (one of the first two)")
     group.add_argument(
         "--model",
-        metavar="NAME|FILE.json",
-        help="a well-known shape (gpt2, gpt2-xl, opt-1.3b, opt-30b, opt-175b, llama-2-7b, llama-2-13b, llama-2-70b,"
-        " mixtral-8x7b), another model type of transformers, or the file of a transformers config. Nothing is"
-        " downloaded",
+        metavar="NAME|FILE.json|FOLDER",
+        help="a well-known shape (llama-3.1-8b, llama-3.3-70b, qwen2.5-7b, qwen3-8b, qwen3-30b-a3b, mistral-7b,"
+        " mixtral-8x7b, gemma-2-9b, gemma-3-27b, phi-4, gpt-oss-20b, deepseek-v3, llama-2-7b, opt-30b, gpt2, and their"
+        " other sizes), also as its repository is called (meta-llama/Llama-3.1-8B-Instruct); a model type or a class of"
+        " transformers (qwen3, LlamaForCausalLM); the file of a transformers config, or a folder with its config.json."
+        " Nothing is downloaded",
     )
     group.add_argument(
         "--module",
@@ -182,6 +185,13 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--save-plan", metavar="FILE.json", help="for ElixirStrategy(plan=...)")
     group.add_argument("--html", metavar="FILE.html", help="the report, with pictures of memory, chunks and time")
     group.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
+    group.add_argument(
+        "--fits",
+        nargs="+",
+        metavar="NAME",
+        help="instead of all this, a table in Markdown: where each of these models (as for --model) would live on GPUs"
+        " of 24, 40, 80 and 141 GiB beside 64 and 128 GiB of host memory, with the other options as given",
+    )
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from rich.markup import escape
 from lightning_elixir.cli.machine import Machine, machine_of
 from lightning_elixir.cli.rich_tables import print_plan
 from lightning_elixir.cli.subject import Subject, module_subject
-from lightning_elixir.cli.transformers_subject import transformers_subject
+from lightning_elixir.cli.transformers_subject import check_name, transformers_subject
 from lightning_elixir.cli.wording import size_of, speaking_of_options
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.io import plan_to_dict, save_plan
@@ -91,6 +91,8 @@ def run_plan(options: argparse.Namespace) -> int:
     Raises:
         PlanError: The model, the machine or an option cannot be used as given.
     """
+    if options.fits:
+        return print_fits(options)
     if (options.model is None) == (options.module is None):
         raise PlanError("which model? Give --model or --module, one of them (`lightning-elixir plan --help`)")
     try:
@@ -122,9 +124,19 @@ def find(options: argparse.Namespace) -> Found:
         PlanError: The model, the machine or an option cannot be used as given.
         CapacityError: Nothing fits.
     """
+    if options.model is not None:
+        check_name(options.model)
+    machine = _machine(options)
+    return place(*study(options), machine, options)
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    return machine_of(options, dtype_name(ElixirPrecision(options.precision).compute_dtype or torch.float32))
+
+
+def study(options: argparse.Namespace) -> tuple[Subject, MemoryProfile]:
+    """What a step of the model takes, on any machine."""
     precision = ElixirPrecision(options.precision)
-    dtype = precision.compute_dtype
-    machine = machine_of(options, dtype_name(dtype or torch.float32))
     with _telling(options, "looking at the model"):
         subject = module_subject(options) if options.module else transformers_subject(options)
     with _telling(options, "running a training step without values"), speaking_of_options():
@@ -132,18 +144,76 @@ def find(options: argparse.Namespace) -> Found:
             subject.model,
             subject.inp,
             subject.step_fn,
-            dtype,
+            precision.compute_dtype,
             autocast=precision.has_autocast,
             keep_fp32=options.keep_fp32,
             master_weights=precision.is_mixed,
             around_operator=guess_values if subject.may_guess_values else None,
         )
+    return subject, profile
+
+
+def place(subject: Subject, profile: MemoryProfile, machine: Machine, options: argparse.Namespace) -> Found:
+    """Search for the placement on a machine.
+
+    Raises:
+        CapacityError: Nothing fits.
+    """
+    precision = ElixirPrecision(options.precision)
     regime = with_optimizer(regime_of(options, precision), can_stream=options.optimizer == "hybrid", num_states=2)
     with _telling(options, "looking for the fastest placement"), speaking_of_options():
         plan = _fit_plan(subject, machine, profile, options, regime)
         timeline = timeline_of(plan, profile, machine.hardware, regime)
     num_params = sum(spec.numel for spec in param_specs(subject.model))
     return Found(subject, machine, profile, plan, timeline, num_params, options.accumulate)
+
+
+def print_fits(options: argparse.Namespace) -> int:
+    """Print what lives where on some sizes of machines, as a table in Markdown.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        PlanError: A model or an option cannot be used as given, or an option has no place in a table.
+    """
+    misplaced = [f"--{name.replace('_', '-')}" for name in _NOT_IN_TABLES if getattr(options, name)]
+    if misplaced:
+        raise PlanError(
+            f"--fits chooses models and memory itself, and prints one table: leave out {', '.join(misplaced)}"
+        )
+    for model in options.fits:
+        check_name(model)
+    sizes = [(gpu, host) for gpu in _GPU_GIB for host in _HOST_GIB]
+    write = sys.stdout.write
+    write(f"| model | parameters | {' | '.join(f'{gpu} + {host} GiB' for gpu, host in sizes)} |\n")
+    write(f"| --- {'| --- ' * (1 + len(sizes))}|\n")
+    for model in options.fits:
+        named = argparse.Namespace(**{**vars(options), "model": model})
+        subject, profile = study(named)
+        num_params = sum(spec.numel for spec in param_specs(subject.model))
+        cells = [_where_it_lives(subject, profile, named, gpu, host) for gpu, host in sizes]
+        write(f"| {subject.name} | {format_count(num_params)} | {' | '.join(cells)} |\n")
+        sys.stdout.flush()
+    return 0
+
+
+_GPU_GIB, _HOST_GIB = (24, 40, 80, 141), (64, 128)
+_NOT_IN_TABLES = ("model", "module", "gpu_memory", "cpu_memory", "cpu_memory_limit", "save_plan", "html", "json")
+
+
+def _where_it_lives(
+    subject: Subject, profile: MemoryProfile, options: argparse.Namespace, gpu_gib: int, host_gib: int
+) -> str:
+    """Of a table: "GPU", if all is there; what else holds a part of it; "-", if it does not fit."""
+    sized = {"gpu_memory": f"{gpu_gib}GiB", "cpu_memory": f"{host_gib}GiB"}
+    named = argparse.Namespace(**{**vars(options), **sized})
+    try:
+        plan = place(subject, profile, _machine(named), named).plan
+    except CapacityError:
+        return "-"
+    tiers = {tier for chunk in plan.chunks for tier in (chunk.param_tier, chunk.optim_tier)}
+    return "NVMe" if Tier.NVME in tiers else "host" if Tier.CPU in tiers else "GPU"
 
 
 def _fit_plan(

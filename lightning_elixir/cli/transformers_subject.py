@@ -6,14 +6,14 @@ import argparse
 import importlib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_elixir.cli.shapes import SHAPES
+from lightning_elixir.cli.shapes import SHAPES, nearest, shape_name
 from lightning_elixir.cli.subject import Subject, backward, check_options, enable_checkpointing, key_values
 from lightning_elixir.errors import PlanError
 
@@ -34,10 +34,6 @@ def transformers_subject(options: argparse.Namespace) -> Subject:
         PlanError: transformers is missing, the config cannot be used, or options of `--module`.
     """
     check_options(options)
-    if importlib.util.find_spec("transformers") is None:
-        raise PlanError(
-            "--model needs transformers: pip install transformers. Or use --module with a model of your own"
-        )
     transformers = _transformers()
     transformers.logging.set_verbosity_error()  # advice for those who load weights
     config = _config(options.model, key_values(options.set, "--set"))
@@ -54,34 +50,30 @@ def transformers_subject(options: argparse.Namespace) -> Subject:
     def step(module: nn.Module, inp: Mapping[str, Any]) -> None:
         backward(module(**inp).loss, options.accumulate)
 
-    name = Path(options.model).stem if options.model.endswith(".json") else options.model
+    path = Path(options.model)
+    name = path.stem if options.model.endswith(".json") else path.resolve().name if path.is_dir() else options.model
     changes = f" with {' '.join(options.set)}" if options.set else ""
     return Subject(name + changes, model.train(), inp, step, batch_size, tokens.numel())
 
 
+def check_name(name: str) -> None:
+    """Raises `PlanError` where `--model` names nothing, before anything that takes time."""
+    if shape_name(name) is None:
+        _named(name)
+
+
 def _transformers() -> Any:
     """The package, which is optional, and typed in some releases only."""
+    if importlib.util.find_spec("transformers") is None:
+        raise PlanError(
+            "--model needs transformers: pip install transformers. Or use --module with a model of your own"
+        )
     return importlib.import_module("transformers")
 
 
 def _config(name: str, changes: Mapping[str, Any]) -> Any:
-    content: dict[str, Any]
-    if name.endswith(".json"):
-        content = _file_content(Path(name))
-        model_type = content.get("model_type")
-        if not isinstance(model_type, str):
-            raise PlanError(f"{name} has no model_type: it is not the config of a transformers model")
-    else:
-        model_type, shape = SHAPES.get(name.lower(), (name, {}))
-        content = dict(shape)
+    model_type, content = _named(name)
     known = _transformers().CONFIG_MAPPING
-    if model_type not in known:
-        model_type = {other.lower(): other for other in known}.get(model_type.lower(), model_type)
-    if model_type not in known:
-        raise PlanError(
-            f"no model {name!r}: known are {', '.join(SHAPES)}, every model type of transformers, and config files"
-            " (FILE.json). A model of your own: --module"
-        )
     make = known[model_type]
     unknown = sorted(set(changes) - set(make().to_dict()) - set(getattr(make, "attribute_map", {})))
     if unknown:
@@ -93,6 +85,52 @@ def _config(name: str, changes: Mapping[str, Any]) -> Any:
         raise PlanError(f"the config of {name} cannot be used ({type(error).__name__}: {error})") from error
     config.use_cache = False  # keys and values for generation, of no use in training
     return config
+
+
+def _named(name: str) -> tuple[str, Mapping[str, Any]]:
+    """The model type, and the entries of the config, that a name stands for: a known shape, a config file or its
+    folder, a model type, or a class of transformers.
+
+    Raises:
+        PlanError: There is no such model, or the file is no config.
+    """
+    path = Path(name)
+    if name.endswith(".json") or path.is_dir():
+        return _in_file(path / "config.json" if path.is_dir() else path)
+    shape = shape_name(name)
+    if shape is not None:
+        return SHAPES[shape]
+    known = {other.lower(): other for other in _transformers().CONFIG_MAPPING}
+    if name.lower() in known:
+        return known[name.lower()], {}
+    # A class of the library, such as LlamaForCausalLM; an Auto class says nothing of the model.
+    config = getattr(getattr(_transformers(), name, None) if name.isidentifier() else None, "config_class", None)
+    model_type = getattr(config, "model_type", None)
+    if model_type in known:
+        return str(model_type), {"architectures": [name]}
+    raise PlanError(_unknown(name, [*SHAPES, *known]))
+
+
+def _unknown(name: str, known: Collection[str]) -> str:
+    if name.startswith("Auto"):
+        return f"{name} takes any model: give the name of one, a config file, or a class such as LlamaForCausalLM"
+    like = nearest(name, known)
+    hint = f"do you mean {' or '.join(like)}? K" if like else "k"
+    return (
+        f"no model {name!r}: {hint}nown are {', '.join(SHAPES)}, every model type of transformers and its classes"
+        " (LlamaForCausalLM), config files (FILE.json) and folders with a config.json. A model of your own: --module"
+    )
+
+
+def _in_file(path: Path) -> tuple[str, Mapping[str, Any]]:
+    content = _file_content(path)
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str):
+        raise PlanError(f"{path} has no model_type: it is not the config of a transformers model")
+    known = {other.lower(): other for other in _transformers().CONFIG_MAPPING}
+    if model_type.lower() not in known:
+        raise PlanError(f"{path} is of model type {model_type!r}, which this transformers does not know: use --module")
+    return known[model_type.lower()], content
 
 
 def _file_content(path: Path) -> dict[str, Any]:

@@ -736,6 +736,11 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
     return GroupComm(group, device, _timeout_of(group, device))
 
 
+def is_default_group(group: Any) -> bool:
+    """Whether this names all ranks: None, or torch's own group of them."""
+    return group is None or (dist.is_available() and group is dist.group.WORLD)
+
+
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """How long the group's collectives wait for the slowest rank; None where torch does not tell."""
     options = getattr(group._get_backend(device), "options", None)

@@ -531,6 +531,11 @@ def beside_dispatch_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
+def is_device_in_use() -> bool:
+    """Whether this process has begun to use CUDA, so that none that is forked from it can."""
+    return bool(torch.cuda.is_initialized())
+
+
 def release_cached_memory(device: torch.device) -> None:
     """Give back what torch keeps of the device's memory without using it, and the workspaces of its libraries."""
     if device.type == "cuda":

@@ -9,8 +9,10 @@ Threads of updates leave a quarter of a rank's cores, two at most, to those that
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -24,6 +26,7 @@ from lightning_elixir.errors import PlanError
 
 log = logging.getLogger(__name__)
 
+_PAUSE_HARD = 2  # of OpenMP 5.0's omp_pause_resource_t: threads end
 _SWITCH_S = 5e-4
 """After how long a thread that waits for Python's lock gets it."""
 
@@ -137,6 +140,18 @@ def apply(plan: ThreadPlan) -> None:
                 if os.sched_getaffinity(thread) == available:
                     os.sched_setaffinity(thread, plan.cpus)
         log.debug("this rank runs on processors %s", sorted(plan.cpus))
+
+
+def end_openmp_threads() -> None:
+    """End this thread's helpers in host arithmetic; the next operation starts others. To be called before this process
+    is forked: a fork has the one thread that forked it, and would wait for helpers that it does not have."""
+    with suppress(OSError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        paths = {line.split()[-1] for line in lines if re.search(r"/lib(g|i)?omp[^/]*\.so", line)}
+        for path in sorted(paths):
+            pause = getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)
+            if pause is not None:
+                pause(_PAUSE_HARD)
 
 
 @contextmanager

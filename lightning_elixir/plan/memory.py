@@ -180,6 +180,25 @@ def host_share(free_bytes: int, num_ranks: int, limit: int | None = None, *, is_
     return cpu // num_ranks, min(cpu, max(0, free_bytes - 2 * reserve)) // num_ranks
 
 
+def fair_part(nbytes: int, wanted: int, others: Sequence[int]) -> int:
+    """One model's part of a memory that several share. A model that wants less than an even part gets that, and what it
+    leaves goes to the others; what none of them wants goes to all, by what they want.
+
+    Args:
+        nbytes: Of the memory.
+        wanted: By this model, in bytes.
+        others: What each other model wants.
+    """
+    left, count = nbytes, 1 + len(others)
+    if wanted + sum(others) <= nbytes:
+        return nbytes * wanted // max(1, wanted + sum(others))
+    for other in sorted(others):
+        if other >= wanted or other * count >= left:
+            break
+        left, count = left - other, count - 1
+    return min(wanted, left // count)
+
+
 class ChunkBytes(NamedTuple):
     """What a chunk takes by itself, of one rank, by kind."""
 

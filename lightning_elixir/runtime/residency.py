@@ -60,6 +60,7 @@ class Residency:
         # Chunks that all ranks have brought outside of forward and backward, in order of their last use. They stay, so
         # that a rank which makes the same calls as the others knows what these have.
         self._common: dict[int, None] = {}
+        self._has_told_of_overflow = False
 
     def held(self) -> list[int]:
         """Resident chunks that cannot go because something else shares their storage."""
@@ -93,14 +94,14 @@ class Residency:
             CapacityError: There is no device memory for them.
         """
         if self._agreement is None:
-            self._acquire(ids, pin, None, False, is_meeting=False)
+            self._acquire(ids, pin, None, False, is_meeting=False, is_asked_for=pin)
             return
         managed = [i for i in dict.fromkeys(ids) if i in self._managed]
         gathered = [i for i in managed if self._fetcher.is_collective(self._chunks[i])]
         common, resident = self._common, self._rcache.resident_ids
         is_meeting = any(i not in common or i not in resident for i in gathered)
         self._make_common_room(managed)
-        self._acquire(ids, pin, None, False, is_meeting=is_meeting)
+        self._acquire(ids, pin, None, False, is_meeting=is_meeting, is_asked_for=pin)
         for chunk_id in gathered:
             common.pop(chunk_id, None)
             common[chunk_id] = None
@@ -125,12 +126,20 @@ class Residency:
         self._common.clear()
 
     def _acquire(
-        self, ids: Sequence[int], pin: bool, held: Collection[int] | None, is_traced: bool, *, is_meeting: bool
+        self,
+        ids: Sequence[int],
+        pin: bool,
+        held: Collection[int] | None,
+        is_traced: bool,
+        *,
+        is_meeting: bool,
+        is_asked_for: bool = False,
     ) -> bool:
         """See `acquire`.
 
         Args:
             is_meeting: Whether the ranks meet even if nothing is missing here.
+            is_asked_for: Whether the user has asked for these chunks together (`full_parameters`).
         """
         rcache = self._rcache
         resident = rcache.resident_ids
@@ -145,8 +154,8 @@ class Residency:
             if decision.evict:
                 self.evict(decision.evict)
             # What is common is needed by nothing, and goes with the next step.
-            if rcache.overflows > overflows and not self._common:
-                self._report_overflow(ids, overflows)
+            if rcache.overflows > overflows and not self._common and not is_asked_for:
+                self._report_overflow(ids)
             together = self._fetch_alone(decision.fetch)
             ahead: tuple[int, ...] = ()
             if (together or is_meeting) and self._agreement is not None:
@@ -251,13 +260,18 @@ class Residency:
                 raise
             self.settle()
 
-    def _report_overflow(self, ids: Sequence[int], earlier: int) -> None:
-        if earlier == 0:
-            log.warning(
-                "the rCache needs %d blocks of %s at once for %s, but the plan allows %d: growing; raise "
-                "gpu_memory_limit or use a smaller chunk_size if memory runs out",
-                self._rcache.used_blocks,
-                format_bytes(self._block_bytes),
-                ", ".join(str(self._chunks[i].spec) for i in ids),
-                self._rcache.budget_blocks,
-            )
+    def _report_overflow(self, ids: Sequence[int]) -> None:
+        """Say once that the rCache has grown above its budget."""
+        if self._has_told_of_overflow:
+            return
+        self._has_told_of_overflow = True
+        members = [member.fqn for i in ids for member in self._chunks[i].spec.members]
+        log.warning(
+            "the rCache needs %d blocks of %s at once for %s%s, but the plan allows %d: growing; raise "
+            "gpu_memory_limit or use a smaller chunk_size if memory runs out",
+            self._rcache.used_blocks,
+            format_bytes(self._block_bytes),
+            members[0],
+            f" and {len(members) - 1} more parameters" if len(members) > 1 else "",
+            self._rcache.budget_blocks,
+        )

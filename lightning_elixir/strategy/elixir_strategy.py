@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, replace
-from datetime import timedelta
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,49 +17,33 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_elixir._lightning import (
-    Accelerator,
     BaseFinetuning,
-    CheckpointIO,
     ClusterEnvironment,
     CPUAccelerator,
     LightningModule,
     LightningOptimizer,
     ModelCheckpoint,
+    MultiProcessingLauncher,
     OnExceptionCheckpoint,
+    ParallelStrategy,
     Precision,
-    TorchCheckpointIO,
+    SubprocessScriptLauncher,
     Trainer,
     TrainerFn,
     is_overridden,
 )
-from lightning_elixir.checkpoint import local_path, replacing_folder, restore_previous, save_together, whole_file
-from lightning_elixir.core.comm import SoloComm
-from lightning_elixir.core.threads import ThreadPlan, frequent_switches, thread_plan
-from lightning_elixir.core.threads import apply as apply_threads
-from lightning_elixir.core.together import run_together
+from lightning_elixir.checkpoint import restore_previous
+from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.errors import PlanError, StateError
-from lightning_elixir.optim import HybridAdam
-from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.types import Plan, UpdateTiming
-from lightning_elixir.runtime.stats import Stats
-from lightning_elixir.storage.nvme import is_in_memory
+from lightning_elixir.plan.types import Plan
 from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler, without_compiler
-from lightning_elixir.strategy.config import (
-    ElixirConfig,
-    HardwareOption,
-    KeepOption,
-    NvmeBackendName,
-    PlanOption,
-    PolicyName,
-    StateDictType,
-    TimingName,
-)
-from lightning_elixir.strategy.engine_handle import BuildOptions, EngineHandle
+from lightning_elixir.strategy.engine_handle import EngineHandle
+from lightning_elixir.strategy.engine_strategy import EngineStrategy, move_metrics
 from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients
 from lightning_elixir.strategy.graceful_stop import GracefulStop
 from lightning_elixir.strategy.machine_figures import MachineFigures
-from lightning_elixir.strategy.model_init import built_by_first_rank, materialise, meta_parameter_names, skeleton_of
+from lightning_elixir.strategy.model_init import built_by_first_rank, meta_parameter_names
 from lightning_elixir.strategy.oom_retry import RepeatableStep
 from lightning_elixir.strategy.precision import (
     ElixirPrecision,
@@ -70,18 +51,18 @@ from lightning_elixir.strategy.precision import (
     is_update_unobserved,
     needs_norm_or_scale,
 )
-from lightning_elixir.strategy.processes import ProcessStrategy, StartMethod
+from lightning_elixir.strategy.processes import StartMethod
 from lightning_elixir.strategy.regimes import base_regime, fit_regime
 from lightning_elixir.strategy.run_report import RunReport
-from lightning_elixir.strategy.sharded_checkpoints import SavesOnException, ShardedCheckpoints, sees_saves
-from lightning_elixir.strategy.shared_plans import Planner, disk_options, host_bytes_of
+from lightning_elixir.strategy.sharded_checkpoints import SavesOnException, sees_saves
+from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.warm_up import move_to_smallest
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
 log = logging.getLogger(__name__)
 
 
-class ElixirStrategy(ProcessStrategy):
+class ElixirStrategy(EngineStrategy, ParallelStrategy):
     """Trains models far larger than the GPU's memory: parameters, gradients and optimizer states live in chunks, spread
     over GPU and host memory and over the ranks, and come to the GPU when they are needed.
 
@@ -92,178 +73,32 @@ class ElixirStrategy(ProcessStrategy):
 
     strategy_name = "elixir"
 
-    def __init__(
-        self,
-        placement_policy: PolicyName = "auto",
-        shard_param_frac: float = 1.0,
-        offload_optim_frac: float = 0.0,
-        offload_param_frac: float = 0.0,
-        chunk_size: int | str | None = None,
-        chunk_search_range: int | str | None = None,
-        chunk_search_n_grids: int = 128,
-        min_chunk_size: int | str | None = None,
-        enable_distributed_storage: bool = True,
-        pin_memory: bool = True,
-        prefetch: bool = True,
-        update_timing: TimingName = "auto",
-        force_outputs_fp32: bool = False,
-        autocast: bool = True,
-        keep_fp32: KeepOption = None,
-        gpu_margin_mem_ratio: float | None = None,
-        gpu_memory_limit: int | str | None = None,
-        cpu_memory_limit: int | str | None = None,
-        nvme_offload_fraction: float = 0.0,
-        nvme_offload_param_fraction: float = 0.0,
-        nvme_offload_dir: str | None = None,
-        nvme_backend: NvmeBackendName = "direct",
-        nvme_checksums: bool = False,
-        plan: PlanOption = None,
-        hardware: HardwareOption = None,
-        report_dir: str | None = None,
-        state_dict_type: StateDictType = "full",
-        async_save: bool = False,
-        reduce_dtype: torch.dtype | str | None = None,
-        use_fused_kernels: bool = False,
-        init_step: bool = False,
-        initial_scale: float = 2.0**16,
-        min_scale: float = 0.0,
-        max_scale: float = math.inf,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        hysteresis: int = 1,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
-        start_method: StartMethod = "popen",
-    ) -> None:
-        """All sizes are bytes as an int, or strings such as "64MiB" or "40GiB".
-
-        Args:
-            placement_policy: Where chunks live. "auto": on the GPU if everything fits, else what does not fit on the
-                host, decided with what a training step takes, known before the first one. "cpu": parameters and
-                optimizer states on the host. "cuda": everything on the GPU. "const" or "static": by three fractions.
-            shard_param_frac: const: share of the parameters that is sharded and fetched when needed; the rest stays
-                whole on the GPU.
-            offload_optim_frac: const: share of the optimizer states on the host.
-            offload_param_frac: const: share of the parameters on the host.
-            chunk_size: Size of a chunk in the compute dtype. Default: the least waste is searched for.
-            chunk_search_range: How far above the smallest candidate to search. Default: up to three times of it.
-            chunk_search_n_grids: How many chunk sizes to try.
-            min_chunk_size: The smallest candidate. Default: 32 MiB, less for small models.
-            enable_distributed_storage: Each rank keeps its slice of every parameter. False: each rank keeps them whole,
-                and communicates only after an update.
-            pin_memory: Page-lock host memory, which makes transfers faster.
-            prefetch: Fetch chunks ahead of need.
-            update_timing: When updates of states on the host may run. "after_backward": inside the optimizer's step.
-                "behind_forward": behind the next forward, where a layer waits for the updates of its own parameters.
-                "inside_backward": also as soon as a chunk's gradients are there, under automatic optimization, with
-                bf16 mixed precision, one backward a step, no clipping, and no hook between backward and step
-                (`on_after_backward`, `on_before_optimizer_step`, ...); an exception between the two then ends the
-                run, for nothing may be saved from half an update. With norm clipping or fp16 too, and then whatever
-                hooks there are and without that end, for the chunks whose spare states (14 bytes a parameter) the host
-                has memory for. Default: the last, where it is possible, else the second. No number depends
-                on it.
-            force_outputs_fp32: Cast what the steps of the model return to fp32.
-            autocast: Mixed precision: run steps under `torch.autocast`. False: cast the inputs instead, and compute all
-                in 16 bits.
-            keep_fp32: What stays in fp32 where the others are cast to 16 bits: names of parameters or modules (globs,
-                such as "*.head"), classes of modules, a function (name, module) -> bool, or a list of these. They come
-                on top of the default: norms with running statistics, modules under `spectral_norm` or `orthogonal`,
-                under autocast routers, and on the CPU under autocast all norms (16-true, bf16-true: nothing). An empty
-                list: nothing. With `autocast=False` modules that are kept as a whole take 16-bit inputs as fp32, and
-                give 16-bit results.
-            gpu_margin_mem_ratio: auto: share of the GPU memory left beside rCache and activations that optimizer states
-                may take. Default: all of it.
-            gpu_memory_limit: Plan as if each GPU had no more. On the CPU accelerator this limits the rCache.
-            cpu_memory_limit: Plan as if each host had no more. Default: what is free, but for 2 GiB for each rank and a
-                fiftieth of it, at most a quarter.
-            nvme_offload_fraction: cpu, const: share of the masters and optimizer states in host memory, by elements,
-                that lives on NVMe instead; `HybridAdam` and `CPUAdam` only.
-            nvme_offload_param_fraction: cpu, const: share of the parameters in host memory whose states are on NVMe,
-                and of frozen ones, by elements, that lives there as well, with their gradients.
-            nvme_offload_dir: Folder for them, on a fast disk; made if missing. No file of ours stays there. auto:
-                states go there where the host's memory is short. Default: the system's folder for temporary files, if
-                that is on a disk.
-            nvme_backend: What reads and writes there: "direct" (our own) or "tensornvme" (the package of that name).
-            nvme_checksums: Check what is read from NVMe against what was written; slow, for debugging.
-            plan: A `Plan`, or the path of one that was saved, to obey instead of searching.
-            hardware: Figures of the machine to plan with: a `HardwareSpec`, or the path of one that was saved. Default:
-                measured on GPUs, once for each machine; round figures on the CPU accelerator.
-            report_dir: Folder that receives `plan.json`, `report.json` and `report.html` at the end of `fit`, also
-                after an error: what the plan predicted, and what was measured. Made if missing; earlier files are
-                overwritten.
-            state_dict_type: How checkpoints are saved; either kind is loaded. "full": one file, gathered on rank 0.
-                "sharded": a folder in the format of `torch.distributed.checkpoint`, to which each rank writes its own
-                part; any number of ranks loads it, with any placement.
-            async_save: sharded: go on with training when all is in the system's cache, while a thread waits until it is
-                on the disk. The next save, and the end of the run, wait for that and raise its errors.
-            reduce_dtype: "float32", "bfloat16" or "float16": dtype in which gradients are reduced. Default: their own.
-            use_fused_kernels: Swap in fused operators where they exist; no number changes beyond their rounding.
-            init_step: Allocate optimizer states and staging memory at setup instead of in the first step.
-            initial_scale: Loss scale at the start (fp16 mixed precision).
-            min_scale: Smallest loss scale.
-            max_scale: Largest loss scale.
-            growth_factor: By how much the loss scale grows.
-            backoff_factor: By how much the loss scale shrinks when gradients hold inf or nan.
-            growth_interval: After how many good steps in a row the loss scale grows.
-            hysteresis: How many bad steps it takes to shrink the loss scale.
-            accelerator: As in every strategy of Lightning.
-            parallel_devices: As in every strategy of Lightning.
-            cluster_environment: As in every strategy of Lightning.
-            checkpoint_io: As in every strategy of Lightning.
-            precision_plugin: Replaced by `ElixirPrecision` of the same precision.
-            process_group_backend: Default: NCCL on GPUs, gloo on CPUs.
-            timeout: How long a rank waits for the others.
-            start_method: How processes are started: "popen" runs the script once a device, the others use
-                multiprocessing.
-
-        Raises:
-            PlanError: An option that cannot be used as given.
-        """
-        given = locals()
+    @override
+    def _begin(self) -> None:
+        super()._begin()
         self._given_module: LightningModule | None = None
         self._compiler: Any = None  # of a LightningModule that was compiled
-        self._config = ElixirConfig(**{option.name: given[option.name] for option in fields(ElixirConfig)})
         self._elixir_optimizer: ElixirOptimizer | None = None
-        self._figures: MachineFigures | None = None
         self._regime = TrainingRegime()
-        self._threads: ThreadPlan | None = None
-        self._is_timing_told = False
         self._evaluation: RepeatableStep | None = None
         self._fit_run: FitRun | None = None
-        self._sharded = ShardedCheckpoints(async_save)
         self._in_place = contextlib.ExitStack()  # what stands in for parts of Lightning, from setup to teardown
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """For copies, also pickled ones: options, and the model as a plain one, but nothing of a run."""
         state: dict[str, Any] = super().__getstate__()
-        state |= {
-            "_elixir_optimizer": None,
-            "_figures": None,
-            "_evaluation": None,
-            "_fit_run": None,
-            "_comm": SoloComm(),  # until it runs
-            "_compiler": without_compiler(self._compiler),
-            "_sharded": ShardedCheckpoints(self._config.async_save),
-            "_in_place": contextlib.ExitStack(),
-        }
-        return state
+        return (
+            state
+            | self._without_run()
+            | {
+                "_elixir_optimizer": None,
+                "_evaluation": None,
+                "_fit_run": None,
+                "_compiler": without_compiler(self._compiler),
+                "_in_place": contextlib.ExitStack(),
+            }
+        )
 
     # The module
 
@@ -281,30 +116,23 @@ class ElixirStrategy(ProcessStrategy):
     # Processes
 
     @override
-    def setup_environment(self) -> None:
-        self.precision_plugin.check_device(self.root_device.type)
-        super().setup_environment()
-        self._sharded.close()  # what was restored between two runs
-        self._threads = thread_plan(self.local_rank, max(1, self.num_processes))
-        apply_threads(self._threads)
-        # Before the model takes memory
-        run_together(self._comm, self._check_files if self.is_global_zero else lambda: None)
-        run_together(self._comm, self._check_disk)
+    def _make_launcher(self, environment: ClusterEnvironment, start_method: StartMethod) -> Any:
+        if start_method == "popen":
+            return SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
+        return _Launcher(self, start_method=start_method)
 
+    @override
     def _check_files(self) -> None:
-        self._config.given_hardware()
-        self._config.given_plan()
+        super()._check_files()
         module = self.lightning_module
         is_training = module is not None and module.trainer.state.fn == TrainerFn.FITTING
         if is_training and self._config.report_dir is not None:
             RunReport(self._config.report_dir).prepare()
 
-    def _check_disk(self) -> None:
-        if not self._config.may_use_nvme:
-            return
-        folder = disk_options(self._config).existing_folder()
-        if is_in_memory(folder):
-            log.warning("nvme_offload_dir: %s is in memory itself, so that nothing is gained by it", folder)
+    @property
+    @override
+    def _plugin(self) -> ElixirPrecision:
+        return self.precision_plugin
 
     @property
     @override
@@ -353,9 +181,7 @@ class ElixirStrategy(ProcessStrategy):
         if is_training and self._layer_sync is not None and not is_synced:
             self._layer_sync.apply(module)  # for good: another module would lose the engine's hooks
         self._fit_run = None
-        ranks = max(1, self.num_processes)
-        self._figures = MachineFigures(self._config, self._comm, self.root_device, ranks, self._figures)
-        self._figures.prepare(is_training=is_training)
+        self._find_figures(is_training=is_training)
         self._regime = self._regime_of(trainer)
         self.model = self._obtain_engine(module, is_training)
         self._sharded.load_awaited_model(self._engine)
@@ -387,45 +213,11 @@ class ElixirStrategy(ProcessStrategy):
             log.info("building %s anew: parameters or options have changed since the last run", type(module).__name__)
             handle.dissolve()
             handle = None
-        _move_metrics(module, self.root_device, is_fresh=handle is None)
+        move_metrics(module, self.root_device, is_fresh=handle is None)
         if handle is None:
-            handle = self._build(module, options, is_training)
+            is_loaded = self._sharded.is_model_awaited
+            handle = self._build(module, self._planner(), is_training=is_training, is_loaded=is_loaded)
         return handle.engine
-
-    def _build(self, module: LightningModule, options: BuildOptions, is_training: bool) -> EngineHandle:
-        plugin, config = self.precision_plugin, self._config
-        is_loaded = self._sharded.is_model_awaited
-        run_together(self._comm, lambda: materialise(module, is_loaded) if self.is_global_zero else None)
-        planner = self._planner()
-        plugin.convert_module(module, run_together(self._comm, lambda: planner.kept_fp32(module)))
-        planner.check_model(module, is_training=is_training)
-        budget = planner.budget(host_bytes_of(module))
-        plan, is_final = planner.first_plan(module, budget, is_training=is_training)
-        skeleton, disk = skeleton_of(module), disk_options(config)
-        engine = ElixirModule(
-            module,
-            plan,
-            prefetch=config.prefetch,
-            dtype=plugin.compute_dtype,
-            use_fused_kernels=config.use_fused_kernels,
-            master_weights=plugin.is_mixed,
-            keep_fp32=config.keep_fp32 if plugin.compute_dtype is not None else None,
-            autocast=plugin.has_autocast,
-            force_outputs_fp32=config.force_outputs_fp32,
-            reduce_dtype=config.reduction_dtype,
-            pin_memory=config.pin_memory,
-            device=self.root_device,
-            nvme_offload_dir=disk.folder,
-            nvme_backend=disk.backend,
-            nvme_checksums=disk.has_checksums,
-        )
-        handle = EngineHandle(engine, options, budget, skeleton, is_warm=is_final)
-        handle.attach()
-        return handle
-
-    def _build_options(self) -> BuildOptions:
-        plugin = self.precision_plugin
-        return BuildOptions(self._config, plugin.precision, plugin.has_autocast, self.root_device, self.world_size)
 
     def _regime_of(self, trainer: Trainer) -> TrainingRegime:
         """What training is like, as far as that is known without the optimizer."""
@@ -441,28 +233,11 @@ class ElixirStrategy(ProcessStrategy):
             accumulates=accumulates_gradients(trainer, module),
             num_backwards=trainer.accumulate_grad_batches,
         )
-        is_inside = regime.update_timing is UpdateTiming.INSIDE_BACKWARD
-        if config.update_timing == "inside_backward" and not is_inside and not self._is_timing_told:
-            self._is_timing_told = True
-            log.warning(
-                "update_timing='inside_backward' is not possible here (it takes bf16-mixed precision, automatic "
-                "optimization, no clipping by value, no reduce_dtype and no hook between backward and step): updates "
-                "run behind the next forward"
-            )
+        self._tell_of_timing(regime)
         return regime
 
     def _planner(self) -> Planner:
-        plugin = self.precision_plugin
-        return Planner(
-            self._config,
-            self._comm,
-            self.root_device,
-            self.node_rank,
-            plugin.compute_dtype,
-            plugin.has_autocast,
-            self._regime,
-            self._machine_figures,
-        )
+        return self._make_planner(self._regime, self._machine_figures)
 
     @staticmethod
     def _check_callbacks(trainer: Trainer) -> None:
@@ -482,7 +257,7 @@ class ElixirStrategy(ProcessStrategy):
     @optimizers.setter
     @override
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        ProcessStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        ParallelStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         for outer in self._lightning_optimizers:
             # Lightning's wrapper inherits the class of what it wraps, and so would keep to itself what methods set.
             for name in ("add_param_group", "clip_grad_norm_", "clip_grad_value_", "grad_norm", "zero_grad"):
@@ -515,28 +290,9 @@ class ElixirStrategy(ProcessStrategy):
                 f" the model's, such as one of shape {list(foreign[0].shape)}: create it in configure_optimizers(),"
                 " over self.parameters(), and return it"
             )
-        config = self._config
-        self._avoid_nvme_for(optimizer)
-        self._elixir_optimizer = ElixirOptimizer(
-            self._engine,
-            optimizer,
-            **config.loss_scaling(),
-            init_step=config.init_step,
-            num_update_threads=None if self._threads is None else self._threads.num_update_threads,
-        )
+        self._elixir_optimizer = self._wrap_optimizer(self._handle, optimizer, self._planner())
         self.precision_plugin.attach_optimizer(self._elixir_optimizer)
         return self._elixir_optimizer
-
-    def _avoid_nvme_for(self, optimizer: Optimizer) -> None:
-        """Where placements are searched for, one that is no Adam of ours goes without NVMe."""
-        config, handle = self._config, self._handle
-        if isinstance(optimizer, HybridAdam) or not config.is_placement_searched:
-            return
-        handle.budget = replace(handle.budget, nvme_bytes=0)
-        plan = handle.engine.plan
-        if needs_disk(plan):
-            log.info("%s cannot update states on NVMe: placing them without it", type(optimizer).__name__)
-            handle.engine.replan(self._planner().guessed_plan(handle.skeleton, plan, handle.budget))
 
     # Training
 
@@ -642,7 +398,8 @@ class ElixirStrategy(ProcessStrategy):
         handle = EngineHandle.of(self.lightning_module)
         if handle is not None:
             handle.engine.engine.comm.leave(exception)
-        super().on_exception(exception)
+        # Ranks that wait for this one, or come to wait, hear of it: it may be the only one that fails.
+        self._comm.leave(exception)
         self._sharded.finish_quietly()
         if self._fit_run is not None:
             self._fit_run.write_report()
@@ -653,7 +410,13 @@ class ElixirStrategy(ProcessStrategy):
         self._fit_run = None
         self._in_place.close()
         self._sharded.close()
-        super().teardown()
+        # Unlike other strategies: the parameters stay where they are, for checkpoints and the next run.
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
         self._rest()
         self._free_lost()
         self._sharded.finish()
@@ -684,10 +447,6 @@ class ElixirStrategy(ProcessStrategy):
             return super().lightning_module_state_dict()
         return self._sharded.model_state(handle.engine) if self._is_sharded else handle.engine.full_state_dict()
 
-    @property
-    def _is_sharded(self) -> bool:
-        return self._config.state_dict_type == "sharded"
-
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -703,22 +462,7 @@ class ElixirStrategy(ProcessStrategy):
                 path, checkpoint, handle.engine, optimizer, self._comm, self.root_device, is_waited_for=not is_fitting
             )
             return
-        save = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
-        local = local_path(filepath)
-
-        def save_whole() -> None:
-            if not self.is_global_zero:
-                return
-            # Lightning's own moves its file here from the system's temporary folder: over the earlier checkpoint, byte
-            # by byte, where that is on another disk. Others write as they do, and perhaps later.
-            if local is not None and type(self.checkpoint_io) is TorchCheckpointIO:
-                with whole_file(local) as temporary:
-                    save(temporary)
-            else:
-                with replacing_folder(path):
-                    save(filepath)
-
-        save_together(self._comm, path, save_whole)
+        self._save_file(filepath, partial(super().save_checkpoint, checkpoint, storage_options=storage_options))
 
     @property
     def _trainer_is_fitting(self) -> bool:
@@ -784,17 +528,11 @@ class ElixirStrategy(ProcessStrategy):
     # What users look at
 
     @property
+    @override
     def plan(self) -> Plan:
         """The plan in force. In a fit its forecast is of the steps as they are now: while updates wait for the norm, as
         gradients are clipped too often, of such steps."""
         return self._engine.plan if self._fit_run is None else self._fit_run.plan
-
-    def stats(self) -> Stats:
-        """Fetches, evictions, hits, prefetches and bytes moved since the last reset, and bytes held."""
-        return self._engine.stats()
-
-    def reset_stats(self) -> None:
-        self._engine.reset_stats()
 
     def step_metrics(self) -> dict[str, float]:
         """What `ElixirStatsMonitor` logs, by name: counts and means of the training steps since the last call, and
@@ -814,20 +552,9 @@ class ElixirStrategy(ProcessStrategy):
             raise StateError("there are no gradients: grad_norm() works during fit()")
         return self._elixir_optimizer.grad_norm()
 
-    def full_grads(self) -> dict[str, Tensor]:
-        """Whole gradients by parameter name: fp32 (fp64 with `precision="64-true"`), on the CPU, unscaled and not
-        clipped. Collective."""
-        scale = 1.0 if self._elixir_optimizer is None else self._elixir_optimizer.gradient_scale
-        return self._engine.full_grads(scale)
-
-    def full_parameters(self, names: Sequence[str] | None = None, modify: bool = False) -> AbstractContextManager[Any]:
-        """A context in which the named (or all) parameters are whole. Collective.
-
-        Args:
-            names: FQNs; None: all.
-            modify: Keep what is written.
-        """
-        return self._engine.full_parameters(names, modify=modify)
+    @override
+    def _gradient_scale(self) -> float:
+        return 1.0 if self._elixir_optimizer is None else self._elixir_optimizer.gradient_scale
 
     def close(self) -> None:
         """Free everything that the engine holds, and end its threads. The model's parameters have no values afterwards.
@@ -867,14 +594,15 @@ class ElixirStrategy(ProcessStrategy):
         return handle
 
     @property
+    @override
     def _engine(self) -> ElixirModule:
         return self._handle.engine
 
 
-def _move_metrics(module: nn.Module, device: torch.device, *, is_fresh: bool) -> None:
-    """States of torchmetrics are no buffers, so the engine leaves them where they are."""
-    from torchmetrics import Metric
+class _Launcher(MultiProcessingLauncher):
+    """Starts processes out of this one."""
 
-    for metric in module.modules():
-        if isinstance(metric, Metric) and (is_fresh or next(metric.parameters(), None) is None):
-            metric.to(device)
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._strategy.prepare_start(self._start_method)  # type: ignore[attr-defined]
+        return super().launch(function, *args, **kwargs)

@@ -91,6 +91,11 @@ class EngineHandle:
         named = zip(self.engine.module.named_parameters(), self._requires_grad, strict=True)
         return [name for (name, parameter), before in named if parameter.requires_grad != before]
 
+    def has_changed_requires_grad(self) -> bool:
+        """Whether there are any; in less time."""
+        pairs = zip(self._parameters, self._requires_grad, strict=True)
+        return any(parameter.requires_grad is not before for parameter, before in pairs)
+
     def can_be_kept(self, options: BuildOptions) -> bool:
         return options == self.options and self.has_same_parameters() and not self.changed_requires_grad()
 

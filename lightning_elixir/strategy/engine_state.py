@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from lightning_elixir.wrapper import ElixirModule
 _MODEL = "state_dict"
 _SECOND_NAME = "model"
 """What Lightning's FSDPStrategy, and its consolidate command, call the model."""
-_OPTIMIZER = "optimizer_0"
+OPTIMIZER = "optimizer_0"
 _MOST_FILES = 8
 """Of a rank. More threads came to nothing more on a disk of 2 GB/s, and in the system's cache, with 16 cores."""
 
@@ -146,6 +147,7 @@ class SavePlan:
         model: From `model_state`.
         states: From `optimizer_state`; None: none are saved.
         stand_ins: Those in `model` and `states`.
+        names: Further names of the two.
     """
 
     def __init__(
@@ -155,10 +157,11 @@ class SavePlan:
         model: Mapping[str, Any],
         states: Mapping[str, Any] | None,
         stand_ins: StandIns,
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._engine = engine
         self._optimizer = optimizer
-        nested: dict[str, Any] = {_MODEL: model} | ({} if states is None else {_OPTIMIZER: states})
+        nested: dict[str, Any] = {_MODEL: model} | ({} if states is None else {OPTIMIZER: states})
         flat, self._paths = flatten_state_dict(nested)
         self.contents = Contents(paths={key: tuple(path) for key, path in self._paths.items()})
         self._whole: dict[str, Any] = {}  # rank 0 writes them
@@ -169,9 +172,11 @@ class SavePlan:
                 self._add_whole(key, value)
             else:
                 self._add_runs(key, source)
+        further = {(_MODEL, _SECOND_NAME), *names.items()}
         for key in [*self.contents.tensors, *self.contents.objects, *self.contents.aliases]:
-            if key.startswith(f"{_MODEL}."):
-                self._add_alias(_SECOND_NAME + key.removeprefix(_MODEL), key, (_SECOND_NAME, *self._paths[key][1:]))
+            for root, name in further:
+                if key.startswith(f"{root}.") and name != root:
+                    self._add_alias(name + key.removeprefix(root), key, (name, *self._paths[key][1:]))
 
     def _add_whole(self, key: str, value: Any) -> None:
         self._whole[key] = value
@@ -250,8 +255,11 @@ def _extent(chunk: Chunk, segment: Segment) -> Extent:
     return Extent(chunk.spec.members[index].shape, chunk.strides[index], segment.param_offset, segment.numel)
 
 
-def load_model(module: ElixirModule, index: CheckpointIndex, strict: bool = True) -> None:
+def load_model(module: ElixirModule, index: CheckpointIndex, strict: bool = True, root: str = "") -> None:
     """Read parameters and buffers; of parameters, what this rank keeps. Collective.
+
+    Args:
+        root: What the model is called there; empty: as Lightning's strategies do.
 
     Raises:
         PlanError: The checkpoint is another model's; names the first differences.
@@ -259,7 +267,7 @@ def load_model(module: ElixirModule, index: CheckpointIndex, strict: bool = True
     """
     engine = module.engine
     with engine.meeting(Meeting.LOAD_CHECKPOINT):
-        keys = run_together(engine.comm, lambda: _load_buffers(engine, index, strict))
+        keys = run_together(engine.comm, lambda: _load_buffers(engine, index, strict, root or index.model_root))
         memory = _Reused()
         for chunk in engine.chunks:
             if chunk.id in keys:
@@ -267,7 +275,7 @@ def load_model(module: ElixirModule, index: CheckpointIndex, strict: bool = True
                 run_together(engine.comm, own_shard_writer(engine, chunk, run_together(engine.comm, read)))
 
 
-def _load_buffers(engine: Engine, index: CheckpointIndex, strict: bool) -> dict[int, dict[int, str]]:
+def _load_buffers(engine: Engine, index: CheckpointIndex, strict: bool, root: str) -> dict[int, dict[int, str]]:
     """Compare the names, and have the modules load all that is no parameter.
 
     Returns:
@@ -276,7 +284,6 @@ def _load_buffers(engine: Engine, index: CheckpointIndex, strict: bool) -> dict[
     stand_ins = StandIns()
     named, _ = flatten_state_dict({_MODEL: _named_model(engine, stand_ins)})
     ours = {key.removeprefix(f"{_MODEL}."): value for key, value in named.items()}
-    root = index.model_root
     theirs = index.keys_below(root)
     _check_model(index, ours, theirs, strict)
     keys: dict[int, dict[int, str]] = {}
@@ -361,26 +368,29 @@ def _check_model(index: CheckpointIndex, ours: Mapping[str, Any], theirs: Mappin
         raise PlanError(f"{index.folder} is a checkpoint of another model: {'; '.join(told)}")
 
 
-def load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: CheckpointIndex) -> None:
+def load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: CheckpointIndex, root: str = OPTIMIZER) -> None:
     """Read what this rank keeps of the states. Collective.
+
+    Args:
+        root: What the optimizer is called there.
 
     Raises:
         PlanError: They are another model's or optimizer's; names the first differences.
         StorageError: The checkpoint is damaged, or cannot be read, as far as this or another rank needs it.
     """
     with engine.meeting(Meeting.LOAD_OPTIMIZER_CHECKPOINT):
-        run_together(engine.comm, lambda: _load_optimizer(optimizer, engine, index))
+        run_together(engine.comm, lambda: _load_optimizer(optimizer, engine, index, root))
 
 
-def _load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: CheckpointIndex) -> None:
-    groups = _saved_groups(index)
+def _load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: CheckpointIndex, root: str) -> None:
+    groups = _saved_groups(index, root)
     one_name = _canonical_names(engine)
     _check_groups(index, optimizer, groups, one_name, _names(engine))
     is_ours = isinstance(optimizer.optimizer, HybridAdam)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({k: v for k, v in saved.items() if k != "params" and not (is_ours and k in _TORCH_SETTINGS)})
     states: dict[str, dict[str, str]] = {}  # parameter -> state -> key
-    for name, key in index.keys_below(f"{_OPTIMIZER}.state").items():
+    for name, key in index.keys_below(f"{root}.state").items():
         parameter, _, state = name.rpartition(".")
         states.setdefault(one_name.get(parameter, parameter), {})[state] = key
 
@@ -409,7 +419,7 @@ def _load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoin
 
 def has_optimizer(index: CheckpointIndex) -> bool:
     """Whether there are optimizer states to load."""
-    return bool(index.keys_below(f"{_OPTIMIZER}.param_groups"))
+    return bool(index.keys_below(f"{OPTIMIZER}.param_groups"))
 
 
 def _canonical_names(engine: Engine) -> dict[str, str]:
@@ -418,9 +428,9 @@ def _canonical_names(engine: Engine) -> dict[str, str]:
     return {name: names[id(p)] for name, p in engine.module.named_parameters(remove_duplicate=False)}
 
 
-def _saved_groups(index: CheckpointIndex) -> list[dict[str, Any]]:
-    keys = index.keys_below(f"{_OPTIMIZER}.param_groups").values()
-    groups: list[dict[str, Any]] = _nested(index, keys)[_OPTIMIZER]["param_groups"]
+def _saved_groups(index: CheckpointIndex, root: str) -> list[dict[str, Any]]:
+    keys = index.keys_below(f"{root}.param_groups").values()
+    groups: list[dict[str, Any]] = _nested(index, keys)[root]["param_groups"]
     return groups
 
 

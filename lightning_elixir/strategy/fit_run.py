@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_elixir._lightning import GradientAccumulationScheduler, LightningModule, Trainer
 from lightning_elixir.core.waits import SETUP
-from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.errors import PlanError
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.profile import MemoryProfile
@@ -26,6 +26,7 @@ from lightning_elixir.strategy.dry_run import dry_run
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.oom_retry import RepeatableStep
 from lightning_elixir.strategy.regimes import with_optimizer
+from lightning_elixir.strategy.reservation import Reservation
 from lightning_elixir.strategy.run_report import RunReport
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.step_meter import StepMeter
@@ -86,16 +87,15 @@ class FitRun:
         engine.set_memory_limit(handle.budget.gpu_bytes)
         engine.reducer.landing.expect_accumulation(module.automatic_optimization and _most_backwards(trainer) > 1)
         self.warm_up = WarmUp(handle, planner, self._regime)
+        self._reservation = Reservation(handle, self.warm_up, lambda: (optimizer,))
         if self.warm_up.stage is Stage.NEW:
             least = planner.least_host_bytes(engine.plan, handle.budget, self._regime())
             optimizer.prepare(None if least is None else max(0, least - engine.host_bytes()))
         self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.start_over)
         self._meter: StepMeter | None = None
         self._optimizer = optimizer
-        self._reserved_for: Plan | None = None
         self._waiting: tuple[Plan, Plan] | None = None  # a plan, and the same with a forecast of steps that wait
         self._has_told_of_waiting = False
-        self._has_lacked_room = False  # on the device, for the states of a plan
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._is_monitored = any(isinstance(callback, ElixirStatsMonitor) for callback in callbacks)
         if self._is_monitored or self._report is not None:
@@ -112,7 +112,7 @@ class FitRun:
     def before_batch(self, batch: Any, batch_idx: int) -> None:
         """A batch begins. Collective until the warm-up is over."""
         self.warm_up.before_batch(partial(self._dry_run, batch, batch_idx))
-        self._reserve()
+        self._reservation.take()
         if self._meter is not None:
             if batch_idx == 0:
                 self._meter.interrupt()
@@ -136,7 +136,7 @@ class FitRun:
             self._has_told_of_waiting = True
             self._tell_of_waiting()
         if is_automatic:
-            self._reserve()
+            self._reservation.take()
             self.end_step()
 
     def end_step(self) -> None:
@@ -155,19 +155,6 @@ class FitRun:
     def backward(self, loss: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
         """Run `backward`; if memory runs out, the training step and then it a second time."""
         return self._step.backward(loss, backward, self._loss_of)
-
-    def _reserve(self) -> None:
-        """Take the memory that steps under the plan in force keep: a lack of it shows now, not in the middle of one."""
-        plan = self._handle.engine.plan
-        if plan is not self._reserved_for and self.warm_up.stage not in (Stage.NEW, Stage.WATCHED):
-            self._reserved_for = plan
-            try:
-                self._optimizer.reserve()
-            except CapacityError as error:
-                if error.resource != "GPU" or self._has_lacked_room or not self.warm_up.start_over():
-                    raise
-                self._has_lacked_room = True  # the next plan is made from what was seen
-                log.warning("%s. The next step is watched, and another plan made", error)
 
     def _dry_run(self, batch: Any, batch_idx: int) -> MemoryProfile:
         if not self._module.automatic_optimization:

@@ -15,7 +15,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,8 +144,31 @@ def _only_on_first_rank(
     except BaseException as exception:
         error = exception
     raise_together(comm, error)
-    _allocate_meta_buffers(model)
+    give_meta_buffers_memory(model)
     _share_random_states(comm, device, before)
+
+
+@contextmanager
+def made_by_first_rank(comm: Comm, device: torch.device, *, is_empty: bool) -> Iterator[None]:
+    """As `built_by_first_rank`, around code that cannot be run a second time and makes a model of its own; buffers that
+    are computed from parameters stay on `meta` on the other ranks (`give_meta_buffers_memory`).
+
+    Args:
+        is_empty: Parameters are on `meta` on rank 0 as well: a checkpoint will have their values.
+
+    Raises:
+        PlanError: Building failed on another rank. This rank's own error is raised as it is.
+    """
+    before = capture_random_states(device)
+    error: BaseException | None = None
+    try:
+        with awaiting_engine(), parameters_on_meta() if comm.rank > 0 or is_empty else nullcontext():
+            yield
+    except BaseException as exception:
+        error = exception
+    raise_together(comm, error)
+    if comm.world_size > 1:
+        _share_random_states(comm, device, before)
 
 
 def _share_random_states(comm: Comm, device: torch.device, before: Mapping[str, Any]) -> None:
@@ -190,7 +213,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     return twin
 
 
-def _allocate_meta_buffers(model: nn.Module) -> None:
+def give_meta_buffers_memory(model: nn.Module) -> None:
     """Buffers computed from parameters are on `meta` as well: they get memory, and later their values from rank 0."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -270,7 +293,9 @@ def materialise(model: nn.Module, is_loaded: bool = False) -> None:
             continue
         reset = getattr(module, "reset_parameters", None)
         if is_loaded and not callable(reset):
+            computed = {key: value for key, value in module._buffers.items() if value is not None and not value.is_meta}
             module.to_empty(device="cpu", recurse=False)
+            module._buffers.update(computed)
             continue
         if not callable(reset):
             helpless.append(f"{name or 'the model itself'} ({type(module).__name__})")

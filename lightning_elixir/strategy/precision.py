@@ -16,6 +16,10 @@ from typing_extensions import override
 from lightning_elixir._lightning import (
     Callback,
     DoublePrecision,
+    FabricDoublePrecision,
+    FabricHalfPrecision,
+    FabricMixedPrecision,
+    FabricPrecision,
     HalfPrecision,
     LightningModule,
     LightningOptimizer,
@@ -42,6 +46,10 @@ _NAMES: dict[str, PrecisionName] = {
     "16-true": "16-true",
     "bf16-true": "bf16-true",
 }
+
+_KNOWN_PLUGINS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision) + (
+    (FabricPrecision, FabricMixedPrecision, FabricHalfPrecision, FabricDoublePrecision)
+)
 
 
 class ElixirPrecision(Precision):
@@ -145,7 +153,7 @@ class ElixirPrecision(Precision):
                 wide.update(id(b) for b in part.buffers())
 
         def cast(tensor: Tensor) -> Tensor:
-            return _cast_floating(tensor, torch.float32 if id(tensor) in wide else dtype)
+            return cast_floating(tensor, torch.float32 if id(tensor) in wide else dtype)
 
         return module._apply(cast) if wide else module.to(dtype=dtype)
 
@@ -167,7 +175,7 @@ class ElixirPrecision(Precision):
     def convert_input(self, data: Any) -> Any:
         if self.compute_dtype is None or self.has_autocast:
             return data
-        return apply_to_collection(data, Tensor, _cast_floating, self.compute_dtype)
+        return apply_to_collection(data, Tensor, cast_floating, self.compute_dtype)
 
     # Backward and step
 
@@ -225,7 +233,7 @@ class ElixirPrecision(Precision):
             self._optimizer.scaler.load_state_dict(state)
 
 
-def elixir_precision(plugin: Precision, *, autocast: bool) -> ElixirPrecision:
+def elixir_precision(plugin: Any, *, autocast: bool) -> ElixirPrecision:
     """The plugin to use where Lightning or the user came with `plugin`.
 
     Raises:
@@ -233,8 +241,17 @@ def elixir_precision(plugin: Precision, *, autocast: bool) -> ElixirPrecision:
     """
     if isinstance(plugin, ElixirPrecision):
         return plugin
-    if type(plugin) in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
-        return ElixirPrecision(plugin.precision, autocast=autocast)
+    return ElixirPrecision(known_precision(plugin), autocast=autocast)
+
+
+def known_precision(plugin: Any) -> str:
+    """The precision of one of Lightning's own plugins, the Trainer's or Fabric's.
+
+    Raises:
+        PlanError: It is another plugin.
+    """
+    if type(plugin) in _KNOWN_PLUGINS:
+        return str(plugin.precision)
     raise PlanError(
         f"{type(plugin).__name__} (precision {plugin.precision!r}) does not work with ElixirStrategy: choose precision"
         f" {', '.join(dict.fromkeys(_NAMES.values()))}"
@@ -286,7 +303,8 @@ def _unwrap(optimizer: Any) -> ElixirOptimizer:
     return inner
 
 
-def _cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In another dtype, if it is of a floating one."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 

@@ -1,30 +1,36 @@
-"""The processes of a Trainer: started, numbered and connected as `DDPStrategy` does it."""
+"""The processes of a Trainer or of Fabric: started, numbered and connected as `DDPStrategy` does it.
+
+[Note: notebooks] A session of its own (a notebook, `python -i`) has no script that could be run once a device, and what
+it has defined cannot be sent to a new process: its processes are forked, as `ddp_notebook` does it. A forked process
+cannot use CUDA if its parent has, and waits for ever for OpenMP's threads if its parent had some (`core/threads.py`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_elixir._lightning import (
     Accelerator,
     CheckpointIO,
     ClusterEnvironment,
-    MultiProcessingLauncher,
-    ParallelStrategy,
     Precision,
-    SubprocessScriptLauncher,
     connect_processes,
     default_backend,
+    is_interactive,
     reduce_tensor,
     reset_seed,
     set_global_rank,
 )
-from lightning_elixir.core.comm import Comm, SoloComm, make_comm
+from lightning_elixir.core.comm import Comm, SoloComm, is_default_group, make_comm
+from lightning_elixir.core.device import is_device_in_use
+from lightning_elixir.core.threads import end_openmp_threads
 from lightning_elixir.core.waits import Call
+from lightning_elixir.errors import PlanError, StateError
 
 T = TypeVar("T")
 
@@ -37,8 +43,10 @@ _ALL_GATHER = Call("strategy.all_gather()", is_routine=True)
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-class ProcessStrategy(ParallelStrategy):
+class Processes:
     """One process for each device. A single device has no process group, no launcher and no distributed sampler.
+
+    To be mixed into a `ParallelStrategy` of the Trainer or of Fabric, before it.
 
     Args:
         timeout: How long a rank waits for the others.
@@ -46,18 +54,26 @@ class ProcessStrategy(ParallelStrategy):
         process_group_backend: None: NCCL on GPUs, gloo on CPUs.
     """
 
+    # Of the strategy that this is mixed into
+    cluster_environment: Any
+    parallel_devices: Any
+    accelerator: Any
+    checkpoint_io: Any
+    _launcher: Any
+
     def __init__(
         self,
+        *,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        start_method: StartMethod,
         accelerator: Accelerator | None,
         parallel_devices: list[torch.device] | None,
         cluster_environment: ClusterEnvironment | None,
         checkpoint_io: CheckpointIO | None,
         precision_plugin: Precision | None,
-        process_group_backend: str | None,
-        timeout: timedelta | None,
-        start_method: StartMethod,
     ) -> None:
-        super().__init__(
+        super().__init__(  # type: ignore[call-arg]  # the strategy's
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -71,7 +87,6 @@ class ProcessStrategy(ParallelStrategy):
         self._comm: Comm = SoloComm()  # until the processes are connected
 
     @property
-    @override
     def root_device(self) -> torch.device:
         return self.parallel_devices[self.local_rank] if self.parallel_devices else torch.device("cpu")
 
@@ -88,43 +103,73 @@ class ProcessStrategy(ParallelStrategy):
     # A single device asks the environment nothing: it may be that of a job of which this process is no numbered part.
 
     @property
-    @override
     def global_rank(self) -> int:
-        return super().global_rank if self.is_distributed else 0
+        return self._asked(lambda environment: environment.global_rank(), 0)
 
     @property
-    @override
     def local_rank(self) -> int:
-        return super().local_rank if self.is_distributed else 0
+        return self._asked(lambda environment: environment.local_rank(), 0)
 
     @property
-    @override
     def node_rank(self) -> int:
-        return super().node_rank if self.is_distributed else 0
+        return self._asked(lambda environment: environment.node_rank(), 0)
 
     @property
-    @override
     def world_size(self) -> int:
-        return super().world_size if self.is_distributed else 1
+        return self._asked(lambda environment: environment.world_size(), 1)
+
+    def _asked(self, ask: Callable[[ClusterEnvironment], int], alone: int) -> int:
+        environment = self.cluster_environment
+        return ask(environment) if self.is_distributed and environment is not None else alone
 
     @property
-    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
-    @override
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
-        if not self.is_distributed or environment is None:
-            return
-        if self._start_method == "popen":
-            self._launcher = SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = MultiProcessingLauncher(self, start_method=self._start_method)
+        if self.is_distributed and environment is not None:
+            self._launcher = self._make_launcher(environment, self._start_method_here(environment))
 
-    @override
+    def _make_launcher(self, environment: ClusterEnvironment, start_method: StartMethod) -> Any:
+        """What starts the processes, of the kind that the strategy's side of Lightning takes."""
+        raise NotImplementedError
+
+    def _start_method_here(self, environment: ClusterEnvironment) -> StartMethod:
+        """How processes are started: see [Note: notebooks].
+
+        Raises:
+            PlanError: In a notebook, a way that does not work there.
+        """
+        method = self._start_method
+        if not is_interactive() or environment.creates_processes_externally or method == "fork":
+            return method
+        if method != "popen":
+            raise PlanError(
+                f"start_method={method!r} begins new processes, to which nothing can be sent that was defined in a"
+                " notebook or in an interactive session: leave start_method out, and processes are forked"
+            )
+        return "fork"
+
+    def prepare_start(self, start_method: StartMethod) -> None:
+        """Called before processes are started out of this one.
+
+        Raises:
+            StateError: They would be forked, and this one uses CUDA.
+        """
+        if start_method != "fork":
+            return
+        end_openmp_threads()
+        if self.parallel_devices and self.parallel_devices[0].type != "cpu" and is_device_in_use():
+            raise StateError(
+                "the processes of the other devices are forked from this one, which uses CUDA already, and a forked"
+                " process cannot use it then. Restart the kernel (or the session), and let nothing touch the GPU before"
+                " training starts (no tensor on cuda, no torch.cuda.* but is_available and device_count); or give"
+                " devices=1; or run the program as a script"
+            )
+
     def setup_environment(self) -> None:
-        super().setup_environment()
+        super().setup_environment()  # type: ignore[misc]  # the strategy's
         self.set_world_ranks()
         if not self.is_distributed or self.cluster_environment is None:
             return
@@ -148,46 +193,28 @@ class ProcessStrategy(ParallelStrategy):
 
     # Messages between the ranks, as the rest of Lightning asks for them
 
-    @override
     def barrier(self, name: str | None = None) -> None:
         self._comm.exchange((), _BARRIER)
 
-    @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         answers: list[T] = self._comm.exchange_objects(obj if self._comm.rank == src else None, _BROADCAST)
         return answers[src if self._comm.world_size > 1 else 0]
 
-    @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        if group is not None:
+        if not is_default_group(group):
             return reduce_tensor(tensor, group, reduce_op=reduce_op)
         return self._comm.all_reduce(tensor, reduce_op, _REDUCE)
 
-    @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        if group is not None:
-            return super().all_gather(tensor, group, sync_grads)
+        gather: Callable[..., Tensor] = super().all_gather  # type: ignore[misc]  # the strategy's
+        if not is_default_group(group):
+            return gather(tensor, group, sync_grads)
         with self._comm.lent(_ALL_GATHER) as ours:
-            return super().all_gather(tensor, ours, sync_grads)
+            return gather(tensor, ours, sync_grads)
 
     def disconnect(self) -> None:
         """Leave the groups that were made for these messages. Collective; the next run makes others."""
         self._comm.close()
         self._comm = SoloComm()
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        # Ranks that wait for this one, or come to wait, hear of it: it may be the only one that fails.
-        self._comm.leave(exception)
-
-    @override
-    def teardown(self) -> None:
-        # Unlike other strategies: the parameters stay where they are, for checkpoints and the next run.
-        if self.cluster_environment is not None:
-            self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        if self.accelerator is not None:
-            self.accelerator.teardown()
-        self.checkpoint_io.teardown()

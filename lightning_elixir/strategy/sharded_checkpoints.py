@@ -31,6 +31,7 @@ from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import DivergenceError, PeerLostError, StateError
 from lightning_elixir.strategy.engine_state import (
+    OPTIMIZER,
     SavePlan,
     StandIns,
     has_optimizer,
@@ -81,6 +82,7 @@ class ShardedCheckpoints:
         device: torch.device,
         *,
         is_waited_for: bool,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         """Save. Collective; under `is_async` the checkpoint is there some time after this returns.
 
@@ -88,6 +90,7 @@ class ShardedCheckpoints:
             path: Of the folder to be.
             checkpoint: As Lightning gives it, with `state_dict` from `model_state` and `optimizer_states`.
             is_waited_for: Have it there in any case: nothing later would raise its failure.
+            names: Further names of "state_dict" and "optimizer_0".
 
         Raises:
             StorageError: This save, or the last one, has failed on some rank.
@@ -95,11 +98,11 @@ class ShardedCheckpoints:
         self.finish()
         meta = dict(checkpoint)
         model, states = meta.pop("state_dict"), meta.pop("optimizer_states", [])
-        plan = SavePlan(module.engine, optimizer, model, states[0] if states else None, self._stand_ins)
+        plan = SavePlan(module.engine, optimizer, model, states[0] if states else None, self._stand_ins, names or {})
         self._stand_ins = StandIns()
         randoms = comm.exchange_objects(_as_plain(capture_random_states(device)))
         scaler = optimizer.scaler.state_dict() if optimizer is not None and optimizer.scaler.enabled else None
-        meta[OWN_KEY] = {"random_states": randoms, "loss_scaler": scaler}
+        meta[OWN_KEY] = {"random_states": randoms, "loss_scaler": scaler, "names": dict(names or {})}
         is_async = self._is_async and not is_waited_for
         folder = PendingFolder(path, comm, past_cache=not is_async)
         folder.write(plan.write, meta, module.engine.device, plan.num_files(default_num_threads()))
@@ -177,12 +180,21 @@ class ShardedCheckpoints:
         """Nothing more is loaded."""
         self._index, self._strict, self._own = None, None, {}
 
-    def load_model(self, module: ElixirModule | None, strict: bool) -> None:
-        """Now, or, without an engine, at `load_awaited_model`. Collective."""
+    @property
+    def names(self) -> set[str]:
+        """The first parts of the names of all tensors in the folder that is open."""
+        return {key.partition(".")[0] for key in (*self._opened.tensors, *self._opened.objects)}
+
+    def load_model(self, module: ElixirModule | None, strict: bool, root: str = "") -> None:
+        """Now, or, without an engine, at `load_awaited_model`. Collective.
+
+        Args:
+            root: What the model is called there; empty: as Lightning's strategies do.
+        """
         if module is None:
             self._strict = strict
         else:
-            load_model(module, self._opened, strict)
+            load_model(module, self._opened, strict, root)
 
     def load_awaited_model(self, module: ElixirModule) -> None:
         """See `load_model`."""
@@ -190,9 +202,13 @@ class ShardedCheckpoints:
         if strict is not None:
             load_model(module, self._opened, strict)
 
-    def load_optimizer(self, module: ElixirModule, optimizer: ElixirOptimizer) -> None:
-        """States, settings and the loss scale. Collective."""
-        load_optimizer(optimizer, module.engine, self._opened)
+    def load_optimizer(self, module: ElixirModule, optimizer: ElixirOptimizer, root: str = OPTIMIZER) -> None:
+        """States, settings and the loss scale. Collective.
+
+        Args:
+            root: What the optimizer is called there.
+        """
+        load_optimizer(optimizer, module.engine, self._opened, root)
         scaler = self._own.get("loss_scaler")
         if scaler and optimizer.scaler.enabled:
             optimizer.scaler.load_state_dict(scaler)

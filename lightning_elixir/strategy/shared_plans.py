@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -21,11 +21,11 @@ from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.kept_dtypes import with_kept
 from lightning_elixir.plan.memory import Budget, host_share, memory_use
-from lightning_elixir.plan.packing import packed_chunks
+from lightning_elixir.plan.packing import packed_chunks, round_up
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, scheme_of, with_times
-from lightning_elixir.plan.types import Alternative, Plan, UpdateTiming
+from lightning_elixir.plan.types import ALIGN_NUMEL, Alternative, Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.planning import COMMON_SHARE, make_plan, param_specs, timeline_of, with_common_activations
 from lightning_elixir.profiling.kept_fp32 import is_nothing, kept_parameters
@@ -62,6 +62,36 @@ def disk_options(config: ElixirConfig) -> DiskOptions:
     return DiskOptions(folder, config.nvme_backend, config.nvme_checksums)
 
 
+class Neighbours(Protocol):
+    """Other models of this process, which share its memory."""
+
+    def part_of(self, nbytes: int) -> int:
+        """This model's part of a memory that they share."""
+
+    def host_bytes(self) -> int:
+        """Host memory that the others hold now."""
+
+
+class _Alone:
+    """There is no other model."""
+
+    def part_of(self, nbytes: int) -> int:
+        return nbytes
+
+    def host_bytes(self) -> int:
+        return 0
+
+
+ALONE: Neighbours = _Alone()
+
+
+def wanted_bytes(model: nn.Module) -> int:
+    """What a model takes of all memory together, roughly: 16 bytes for each element that trains."""
+    return sum(
+        round_up(p.numel(), ALIGN_NUMEL) * (16 if p.requires_grad else p.element_size()) for p in model.parameters()
+    )
+
+
 @dataclass(frozen=True)
 class _RankMemory:
     """One rank's view of the memory that there is."""
@@ -87,6 +117,7 @@ class Planner:
         has_autocast: Whether steps run under `torch.autocast`.
         regime: What training is like, as far as that is known without the optimizer.
         figures: Of the machine, to predict times with.
+        neighbours: Other models that share this rank's memory.
     """
 
     def __init__(
@@ -99,6 +130,7 @@ class Planner:
         has_autocast: bool,
         regime: TrainingRegime,
         figures: MachineFigures,
+        neighbours: Neighbours = ALONE,
     ) -> None:
         self.config = config
         self.comm = comm
@@ -106,6 +138,7 @@ class Planner:
         self.figures = figures
         self._device = device
         self._node_rank = node_rank
+        self._neighbours = neighbours
         self.compute_dtype = compute_dtype
         self.has_autocast = has_autocast
 
@@ -151,7 +184,7 @@ class Planner:
             _RankMemory(
                 self._node_rank,
                 available_host_bytes(),
-                own_bytes,
+                own_bytes + self._neighbours.host_bytes(),
                 current_device_memory_bytes(self._device),
                 self._free_nvme_bytes(),
             )
@@ -165,14 +198,15 @@ class Planner:
         if self.config.gpu_limit_bytes is not None:
             device.append(self.config.gpu_limit_bytes)
         on_disk = [m.nvme_bytes // sum(n.node_rank == m.node_rank for n in by_rank) for m in by_rank]
-        cpu, spare = (min(share) for share in zip(*shares, strict=True))
+        part_of = self._neighbours.part_of
+        cpu, spare = (part_of(min(share)) for share in zip(*shares, strict=True))
         # Half: where the engine moves to another placement, states may be there twice for a moment.
-        nvme = min(on_disk) // 2
+        nvme = part_of(min(on_disk) // 2)
         if earlier is not None:
             cpu, nvme = min(cpu, earlier.cpu_bytes or cpu), earlier.nvme_bytes
             spare = min(spare, earlier.most_with_spares or spare)
         return Budget(
-            gpu_bytes=min(device, default=None),
+            gpu_bytes=part_of(min(device)) if device else None,
             cpu_bytes=cpu,
             nvme_bytes=nvme,
             spare_cpu_bytes=spare,

@@ -593,3 +593,29 @@ def test_a_model_does_not_go_to_meta(how: str) -> None:
     assert next(model.parameters()).to("meta").is_meta
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
     assert step(module, optimizer, 0) == step(plain, plain_optimizer, 0)
+
+
+def test_growing_beyond_the_plan_is_told_in_one_line_unless_the_whole_is_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ParameterList([nn.Parameter(torch.randn(64, 64)) for _ in range(8)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ torch.stack([p + 0 for p in self.layers]).sum(0) @ torch.stack(list(self.layers)).sum(0)
+
+    model = Wide()
+    plan = make_plan(model, placement_policy="cpu", chunk_size=16 * 1024)
+    module = ElixirModule(model, replace(plan, rcache_blocks=1), device="cpu")
+    with module.full_parameters() as parameters:
+        assert len(parameters) == 8
+    assert module.stats().overflows > 0
+    assert caplog.messages == []
+    for _ in range(2):
+        with torch.no_grad():
+            module(torch.randn(2, 64))
+    (message,) = caplog.messages
+    assert "and 7 more parameters, but the plan allows 1: growing" in message
+    assert len(message) < 250

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -307,3 +308,20 @@ def test_user_meta_parameters_get_their_values_from_the_checkpoint(tmp_path: Pat
     model = MetaNet(seed=None)
     trainer.test(model, make_data(8), ckpt_path=str(tmp_path / "one.ckpt"), verbose=False)
     assert_same_state(trainer.strategy.lightning_module_state_dict(), run.state)
+
+
+def test_asynchronous_io_of_lightning_is_honoured_for_files_and_refused_for_folders(tmp_path: Path) -> None:
+    AsyncCheckpointIO = importlib.import_module(f"{pl.__name__}.plugins.io").AsyncCheckpointIO
+
+    options = {"enable_checkpointing": True, "max_epochs": 2}
+
+    def run(strategy: ElixirStrategy, folder: Path) -> Any:
+        saver = pl.callbacks.ModelCheckpoint(folder, save_top_k=-1, every_n_epochs=1)
+        return fit(strategy, callbacks=[saver], plugins=[AsyncCheckpointIO()], **options)
+
+    _, _, expected = run(ElixirStrategy(**TIGHT), tmp_path)
+    files = sorted(tmp_path.glob("*.ckpt"))
+    assert len(files) == 2
+    assert_same_state(torch.load(files[-1], weights_only=False)["state_dict"], expected.state)
+    with pytest.raises(PlanError, match="AsyncCheckpointIO would have nothing to do.*async_save=True"):
+        run(ElixirStrategy(**TIGHT, state_dict_type="sharded"), tmp_path / "folder")

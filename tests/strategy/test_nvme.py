@@ -283,7 +283,7 @@ def test_a_folder_that_one_rank_cannot_use_is_an_error_on_all(tmp_path: Path) ->
 def test_a_folder_in_memory_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lightning_elixir.strategy.elixir_strategy.is_in_memory", lambda _: True)
+    monkeypatch.setattr("lightning_elixir.strategy.engine_strategy.is_in_memory", lambda _: True)
     fit(ElixirStrategy(**on_nvme(tmp_path)), hybrid(), limit_train_batches=1)
     assert "is in memory itself" in caplog.text
 

@@ -1,0 +1,262 @@
+"""What the strategies of the Trainer and of Fabric have in common: from options to engines, and what users look at."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_elixir._lightning import TorchCheckpointIO
+from lightning_elixir.checkpoint import local_path, replacing_folder, save_together, whole_file
+from lightning_elixir.core.comm import SoloComm
+from lightning_elixir.core.threads import ThreadPlan, thread_plan
+from lightning_elixir.core.threads import apply as apply_threads
+from lightning_elixir.core.together import run_together
+from lightning_elixir.errors import PlanError
+from lightning_elixir.optim import HybridAdam
+from lightning_elixir.plan.placing.fallbacks import needs_disk
+from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.plan.types import Plan, UpdateTiming
+from lightning_elixir.runtime.stats import Stats
+from lightning_elixir.storage.nvme import is_in_memory
+from lightning_elixir.strategy.engine_handle import BuildOptions, EngineHandle
+from lightning_elixir.strategy.machine_figures import MachineFigures
+from lightning_elixir.strategy.model_init import materialise, skeleton_of
+from lightning_elixir.strategy.options import StrategyOptions
+from lightning_elixir.strategy.precision import ElixirPrecision
+from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
+from lightning_elixir.strategy.shared_plans import ALONE, Neighbours, Planner, disk_options, host_bytes_of
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+
+log = logging.getLogger(__name__)
+
+
+class EngineStrategy(StrategyOptions):
+    """Builds engines, wraps optimizers, writes files. To be mixed into a `ParallelStrategy`, before it."""
+
+    def _begin(self) -> None:
+        self._figures: MachineFigures | None = None
+        self._threads: ThreadPlan | None = None
+        self._is_timing_told = False
+        self._sharded = ShardedCheckpoints(self._config.async_save)
+
+    def _without_run(self) -> dict[str, Any]:
+        """What a copy has, also a pickled one, in the place of what belongs to a run."""
+        return {
+            "_figures": None,
+            "_comm": SoloComm(),  # until it runs
+            "_sharded": ShardedCheckpoints(self._config.async_save),
+        }
+
+    @property
+    def _plugin(self) -> ElixirPrecision:
+        """The precision plugin."""
+        raise NotImplementedError
+
+    @property
+    def _engine(self) -> ElixirModule:
+        """The engine that users look at."""
+        raise NotImplementedError
+
+    # Processes
+
+    def setup_environment(self) -> None:
+        self._plugin.check_device(self.root_device.type)
+        super().setup_environment()
+        self._sharded.close()  # what was restored between two runs
+        self._threads = thread_plan(self.local_rank, max(1, self.num_processes))
+        apply_threads(self._threads)
+        # Before the model takes memory
+        run_together(self._comm, self._check_files if self._comm.rank == 0 else lambda: None)
+        run_together(self._comm, self._check_disk)
+
+    def _check_files(self) -> None:
+        self._config.given_hardware()
+        self._config.given_plan()
+        kind = type(self.checkpoint_io)
+        if self._is_sharded and kind is not TorchCheckpointIO:
+            raise PlanError(
+                f"{kind.__name__} would have nothing to do: the files of sharded checkpoints are written by every rank"
+                " itself. Leave it out (async_save=True saves beside training), or give state_dict_type='full'"
+            )
+
+    def _check_disk(self) -> None:
+        if not self._config.may_use_nvme:
+            return
+        folder = disk_options(self._config).existing_folder()
+        if is_in_memory(folder):
+            log.warning("nvme_offload_dir: %s is in memory itself, so that nothing is gained by it", folder)
+
+    # Building
+
+    def _find_figures(self, *, is_training: bool) -> MachineFigures:
+        """What the machine can do, as far as that costs nothing. Collective."""
+        ranks = max(1, self.num_processes)
+        self._figures = MachineFigures(self._config, self._comm, self.root_device, ranks, self._figures)
+        self._figures.prepare(is_training=is_training)
+        return self._figures
+
+    def _make_planner(self, regime: TrainingRegime, figures: MachineFigures, neighbours: Neighbours = ALONE) -> Planner:
+        plugin = self._plugin
+        return Planner(
+            self._config,
+            self._comm,
+            self.root_device,
+            self.node_rank,
+            plugin.compute_dtype,
+            plugin.has_autocast,
+            regime,
+            figures,
+            neighbours,
+        )
+
+    def _tell_of_timing(self, regime: TrainingRegime) -> None:
+        """Say once that updates cannot run inside backward, if that was asked for."""
+        is_inside = regime.update_timing is UpdateTiming.INSIDE_BACKWARD
+        if self._config.update_timing == "inside_backward" and not is_inside and not self._is_timing_told:
+            self._is_timing_told = True
+            log.warning(
+                "update_timing='inside_backward' is not possible here (it takes a Trainer, bf16-mixed precision, "
+                "automatic optimization, no clipping by value, no reduce_dtype and no hook between backward and step): "
+                "updates run behind the next forward"
+            )
+
+    def _build_options(self) -> BuildOptions:
+        plugin = self._plugin
+        return BuildOptions(self._config, plugin.precision, plugin.has_autocast, self.root_device, self.world_size)
+
+    def _build(self, module: nn.Module, planner: Planner, *, is_training: bool, is_loaded: bool) -> EngineHandle:
+        """An engine around a module. Collective.
+
+        Args:
+            is_loaded: The model's values come from a checkpoint, so that none need be drawn.
+        """
+        plugin, config = self._plugin, self._config
+        run_together(self._comm, lambda: materialise(module, is_loaded) if self._comm.rank == 0 else None)
+        plugin.convert_module(module, run_together(self._comm, lambda: planner.kept_fp32(module)))
+        planner.check_model(module, is_training=is_training)
+        budget = planner.budget(host_bytes_of(module))
+        plan, is_final = planner.first_plan(module, budget, is_training=is_training)
+        skeleton, disk = skeleton_of(module), disk_options(config)
+        engine = ElixirModule(
+            module,
+            plan,
+            prefetch=config.prefetch,
+            dtype=plugin.compute_dtype,
+            use_fused_kernels=config.use_fused_kernels,
+            master_weights=plugin.is_mixed,
+            keep_fp32=config.keep_fp32 if plugin.compute_dtype is not None else None,
+            autocast=plugin.has_autocast,
+            force_outputs_fp32=config.force_outputs_fp32,
+            reduce_dtype=config.reduction_dtype,
+            pin_memory=config.pin_memory,
+            device=self.root_device,
+            nvme_offload_dir=disk.folder,
+            nvme_backend=disk.backend,
+            nvme_checksums=disk.has_checksums,
+        )
+        handle = EngineHandle(engine, self._build_options(), budget, skeleton, is_warm=is_final)
+        handle.attach()
+        return handle
+
+    def _wrap_optimizer(
+        self,
+        handle: EngineHandle,
+        optimizer: Optimizer,
+        planner: Planner,
+        kind: type[ElixirOptimizer] = ElixirOptimizer,
+    ) -> ElixirOptimizer:
+        """The user's optimizer over an engine's shards. Collective."""
+        self._avoid_nvme_for(handle, optimizer, planner)
+        return kind(
+            handle.engine,
+            optimizer,
+            **self._config.loss_scaling(),
+            init_step=self._config.init_step,
+            num_update_threads=None if self._threads is None else self._threads.num_update_threads,
+        )
+
+    def _avoid_nvme_for(self, handle: EngineHandle, optimizer: Optimizer, planner: Planner) -> None:
+        """Where placements are searched for, one that is no Adam of ours goes without NVMe."""
+        if isinstance(optimizer, HybridAdam) or not self._config.is_placement_searched:
+            return
+        handle.budget = replace(handle.budget, nvme_bytes=0)
+        plan = handle.engine.plan
+        if needs_disk(plan):
+            log.info("%s cannot update states on NVMe: placing them without it", type(optimizer).__name__)
+            handle.engine.replan(planner.guessed_plan(handle.skeleton, plan, handle.budget))
+
+    # Checkpoints
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._config.state_dict_type == "sharded"
+
+    def _save_file(self, filepath: str | Path, save: Callable[[Any], None]) -> None:
+        """Have rank 0 write a checkpoint of one file, which is whole or not there. Collective.
+
+        Args:
+            save: Writes it to the path that it is given.
+        """
+        local = local_path(filepath)
+
+        def save_whole() -> None:
+            if self._comm.rank != 0:
+                return
+            # Lightning's own moves its file here from the system's temporary folder: over the earlier checkpoint, byte
+            # by byte, where that is on another disk. Others write as they do, and perhaps later.
+            if local is not None and type(self.checkpoint_io) is TorchCheckpointIO:
+                with whole_file(local) as temporary:
+                    save(temporary)
+            else:
+                with replacing_folder(Path(filepath)):
+                    save(filepath)
+
+        save_together(self._comm, Path(filepath), save_whole)
+
+    # What users look at
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._engine.plan
+
+    def stats(self) -> Stats:
+        """Fetches, evictions, hits, prefetches and bytes moved since the last reset, and bytes held."""
+        return self._engine.stats()
+
+    def reset_stats(self) -> None:
+        self._engine.reset_stats()
+
+    def _gradient_scale(self) -> float:
+        """What the gradients in the shards are multiplied by."""
+        raise NotImplementedError
+
+    def full_grads(self) -> dict[str, Tensor]:
+        """Whole gradients by parameter name: fp32 (fp64 with `precision="64-true"`), on the CPU, unscaled and not
+        clipped. Collective."""
+        return self._engine.full_grads(self._gradient_scale())
+
+    def full_parameters(self, names: Sequence[str] | None = None, modify: bool = False) -> AbstractContextManager[Any]:
+        """A context in which the named (or all) parameters are whole. Collective.
+
+        Args:
+            names: FQNs; None: all.
+            modify: Keep what is written.
+        """
+        return self._engine.full_parameters(names, modify=modify)
+
+
+def move_metrics(module: nn.Module, device: Any, *, is_fresh: bool) -> None:
+    """States of torchmetrics are no buffers, so the engine leaves them where they are."""
+    from torchmetrics import Metric
+
+    for metric in module.modules():
+        if isinstance(metric, Metric) and (is_fresh or next(metric.parameters(), None) is None):
+            metric.to(device)

@@ -1,0 +1,168 @@
+"""One module that `Fabric` has set up: its engine, its optimizers, and the plans of its first steps.
+
+Fabric does not tell what a training step is: the loop is the user's. So the first step cannot be foreseen by a dry run.
+It runs with as little on the device as possible and is watched, and the plan is made from what it took
+(`strategy/warm_up.py`). A step begins with the first forward with gradients after an optimizer's step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.optimizer import ElixirOptimizer
+from lightning_elixir.plan.memory import fair_part
+from lightning_elixir.plan.profile import MemoryProfile
+from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.runtime.phases import Phase
+from lightning_elixir.strategy.engine_handle import EngineHandle
+from lightning_elixir.strategy.regimes import with_optimizer
+from lightning_elixir.strategy.reservation import Reservation
+from lightning_elixir.strategy.shared_plans import Planner
+from lightning_elixir.strategy.warm_up import WarmUp
+from lightning_elixir.wrapper import ElixirModule
+
+
+class ModelShare:
+    """What one of several modules may use of the memory that they share.
+
+    Args:
+        wanted: By this one, in bytes.
+        runs: Of all modules that were set up.
+    """
+
+    def __init__(self, wanted: int, runs: Callable[[], list[FabricRun]]) -> None:
+        self.wanted = wanted
+        self._runs = runs
+
+    def _others(self) -> list[FabricRun]:
+        return [run for run in self._runs() if run.share is not self]
+
+    def part_of(self, nbytes: int) -> int:
+        others = self._others()
+        return fair_part(nbytes, self.wanted, [run.share.wanted for run in others]) if others else nbytes
+
+    def host_bytes(self) -> int:
+        return sum(run.engine.engine.host_bytes() for run in self._others())
+
+
+class FabricRun:
+    """Follows one module's forwards and steps. Every method is called by all ranks.
+
+    Args:
+        handle: Its engine.
+        planner: Makes its plans.
+        share: What it may use.
+    """
+
+    def __init__(self, handle: EngineHandle, planner: Planner, share: ModelShare) -> None:
+        self.handle = handle
+        self.share = share
+        self._planner = planner
+        self._optimizers: list[weakref.ref[ElixirOptimizer]] = []
+        self._warm_up: WarmUp | None = None
+        self._reservation: Reservation | None = None
+        self._is_new_step = True
+        self.is_awaiting_backward = False
+        """Whether a forward with gradients has come since the last step."""
+        engine = handle.engine
+        engine.engine.set_memory_limit(handle.budget.gpu_bytes)
+        self._hook = engine.register_forward_pre_hook(self._before_forward)
+
+    @property
+    def engine(self) -> ElixirModule:
+        return self.handle.engine
+
+    @property
+    def planner(self) -> Planner:
+        return self._planner
+
+    @property
+    def is_open(self) -> bool:
+        return not self.engine.is_closed
+
+    @property
+    def optimizers(self) -> list[ElixirOptimizer]:
+        """Those that are still there, in the order in which they were set up."""
+        return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
+
+    @property
+    def parameter_ids(self) -> set[int]:
+        return {id(p) for p in self.engine.module.parameters()}
+
+    def add(self, optimizer: ElixirOptimizer) -> None:
+        """An optimizer was set up."""
+        self._optimizers.append(weakref.ref(optimizer))
+        if self._warm_up is None:
+            self._start_warm_up()
+        optimizer.prepare()
+
+    def _start_warm_up(self) -> None:
+        self._warm_up = WarmUp(self.handle, self._planner, self._regime)
+        self._reservation = Reservation(self.handle, self._warm_up, lambda: self.optimizers)
+
+    def _regime(self) -> TrainingRegime:
+        optimizers = self.optimizers
+        return with_optimizer(
+            self._planner.regime,
+            can_stream=all(optimizer.can_stream for optimizer in optimizers),
+            num_states=max((optimizer.num_states for optimizer in optimizers), default=0),
+        )
+
+    def yield_memory(self) -> None:
+        """Another module has come, and this one's part of the memory is smaller now: between steps. Collective."""
+        handle, planner = self.handle, self._planner
+        budget = planner.budget(handle.engine.engine.host_bytes())
+        handle.budget = replace(budget, nvme_bytes=min(budget.nvme_bytes, handle.budget.nvme_bytes))
+        handle.engine.engine.set_memory_limit(handle.budget.gpu_bytes)
+        if planner.config.plan is not None:
+            return
+        plan = planner.guessed_plan(handle.skeleton, handle.engine.plan, handle.budget)
+        if plan.fingerprint() != handle.engine.plan.fingerprint():
+            handle.engine.replan(plan)
+        if planner.config.is_placement_searched and self._warm_up is not None:
+            handle.is_warm = False
+            self._start_warm_up()
+
+    def _before_forward(self, *_: Any) -> None:
+        """A forward begins: perhaps that of a new step, and with another plan."""
+        is_outermost = self.engine.engine.phases.current is Phase.IDLE  # and no recomputation
+        if not (torch.is_grad_enabled() and is_outermost and not self.engine.is_closed):
+            return
+        self.is_awaiting_backward = True
+        if not self._is_new_step or self._warm_up is None or self._reservation is None:
+            return
+        self._is_new_step = False
+        if self.handle.has_changed_requires_grad():
+            changed = self.handle.changed_requires_grad()
+            raise PlanError(
+                f"requires_grad of {len(changed)} parameters has changed since fabric.setup() ({', '.join(changed[:3])}"
+                "): chunks are laid out by what trains. Freeze before setup(); to change it later, save, build the"
+                " model anew, and set that up"
+            )
+        self._warm_up.before_batch(_cannot_foresee)
+        self._reservation.take()
+
+    def after_step(self) -> None:
+        """One of the optimizers has stepped."""
+        self._is_new_step, self.is_awaiting_backward = True, False
+        if self._warm_up is not None:
+            self._warm_up.after_step(may_move=False)
+
+    def forget(self) -> None:
+        """Follow the module no more."""
+        self._hook.remove()
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+        self.forget()
+        self.engine.close()
+
+
+def _cannot_foresee() -> MemoryProfile:
+    raise PlanError("under Fabric the training step is a loop of the user's")
