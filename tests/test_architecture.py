@@ -35,6 +35,7 @@ ARROWS: dict[str, set[str]] = {
     | {"optim", "storage", "core", "plan"},
     "registration": {"_lightning", "strategy"},
     "cli": {"_lightning", "registration", "strategy", "planning", "report", "checkpoint", "profiling", "plan"},
+    "fabric": {"strategy"},
     "__init__": {"plan", "optim", "profiling", "planning", "wrapper", "strategy", "registration"},
     "__main__": {"cli"},
 }

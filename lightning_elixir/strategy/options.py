@@ -153,7 +153,7 @@ class StrategyOptions(Processes):
             process_group_backend: Default: NCCL on GPUs, gloo on CPUs.
             timeout: How long a rank waits for the others.
             start_method: How processes are started: "popen" runs the script once a device, the others use
-                multiprocessing.
+                multiprocessing. In a notebook, which is no script, "popen" forks.
 
         Raises:
             PlanError: An option that cannot be used as given.
