@@ -115,9 +115,9 @@ def _unknown(name: str, known: Collection[str]) -> str:
     if name.startswith("Auto"):
         return f"{name} takes any model: give the name of one, a config file, or a class such as LlamaForCausalLM"
     like = nearest(name, known)
-    hint = f"do you mean {' or '.join(like)}? K" if like else "k"
+    hint = f" Do you mean {' or '.join(like)}?" if like else ""
     return (
-        f"no model {name!r}: {hint}nown are {', '.join(SHAPES)}, every model type of transformers and its classes"
+        f"no model {name!r}.{hint} Known are {', '.join(SHAPES)}, every model type of transformers and its classes"
         " (LlamaForCausalLM), config files (FILE.json) and folders with a config.json. A model of your own: --module"
     )
 

@@ -109,7 +109,8 @@ TRAIN = {
     "Trainer": """
 net = Net()
 before, x = net.net.weight.clone(), torch.randn(2000, 500).sigmoid()
-trainer = Trainer(strategy="elixir", accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False)
+quiet = dict(logger=False, enable_checkpointing=False)
+trainer = Trainer(strategy="elixir", accelerator="cpu", devices=2, max_epochs=1, **quiet)
 trainer.fit(net, torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=4))
 print("trained", not torch.equal(before, net.net.weight), trainer.world_size)
 """,
