@@ -28,7 +28,7 @@ from lightning_elixir.cli import main
 from lightning_elixir.cli.bench import origin_text
 from lightning_elixir.cli.machine import machine_of, named_hardware
 from lightning_elixir.cli.options import make_parser
-from lightning_elixir.cli.shapes import SHAPES
+from lightning_elixir.cli.shapes import SHAPES, shape_name
 from lightning_elixir.cli.subject import key_values, module_subject
 from lightning_elixir.cli.wording import in_options, size_of, speaking_of_options
 from lightning_elixir.errors import CapacityError, PlanError
@@ -312,30 +312,101 @@ def test_encoder_decoder_models_work(capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out)["fits"] is True
 
 
+# As published, in billions; of models that see pictures too, the part that reads and writes text.
+BILLIONS = {
+    **{"gpt2": 0.124, "gpt2-xl": 1.56, "opt-1.3b": 1.32, "opt-30b": 30.0, "opt-175b": 174.6},
+    **{"llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-70b": 68.98, "llama-3-8b": 8.03, "llama-3-70b": 70.6},
+    **{"llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6, "llama-3.1-405b": 405.9, "llama-3.3-70b": 70.6},
+    **{"llama-3.2-1b": 1.236, "llama-3.2-3b": 3.21},
+    **{"qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.77},
+    **{"qwen2.5-32b": 32.76, "qwen2.5-72b": 72.7, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02},
+    **{"qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1},
+    **{"mistral-7b": 7.24, "mistral-nemo-12b": 12.25, "mistral-small-24b": 23.57, "mistral-large-123b": 122.6},
+    **{"mixtral-8x7b": 46.7, "mixtral-8x22b": 140.6},
+    **{"gemma-2b": 2.506, "gemma-7b": 8.54, "gemma-2-2b": 2.614, "gemma-2-9b": 9.24, "gemma-2-27b": 27.23},
+    **{"gemma-3-1b": 1.0, "gemma-3-4b": 3.88, "gemma-3-12b": 11.77, "gemma-3-27b": 27.01},
+    **{
+        "phi-2": 2.78,
+        "phi-3-mini": 3.82,
+        "phi-3-medium": 13.96,
+        "phi-3.5-moe": 41.87,
+        "phi-4": 14.66,
+        "phi-4-mini": 3.84,
+    },
+    **{"gpt-oss-20b": 20.91, "gpt-oss-120b": 116.8},
+    **{"deepseek-llm-7b": 6.91, "deepseek-v2-lite": 15.71, "deepseek-v2": 235.7, "deepseek-v3": 671.0},
+}
+
+
+def test_shapes_have_the_size_of_their_name() -> None:
+    from lightning_elixir.cli.transformers_subject import _built, _config
+
+    assert BILLIONS.keys() == SHAPES.keys()
+    found = {name: sum(p.numel() for p in _built(_config(name, {}), name).parameters()) / 1e9 for name in SHAPES}
+    assert {n: found[n] for n in SHAPES if found[n] != pytest.approx(BILLIONS[n], rel=0.005)} == {}
+
+
 @pytest.mark.parametrize(
-    ("name", "billions"),
+    ("written", "name"),
     [
-        ("gpt2", 0.124),
-        ("gpt2-xl", 1.56),
-        ("opt-1.3b", 1.32),
-        ("opt-30b", 30.0),
-        ("opt-175b", 174.6),
-        ("llama-2-7b", 6.74),
-        ("llama-2-13b", 13.02),
-        ("llama-2-70b", 68.98),
-        ("mixtral-8x7b", 46.7),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3-70B", "llama-3-70b"),
+        ("meta-llama/Llama-2-7b-hf", "llama-2-7b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("qwen-2.5-7b", "qwen2.5-7b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("mistralai/Mistral-7B-v0.3", "mistral-7b"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini"),
+        ("phi4", "phi-4"),
+        ("openai/gpt-oss-20b", "gpt-oss-20b"),
+        ("deepseek-ai/DeepSeek-R1", "deepseek-v3"),
+        ("llama-3.1-9b", None),
+        ("llama", None),
     ],
 )
-def test_shapes_have_the_size_of_their_name(name: str, billions: float) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
+def test_models_have_the_names_that_people_write(written: str, name: str | None) -> None:
+    assert shape_name(written) == name
 
-    from lightning_elixir.cli.transformers_subject import _config
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_config(name, {}))
-    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
-    assert name in SHAPES
+def test_folders_with_a_config_and_classes_are_models(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    from lightning_elixir.cli.transformers_subject import _built, _config
+
+    LlamaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64, architectures=["LlamaForCausalLM"]).save_pretrained(
+        tmp_path
+    )
+    assert type(_built(_config(str(tmp_path), {}), "")).__name__ == "LlamaForCausalLM"
+    small = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 64}
+    assert type(_built(_config("Qwen3ForCausalLM", small), "")).__name__ == "Qwen3ForCausalLM"
+    with pytest.raises(PlanError, match="AutoModelForCausalLM takes any model"):
+        _config("AutoModelForCausalLM", {})
+    with pytest.raises(PlanError, match="LlamaForCausalLM"):
+        _config(str(tmp_path / "none"), {})
+
+
+@pytest.mark.parametrize(
+    ("written", "like"),
+    [("llama-3.1-9b", "llama-3.1-8b"), ("Qwen/Qwen3-7B", "qwen3-8b"), ("gemma-3-12", "gemma-3-12b")],
+)
+def test_unknown_names_are_answered_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], written: str, like: str
+) -> None:
+    assert main(["plan", "--model", written]) == 2  # before it asks how much memory there is
+    assert f"no model '{written}'. Do you mean" in (told := capsys.readouterr().err)
+    assert like in told.partition("Known are")[0]
+
+
+def test_table_of_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["n_layer=1", "n_embd=32", "n_head=2", "vocab_size=100"]
+    assert main(["plan", "--fits", "gpt2", "--set", *sizes, "--seq-len", "16"]) == 0
+    head, _, row = capsys.readouterr().out.splitlines()
+    assert head.startswith("| model | parameters | 24 + 64 GiB | 24 + 128 GiB | 40 + 64 GiB")
+    assert [cell.strip() for cell in row.split("|")[3:-1]] == ["GPU"] * 8
+    assert main(["plan", "--fits", "gpt2", "--gpu-memory", "1GiB", "--json"]) == 2
+    assert "leave out --gpu-memory, --json" in capsys.readouterr().err
 
 
 @pytest.mark.full
@@ -403,7 +474,7 @@ def test_tokens_are_counted(module_file: Path) -> None:
     [
         ([], "Give --model or --module"),
         (["--model", "gpt2", "--module", "a:B"], "Give --model or --module"),
-        (["--model", "gpt5"], "no model 'gpt5': known are gpt2, gpt2-xl"),
+        (["--model", "gpt5"], "no model 'gpt5'. Do you mean gptj or gpt2"),
         (["--model", "missing.json"], "cannot read missing.json"),
         (["--model", "gpt2", "--set", "layers=3"], "the config of gpt2 has no layers"),
         (["--model", "gpt2", "--set", "n_layer"], "--set takes KEY=VALUE, got 'n_layer'"),

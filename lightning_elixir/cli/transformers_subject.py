@@ -108,7 +108,7 @@ def _named(name: str) -> tuple[str, Mapping[str, Any]]:
     model_type = getattr(config, "model_type", None)
     if model_type in known:
         return str(model_type), {"architectures": [name]}
-    raise PlanError(_unknown(name, [*SHAPES, *known]))
+    raise PlanError(_unknown(name, dict.fromkeys([*SHAPES, *known])))
 
 
 def _unknown(name: str, known: Collection[str]) -> str:

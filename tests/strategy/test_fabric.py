@@ -496,6 +496,26 @@ def test_frozen_module_beside_the_one_that_trains() -> None:
     assert run(TIGHT) == expected
 
 
+@pytest.mark.parametrize("how", ["blocks", "module", full("call")])
+def test_compiled_models(how: str) -> None:
+    def run(strategy: Any) -> Run:
+        fabric = make_fabric(strategy)
+        net: Any = _without_dropout()
+        optimizer = make_optimizer("adamw", net.parameters(), 1e-2)
+        if how == "blocks":
+            for block in net:
+                block.compile(backend="eager")
+        elif how == "module":
+            net.compile(backend="eager")
+        else:
+            net = torch.compile(net, backend="eager")
+        model, optimizer = fabric.setup(net, optimizer)
+        return collect(fabric, model, optimizer, run_steps(fabric, model, optimizer, Loop(steps=3)))
+
+    torch._dynamo.reset()
+    _assert_same(run(TIGHT), train("auto", Loop(steps=3), _without_dropout))
+
+
 # What users look at
 
 
