@@ -249,8 +249,9 @@ def test_collectives_are_called_in_comm_alone() -> None:
     assert _found(_uses_collectives, "core/comm.py") == []
 
 
-def test_data_is_assigned_where_chunks_bind_parameters_alone() -> None:
-    assert _found(_uses_data_assignment, "runtime/chunk.py") == []
+def test_no_data_is_assigned() -> None:
+    """But through `set_data` (`runtime/unreadable.py`)."""
+    assert _found(_uses_data_assignment) == []
 
 
 def test_signals_are_deferred_at_the_doors_alone() -> None:
