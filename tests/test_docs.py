@@ -226,3 +226,15 @@ def test_the_site_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
         r"<(?:script|img|iframe|source)[^>]+src=\"(?:https?:)?//|<link[^>]+rel=\"(?:stylesheet|preconnect)\"[^>]+href=\"https?:"
     )
     assert [page.name for page in pages if loads.search(page.read_text(encoding="utf-8"))] == []
+
+
+def test_table_of_what_fits_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cheapest row."""
+    pytest.importorskip("transformers")
+    table = TEXTS["will-it-fit"].partition("## What fits")[2]
+    command = next(line for line in table.splitlines() if line.startswith("lightning-elixir plan"))
+    options, _, models = command.partition("--fits")
+    model = models.split()[0]
+    (row,) = [line for line in table.splitlines() if line.startswith(f"| {model} |")]
+    assert main([*options.split()[1:], "--fits", model]) == 0
+    assert row in capsys.readouterr().out.splitlines()

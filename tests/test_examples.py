@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -79,3 +80,14 @@ def test_plans_for_machines_that_are_not_here(
     assert all("a step, " in line and "are always on the GPU" in line for line in lines[1:])
     _run("plan_for_a_machine.py", monkeypatch, "--config", "config.json", "--batch-size", "100000", "--seq-len", "1024")
     assert capsys.readouterr().out.count("does not fit") == 3
+
+
+def test_fabrics_loop_has_the_losses_of_plain_pytorch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--steps", "3", "--layers", "3", "--width", "64", "--memory", "512KiB", "--check", "--save", "m.ckpt"]
+    _run("fabric_train.py", monkeypatch, *arguments)
+    told = capsys.readouterr().out
+    assert "the same losses as with plain PyTorch, bit for bit" in told
+    assert not re.search(r"gone 0 times", told)
+    assert torch.load("m.ckpt", weights_only=True).keys() == {"model", "optimizer", "step"}
