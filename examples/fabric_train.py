@@ -33,7 +33,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, dim=2))
         x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norms[1](x))
+        y: Tensor = x + self.mlp(self.norms[1](x))
+        return y
 
 
 class GPT(nn.Module):

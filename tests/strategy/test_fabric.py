@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_elixir import HybridAdam, PlanError, StateError
+from lightning_elixir import ElixirPrecision, HybridAdam, PlanError, StateError, wrapper
 from lightning_elixir.fabric import ElixirStrategy
 from lightning_elixir.plan.memory import fair_part
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -136,6 +136,37 @@ def test_two_ranks_same_as_ddp(how: str) -> None:
                 assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
                 assert ours.evictions > 0
         assert_same_state(actual[0].state, actual[1].state)
+
+
+def test_loss_scale_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: fp16 is let through to the CPU."""
+    check = wrapper._check
+    monkeypatch.setattr(wrapper, "_check", lambda plan, dtype, given, size, _: check(plan, dtype, given, size, META))
+    monkeypatch.setattr(ElixirPrecision, "check_device", lambda self, device: setattr(self, "device_type", device))
+    fabric = make_fabric({**TIGHT, "precision_plugin": ElixirPrecision("16-mixed"), "initial_scale": 2.0**24})
+    model, optimizer = set_up(fabric, Loop(), _without_dropout)
+    losses, scales, unscaled = [], [], 0.0
+    for step in range(14):
+        x, y = batch_of(0)
+        loss = nn.functional.cross_entropy(model(x).float(), y)
+        assert loss.dtype is torch.float32
+        fabric.backward(loss)
+        scales.append(optimizer.loss_scale)
+        if step == 13:
+            unscaled = float(fabric.clip_gradients(model, optimizer, max_norm=1e9))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert scales[0] == 2.0**24 > scales[-1]  # the first steps were skipped, until the gradients fitted
+    assert losses[0] == losses[1] > losses[-1]
+    assert 0 < unscaled < 100
+    other = nn.Linear(2, 2)
+    with pytest.raises(PlanError, match="2 optimizers over one module with precision '16-mixed'"):
+        fabric.setup(other, torch.optim.SGD([other.weight], 1.0), torch.optim.SGD([other.bias], 1.0))
+    fabric.strategy.close()
+
+
+META = torch.device("meta")
 
 
 # Messages
@@ -496,6 +527,7 @@ def test_frozen_module_beside_the_one_that_trains() -> None:
     assert run(TIGHT) == expected
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
 @pytest.mark.parametrize("how", ["blocks", "module", full("call")])
 def test_compiled_models(how: str) -> None:
     def run(strategy: Any) -> Run:
