@@ -18,8 +18,6 @@ from typing_extensions import override
 
 from lightning_elixir._lightning import (
     BaseFinetuning,
-    ClusterEnvironment,
-    CPUAccelerator,
     LightningModule,
     LightningOptimizer,
     ModelCheckpoint,
@@ -51,7 +49,7 @@ from lightning_elixir.strategy.precision import (
     is_update_unobserved,
     needs_norm_or_scale,
 )
-from lightning_elixir.strategy.processes import StartMethod
+from lightning_elixir.strategy.processes import PreparedStart
 from lightning_elixir.strategy.regimes import base_regime, fit_regime
 from lightning_elixir.strategy.run_report import RunReport
 from lightning_elixir.strategy.sharded_checkpoints import SavesOnException, sees_saves
@@ -60,6 +58,10 @@ from lightning_elixir.strategy.warm_up import move_to_smallest
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
 log = logging.getLogger(__name__)
+
+
+class _Launcher(PreparedStart, MultiProcessingLauncher):
+    """Starts processes out of this one."""
 
 
 class ElixirStrategy(EngineStrategy, ParallelStrategy):
@@ -72,6 +74,8 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     """
 
     strategy_name = "elixir"
+    _script_launcher = SubprocessScriptLauncher
+    _process_launcher = _Launcher
 
     @override
     def _begin(self) -> None:
@@ -116,12 +120,6 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     # Processes
 
     @override
-    def _make_launcher(self, environment: ClusterEnvironment, start_method: StartMethod) -> Any:
-        if start_method == "popen":
-            return SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
-        return _Launcher(self, start_method=start_method)
-
-    @override
     def _check_files(self) -> None:
         super()._check_files()
         module = self.lightning_module
@@ -143,13 +141,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if precision_plugin is None:
-            self._precision_plugin = None
-            return
-        plugin = elixir_precision(precision_plugin, autocast=self._config.autocast)
-        if isinstance(self.accelerator, CPUAccelerator):
-            plugin.check_device("cpu")
-        self._precision_plugin = plugin
+        self._precision_plugin = self._taken(precision_plugin, elixir_precision)
 
     # Building
 
@@ -597,12 +589,3 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     @override
     def _engine(self) -> ElixirModule:
         return self._handle.engine
-
-
-class _Launcher(MultiProcessingLauncher):
-    """Starts processes out of this one."""
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._strategy.prepare_start(self._start_method)  # type: ignore[attr-defined]
-        return super().launch(function, *args, **kwargs)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_elixir._lightning import TorchCheckpointIO
+from lightning_elixir._lightning import CPUAccelerator, TorchCheckpointIO
 from lightning_elixir.checkpoint import local_path, replacing_folder, save_together, whole_file
 from lightning_elixir.core.comm import SoloComm
 from lightning_elixir.core.threads import ThreadPlan, thread_plan
@@ -36,6 +36,8 @@ from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 
 log = logging.getLogger(__name__)
 
+P = TypeVar("P", bound=ElixirPrecision)
+
 
 class EngineStrategy(StrategyOptions):
     """Builds engines, wraps optimizers, writes files. To be mixed into a `ParallelStrategy`, before it."""
@@ -58,6 +60,19 @@ class EngineStrategy(StrategyOptions):
     def _plugin(self) -> ElixirPrecision:
         """The precision plugin."""
         raise NotImplementedError
+
+    def _taken(self, given: Any, make: Callable[..., P]) -> P | None:
+        """The plugin in the place of one that Lightning or the user came with.
+
+        Args:
+            make: Finds it.
+        """
+        if given is None:
+            return None
+        plugin = make(given, autocast=self._config.autocast)
+        if isinstance(self.accelerator, CPUAccelerator):
+            plugin.check_device("cpu")
+        return plugin
 
     @property
     def _engine(self) -> ElixirModule:

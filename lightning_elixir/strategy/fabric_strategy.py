@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ from typing_extensions import override
 
 from lightning_elixir._lightning import (
     BackwardSyncControl,
-    ClusterEnvironment,
-    CPUAccelerator,
     EmptyInit,
     FabricMultiProcessingLauncher,
     FabricParallelStrategy,
@@ -37,10 +35,11 @@ from lightning_elixir.strategy.blockwise import compile_by_blocks
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.engine_strategy import EngineStrategy, move_metrics
 from lightning_elixir.strategy.fabric_checkpoints import engine_around, load_folder, save_folder
+from lightning_elixir.strategy.fabric_optimizer import SteppedByFabric, point_to, set_up_optimizer
 from lightning_elixir.strategy.fabric_precision import FabricElixirPrecision, fabric_precision
 from lightning_elixir.strategy.fabric_run import FabricRun, ModelShare
 from lightning_elixir.strategy.model_init import give_meta_buffers_memory, made_by_first_rank
-from lightning_elixir.strategy.processes import StartMethod
+from lightning_elixir.strategy.processes import PreparedStart
 from lightning_elixir.strategy.regimes import base_regime, fit_regime
 from lightning_elixir.strategy.shared_plans import Planner, wanted_bytes
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -65,10 +64,17 @@ class _ReducesEveryBackward(BackwardSyncControl):
         return nullcontext()
 
 
+class _Launcher(PreparedStart, FabricMultiProcessingLauncher):
+    """Starts processes out of this one."""
+
+
 class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
     """As `lightning_elixir.ElixirStrategy`, and with its options, for `Fabric(strategy=...)`. `report_dir` is for the
     Trainer alone.
     """
+
+    _script_launcher = FabricSubprocessScriptLauncher
+    _process_launcher = _Launcher
 
     # Processes
 
@@ -103,12 +109,6 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         return super().distributed_sampler_kwargs if self.is_distributed else None
 
     @override
-    def _make_launcher(self, environment: ClusterEnvironment, start_method: StartMethod) -> Any:
-        if start_method == "popen":
-            return FabricSubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
-        return _Launcher(self, start_method=start_method)
-
-    @override
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         return self.reduce(tensor, group, reduce_op)
 
@@ -128,13 +128,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
     @precision.setter
     @override
     def precision(self, precision: Any) -> None:
-        if precision is None:
-            self._precision = None
-            return
-        plugin = fabric_precision(precision, autocast=self._config.autocast)
-        if isinstance(self.accelerator, CPUAccelerator):
-            plugin.check_device("cpu")
-        self._precision = plugin
+        self._precision = self._taken(precision, fabric_precision)
 
     # Models
 
@@ -178,7 +172,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
             self._check_optimizer(optimizer, names, len(optimizers))
         run = self._set_up(module)
         for optimizer in optimizers:
-            _point_to(optimizer, names, dict(module.named_parameters()))
+            point_to(optimizer, names, dict(module.named_parameters()))
         return run.engine, [self._over(run, optimizer) for optimizer in optimizers], scheduler
 
     @override
@@ -308,7 +302,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        norm = _elixir(optimizer).clip_grad_norm_(max_norm, norm_type)
+        norm = set_up_optimizer(optimizer).clip_grad_norm_(max_norm, norm_type)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped. To"
@@ -318,7 +312,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
 
     @override
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        _elixir(optimizer).clip_grad_value_(clip_val)
+        set_up_optimizer(optimizer).clip_grad_value_(clip_val)
 
     # Checkpoints
 
@@ -435,65 +429,3 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
             run.close()
         self._in_place.close()
         self.disconnect()
-
-
-class _Launcher(FabricMultiProcessingLauncher):
-    """Starts processes out of this one."""
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._strategy.prepare_start(self._start_method)  # type: ignore[attr-defined]
-        return super().launch(function, *args, **kwargs)
-
-
-class SteppedByFabric(ElixirOptimizer):
-    """Fabric's wrapper inherits the class of what it wraps, and would keep to itself what these methods set."""
-
-    @override
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super(SteppedByFabric, _inside(self)).zero_grad(set_to_none)
-
-    @override
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super(SteppedByFabric, _inside(self)).add_param_group(param_group)
-
-    @override
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return super(SteppedByFabric, _inside(self)).clip_grad_norm_(max_norm, norm_type)
-
-    @override
-    def clip_grad_value_(self, clip_value: float) -> None:
-        super(SteppedByFabric, _inside(self)).clip_grad_value_(clip_value)
-
-    @override
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        return super(SteppedByFabric, _inside(self)).grad_norm(norm_type)
-
-
-def _inside(optimizer: SteppedByFabric) -> SteppedByFabric:
-    """The optimizer itself, or the one that Fabric's wrapper holds."""
-    held = vars(optimizer).get("_optimizer")
-    return held if isinstance(held, SteppedByFabric) else optimizer
-
-
-def _elixir(optimizer: Optimizer) -> ElixirOptimizer:
-    if not isinstance(optimizer, ElixirOptimizer):
-        raise PlanError(
-            f"{type(optimizer).__name__} was not set up: pass what fabric.setup() or fabric.setup_optimizers() gave"
-        )
-    return optimizer
-
-
-def _point_to(optimizer: Optimizer, names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Have the optimizer hold a module's parameters as they are now.
-
-    Args:
-        names: Of those that it holds, by `id`.
-        parameters: By name.
-    """
-    for group in optimizer.param_groups:
-        before: Sequence[nn.Parameter] = group["params"]
-        group["params"] = [parameters[names[id(p)]] for p in before]
-        for old, new in zip(before, group["params"], strict=True):
-            if old is not new and old in optimizer.state:
-                optimizer.state[new] = optimizer.state.pop(old)

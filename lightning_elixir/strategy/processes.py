@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,6 +60,9 @@ class Processes:
     accelerator: Any
     checkpoint_io: Any
     _launcher: Any
+    # What starts the processes, of the kinds that its side of Lightning has
+    _script_launcher: ClassVar[Any]
+    _process_launcher: ClassVar[Any]
 
     def __init__(
         self,
@@ -132,8 +135,9 @@ class Processes:
             self._launcher = self._make_launcher(environment, self._start_method_here(environment))
 
     def _make_launcher(self, environment: ClusterEnvironment, start_method: StartMethod) -> Any:
-        """What starts the processes, of the kind that the strategy's side of Lightning takes."""
-        raise NotImplementedError
+        if start_method == "popen":
+            return self._script_launcher(environment, self.num_processes, self.num_nodes)
+        return self._process_launcher(self, start_method=start_method)
 
     def _start_method_here(self, environment: ClusterEnvironment) -> StartMethod:
         """How processes are started: see [Note: notebooks].
@@ -218,3 +222,14 @@ class Processes:
         """Leave the groups that were made for these messages. Collective; the next run makes others."""
         self._comm.close()
         self._comm = SoloComm()
+
+
+class PreparedStart:
+    """To be mixed into a launcher that starts processes out of this one, before it."""
+
+    _strategy: Any
+    _start_method: Any
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._strategy.prepare_start(self._start_method)
+        return super().launch(function, *args, **kwargs)  # type: ignore[misc]  # the launcher's
