@@ -7,6 +7,7 @@ modules have an engine each, and share the memory by what they want (`ModelShare
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,7 @@ from lightning_elixir._lightning import (
 )
 from lightning_elixir.checkpoint import restore_previous
 from lightning_elixir.core.threads import frequent_switches
-from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.optim.segments import elementwise_class
 from lightning_elixir.strategy.blockwise import compile_by_blocks
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -219,6 +220,8 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
             )
 
     def _set_up(self, module: nn.Module) -> FabricRun:
+        if self._runs:
+            gc.collect()  # modules that nothing uses any more, and their engines, sit in cycles
         compile_by_blocks(module, None)
         handle = EngineHandle.of(module)
         if handle is not None:
@@ -234,7 +237,17 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         share = ModelShare(wanted_bytes(module), lambda: self._runs)
         planner = self._planner(share, is_training=is_training)
         earlier = self._runs
-        handle = self._build(module, planner, is_training=is_training, is_loaded=self._is_loading)
+        try:
+            handle = self._build(module, planner, is_training=is_training, is_loaded=self._is_loading)
+        except CapacityError as error:
+            if not earlier:
+                raise
+            raise CapacityError(
+                f"{error} This is one of {len(earlier) + 1} modules that share the memory: one that is not needed any"
+                " more has to be deleted before, or strategy.engine_of(module).close() frees it",
+                resource=error.resource,
+                lacking_bytes=error.lacking_bytes,
+            ) from error
         run = FabricRun(handle, planner, share)
         self._known = [weakref.ref(each) for each in (*earlier, run)]
         for other in earlier:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_elixir import ElixirPrecision, HybridAdam, PlanError, StateError, wrapper
+from lightning_elixir import CapacityError, ElixirPrecision, HybridAdam, PlanError, StateError, wrapper
 from lightning_elixir.fabric import ElixirStrategy
 from lightning_elixir.plan.memory import fair_part
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -437,6 +437,20 @@ def test_memory_of_two_modules_is_not_more_than_the_limit() -> None:
     for engine in (handle.engine, other.engine):
         forecast = engine.plan.forecast
         assert forecast is None or forecast.peak_gpu_bytes <= 48 * 1024
+    fabric.strategy.close()
+
+
+def test_modules_that_are_gone_leave_their_memory_to_others() -> None:
+    fabric = make_fabric(TIGHT)
+    for _ in range(3):  # where they all lived, a part would not do
+        model, optimizer = set_up(fabric, Loop())
+        run_steps(fabric, model, optimizer, Loop(steps=1))
+        assert EngineHandle.of(model.module).budget.gpu_bytes == 96 * 1024
+        del model, optimizer
+    held = [set_up(fabric, Loop()) for _ in range(2)]
+    with pytest.raises(CapacityError, match="one of 3 modules that share the memory"):
+        set_up(fabric, Loop())
+    assert len(held) == 2
     fabric.strategy.close()
 
 
