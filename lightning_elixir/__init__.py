@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_elixir.errors import PlanError as PlanError
     from lightning_elixir.errors import StateError as StateError
     from lightning_elixir.errors import StorageError as StorageError
+    from lightning_elixir.fused.linear_loss import linear_cross_entropy as linear_cross_entropy
     from lightning_elixir.optim.hybrid_adam import CPUAdam as CPUAdam
     from lightning_elixir.optim.hybrid_adam import HybridAdam as HybridAdam
     from lightning_elixir.plan.hardware import HardwareSpec as HardwareSpec
@@ -55,6 +56,7 @@ _HOMES = {
     "StateError": "errors",
     "StorageError": "errors",
     "cuda_memory_profiling": "profiling.fake_step",
+    "linear_cross_entropy": "fused.linear_loss",
     "minimum_waste_search": "planning",
     "optimal_search": "planning",
     "pretrained": "strategy.pretrained",
@@ -82,6 +84,7 @@ __all__ = [
     "StorageError",
     "__version__",
     "cuda_memory_profiling",
+    "linear_cross_entropy",
     "minimum_waste_search",
     "optimal_search",
     "pretrained",

@@ -15,6 +15,7 @@ from lightning_elixir.core.comm import make_comm
 from lightning_elixir.core.device import current_device_memory_bytes, make_device
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.fused import FusedChoice
 from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.kept_dtypes import kept_in
@@ -366,6 +367,7 @@ def optimal_search(
     can_stream: bool = False,
     update_timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD,
     keep_fp32: KeepFp32 = None,
+    use_fused_kernels: FusedChoice = False,
 ) -> Plan:
     """Like `simple_search`, knowing what a step touches, computes and takes, and what the machine reaches.
 
@@ -374,6 +376,7 @@ def optimal_search(
         step_fn: Runs forward and backward on (model, inp); it is run once on fake tensors.
         non_model_bytes: Device memory to leave for activations, buffers and temporaries all the time; None: as the step
             on fake tensors takes it, or 0 without `step_fn`.
+        use_fused_kernels: As for `ElixirModule`: what a step takes is counted with fused operators.
         hardware: Figures of the machine; None: `profile_hardware()` where there is a GPU (collective if the default
             process group has been started, and only then with several ranks), else `HardwareSpec.nominal()`.
 
@@ -388,7 +391,8 @@ def optimal_search(
     search = _Search.asked(locals())
     profile = None
     if inp is not None and step_fn is not None and non_model_bytes is None:
-        profile = profile_memory(model, inp, step_fn, unified_dtype, keep_fp32=keep_fp32)
+        options: dict[str, Any] = {"keep_fp32": keep_fp32, "use_fused_kernels": use_fused_kernels}
+        profile = profile_memory(model, inp, step_fn, unified_dtype, **options)
     # Ranks that measured each for itself would make different plans.
     if (
         hardware is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,6 +16,7 @@ from lightning_elixir.core.comm import make_comm
 from lightning_elixir.core.device import make_device
 from lightning_elixir.core.module_hooks import without_hooks
 from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.fused import FusedChoice, fuse
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
 from lightning_elixir.plan.types import Plan
@@ -27,8 +27,6 @@ from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.runtime.whole import whole_grads, write_whole
 from lightning_elixir.storage.nvme import DiskOptions
-
-log = logging.getLogger(__name__)
 
 __all__ = ["ElixirModule", "ElixirOptimizer"]
 
@@ -44,7 +42,8 @@ class ElixirModule(nn.Module):
         process_group: Ranks that share the chunks; None: the default group, or a single process.
         prefetch: Fetch chunks ahead of need (as far as the plan says so).
         dtype: Compute dtype; None: as in the plan. 16-bit dtypes keep an fp32 master.
-        use_fused_kernels: Swap in fused operators where there are any; this version has none, so nothing changes.
+        use_fused_kernels: True: swap fused operators in for the model's own (see `ElixirStrategy`), until `close()`.
+            "auto": where there are any; True raises where there are none.
         master_weights: False: 16-bit parameters are updated in their own dtype, without an fp32 master.
         keep_fp32: What stays in fp32 where the others are cast to 16 bits: names of parameters or modules (globs, such
             as "*.head"), classes of modules, a function (name, module) -> bool, or a list of these. Parameters that the
@@ -65,7 +64,7 @@ class ElixirModule(nn.Module):
     Raises:
         StorageError: If the folder cannot be used, or its disk has too little room.
         PlanError: If the plan is for another model, another number of ranks or another dtype, fp16 is asked for on
-            the CPU, or `keep_fp32` names what the model has not got.
+            the CPU, `keep_fp32` names what the model has not got, or no fused operator can be swapped in.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class ElixirModule(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         prefetch: bool = True,
         dtype: torch.dtype | None = None,
-        use_fused_kernels: bool = False,
+        use_fused_kernels: FusedChoice = False,
         *,
         master_weights: bool = True,
         keep_fp32: KeepFp32 = None,
@@ -99,7 +98,8 @@ class ElixirModule(nn.Module):
         plan = with_kept(plan, kept, is_exact=is_nothing(keep_fp32))
         precision = Precision(torch.float32 if is_half and master_weights else None)
         disk = DiskOptions(nvme_offload_dir, nvme_backend, nvme_checksums)
-        self.engine = Engine(model, plan, runtime_device, comm, precision, reduce_dtype, prefetch, disk)
+        with fuse(model, use_fused_kernels, runtime_device.torch_device) as self._swapped:
+            self.engine = Engine(model, plan, runtime_device, comm, precision, reduce_dtype, prefetch, disk)
         self.module = model
         self.needs_loss_scale = self.dtype is torch.float16 and master_weights
         self._device_type = runtime_device.torch_device.type
@@ -109,8 +109,6 @@ class ElixirModule(nn.Module):
         if self._casts_inputs:
             self._handles = compute_in_fp32(model, kept_in(plan), self.dtype, self._device_type)
         self._force_outputs_fp32 = force_outputs_fp32
-        if use_fused_kernels:
-            log.info("use_fused_kernels=True: this version has no fused operators to swap in")
 
     @property
     def plan(self) -> Plan:
@@ -288,6 +286,7 @@ class ElixirModule(nn.Module):
         self.engine.close()
         for handle in self._handles:
             handle.remove()
+        self._swapped.undo()
 
 
 def _itself(module: nn.Module) -> nn.Module:

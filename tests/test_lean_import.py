@@ -32,6 +32,7 @@ PUBLIC = {
     "minimum_waste_search",
     "optimal_search",
     "pretrained",
+    "linear_cross_entropy",
     "profile_hardware",
     "profile_memory",
     "simple_search",

@@ -65,6 +65,8 @@ class Case:
     is_plain: bool = False
     is_compiled: bool = False
     """Each block by `block.compile()`."""
+    is_fused: bool = False
+    """`use_fused_kernels=True`."""
     autocast: bool = True
     """Whether bf16 parameters compute under autocast; without, as `ElixirStrategy(autocast=False)` does."""
     num_steps: int = 12
@@ -73,6 +75,7 @@ class Case:
 _LLAMA = Case("llama-7b", 4, 2048, 40 * GIB)
 _GPT = Case("5b", 16, 1024, 40 * GIB)
 _MOE = Case("moe", 4, 2048, 32 * GIB)
+_LLAMA_3 = Case("llama-3-8b", 2, 2048, 40 * GIB)
 _TOY = Case("toy", 2, 32, 6 * 2**20)
 
 CASES = {
@@ -94,6 +97,7 @@ CASES = {
     "gpt_no_autocast": replace(_GPT, autocast=False),
     "toy": _TOY,
     "toy_clip": replace(_TOY, clip=1e6),
+    "toy_llama": replace(_TOY, model="toy-llama", gpu_limit=12 * 2**20),
     "toy_compiled": replace(_TOY, is_compiled=True),
     "toy_no_autocast": replace(_TOY, autocast=False),
 }
@@ -102,6 +106,15 @@ CASES |= {  # bf16 modules as they are: the fastest of plain PyTorch
     f"{name}_plain": replace(CASES[name], gpu_limit=None, is_plain=True, autocast=False)
     for name in ("llama", "llama_compiled", "llama_compiled_8", "gpt", "moe", "toy", "toy_compiled")
 }
+# The largest batch that trains, with logits of 128256 tokens and without: run until one says that it does not fit.
+_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)
+CASES |= {
+    f"llama_3_{limit}_b{batch}{suffix}": replace(_LLAMA_3, batch=batch, gpu_limit=limit * GIB, is_fused=bool(suffix))
+    for limit in (24, 40)
+    for batch in _BATCHES
+    for suffix in ("", "_fused")
+}
+CASES |= {f"{name}_fused": replace(CASES[name], is_fused=True) for name in ("llama", "llama_compiled", "toy_llama")}
 CASES["gpt_autocast_plain"] = replace(_GPT, gpu_limit=None, is_plain=True)
 SUITES = {
     "edges": [
@@ -114,7 +127,24 @@ SUITES = {
         *("llama_compiled_plain", "llama_compiled_whole", "llama_compiled"),
         *("llama_compiled_8_plain", "llama_compiled_8"),
     ],
+    "fused": ["llama", "llama_fused", "llama_compiled", "llama_compiled_fused"],
+    **{
+        f"fused_{limit}{suffix}": [f"llama_3_{limit}_b{batch}{suffix}" for batch in _BATCHES]
+        for limit in (24, 40)
+        for suffix in ("", "_fused")
+    },
     "autocast": ["gpt_plain", "gpt_autocast_plain", "gpt", "gpt_no_autocast"],
+}
+
+_LLAMA_SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8},
+    "toy-llama": {
+        "vocab_size": 4096,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
 }
 
 # ------------------------------------------------------------------------------------------- one case's process
@@ -145,6 +175,8 @@ def make_model(case: Case) -> nn.Module:
 
         options: dict[str, Any] = {}
         config: Any = transformers.LlamaConfig()
+        if case.model in _LLAMA_SHAPES:
+            config = transformers.LlamaConfig(**_LLAMA_SHAPES[case.model])
         if case.model == "moe":
             sizes: dict[str, Any] = {
                 "num_hidden_layers": 8,
@@ -327,7 +359,7 @@ def _gaps_s(events: list[dict[str, Any]]) -> list[float]:
 def run_case(case: Case, device: torch.device, host: HostMemory, traced: int | None) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     model = make_model(case)
-    vocab = 256 if case.model == "toy" else 30000
+    vocab = 256 if case.model.startswith("toy") else 30000
     shape = (case.batch, case.seq)
     batches = [torch.randint(0, vocab, shape) for _ in range(case.num_steps * case.accumulate)]
     before = host.now_bytes
@@ -357,7 +389,12 @@ def run_case(case: Case, device: torch.device, host: HostMemory, traced: int | N
 
 
 def _run_elixir(case: Case, model: nn.Module, batches: list[Tensor], seen: Seen) -> dict[str, Any]:
-    strategy = ElixirStrategy(gpu_memory_limit=case.gpu_limit, cpu_memory_limit=case.cpu_limit, autocast=case.autocast)
+    strategy = ElixirStrategy(
+        gpu_memory_limit=case.gpu_limit,
+        cpu_memory_limit=case.cpu_limit,
+        autocast=case.autocast,
+        use_fused_kernels=case.is_fused,
+    )
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="gpu" if seen.clock.device.type == "cuda" else "cpu",

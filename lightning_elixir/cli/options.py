@@ -150,6 +150,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="parameters or modules that stay in fp32 beside the default, such as '*.head'; none given: nothing stays;"
         " default: norms with running statistics, and routers",
     )
+    group.add_argument(
+        "--use-fused-kernels", action="store_true", help="with fused operators, as the strategy's option swaps them in"
+    )
     group.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     group.add_argument("--accumulate", type=_positive, default=1, metavar="N", help="micro-batches of a step")
     group.add_argument(

@@ -147,6 +147,7 @@ def study(options: argparse.Namespace) -> tuple[Subject, MemoryProfile]:
             precision.compute_dtype,
             autocast=precision.has_autocast,
             keep_fp32=options.keep_fp32,
+            use_fused_kernels=options.use_fused_kernels,
             master_weights=precision.is_mixed,
             around_operator=guess_values if subject.may_guess_values else None,
         )

@@ -17,6 +17,7 @@ _OPTIONS = {
     "nvme_bytes": "--nvme-memory",
     "chunk_size": "--chunk-size",
     "keep_fp32": "--keep-fp32",
+    "use_fused_kernels": "--use-fused-kernels",
     "placement_policy": "--policy",
     "world_size": "--gpus",
     "num_backwards": "--accumulate",

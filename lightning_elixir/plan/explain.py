@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_elixir.plan.describe import describe_disk, describe_placement, describe_updates
-from lightning_elixir.plan.types import Plan, StepTimes
+from lightning_elixir.plan.types import DTYPE_BYTES, Plan, StepTimes
 from lightning_elixir.plan.units import format_bytes, format_seconds
 
 _PARTS = (
@@ -19,11 +19,22 @@ _PARTS = (
 )
 
 
+def _largest_bytes(plan: Plan) -> int:
+    return max((c.numel * DTYPE_BYTES[c.dtype] for c in plan.chunks), default=0)
+
+
+def _blocks_text(plan: Plan) -> str:
+    """Parameters that are larger than a block have chunks of their own, which take several."""
+    if _largest_bytes(plan) <= plan.block_bytes:
+        return ""
+    return f", in blocks of {format_bytes(plan.block_bytes)}"
+
+
 def explain(plan: Plan) -> str:
     """The placement, what it is predicted to take and cost, what limits it, and what lost against it."""
     lines = [
         f"plan ({plan.policy}), {plan.world_size} rank{'s' * (plan.world_size > 1)}, {plan.compute_dtype}:"
-        f" {len(plan.chunks)} chunks of up to {format_bytes(plan.block_bytes)}",
+        f" {len(plan.chunks)} chunks of up to {format_bytes(_largest_bytes(plan))}{_blocks_text(plan)}",
         f"  {describe_placement(plan.chunks, plan.rcache_blocks, plan.prefetch_depth)}",
     ]
     updates = describe_updates(plan)

@@ -22,6 +22,8 @@ _AIMED_CHUNKS = 8
 _FEWEST_CHUNKS = 4
 _MOST_CANDIDATES = 6
 _PER_OCTAVE = 6
+_LEAST_REGULAR = 0.1
+"""Of the parameters, by elements, those that are no larger than a chunk."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,9 @@ def candidate_chunk_numels(
     min_chunk_bytes: int | None = None,
 ) -> tuple[int, ...]:
     """Chunk sizes worth simulating: the one with the least waste first, then the least wasteful of each octave of the
-    range. Where the range is not given, sizes below the largest parameter are among them (it takes several blocks).
+    range. Where the range is not given, sizes below the largest parameter are among them (it takes several blocks), but
+    none below nearly all of them: each would have a chunk of its own, as with a larger size, and a block, as large as
+    what norms and biases fill, would be a fraction of any.
 
     Args and errors as for `search_chunk_numel`.
     """
@@ -256,10 +260,17 @@ def candidate_chunk_numels(
             chunk_capacity(low + (min(low, high - low)) * i // _PER_OCTAVE, world_size) for i in range(_PER_OCTAVE)
         }
         best = min(sorted(octave), key=lambda numel: _packed_bytes(specs, numel, world_size))
-        if best not in sizes:
+        if best not in sizes and _is_filled(specs, best, world_size):
             sizes.append(best)
         low *= 2
     return tuple(sizes)
+
+
+def _is_filled(specs: Sequence[ParamSpec], chunk_numel: int, world_size: int) -> bool:
+    """Whether enough lies in chunks of that size, and not in larger ones of single parameters."""
+    capacity = chunk_capacity(chunk_numel, world_size)
+    regular = sum(s.numel for s in specs if s.numel <= capacity)
+    return regular >= _LEAST_REGULAR * sum(s.numel for s in specs)
 
 
 def _packed_bytes(specs: Sequence[ParamSpec], chunk_numel: int, world_size: int) -> int:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_elixir.core.compiled_modules import compiled_regions, run_copy_as_it_is
 from lightning_elixir.errors import PlanError
+from lightning_elixir.fused import FusedChoice, check_fused_choice, fuse_copy
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.cuda_paths import CudaPaths
 from lightning_elixir.profiling.kept_fp32 import KeepFp32, compute_in_fp32, kept_parameters
@@ -53,6 +54,7 @@ def profile_memory(
     autocast: bool = False,
     keep_fp32: KeepFp32 = None,
     master_weights: bool = True,
+    use_fused_kernels: FusedChoice = False,
     stand_ins: Sequence[tuple[object, object]] = (),
     around_operator: AroundOperator | None = None,
 ) -> MemoryProfile:
@@ -76,23 +78,31 @@ def profile_memory(
             `16-mixed` and `bf16-mixed` under this package; inputs are not cast then.
         keep_fp32: What stays in fp32 where `dtype` is a 16-bit one, as for `ElixirModule`.
         master_weights: Whether 16-bit parameters have an fp32 master; without, nothing stays in fp32 unasked.
+        use_fused_kernels: As for `ElixirModule`. What was swapped in the model already is counted in any case.
         stand_ins: (object, what the copy of the model has in its place), such as a trainer that the model knows.
         around_operator: Called for each operator of the step with the operator, its positional operands, and what runs
             it; gives its result.
 
     Raises:
         PlanError: `step_fn` or the factory fails without real values, `autocast` comes without a 16-bit dtype, or
-            `keep_fp32` names what the model has not got.
+            `keep_fp32` names what the model has not got, or no fused operator can be swapped in.
     """
     if autocast and (dtype is None or dtype.itemsize != 2):
         raise PlanError(f"autocast=True needs dtype=torch.float16 or torch.bfloat16, got {dtype}")
+    check_fused_choice(use_fused_kernels)
     # Plain tensors that a module holds outside its buffers come along as they are.
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # Copies of modules ask fake tensors for their address, to see whether there is one.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         memo = {id(one): stand_in for one, stand_in in stand_ins}
         model, compiled = _fake_model(
-            model_or_factory, dtype, keep_fp32, memo, has_autocast=autocast, has_master=master_weights
+            model_or_factory,
+            dtype,
+            keep_fp32,
+            memo,
+            has_autocast=autocast,
+            has_master=master_weights,
+            use_fused_kernels=use_fused_kernels,
         )
         input_dtype = dtype if dtype is not None and dtype.itemsize == 2 and not autocast else None
         fake_inp = tree_map_only(Tensor, lambda t: _fake_input(t, input_dtype), inp)
@@ -155,6 +165,7 @@ def _fake_model(
     *,
     has_autocast: bool,
     has_master: bool,
+    use_fused_kernels: FusedChoice,
 ) -> tuple[nn.Module, frozenset[str]]:
     """A copy of the model whose tensors are fake ones on the CPU, and names of the modules that are compiled in the
     model; none is in the copy. To be called under the fake mode.
@@ -193,6 +204,7 @@ def _fake_model(
     if dtype is not None and is_half and not has_autocast:
         compute_in_fp32(fake_model, kept, dtype, "cpu")
     run_copy_as_it_is(fake_model)
+    fuse_copy(fake_model, model, use_fused_kernels)
     entrances = {id(region.entrance) for region in compiled_regions(model)}
     return fake_model, frozenset(name for name, module in model.named_modules() if id(module) in entrances)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.fused import FusedChoice, check_fused_choice
 from lightning_elixir.optim.scaling import LossScaling
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware
 from lightning_elixir.plan.io import load_plan
@@ -81,13 +82,15 @@ class ElixirConfig(LossScaling):
     state_dict_type: StateDictType = field(default="full", compare=False)
     async_save: bool = field(default=False, compare=False)
     reduce_dtype: torch.dtype | str | None = None
-    use_fused_kernels: bool = False
+    use_fused_kernels: FusedChoice = False
     init_step: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for option in fields(self):
-            if isinstance(option.default, bool) and not isinstance(getattr(self, option.name), bool):
+            if option.name == "use_fused_kernels":
+                check_fused_choice(self.use_fused_kernels)
+            elif isinstance(option.default, bool) and not isinstance(getattr(self, option.name), bool):
                 raise PlanError(f"{option.name} must be True or False, got {getattr(self, option.name)!r}")
         self._check_policy()
         for name in _FRACTIONS:

@@ -19,6 +19,7 @@ from lightning_elixir.core.threads import ThreadPlan, thread_plan
 from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError
+from lightning_elixir.fused import fuse
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
@@ -157,25 +158,27 @@ class EngineStrategy(StrategyOptions):
         plugin.convert_module(module, run_together(self._comm, lambda: planner.kept_fp32(module)))
         planner.check_model(module, is_training=is_training)
         budget = planner.budget(host_bytes_of(module))
-        plan, is_final = planner.first_plan(module, budget, is_training=is_training)
-        skeleton, disk = skeleton_of(module), disk_options(config)
-        engine = ElixirModule(
-            module,
-            plan,
-            prefetch=config.prefetch,
-            dtype=plugin.compute_dtype,
-            use_fused_kernels=config.use_fused_kernels,
-            master_weights=plugin.is_mixed,
-            keep_fp32=config.keep_fp32 if plugin.compute_dtype is not None else None,
-            autocast=plugin.has_autocast,
-            force_outputs_fp32=config.force_outputs_fp32,
-            reduce_dtype=config.reduction_dtype,
-            pin_memory=config.pin_memory,
-            device=self.root_device,
-            nvme_offload_dir=disk.folder,
-            nvme_backend=disk.backend,
-            nvme_checksums=disk.has_checksums,
-        )
+        # Before the plan, which counts what they save
+        with run_together(self._comm, lambda: fuse(module, config.use_fused_kernels, self.root_device)):
+            plan, is_final = planner.first_plan(module, budget, is_training=is_training)
+            skeleton, disk = skeleton_of(module), disk_options(config)
+            engine = ElixirModule(
+                module,
+                plan,
+                prefetch=config.prefetch,
+                dtype=plugin.compute_dtype,
+                use_fused_kernels=config.use_fused_kernels,
+                master_weights=plugin.is_mixed,
+                keep_fp32=config.keep_fp32 if plugin.compute_dtype is not None else None,
+                autocast=plugin.has_autocast,
+                force_outputs_fp32=config.force_outputs_fp32,
+                reduce_dtype=config.reduction_dtype,
+                pin_memory=config.pin_memory,
+                device=self.root_device,
+                nvme_offload_dir=disk.folder,
+                nvme_backend=disk.backend,
+                nvme_checksums=disk.has_checksums,
+            )
         handle = EngineHandle(engine, self._build_options(), budget, skeleton, is_warm=is_final)
         handle.attach()
         return handle

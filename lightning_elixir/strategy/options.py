@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 
 from lightning_elixir._lightning import Accelerator, CheckpointIO, ClusterEnvironment, Precision
+from lightning_elixir.fused import FusedChoice
 from lightning_elixir.strategy.config import (
     ElixirConfig,
     HardwareOption,
@@ -56,7 +57,7 @@ class StrategyOptions(Processes):
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
         reduce_dtype: torch.dtype | str | None = None,
-        use_fused_kernels: bool = False,
+        use_fused_kernels: FusedChoice = False,
         init_step: bool = False,
         initial_scale: float = 2.0**16,
         min_scale: float = 0.0,
@@ -136,7 +137,11 @@ class StrategyOptions(Processes):
             async_save: sharded: go on with training when all is in the system's cache, while a thread waits until it is
                 on the disk. The next save, and the end of the run, wait for that and raise its errors.
             reduce_dtype: "float32", "bfloat16" or "float16": dtype in which gradients are reduced. Default: their own.
-            use_fused_kernels: Swap in fused operators where they exist; no number changes beyond their rounding.
+            use_fused_kernels: True: swap fused operators in for the model's own: the loss of transformers' language
+                models with their last layer, so that logits are never all in memory, RMS norms, gated MLPs (SwiGLU,
+                GeGLU), and, with kernels, rotary embeddings. By the kernels of `liger-kernel` where that is installed,
+                on a GPU; by torch's operators elsewhere. No number changes beyond rounding. The log has a table.
+                "auto": where there are any; with True a model that has none is an error.
             init_step: Allocate optimizer states and staging memory at setup instead of in the first step.
             initial_scale: Loss scale at the start (fp16 mixed precision).
             min_scale: Smallest loss scale.

@@ -122,7 +122,7 @@ def _module(rng: random.Random, program: Program) -> dict[str, Any]:
     if rng.random() < 0.15:
         options["pin_memory"] = False
     if rng.random() < 0.1:
-        options["use_fused_kernels"] = True
+        options["use_fused_kernels"] = "auto"
     if rng.random() < 0.2:
         options["init_step"] = True
     if rng.random() < 0.1:  # it says nothing in fp32

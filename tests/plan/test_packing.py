@@ -277,3 +277,27 @@ def test_candidates_may_be_smaller_than_a_parameter_unless_a_range_is_given() ->
     assert all(8 * MIB <= 4 * size <= 32 * MIB + 4 * ALIGN_NUMEL for size in others)
     with pytest.raises(PlanError, match="chunk_search_range must be at least 0"):
         candidate_chunk_numels(specs, 1, search_range_bytes=-1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_candidates_are_not_below_nearly_all_parameters(world_size: int) -> None:
+    """The shape of OPT-30B without biases: chunks of 32 MiB would hold positions and norms, and give every matrix a
+    chunk of its own, as larger ones do, with blocks of which a matrix takes dozens."""
+    width = 7168
+    names = ("q", "k", "v", "out")
+    layers = [
+        part
+        for i in range(48)
+        for part in (
+            *(spec(f"{i}.{name}", width * width, dtype="bfloat16") for name in names),
+            *(spec(f"{i}.{name}", 4 * width * width, dtype="bfloat16") for name in ("up", "down")),
+            spec(f"{i}.norm", 2 * width, dtype="bfloat16"),
+        )
+    ]
+    ends = [spec(name, 50304 * width, dtype="bfloat16") for name in ("tokens", "head")]
+    specs = [ends[0], spec("positions", 1024 * width, dtype="bfloat16"), *layers, ends[1]]
+    sizes = candidate_chunk_numels(specs, world_size, compute_dtype="bfloat16")
+    assert len(sizes) > 3
+    assert min(sizes) >= width * width
+    blocks = [regular_block_bytes(pack(specs, size, world_size), size, world_size) for size in sizes]
+    assert min(blocks) >= 2 * width * width

@@ -44,7 +44,7 @@ def test_optimizers(optimizer: str) -> None:
         full({"placement_policy": "static", "offload_optim_frac": 1.0}),
         {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "prefetch": False},
         {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "enable_distributed_storage": False},
-        {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "use_fused_kernels": True, "init_step": True},
+        {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "use_fused_kernels": "auto", "init_step": True},
         {"placement_policy": "cpu", "pin_memory": False, "reduce_dtype": "float32"},
     ],
 )

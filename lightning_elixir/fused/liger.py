@@ -1,0 +1,79 @@
+"""The kernels of the `liger-kernel` package, where it is installed and a tensor is where Triton runs.
+
+Only its operators are used. What it does to models (it replaces classes and functions of transformers for the whole
+process) is not: `swapping` does that, for one model.
+
+Some of its operators write their results over operands that autograd has saved. Those are called here in a way that
+leaves operands alone wherever somebody could still read them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Operators of `liger-kernel`."""
+
+    linear_cross_entropy: Any
+    rms_norm: Any
+    silu_forward: Any
+    silu_backward: Any
+    gelu_forward: Any
+    gelu_backward: Any
+    rope: Any
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """None where the package is not installed, or is of a version without them."""
+    try:
+        ops = "liger_kernel.ops."
+        loss, norm, silu, gelu, rope = (
+            importlib.import_module(ops + name)
+            for name in ("fused_linear_cross_entropy", "rms_norm", "swiglu", "geglu", "rope")
+        )
+        return Kernels(
+            loss.fused_linear_cross_entropy_forward,
+            norm.LigerRMSNormFunction,
+            silu.swiglu_forward,
+            silu.swiglu_backward,
+            gelu.geglu_forward,
+            gelu.geglu_backward,
+            rope.LigerRopeFunction,
+        )
+    except (ImportError, AttributeError) as error:
+        log.debug("no kernels of liger-kernel", exc_info=error)
+        return None
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether its kernels run there."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels as Python, on any device
+    return (device.type == "cuda" or is_interpreted) and kernels() is not None
+
+
+def kernels_for(*operands: Tensor) -> Kernels | None:
+    """The kernels for these operands; None: use torch's operators. They take one device and one dtype."""
+    first = operands[0]
+    if isinstance(first, FakeTensor) or any(t.dtype is not first.dtype for t in operands):
+        return None
+    return kernels() if runs_on(first.device) else None
+
+
+def is_graph_kept() -> bool:
+    """Whether the backward that runs may come once more over what autograd has saved."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else bool(ask())

@@ -1,0 +1,153 @@
+"""Norms and gated products that keep less for backward than the operators they are written in, on any device, and run
+as one kernel where `liger` has one. What autograd keeps is the same with both, so that the profiler, whose tensors are
+on no device, counts what a GPU would keep.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_elixir.fused import liger
+
+NormKind = Literal["llama", "gemma"]
+"""How the formula goes in 16 bits. llama: the normalised value is rounded, then multiplied by the weight. gemma: all in
+fp32, times one plus the weight, then rounded."""
+Gate = Literal["silu", "gelu_tanh"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+    """`x / rms(x)` over the last dimension, times the weight.
+
+    Args:
+        x: `[..., width]`, floating.
+        weight: `[width]`.
+        eps: Added to the mean square.
+        kind: The order of rounding.
+    """
+    kernels = liger.kernels_for(x, weight)
+    if kernels is not None and x.dtype is not torch.float64:
+        offset = 1.0 if kind == "gemma" else 0.0
+        # Not in place: the gradient that comes may be that of a residual branch as well.
+        output: Tensor = kernels.rms_norm.apply(x, weight, eps, offset, kind, False, None)
+        return output
+    return rms_norm_by_torch(x, weight, eps, kind)
+
+
+def rms_norm_by_torch(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+    """The same on any device."""
+    output: Tensor = _RMSNorm.apply(x, weight, eps, kind)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps `x` and one fp32 number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.kind = kind
+        normal = wide * scale
+        if kind == "gemma":
+            return (normal * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+        return weight * normal.to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, scale = ctx.saved_tensors
+        normal = x.to(scale.dtype) * scale
+        of_x = of_weight = None
+        if ctx.needs_input_grad[1]:
+            factor = normal if ctx.kind == "gemma" else normal.to(x.dtype)
+            product = grad.to(torch.promote_types(grad.dtype, weight.dtype)) * factor
+            of_weight = product.reshape(-1, weight.numel()).sum(0, dtype=scale.dtype).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            factor = weight.to(scale.dtype) + 1.0 if ctx.kind == "gemma" else weight
+            of_normal = (grad.to(factor.dtype) * factor).to(scale.dtype)
+            shared = (of_normal * normal).mean(-1, keepdim=True)
+            of_x = ((of_normal - normal * shared) * scale).to(x.dtype)
+        return of_x, of_weight, None, None
+
+
+def gated_product(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
+    """`act(gate) * up`, element by element.
+
+    Args:
+        gate: Any shape, floating.
+        up: Of the same shape.
+        kind: The activation.
+    """
+    product: Tensor = _GatedProduct.apply(gate, up, kind)  # type: ignore[no-untyped-call]
+    return product
+
+
+def activation(x: Tensor, kind: Gate) -> Tensor:
+    """The activation by itself."""
+    return F.silu(x) if kind == "silu" else F.gelu(x, approximate="tanh")
+
+
+class _GatedProduct(torch.autograd.Function):
+    """Keeps its two operands; the activation is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
+        ctx.kind = kind
+        kernels = liger.kernels_for(gate, up) if gate.dtype is not torch.float64 else None
+        ctx.kernels = kernels
+        if kernels is None:
+            ctx.save_for_backward(gate, up)
+            return activation(gate, kind) * up
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        forward = kernels.silu_forward if kind == "silu" else kernels.gelu_forward
+        product: Tensor = forward(gate, up)[2]
+        return product
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        gate, up = ctx.saved_tensors
+        if ctx.kernels is not None:
+            if liger.is_graph_kept():  # the kernel writes over its operands
+                gate, up = gate.clone(), up.clone()
+            backward = ctx.kernels.silu_backward if ctx.kind == "silu" else ctx.kernels.gelu_backward
+            of_gate, of_up = backward(gate, up, grad.contiguous())
+            return of_gate, of_up, None
+        aten = torch.ops.aten
+        of_gate = of_up = None
+        if ctx.needs_input_grad[0]:
+            of_act = grad * up
+            is_silu = ctx.kind == "silu"
+            of_gate = (
+                aten.silu_backward(of_act, gate) if is_silu else aten.gelu_backward(of_act, gate, approximate="tanh")
+            )
+        if ctx.needs_input_grad[1]:
+            of_up = grad * activation(gate, ctx.kind)
+        return of_gate, of_up, None
+
+
+def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Queries and keys turned by their positions, the two halves of a head being the parts of a complex number.
+
+    Args:
+        query: `[batch, heads, length, width]`.
+        key: The same, with as many heads or fewer.
+        cos: `[batch or 1, length, width]`.
+        sin: The same.
+
+    Returns:
+        None where there is no kernel for these operands.
+    """
+    kernels = liger.kernels_for(query, key, cos, sin)
+    is_usual = query.dim() == key.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape
+    if kernels is None or not is_usual or cos.shape[-1] != query.shape[-1] or query.shape[-1] % 2:
+        return None
+    # The kernel writes over its operands, which others may have kept.
+    turned: tuple[Tensor, Tensor] = kernels.rope.apply(query.clone(), key.clone(), cos, sin)
+    return turned

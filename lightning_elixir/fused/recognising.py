@@ -1,0 +1,126 @@
+"""Which formula a module computes: told by running its own code on a few random numbers, not by its name.
+
+So modules of any library are known, and one that only looks alike is left alone. What runs is the forward of the class
+over small parameters of its own: the module's parameters, which may be anywhere, and the random state stay untouched.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir.fused.operators import Gate, NormKind, activation, rms_norm_by_torch
+
+_EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_epsilon")
+_GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def norm_formula(module: nn.Module) -> tuple[NormKind, float] | None:
+    """Of an RMS norm: how it rounds, and its epsilon. None: it is none. Torch's own has a kernel already."""
+    weight = module._parameters.get("weight")
+    if "RMSNorm" not in type(module).__name__ and "T5LayerNorm" not in type(module).__name__:
+        return None
+    if isinstance(module, nn.RMSNorm) or set(module._parameters) != {"weight"} or weight is None or weight.dim() != 1:
+        return None
+    eps = next((vars(module)[name] for name in _EPS if isinstance(vars(module).get(name), float)), None)
+    if eps is None or module._buffers or module._modules:
+        return None
+    found = [kind for kind in get_args(NormKind) if _is_norm(module, kind, eps)]
+    return (found[0], eps) if found else None
+
+
+def _is_norm(module: nn.Module, kind: NormKind, eps: float) -> bool:
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight = _numbers(3, module._parameters["weight"].numel(), dtype=dtype)  # type: ignore[union-attr]
+        probe = _twin(module, parameters={"weight": nn.Parameter(weight[0], requires_grad=False)})
+        with torch.no_grad():
+            try:
+                theirs = type(module).forward(probe, x)
+            except Exception:  # whatever it needs: it is not this formula
+                return False
+            ours = rms_norm_by_torch(x, weight[0], eps, kind)
+        if not _is_same(theirs, ours, 1e-5 if dtype is torch.float32 else 4e-3):
+            return False
+    return True
+
+
+def gate_of(module: nn.Module) -> Gate | None:
+    """The activation of `down_proj(act_fn(gate_proj(x)) * up_proj(x))`; None: the module is something else."""
+    if set(module._modules) != _GATED or module._parameters or module._buffers:
+        return None
+    act = module._modules["act_fn"]
+    if act is None or list(act.parameters()) or any(vars(act).get(name) for name in _HOOKS):
+        return None
+    line = torch.linspace(-6, 6, 101)
+    with torch.no_grad():
+        try:
+            values = act(line)
+        except Exception:  # it takes something else
+            return None
+    kind = next((kind for kind in get_args(Gate) if _is_same(values, activation(line, kind), 1e-6)), None)
+    if kind is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    parts = {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}
+    layers: dict[str, Any] = {}
+    for name, (width, height) in parts.items():
+        layer = nn.Linear(width, height, bias=False, device="meta").to_empty(device="cpu")
+        layer.weight = nn.Parameter(torch.randn(height, width, generator=generator), requires_grad=False)
+        layers[name] = layer
+    probe = _twin(module, modules={**layers, "act_fn": act})
+    x = torch.randn(2, 3, 4, generator=generator)
+    with torch.no_grad():
+        try:
+            theirs = type(module).forward(probe, x)
+        except Exception:
+            return None
+        ours = layers["down_proj"](activation(layers["gate_proj"](x), kind) * layers["up_proj"](x))
+    return kind if _is_same(theirs, ours, 1e-5) else None
+
+
+def is_rope(function: Any) -> bool:
+    """Whether it turns queries and keys as `operators.rope` does, given (query, key, cos, sin)."""
+    query, key = (t[:, : t.shape[1] - i] for i, t in enumerate(_numbers(1, 2, 3, 8)))
+    angle = _numbers(1, 3, 4)[0]
+    cos, sin = (torch.cat((f(angle), f(angle)), -1) for f in (torch.cos, torch.sin))
+    try:
+        theirs = function(query, key, cos, sin)
+    except Exception:
+        return False
+    ours = tuple(_turned(t, cos.unsqueeze(1), sin.unsqueeze(1)) for t in (query, key))
+    is_pair = isinstance(theirs, tuple) and len(theirs) == 2
+    return is_pair and all(_is_same(a, b, 1e-5) for a, b in zip(theirs, ours, strict=True))
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, *shape, generator=generator).to(dtype)
+    return first, second
+
+
+def _twin(
+    module: nn.Module, parameters: dict[str, Any] | None = None, modules: dict[str, Any] | None = None
+) -> nn.Module:
+    """A module of the same class and attributes, with other parameters and parts, and without hooks."""
+    twin: nn.Module = object.__new__(type(module))
+    twin.__dict__.update(vars(module))
+    twin.__dict__.pop("forward", None)
+    twin.__dict__.update({name: OrderedDict() for name in _HOOKS})
+    twin.__dict__["_parameters"] = parameters or {}
+    twin.__dict__["_modules"] = modules or {}
+    return twin
+
+
+def _is_same(theirs: Any, ours: Tensor, tolerance: float) -> bool:
+    if not isinstance(theirs, Tensor) or theirs.dtype is not ours.dtype or theirs.shape != ours.shape:
+        return False
+    return torch.allclose(theirs.float(), ours.float(), rtol=tolerance, atol=tolerance)

@@ -1,0 +1,212 @@
+"""What is swapped in a model, what is left, and that it is undone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.fused import fuse
+from lightning_elixir.fused.heads import Logits
+from tests.helpers.fused import FAMILIES, fused_beside_plain, gradients, make_batch, make_lm
+from tests.helpers.tiers import crossed
+
+CPU = torch.device("cpu")
+COUNTS = {
+    "llama": {"RMS norm": 5, "gated product": 2, "linear cross-entropy": 1},
+    "llama_tied": {"RMS norm": 5, "gated product": 2, "linear cross-entropy": 1},
+    "qwen3": {"RMS norm": 9, "gated product": 2, "linear cross-entropy": 1},
+    "gemma": {"RMS norm": 5, "gated product": 2, "linear cross-entropy": 1},
+    "gpt2": {"linear cross-entropy": 1},
+}
+
+
+@crossed(family=FAMILIES, precision=["fp32", "bf16", "autocast"])
+def test_gradients_are_no_further_from_the_truth_than_plain(family: str, precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    fused, plain = fused_beside_plain(family, dtype, autocast=torch.bfloat16 if precision == "autocast" else None)
+    assert fused <= 1.5 * plain  # of a few tensors the largest error: a matter of luck within rounding
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_table_and_undo(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_lm(family)
+    plain = gradients(copy.deepcopy(model), make_batch(0))
+    with caplog.at_level(logging.INFO, "lightning_elixir"):
+        swapped = fuse(model, True, CPU)
+    assert {operator: count for (operator, _), count in swapped.counts.items()} == COUNTS[family]
+    assert "do not run on the CPU" in caplog.text
+    assert type(model).__name__ in caplog.text
+    classes = {type(m) for m in model.modules()}
+    other = make_lm(family)
+    assert all("forward" not in vars(m) for m in other.modules())  # no class was touched
+    swapped.undo()
+    swapped.undo()
+    assert all("forward" not in vars(m) for m in model.modules())
+    assert classes == {type(m) for m in other.modules()}
+    undone = gradients(model, make_batch(0))
+    assert all(torch.equal(undone[name], plain[name]) for name in plain)
+
+
+def test_a_second_call_takes_over_what_is_swapped() -> None:
+    model = make_lm()
+    fuse(model, True, CPU)
+    fuse(model, True, CPU).undo()
+    assert all("forward" not in vars(m) for m in model.modules())
+    assert "_loss_function" not in vars(model)
+
+
+def test_copies_run_their_own_parts() -> None:
+    model = make_lm()
+    fuse(model, True, CPU)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    plain = make_lm()
+    ours, theirs = gradients(copied, make_batch(0)), gradients(plain, make_batch(0))
+    assert ours["loss"] == pytest.approx(theirs["loss"].item(), rel=1e-5)
+    pickle.dumps(model.state_dict())
+
+
+class TestLogits:
+    def outputs(self, is_training: bool = True) -> tuple[Any, Any, Any]:
+        model = make_lm().train(is_training)
+        plain = copy.deepcopy(model)
+        fuse(model, True, CPU)
+        batch = make_batch(0)
+        return model, model(**batch), plain(**batch)
+
+    def test_are_computed_when_somebody_looks(self) -> None:
+        _, ours, theirs = self.outputs()
+        assert isinstance(ours.logits, Logits)
+        assert ours.logits.is_put_off
+        assert torch.equal(ours.logits.argmax(-1), theirs.logits.argmax(-1))
+        assert torch.equal(ours.logits[..., :-1, :], theirs.logits[..., :-1, :])
+        assert torch.equal(torch.softmax(ours.logits, -1), torch.softmax(theirs.logits, -1))
+        assert torch.equal(2 * ours.logits - theirs.logits, theirs.logits)
+        assert torch.equal(copy.deepcopy(ours.logits), theirs.logits)
+        assert ours.logits.shape == theirs.logits.shape
+
+    def test_have_gradients(self) -> None:
+        model, ours, _ = self.outputs()
+        (ours.loss + ours.logits.square().mean()).backward()
+        plain = make_lm()
+        out = plain(**make_batch(0))
+        (out.loss + out.logits.square().mean()).backward()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+    def test_of_evaluation_and_of_a_forward_without_labels(self) -> None:
+        model, _, _ = self.outputs()
+        with torch.no_grad():
+            loss = model.eval()(**make_batch(0)).loss
+            logits = model(input_ids=make_batch(0)["input_ids"]).logits
+        assert not loss.requires_grad
+        assert type(logits) is Tensor
+        assert model.generate(make_batch(0)["input_ids"][:1, :4], max_new_tokens=2, do_sample=False).shape == (1, 6)
+
+    @pytest.mark.parametrize("options", [{"num_items_in_batch": 77}, {"num_items_in_batch": torch.tensor(77)}])
+    def test_other_arguments_of_the_loss(self, options: dict[str, Any]) -> None:
+        model, _, _ = self.outputs()
+        batch = make_batch(0)
+        batch["labels"] = batch["input_ids"].clone()
+        shift = torch.roll(batch["labels"], -1, 1)
+        for more in (options, {**options, "shift_labels": shift}, {"shift_labels": shift}, {"ignore_index": 5}):
+            ours, theirs = model(**batch, **more).loss, make_lm()(**batch, **more).loss
+            torch.testing.assert_close(ours, theirs)
+
+    def test_of_a_model_that_looks_at_them(self, caplog: pytest.LogCaptureFixture) -> None:
+        import transformers as hf
+
+        class Halved(hf.LlamaForCausalLM):
+            def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+                logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state) / 2
+                return hf.modeling_outputs.CausalLMOutput(loss=self.loss_function(logits, labels, logits.shape[-1]))
+
+        torch.manual_seed(0)
+        model = Halved(make_lm().config)
+        expected = gradients(copy.deepcopy(model), make_batch(0))
+        fuse(model, True, CPU)
+        with caplog.at_level(logging.INFO, "lightning_elixir"):
+            ours = gradients(model, make_batch(0))
+        assert "looks at its logits" in caplog.text
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+class Own(nn.Module):
+    """Nothing that is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.RMSNorm(4)
+
+
+class OtherRMSNorm(nn.Module):
+    """Called like one, computes another thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / (x.norm() + self.eps)
+
+
+def test_nothing_to_swap(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Own(), OtherRMSNorm())
+    with pytest.raises(PlanError, match="nothing can be swapped in Sequential .*linear_cross_entropy"):
+        fuse(model, True, CPU)
+    with caplog.at_level(logging.INFO, "lightning_elixir"):
+        assert not fuse(model, "auto", CPU).counts
+    assert "stays as it is" in caplog.text
+    assert not fuse(make_lm(), False, CPU).counts
+    with pytest.raises(PlanError, match="must be True, False or 'auto'"):
+        fuse(model, "yes", CPU)  # type: ignore[arg-type]
+
+
+def test_what_is_left_and_why() -> None:
+    import transformers as hf
+
+    def reasons(model: nn.Module) -> str:
+        return "; ".join(fuse(model, "auto", CPU).left)
+
+    hooked = make_lm()
+    hooked.lm_head.register_forward_hook(lambda *_: None)
+    assert "has hooks" in reasons(hooked)
+    given = make_lm()
+    given.loss_function = lambda *_, **__: torch.zeros(())
+    assert "loss_function of its own" in reasons(given)
+    wrapped = make_lm()
+    wrapped.lm_head = nn.Sequential(wrapped.lm_head)
+    assert "is a Sequential" in reasons(wrapped)
+    config = hf.Gemma2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8
+    )
+    assert "scaled (final_logit_softcapping)" in reasons(hf.Gemma2ForCausalLM(config))
+    compiled = make_lm()
+    for layer in compiled.model.layers:
+        layer.compile(backend="eager")
+    swapped = fuse(compiled, True, CPU)
+    assert swapped.counts == {("RMS norm", "LlamaRMSNorm"): 1, ("linear cross-entropy", "LlamaForCausalLM"): 1}
+    assert "torch.compile fuses" in swapped.left[0]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_blocks_that_are_compiled_later_run_their_own_code() -> None:
+    torch._dynamo.reset()
+    model = make_lm()
+    expected = gradients(copy.deepcopy(model), make_batch(0))
+    fuse(model, True, CPU)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradients(model, make_batch(0)), expected, rtol=1e-4, atol=1e-6)
+    torch._dynamo.reset()
