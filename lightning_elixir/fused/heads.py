@@ -36,7 +36,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
-def is_language_model(module: nn.Module) -> bool:
+def is_language_model(module: Any) -> bool:
     """Whether transformers made it, with a last layer and a loss over the tokens of a vocabulary."""
     if not (hasattr(module, "get_output_embeddings") and hasattr(module, "loss_type")):
         return False
@@ -142,7 +142,7 @@ class _Loss:
 class Logits:
     """Stands for the outputs of a linear layer, and computes them when somebody looks. See [Note: logits on demand]."""
 
-    def __init__(self, layer: nn.Module, hidden: Tensor) -> None:
+    def __init__(self, layer: Any, hidden: Tensor) -> None:
         self._layer = layer
         self._hidden = hidden
         self._value: Tensor | None = None

@@ -51,7 +51,7 @@ def linear_cross_entropy(
     """
     operands = (hidden, weight, bias)
     if has_torch_function(operands):  # parameters that are not on the device come there by this
-        options = {"ignore_index": ignore_index, "reduction": reduction}
+        options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
         result: Tensor = handle_torch_function(linear_cross_entropy, operands, hidden, weight, targets, bias, **options)
         return result
     if reduction not in ("mean", "sum"):
@@ -61,10 +61,10 @@ def linear_cross_entropy(
         raise ValueError(f"hidden [..., width], weight [classes, width] and targets [...] are of shapes {shapes}")
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = (t if t is None else t.to(dtype) for t in (hidden, weight, bias))
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    options = ignore_index, torch.is_grad_enabled()
-    total: Tensor = _LossSum.apply(rows, weight, targets.reshape(-1), bias, *options)  # type: ignore[no-untyped-call]
+    more = ignore_index, torch.is_grad_enabled()
+    total: Tensor = _LossSum.apply(rows, weight, targets.reshape(-1), bias, *more)  # type: ignore[no-untyped-call]
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
 
@@ -95,7 +95,7 @@ class _LossSum(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads = [
             None if saved is None else _scaled(saved, grad, dtype)

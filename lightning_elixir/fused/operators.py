@@ -58,7 +58,7 @@ class _RMSNorm(torch.autograd.Function):
         return weight * normal.to(x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
         normal = x.to(scale.dtype) * scale
@@ -110,7 +110,7 @@ class _GatedProduct(torch.autograd.Function):
         return product
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         gate, up = ctx.saved_tensors
         if ctx.kernels is not None:
