@@ -71,9 +71,3 @@ def kernels_for(*operands: Tensor) -> Kernels | None:
     if isinstance(first, FakeTensor) or any(t.dtype is not first.dtype for t in operands):
         return None
     return kernels() if runs_on(first.device) else None
-
-
-def is_graph_kept() -> bool:
-    """Whether the backward that runs may come once more over what autograd has saved."""
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if ask is None else bool(ask())

@@ -114,10 +114,9 @@ class _GatedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         gate, up = ctx.saved_tensors
         if ctx.kernels is not None:
-            if liger.is_graph_kept():  # the kernel writes over its operands
-                gate, up = gate.clone(), up.clone()
             backward = ctx.kernels.silu_backward if ctx.kind == "silu" else ctx.kernels.gelu_backward
-            of_gate, of_up = backward(gate, up, grad.contiguous())
+            # The kernel writes over its operands, which users may have kept, or a second backward may need.
+            of_gate, of_up = backward(gate.clone(), up.clone(), grad.contiguous())
             return of_gate, of_up, None
         aten = torch.ops.aten
         of_gate = of_up = None
