@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -98,9 +98,8 @@ class ContextTensors:
             return value
         if isinstance(value, PackedTensor):
             return self._saved.unpacked(value)
-        tensor: Tensor = value
         with torch._C.DisableTorchFunctionSubclass():
-            packed = self._saved.packed(tensor)
+            packed = self._saved.packed(cast(Tensor, value))
         return value if packed is None else packed
 
 
