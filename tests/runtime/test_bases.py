@@ -16,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
+from lightning_elixir.profiling.ignored import ignored_parameters
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
+from tests.helpers.tiers import crossed
 
 WIDTH = 32
 DTYPES = {
@@ -139,6 +141,7 @@ IGNORED: dict[str, Any] = {
     "a class": nn.ModuleList,
     "tied": "tied.weight",
     "a predicate": [lambda name, module: isinstance(module, nn.Linear)],
+    "both": ["head", "blocks.?.base"],
     "everything": "*",
 }
 
@@ -181,10 +184,9 @@ def on_ranks(ignored: Any, options: dict[str, Any]) -> None:
     assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("ignored", [None, ["head", "blocks.?.base"]], ids=["nothing", "some"])
-@pytest.mark.parametrize("is_distributed", [True, False])
-def test_on_two_ranks(ignored: Any, is_distributed: bool) -> None:
-    run_ranks(on_ranks, 2, ignored, {"enable_distributed_storage": is_distributed})
+@crossed(what=["nothing", "both"], is_distributed=[True, False])
+def test_on_two_ranks(what: str, is_distributed: bool) -> None:
+    run_ranks(on_ranks, 2, IGNORED[what], {"enable_distributed_storage": is_distributed})
 
 
 def test_a_state_dict_goes_back_in() -> None:
@@ -220,8 +222,6 @@ def test_what_is_ignored_is_counted() -> None:
     model = Model()
     limit = 100_000
     without = make_plan(model, placement_policy="auto", gpu_bytes=limit)
-    from lightning_elixir.profiling.ignored import ignored_parameters
-
     ignored = ignored_parameters(model, "head")
     plan = make_plan(model, placement_policy="auto", gpu_bytes=limit, ignored=ignored)
     beside = int(plan.notes["ignored_bytes"])

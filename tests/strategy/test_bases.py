@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed
 from tests.strategy.models import CHUNK, TIGHT, WIDTH, Net, assert_same_as_plain, assert_same_run, fit, make_data
 
 TIGHT = {**TIGHT, "gpu_memory_limit": "140KiB"}
@@ -39,8 +40,7 @@ IGNORED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("what", IGNORED)
-@pytest.mark.parametrize("placement", ["tight", "auto"])
+@crossed(what=IGNORED, placement=["tight", "auto"])
 def test_as_plain_lightning(what: str, placement: str) -> None:
     tight = {**TIGHT, "gpu_memory_limit": "220KiB"}  # where nothing is ignored, all would fit that
     elixir = {**((tight if what == "trained" else TIGHT) if placement == "tight" else CHUNK), "ignored": IGNORED[what]}

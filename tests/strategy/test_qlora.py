@@ -12,6 +12,7 @@ from lightning_elixir._lightning import pl
 from lightning_elixir.errors import PlanError
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed
 from tests.strategy.models import make_trainer
 
 pytest.importorskip("peft")
@@ -119,9 +120,7 @@ def assert_same(actual: tuple[QLoRA, Any], expected: tuple[QLoRA, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("kind", ["4bit", "int8"])
+@crossed(placement=PLACEMENTS, kind=["4bit", "int8"], is_checkpointed=[False, True], together=1)
 def test_as_plain_peft(kind: str, placement: str, is_checkpointed: bool) -> None:
     strategy = ElixirStrategy(**PLACEMENTS[placement])
     actual = trained(strategy, kind, is_checkpointed)
@@ -141,6 +140,7 @@ def on_ranks(kind: str) -> None:
     assert actual[0].losses == pytest.approx(plain[0].losses, rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_on_two_ranks() -> None:
     run_ranks(on_ranks, 2, "4bit", init_group=False)
