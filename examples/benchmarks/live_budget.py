@@ -152,7 +152,9 @@ def main() -> None:
     for call in found["calls"]:
         moved = call["free_after"] - call["free_before"]
         words = "all again" if call["limit"] is None else format_bytes(call["limit"])
-        sys.stdout.write(f"rank {rank}, {words}: {call['seconds']:.2f} s, free memory changed by {moved / GIB:.2f} GiB\n")
+        sys.stdout.write(
+            f"rank {rank}, {words}: {call['seconds']:.2f} s, free memory changed by {moved / GIB:.2f} GiB\n"
+        )
     sys.stdout.write(f"rank {rank}, the losses of a training that is never moved: {found['is_same']}\n")
     if arguments.out is not None and rank == 0:
         about = {"version": __version__, "torch": torch.__version__, "host": platform.platform()}
