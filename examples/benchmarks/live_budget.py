@@ -86,7 +86,7 @@ class Training:
         self.optimizer.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
+        return float(loss)
 
     def limit(self, gpu: int | None) -> dict[str, Any]:
         before = self.free()
