@@ -18,6 +18,7 @@ from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.fused import FusedChoice
 from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.ignored import ignored_bytes
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.memory import Budget, host_share
 from lightning_elixir.plan.packing import DEFAULT_N_GRIDS, ChunkSizes, PackedChunk, packed_chunks
@@ -30,9 +31,10 @@ from lightning_elixir.plan.problem import DEFAULT_PREFETCH_DEPTH, PlacementReque
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import Timeline, scheme_of, simulate_step
-from lightning_elixir.plan.types import ALIGN_NUMEL, ParamSpec, Plan, UpdateTiming
+from lightning_elixir.plan.types import ALIGN_NUMEL, TRAINED_DTYPES, IgnoredParam, ParamSpec, Plan, UpdateTiming
 from lightning_elixir.plan.units import option_bytes
 from lightning_elixir.profiling.fake_step import StepFn, profile_memory
+from lightning_elixir.profiling.ignored import Ignored, ignored_parameters
 from lightning_elixir.profiling.kept_fp32 import KeepFp32, kept_parameters
 from lightning_elixir.profiling.measured_hardware import profile_hardware
 from lightning_elixir.profiling.parameters import dtype_name, module_accesses, norm_parameters, param_specs
@@ -49,6 +51,7 @@ __all__ = [
     "norm_parameters",
     "optimal_search",
     "param_specs",
+    "place_anew",
     "simple_search",
     "timeline_of",
 ]
@@ -70,6 +73,7 @@ def make_plan(
     world_size: int = 1,
     compute_dtype: torch.dtype | None = None,
     keep_fp32: Collection[str] = (),
+    ignored: Collection[IgnoredParam] | None = None,
     profile: MemoryProfile | StepProfile | None = None,
     hardware: HardwareSpec | None = None,
     layout: Plan | None = None,
@@ -86,6 +90,8 @@ def make_plan(
         world_size: Ranks that share a chunk.
         compute_dtype: Dtype of forward and backward; None: each parameter keeps its own.
         keep_fp32: Names of parameters that are computed with in fp32 all the same; with a `layout`, as that has it.
+        ignored: Parameters that are left out of chunks, from `ignored_parameters`; None: frozen ones that no chunk can
+            hold. With a `layout`, as that has it.
         profile: What a step does: from `profile_memory`, or, with `layout`, measured over its chunks.
         hardware: Measured figures to predict times with; None: `HardwareSpec.nominal()`.
         layout: A plan of the same model whose chunks are kept and only placed anew; `chunk_sizes` is not used.
@@ -99,7 +105,12 @@ def make_plan(
     """
     if isinstance(profile, StepProfile) and layout is None:
         raise PlanError("a profile over chunks needs the layout that it was measured with")
-    specs = param_specs(model, compute_dtype, keep_fp32 if layout is None else kept_in(layout))
+    if layout is not None:
+        left_out = layout.ignored
+    else:
+        left_out = ignored_parameters(model, None) if ignored is None else tuple(ignored)
+    names = [p.fqn for p in left_out]
+    specs = param_specs(model, compute_dtype, keep_fp32 if layout is None else kept_in(layout), names)
     main_dtype = _main_dtype(specs, compute_dtype)
     problem = Problem(
         request=replace(request, accesses=module_accesses(model)),
@@ -112,17 +123,42 @@ def make_plan(
     problem.check()
     if layout is not None:
         packed = _packed_layout(layout, specs, world_size)
-        return _decided([Layout(packed, layout.block_bytes, main_dtype)], problem, profile)
+        return _decided([Layout(packed, layout.block_bytes, main_dtype)], problem, profile, left_out)
 
     def of_sizes(numels: Sequence[int]) -> Plan:
         layouts = [Layout.of(specs, numel, world_size, main_dtype) for numel in numels]
-        return _decided(layouts, problem, profile)
+        return _decided(layouts, problem, profile, left_out)
 
     numels = chunk_sizes.candidates(specs, world_size, main_dtype)
     if not (chunk_sizes.is_searched and request.policy == "auto" and budget.gpu_bytes is not None):
         numels = numels[:1]
     can_shrink = chunk_sizes.is_free and budget.gpu_bytes is not None
     return _with_smaller_chunks(numels, of_sizes, budget.gpu_bytes or 0) if can_shrink else of_sizes(numels)
+
+
+def place_anew(
+    layout: Plan,
+    request: PlacementRequest,
+    budget: Budget,
+    regime: TrainingRegime,
+    hardware: HardwareSpec | None = None,
+) -> Plan:
+    """As `make_plan` with a `layout` and no profile, for a model whose parameters are in the layout's chunks already.
+
+    Args:
+        layout: Its chunks are placed anew.
+        request: Policy, options and the model's accesses.
+        budget: What one rank may use.
+        regime: What training is like.
+        hardware: As there.
+
+    Raises:
+        CapacityError: A limit cannot hold what the policy needs.
+    """
+    hardware = hardware or HardwareSpec.nominal(budget.gpu_bytes, budget.cpu_bytes or 0)
+    problem = Problem(request, budget, layout.world_size, regime, hardware, is_time_guessed=True)
+    one = Layout(packed_chunks(layout), layout.block_bytes, layout.compute_dtype)
+    return _decided([one], problem, None, layout.ignored)
 
 
 def with_common_activations(make: Callable[[Budget], Plan], budget: Budget) -> Plan:
@@ -139,8 +175,19 @@ def with_common_activations(make: Callable[[Budget], Plan], budget: Budget) -> P
         return make(budget)
 
 
-def _decided(layouts: Sequence[Layout], problem: Problem, profile: MemoryProfile | StepProfile | None) -> Plan:
-    """The plan for one of these layouts; a fixed policy takes the first."""
+def _decided(
+    layouts: Sequence[Layout],
+    problem: Problem,
+    profile: MemoryProfile | StepProfile | None,
+    ignored: tuple[IgnoredParam, ...],
+) -> Plan:
+    """The plan for one of these layouts, beside what is in no chunk; a fixed policy takes the first."""
+    if ignored:
+        nbytes = ignored_bytes(ignored, problem.scheme(layouts[0].block_bytes))
+        budget = replace(problem.budget, non_model_bytes=problem.budget.non_model_bytes + nbytes)
+        beside = replace(problem, budget=budget, ignored_bytes=nbytes)
+        plan = _decided(layouts, beside, profile, ())
+        return replace(plan, ignored=ignored, notes={**plan.notes, "ignored_bytes": nbytes})
     if problem.request.policy == "auto":
         return search([Candidate(one, _profile_over(one, profile, problem)) for one in layouts], problem)
     layout = layouts[0]
@@ -187,15 +234,21 @@ def timeline_of(
         regime: What training is like.
     """
     over_chunks = profile if isinstance(profile, StepProfile) else step_profile(profile, packed_chunks(plan), hardware)
-    return simulate_step(plan, over_chunks, hardware, scheme_of(plan, regime), is_detailed=True)
+    scheme = scheme_of(plan, regime)
+    if plan.ignored:
+        beside = ignored_bytes(plan.ignored, scheme)
+        over_chunks = over_chunks.with_bytes(lambda nbytes: nbytes + beside)
+    return simulate_step(plan, over_chunks, hardware, scheme, is_detailed=True)
 
 
 def _profile_over(layout: Layout, profile: MemoryProfile | StepProfile | None, problem: Problem) -> StepProfile:
+    beside = problem.ignored_bytes
     if isinstance(profile, StepProfile):
-        return profile
+        return profile.with_bytes(lambda nbytes: nbytes + beside) if beside else profile
     if profile is not None:
         over_chunks = step_profile(profile, layout.packed, problem.hardware)
-        return over_chunks.with_margin(layout.block_bytes, is_certain=problem.world_size == 1)
+        over_chunks = over_chunks.with_margin(layout.block_bytes, is_certain=problem.world_size == 1)
+        return over_chunks.with_bytes(lambda nbytes: nbytes + beside) if beside else over_chunks
     budget = problem.budget
     return structural_profile(layout, problem.request.accesses, problem.hardware, budget.non_model_bytes)
 
@@ -242,7 +295,8 @@ def _main_dtype(specs: tuple[ParamSpec, ...], compute_dtype: torch.dtype | None)
         return dtype_name(compute_dtype)
     numels: dict[str, int] = {}
     for spec in specs:
-        numels[spec.dtype] = numels.get(spec.dtype, 0) + spec.numel
+        if spec.dtype in TRAINED_DTYPES:
+            numels[spec.dtype] = numels.get(spec.dtype, 0) + spec.numel
     return max(numels, key=lambda dtype: numels[dtype], default="float32")
 
 
@@ -273,6 +327,7 @@ def minimum_waste_search(
     step_fn: StepFn | None = None,
     *,
     keep_fp32: KeepFp32 = None,
+    ignored: Ignored = None,
 ) -> Plan:
     """The chunk size that wastes least, and the fastest placement of such chunks in the memory that there is now.
 
@@ -287,6 +342,7 @@ def minimum_waste_search(
         inp: Not used: this search measures no activations.
         step_fn: Not used.
         keep_fp32: As for `ElixirModule`, which puts what the plan has otherwise into chunks of its own.
+        ignored: As for `ElixirModule`: what is left out of chunks.
 
     Raises:
         PlanError: The model cannot be used as given.
@@ -315,6 +371,7 @@ def simple_search(
     can_stream: bool = False,
     update_timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD,
     keep_fp32: KeepFp32 = None,
+    ignored: Ignored = None,
 ) -> Plan:
     """Like `minimum_waste_search`, within limits of your own, and simulating several chunk sizes.
 
@@ -339,6 +396,7 @@ def simple_search(
         can_stream: Whether updates may be streamed to the device: the optimizer is `HybridAdam` or `CPUAdam`.
         update_timing: When updates of states beside the device may run.
         keep_fp32: As for `ElixirModule`, which puts what the plan has otherwise into chunks of its own.
+        ignored: As for `ElixirModule`: what is left out of chunks.
 
     Raises:
         PlanError: The model or a limit cannot be used as given.
@@ -368,6 +426,7 @@ def optimal_search(
     update_timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD,
     keep_fp32: KeepFp32 = None,
     use_fused_kernels: FusedChoice = False,
+    ignored: Ignored = None,
 ) -> Plan:
     """Like `simple_search`, knowing what a step touches, computes and takes, and what the machine reaches.
 
@@ -413,6 +472,7 @@ class _Search:
     overlap: bool
     verbose: bool
     keep_fp32: KeepFp32
+    ignored: Ignored
     gpu_bytes: int | str | None = None
     cpu_bytes: int | str | None = None
     non_model_bytes: int | str | None = None
@@ -473,6 +533,7 @@ class _Search:
             world_size=self.world_size,
             compute_dtype=self.unified_dtype,
             keep_fp32=kept if is_half else (),
+            ignored=ignored_parameters(self.model, self.ignored),
             profile=profile,
             hardware=self.hardware,
         )

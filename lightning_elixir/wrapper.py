@@ -17,9 +17,12 @@ from lightning_elixir.core.device import make_device
 from lightning_elixir.core.module_hooks import without_hooks
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.fused import FusedChoice, fuse
+from lightning_elixir.memory_limits import ModuleLimits
 from lightning_elixir.optimizer import ElixirOptimizer
+from lightning_elixir.plan.ignored import ignored_in_fp32, with_ignored
 from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
 from lightning_elixir.plan.types import Plan
+from lightning_elixir.profiling.ignored import Ignored, ignored_parameters, tell_of_unchunked
 from lightning_elixir.profiling.kept_fp32 import KeepFp32, compute_in_fp32, is_nothing, kept_parameters, map_floating
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.build import Precision
@@ -51,6 +54,10 @@ class ElixirModule(nn.Module):
             statistics, `spectral_norm`, `orthogonal`), with `autocast` routers, and what the plan has in fp32; names
             come on top of that. An empty list: nothing. Without master weights nothing is kept unasked. Without
             `autocast` modules that are kept as a whole take 16-bit inputs as fp32, and give 16-bit results.
+        ignored: What is left out of chunks, beside what the plan leaves out: values as for `keep_fp32`, and classes of
+            parameters. It stays on the device, whole on every rank, in its own dtype, trained or frozen as it is; the
+            optimizer states of what trains are spread over the ranks. Frozen parameters of classes that no chunk can
+            hold are left out by themselves.
         autocast: Run forward under `torch.autocast` in `dtype`; otherwise floating inputs are cast to a 16-bit `dtype`.
         force_outputs_fp32: Cast floating outputs to fp32.
         reduce_dtype: What gradients are cast to for the reduction over ranks; None: as they are.
@@ -64,7 +71,8 @@ class ElixirModule(nn.Module):
     Raises:
         StorageError: If the folder cannot be used, or its disk has too little room.
         PlanError: If the plan is for another model, another number of ranks or another dtype, fp16 is asked for on
-            the CPU, `keep_fp32` names what the model has not got, or no fused operator can be swapped in.
+            the CPU, `keep_fp32` or `ignored` names what the model has not got, or no fused operator can be swapped
+            in.
     """
 
     def __init__(
@@ -78,6 +86,7 @@ class ElixirModule(nn.Module):
         *,
         master_weights: bool = True,
         keep_fp32: KeepFp32 = None,
+        ignored: Ignored = None,
         autocast: bool = False,
         force_outputs_fp32: bool = False,
         reduce_dtype: torch.dtype | None = None,
@@ -96,18 +105,21 @@ class ElixirModule(nn.Module):
         is_half = self.dtype.itemsize == 2
         kept = kept_parameters(model, keep_fp32, has_autocast=autocast, has_defaults=is_half and master_weights)
         plan = with_kept(plan, kept, is_exact=is_nothing(keep_fp32))
+        plan = with_ignored(plan, ignored_parameters(model, ignored))
+        tell_of_unchunked(model, plan.ignored)
         precision = Precision(torch.float32 if is_half and master_weights else None)
         disk = DiskOptions(nvme_offload_dir, nvme_backend, nvme_checksums)
         with fuse(model, use_fused_kernels, runtime_device.torch_device) as self._swapped:
             self.engine = Engine(model, plan, runtime_device, comm, precision, reduce_dtype, prefetch, disk)
         self.module = model
+        self._limits = ModuleLimits(plan, None if nvme_offload_dir is None else str(disk.existing_folder()))
         self.needs_loss_scale = self.dtype is torch.float16 and master_weights
         self._device_type = runtime_device.torch_device.type
         self._has_autocast = autocast and is_half
         self._casts_inputs = is_half and not autocast
         self._handles: list[RemovableHandle] = []
         if self._casts_inputs:
-            self._handles = compute_in_fp32(model, kept_in(plan), self.dtype, self._device_type)
+            self._handles = compute_in_fp32(model, kept_in(plan) | ignored_in_fp32(plan), self.dtype, self._device_type)
         self._force_outputs_fp32 = force_outputs_fp32
 
     @property
@@ -209,7 +221,8 @@ class ElixirModule(nn.Module):
     def _load_whole(self, state: Mapping[str, Tensor], strict: bool) -> tuple[list[str], list[str]]:
         engine = self.engine
         fqns = {id(p): m.fqn for c in engine.chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
-        targets = dict(self.module.named_parameters(remove_duplicate=False))
+        named = self.module.named_parameters(remove_duplicate=False)
+        targets = {name: p for name, p in named if id(p) in fqns}  # ignored ones load as buffers do
         values: dict[str, Tensor] = {}
         for name, target in targets.items():
             if name in state:
@@ -247,13 +260,17 @@ class ElixirModule(nn.Module):
         engine = self.engine
         with engine.meeting(Meeting.WRITE_PARAMETERS if modify else Meeting.FULL_PARAMETERS):
             members = {m.fqn: (c, i) for c in engine.chunks for i, m in enumerate(c.spec.members)}
-            wanted = list(members) if names is None else list(names)
-            unknown = [name for name in wanted if name not in members]
+            beside = {n: p for n, p in self.module.named_parameters() if p in engine.ignored}
+            wanted = [*members, *beside] if names is None else list(names)
+            unknown = [name for name in wanted if name not in members and name not in beside]
             if unknown:
                 raise StateError(f"not parameters of this model: {', '.join(unknown[:5])}")
-            ids = tuple(dict.fromkeys(members[name][0].id for name in wanted))
+            ids = tuple(dict.fromkeys(members[name][0].id for name in wanted if name in members))
             with engine.writes.resident(ids, modify=modify):
-                yield {name: members[name][0].parameters[members[name][1]] for name in wanted}
+                yield {
+                    name: beside[name] if name in beside else members[name][0].parameters[members[name][1]]
+                    for name in wanted
+                }
 
     def full_grads(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
         """Whole gradients of all parameters that have one, fp32 (fp64 ones as they are) on the CPU of every rank, as
@@ -272,6 +289,24 @@ class ElixirModule(nn.Module):
         """Move to another placement of the same chunks, between steps. Collective. A plan that was made without what
         stays in fp32 here gets chunks for it, as when this was built."""
         self.engine.replan(with_kept(plan, kept_in(self.plan), is_exact=True))
+
+    def set_memory_limit(self, gpu: int | str | None = None, cpu: int | str | None = None) -> None:
+        """Give memory back, or take it again: between two steps, move to the fastest placement of the same chunks that
+        keeps within these limits. No number changes by it, as far as none depends on the placement. Collective, with
+        the same limits on all ranks.
+
+        Args:
+            gpu: What each device may hold, chunks and a step's activations together: bytes or "16GiB". On the CPU it
+                limits what would be on a device. None: as when this was built.
+            cpu: The same of each host. None: what is free.
+
+        Raises:
+            PlanError: A size that is none, or limits that differ between ranks.
+            CapacityError: No placement keeps within the limits. Nothing has changed then.
+            StateError: Inside forward or backward, or while gradients wait for a step.
+            DivergenceError: Another rank is in another call.
+        """
+        self._limits.set(self.engine, self.module, gpu, cpu)
 
     def peak_activation_bytes(self) -> int:
         """Device bytes beyond chunks at the peak since sampling began; 0 where the device does not count."""

@@ -27,13 +27,14 @@ ARROWS: dict[str, set[str]] = {
     "runtime": {"core", "plan", "storage", "optim"},
     "report": {"plan"},
     "planning": {"core", "fused", "plan", "profiling"},
+    "memory_limits": {"core", "plan", "planning", "runtime"},
     "stepping": {"core", "plan", "optim", "runtime"},
     "optimizer": {"core", "plan", "optim", "runtime", "stepping", "wrapper"},
-    "wrapper": {"core", "fused", "plan", "profiling", "runtime", "storage", "optimizer"},
+    "wrapper": {"core", "fused", "plan", "profiling", "runtime", "storage", "optimizer", "memory_limits"},
     # Lightning itself comes in through `_lightning` alone.
     "_lightning": set(),
     "strategy": {"_lightning", "wrapper", "optimizer", "planning", "report", "runtime", "checkpoint", "profiling"}
-    | {"optim", "storage", "core", "fused", "plan"},
+    | {"optim", "storage", "core", "fused", "plan", "memory_limits"},
     "registration": {"_lightning", "strategy"},
     "cli": {"_lightning", "registration", "strategy", "planning", "report", "checkpoint", "profiling", "plan"},
     "fabric": {"strategy"},

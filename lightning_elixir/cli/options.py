@@ -153,6 +153,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--use-fused-kernels", action="store_true", help="with fused operators, as the strategy's option swaps them in"
     )
+    group.add_argument(
+        "--ignored",
+        nargs="+",
+        metavar="GLOB",
+        help="parameters or modules that are left out of chunks: they stay on the GPU, and are counted",
+    )
     group.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     group.add_argument("--accumulate", type=_positive, default=1, metavar="N", help="micro-batches of a step")
     group.add_argument(

@@ -34,6 +34,7 @@ from lightning_elixir.planning import (
     with_common_activations,
 )
 from lightning_elixir.profiling.fake_step import profile_memory
+from lightning_elixir.profiling.ignored import ignored_parameters
 from lightning_elixir.profiling.kept_fp32 import kept_parameters
 from lightning_elixir.profiling.known_values import guess_values
 from lightning_elixir.profiling.parameters import dtype_name, param_specs
@@ -237,7 +238,8 @@ def _fit_plan(
             subject.model, options.keep_fp32, has_autocast=precision.has_autocast, has_defaults=precision.is_mixed
         )
     sizes = ChunkSizes(size_of(options.chunk_size, "--chunk-size"))
-    cut = partial(make, chunk_sizes=sizes, keep_fp32=kept)
+    left_out = ignored_parameters(subject.model, options.ignored)
+    cut = partial(make, chunk_sizes=sizes, keep_fp32=kept, ignored=left_out)
     budget, guessed = machine.budget, regime_of(options, precision)
     if options.policy == "auto":
         guessed = guessed_regime(guessed)

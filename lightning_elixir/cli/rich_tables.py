@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_elixir.plan.describe import describe_disk, describe_updates
+from lightning_elixir.plan.describe import describe_disk, describe_ignored, describe_updates
 from lightning_elixir.plan.hardware import HardwareSpec, hardware_table
 from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.plan.units import format_bytes
@@ -63,9 +63,9 @@ def _summary(found: Found, options: argparse.Namespace) -> Table:
     updates = describe_updates(plan)
     if updates:
         table.add_row("updates on the host", updates)
-    disk = describe_disk(plan)
-    if disk:
-        table.add_row("NVMe", disk)
+    for name, text in (("NVMe", describe_disk(plan)), ("ignored", describe_ignored(plan))):
+        if text:
+            table.add_row(name, text)
     table.add_row("one step", format_seconds(step_s))
     for unit, count in (("tokens", found.num_tokens), ("samples", found.num_samples)):
         if count and step_s:

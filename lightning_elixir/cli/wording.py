@@ -18,6 +18,7 @@ _OPTIONS = {
     "chunk_size": "--chunk-size",
     "keep_fp32": "--keep-fp32",
     "use_fused_kernels": "--use-fused-kernels",
+    "ignored": "--ignored",
     "placement_policy": "--policy",
     "world_size": "--gpus",
     "num_backwards": "--accumulate",

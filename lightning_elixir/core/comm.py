@@ -271,6 +271,20 @@ class _MeanOfSlices:
         return None
 
 
+_SENT_AS_THEY_ARE = {
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+
+
+def on_the_wire(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that collectives which only move values can take: dtypes that no back end knows, such
+    as 8-bit floats, as bytes."""
+    if tensor.dtype in _SENT_AS_THEY_ARE:
+        return tensor
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 class GroupComm:
     """The ranks of a torch process group.
 
@@ -342,12 +356,13 @@ class GroupComm:
             received[0].item()  # wait for both
 
     def all_gather(self, flat: Tensor) -> None:
-        numel = flat.numel() // self.world_size
-        mine = flat[self.rank * numel : (self.rank + 1) * numel]
+        sent = on_the_wire(flat)
+        numel = sent.numel() // self.world_size
+        mine = sent[self.rank * numel : (self.rank + 1) * numel]
         storage = flat.untyped_storage() if self._backend == "gloo" else None
         num_uses = 0 if storage is None else storage_use_count(storage)
         with self.collective():
-            self._on_data(lambda is_async: _all_gather(flat, mine, group=self._data, async_op=is_async))
+            self._on_data(lambda is_async: _all_gather(sent, mine, group=self._data, async_op=is_async))
         if storage is not None:
             _wait_until_let_go(storage, num_uses)
 
@@ -361,19 +376,21 @@ class GroupComm:
         return reduction
 
     def scatter_from_first(self, shard: Tensor, flat: Tensor | None) -> None:
-        pieces = None if flat is None else list(flat.view(self.world_size, -1).unbind(0))
+        pieces = None if flat is None else list(on_the_wire(flat).view(self.world_size, -1).unbind(0))
+        received = on_the_wire(shard)
         with self.collective():
             self._on_data(
-                lambda is_async: dist.scatter(shard, pieces, src=self._first, group=self._data, async_op=is_async),
+                lambda is_async: dist.scatter(received, pieces, src=self._first, group=self._data, async_op=is_async),
                 self._first,
             )
 
     def broadcast_from_first(self, tensor: Tensor) -> None:
         """`tensor` may live on the host or on the device."""
         staged = tensor.to(self._device)
+        sent = on_the_wire(staged)
         with self.collective():
             self._on_data(
-                lambda is_async: dist.broadcast(staged, src=self._first, group=self._data, async_op=is_async),
+                lambda is_async: dist.broadcast(sent, src=self._first, group=self._data, async_op=is_async),
                 self._first,
             )
         if staged.data_ptr() != tensor.data_ptr():
@@ -390,11 +407,16 @@ class GroupComm:
     def gather_host(self, shard: Tensor, on_all_ranks: bool) -> list[Tensor] | None:
         pieces = [torch.empty_like(shard) for _ in range(self.world_size)] if self.rank == 0 or on_all_ranks else None
         mine, group = shard.contiguous(), self._control
+        if pieces is not None:
+            wired: list[Tensor] | None = [on_the_wire(piece) for piece in pieces]
+        else:
+            wired = None
+        mine = on_the_wire(mine)
         with self.collective():
-            if on_all_ranks and pieces is not None:
-                self._on_control(lambda: dist.all_gather(pieces, mine, group=group, async_op=True))
+            if on_all_ranks and wired is not None:
+                self._on_control(lambda: dist.all_gather(wired, mine, group=group, async_op=True))
             else:
-                issue = partial(dist.gather, mine, pieces, dst=self._first, group=group, async_op=True)
+                issue = partial(dist.gather, mine, wired, dst=self._first, group=group, async_op=True)
                 self._on_control(issue, self._first)
         return pieces
 

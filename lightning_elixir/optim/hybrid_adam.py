@@ -315,6 +315,8 @@ class HybridAdam(Optimizer):
             )
 
     def _check_parameter(self, p: Tensor, group: Mapping[str, Any], index: int) -> None:
+        if not p.requires_grad and p.grad is None:
+            return  # it is never updated, as a quantised one that a model's parameters() has among the others
         if not p.is_floating_point() or p.layout != torch.strided:
             name = type(self).__name__
             what = f"{_label(group, index)} is {p.dtype}, {p.layout}"

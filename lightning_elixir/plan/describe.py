@@ -45,6 +45,18 @@ _PACE = 0.7
 _FELT = 0.05
 
 
+def describe_ignored(plan: Plan) -> str:
+    """What is in no chunk; empty if there is nothing."""
+    if not plan.ignored:
+        return ""
+    number, trained = len(plan.ignored), sum(p.requires_grad for p in plan.ignored)
+    taken = plan.notes.get("ignored_bytes", sum(p.nbytes for p in plan.ignored))
+    return (
+        f"{number} parameter{'s' * (number > 1)} in no chunk ({trained} trained): {format_bytes(int(taken))} on the GPU"
+        " all the time, with states and gradients, among the other data"
+    )
+
+
 def describe_disk(plan: Plan) -> str:
     """What the disk makes of a predicted step, and what would help, where that is much; else empty."""
     times = None if plan.forecast is None else plan.forecast.times

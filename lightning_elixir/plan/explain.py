@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_elixir.plan.describe import describe_disk, describe_placement, describe_updates
+from lightning_elixir.plan.describe import describe_disk, describe_ignored, describe_placement, describe_updates
 from lightning_elixir.plan.types import DTYPE_BYTES, Plan, StepTimes
 from lightning_elixir.plan.units import format_bytes, format_seconds
 
@@ -40,6 +40,8 @@ def explain(plan: Plan) -> str:
     updates = describe_updates(plan)
     if updates:
         lines.append(f"  updates of states beside the GPU run {updates}")
+    if plan.ignored:
+        lines.append(f"  {describe_ignored(plan)}")
     forecast = plan.forecast
     if forecast is None:
         lines += [f"  {name}: {format_bytes(v)}" for name, v in plan.notes.items() if isinstance(v, int) and v]

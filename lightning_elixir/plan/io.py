@@ -15,9 +15,11 @@ from lightning_elixir.plan.types import (
     ALIGN_NUMEL,
     DTYPE_BYTES,
     SCHEMA,
+    TRAINED_DTYPES,
     Alternative,
     ChunkSpec,
     Forecast,
+    IgnoredParam,
     Member,
     Plan,
     StepTimes,
@@ -39,6 +41,7 @@ _PLAN_KEYS = (
     "notes",
     "forecast",
     "chunks",
+    "ignored",
 )
 _CHUNK_KEYS = (
     "id",
@@ -53,6 +56,8 @@ _CHUNK_KEYS = (
     "members",
 )
 _MEMBER_KEYS = ("fqn", "shape", "offset")
+
+_IGNORED_KEYS = ("fqn", "shape", "dtype", "requires_grad", "nbytes")
 
 _ORIGIN = (
     "Plans are written by `lightning-elixir plan --save-plan FILE.json`, by fits with report_dir, and by"
@@ -90,6 +95,7 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
             }
             for c in plan.chunks
         ],
+        "ignored": [{**asdict(p), "shape": list(p.shape)} for p in plan.ignored],
     }
 
 
@@ -108,7 +114,7 @@ def plan_from_dict(content: object) -> Plan:
         schema=schema,
         policy=fields.text("policy"),
         world_size=fields.integer("world_size", least=1),
-        compute_dtype=fields.choice("compute_dtype", DTYPE_BYTES),
+        compute_dtype=fields.choice("compute_dtype", TRAINED_DTYPES),
         block_bytes=fields.integer("block_bytes", least=1),
         rcache_blocks=fields.integer("rcache_blocks", least=0),
         prefetch_depth=fields.integer("prefetch_depth", least=0),
@@ -118,6 +124,7 @@ def plan_from_dict(content: object) -> Plan:
         notes=_notes(fields.get("notes")),
         forecast=_forecast(fields.get("forecast")),
         chunks=tuple(_chunk(item, i) for i, item in enumerate(fields.items("chunks"))),
+        ignored=tuple(_ignored(item, i) for i, item in enumerate(fields.items("ignored"))),
     )
     _check_layout(plan)
     return plan
@@ -256,6 +263,19 @@ def _forecast(content: object) -> Forecast | None:
     )
 
 
+def _ignored(content: object, position: int) -> IgnoredParam:
+    fields = _Fields(content, f"ignored parameter {position}")
+    fields.check_keys(_IGNORED_KEYS)
+    requires_grad = fields.boolean("requires_grad")
+    return IgnoredParam(
+        fqn=fields.text("fqn"),
+        shape=_shape(fields, f"ignored parameter {position}"),
+        dtype=fields.choice("dtype", TRAINED_DTYPES) if requires_grad else fields.text("dtype"),
+        requires_grad=requires_grad,
+        nbytes=fields.integer("nbytes", least=0),
+    )
+
+
 def _chunk(content: object, index: int) -> ChunkSpec:
     fields = _Fields(content, f"chunk {index}")
     fields.check_keys(_CHUNK_KEYS)
@@ -276,13 +296,17 @@ def _chunk(content: object, index: int) -> ChunkSpec:
 def _member(content: object, where: str) -> Member:
     fields = _Fields(content, where)
     fields.check_keys(_MEMBER_KEYS)
+    return Member(fqn=fields.text("fqn"), shape=_shape(fields, where), offset=fields.integer("offset", least=0))
+
+
+def _shape(fields: _Fields, where: str) -> tuple[int, ...]:
     shape = fields.items("shape")
     sizes: list[int] = []
     for size in shape:
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
             raise PlanError(f"{where}: shape must be a list of sizes, got {shape!r}")
         sizes.append(size)
-    return Member(fields.text("fqn"), tuple(sizes), fields.integer("offset", least=0))
+    return tuple(sizes)
 
 
 def _check_layout(plan: Plan) -> None:

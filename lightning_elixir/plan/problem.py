@@ -54,6 +54,8 @@ class Problem:
     hardware: HardwareSpec = field(default_factory=HardwareSpec.nominal)
     is_time_guessed: bool = False
     """The computing was not measured; it is assumed to take as long as fetching."""
+    ignored_bytes: int = 0
+    """Device memory of parameters that are in no chunk; part of the budget's `non_model_bytes`."""
     updates: UpdateMode = UpdateMode()
     """How updates beside the device are to run."""
 

@@ -6,18 +6,29 @@ import enum
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-SCHEMA = 4
+SCHEMA = 5
 
 # Every parameter starts on a multiple of this many elements inside its chunk, and every shard is a multiple
 # of it, so that the fixed blocks over which the gradient norm is summed never cross a shard's border: the norm is
 # then the same for every chunk size and placement.
 ALIGN_NUMEL = 512
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_RESIDENT_BYTES = 32 * 2**20
+
+TRAINED_DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""What parameters that train may have, and what is computed in."""
+
+DTYPE_BYTES = {
+    **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2},
+    **{"int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "bool": 1},
+    **{"float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1},
+    **{"complex64": 8, "complex128": 16},
+}
+"""Bytes of an element of a chunk. Chunks of other dtypes than `TRAINED_DTYPES` are frozen, and keep theirs."""
 
 
 class Tier(enum.Enum):
@@ -72,6 +83,19 @@ class Member:
     @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class IgnoredParam:
+    """A parameter that is left out of the chunks: it stays on the compute device, whole, on every rank."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch calls it; of `TRAINED_DTYPES` if it trains."""
+    requires_grad: bool
+    nbytes: int
+    """What it takes, with what hangs on it (scales of quantised values)."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +212,8 @@ class Plan:
     """Predicted bytes by kind, for people; never read by the runtime and outside the fingerprint."""
     forecast: Forecast | None = field(default=None, compare=False)
     """What the search expects; never read by the runtime and outside the fingerprint."""
+    ignored: tuple[IgnoredParam, ...] = ()
+    """Parameters that are in no chunk of the plan."""
     schema: int = SCHEMA
 
     def blocks_of(self, chunk_id: int) -> int:
@@ -198,6 +224,12 @@ class Plan:
     def has_spare_states(self) -> bool:
         """Whether any chunk has them. The updates of all others then wait for their step."""
         return any(c.has_spare_states for c in self.chunks)
+
+    @cached_property
+    def all_chunks(self) -> tuple[ChunkSpec, ...]:
+        """The chunks, and after them some that never move, of the ignored parameters that train: so their gradients are
+        reduced and clipped, their states saved, as those of all others."""
+        return self.chunks + resident_chunks(self.ignored, self.world_size, len(self.chunks))
 
     @property
     def is_all_resident(self) -> bool:
@@ -223,7 +255,49 @@ class Plan:
         layout = [
             [c.dtype, c.requires_grad, c.numel, [[m.fqn, m.shape, m.offset] for m in c.members]] for c in self.chunks
         ]
-        return hashlib.sha256(json.dumps([self.world_size, layout]).encode()).hexdigest()
+        ignored = [[p.fqn, p.shape, p.dtype, p.requires_grad] for p in self.ignored]
+        return hashlib.sha256(json.dumps([self.world_size, layout, ignored]).encode()).hexdigest()
+
+
+def resident_chunks(ignored: Sequence[IgnoredParam], world_size: int, first_id: int) -> tuple[ChunkSpec, ...]:
+    """Chunks of the ignored parameters that train: on the device, with their states, for good. As large as the smallest
+    that are chosen for others, so that many small parameters are reduced together.
+
+    Args:
+        ignored: All of them.
+        world_size: Ranks that share the states.
+        first_id: Of the first such chunk.
+    """
+    filled: list[tuple[str, list[Member], int]] = []  # dtype, members, end
+    last: dict[str, int] = {}  # by dtype
+    for param in ignored:
+        if not param.requires_grad:
+            continue
+        at = last.get(param.dtype)
+        numel = _aligned(math.prod(param.shape), ALIGN_NUMEL)
+        if at is None or (filled[at][2] + numel) * DTYPE_BYTES[param.dtype] > _RESIDENT_BYTES:
+            at = last[param.dtype] = len(filled)
+            filled.append((param.dtype, [], 0))
+        dtype, members, end = filled[at]
+        members.append(Member(param.fqn, param.shape, end))
+        filled[at] = (dtype, members, end + numel)
+    return tuple(
+        ChunkSpec(
+            id=first_id + number,
+            dtype=dtype,
+            requires_grad=True,
+            numel=_aligned(max(1, end), world_size * ALIGN_NUMEL),
+            members=tuple(members),
+            param_tier=Tier.GPU,
+            optim_tier=Tier.GPU,
+            is_persistent=True,
+        )
+        for number, (dtype, members, end) in enumerate(filled)
+    )
+
+
+def _aligned(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)

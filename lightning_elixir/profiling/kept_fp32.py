@@ -65,7 +65,7 @@ def kept_parameters(
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(fqn)
     for entry in entries:
-        found |= _selected(model, entry, {name for same in names.values() for name in same})
+        found |= selected("keep_fp32", model, entry, {name for same in names.values() for name in same})
     return frozenset(name for same in names.values() if not found.isdisjoint(same) for name in same)
 
 
@@ -117,7 +117,18 @@ def _below(name: str, module: nn.Module) -> Iterator[str]:
     return (f"{name}.{own}" if name else own for own, _ in module.named_parameters(remove_duplicate=False))
 
 
-def _selected(model: nn.Module, entry: Entry, names: Collection[str]) -> set[str]:
+def selected(option: str, model: nn.Module, entry: Entry, names: Collection[str]) -> set[str]:
+    """Names of the parameters that one entry of an option stands for.
+
+    Args:
+        option: Its name, for the message.
+        model: Any model.
+        entry: A glob, a class of modules or of parameters, or a predicate over (name, module).
+        names: Of all parameters, tied ones under all their names.
+
+    Raises:
+        PlanError: It stands for none; a predicate may.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     found: set[str] = set()
     if isinstance(entry, str):
@@ -127,7 +138,12 @@ def _selected(model: nn.Module, entry: Entry, names: Collection[str]) -> set[str
         if not found:
             near = near_misses(entry, [*names, *modules])
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise PlanError(f"keep_fp32: {entry!r} is the name of no parameter, and of no module that has any{hint}")
+            raise PlanError(f"{option}: {entry!r} is the name of no parameter, and of no module that has any{hint}")
+        return found
+    if isinstance(entry, type) and issubclass(entry, Tensor):
+        found = {name for name, p in model.named_parameters(remove_duplicate=False) if isinstance(p, entry)}
+        if not found:
+            raise PlanError(f"{option}: the model has no parameter of class {entry.__name__}")
         return found
     is_chosen: Callable[[str, nn.Module], bool] = (
         (lambda _, module: isinstance(module, entry)) if isinstance(entry, type) else entry
@@ -138,7 +154,7 @@ def _selected(model: nn.Module, entry: Entry, names: Collection[str]) -> set[str
     if isinstance(entry, type) and not found:
         near = sorted({type(m).__name__ for m in modules.values() if any(True for _ in m.parameters())})
         raise PlanError(
-            f"keep_fp32: the model has no module of class {entry.__name__} with parameters; it has"
+            f"{option}: the model has no module of class {entry.__name__} with parameters; it has"
             f" {', '.join(near[:10])}{', ...' if len(near) > 10 else ''}"
         )
     return found

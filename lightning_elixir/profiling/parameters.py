@@ -10,60 +10,73 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.errors import PlanError
-from lightning_elixir.plan.types import DTYPE_BYTES, ParamSpec
+from lightning_elixir.plan.types import DTYPE_BYTES, TRAINED_DTYPES, ParamSpec
 
 
 def param_specs(
-    model: nn.Module, compute_dtype: torch.dtype | None = None, keep_fp32: Collection[str] = ()
+    model: nn.Module,
+    compute_dtype: torch.dtype | None = None,
+    keep_fp32: Collection[str] = (),
+    ignored: Collection[str] = (),
 ) -> tuple[ParamSpec, ...]:
     """The model's parameters in registration order, each once.
 
     Args:
         model: On any device, `meta` and fake tensors included.
-        compute_dtype: Dtype that every parameter will have; None: each keeps its own.
+        compute_dtype: Dtype that every parameter will have, but for frozen ones of integers, 8-bit floats and complex
+            numbers; None: each keeps its own.
         keep_fp32: Names of parameters that are computed with in fp32 all the same.
+        ignored: Names of parameters that are left out.
 
     Returns:
         One spec a parameter; further names of a tied one are its `aliases`.
 
     Raises:
-        PlanError: A parameter has no shape yet, is not a dense floating-point tensor of a supported dtype, is a tensor
-            subclass without plain elements, or shares memory with another one. The message names them.
+        PlanError: A parameter has no shape yet, is not a dense tensor of a supported dtype, trains and is not a
+            floating-point one, is a tensor subclass without plain elements, or shares memory with another one. The
+            message names them.
     """
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
         parameters[id(parameter)] = parameter
-    named = [(names[key], parameter) for key, parameter in parameters.items()]
+    left_out = frozenset(ignored)
+    named = [(names[key], p) for key, p in parameters.items() if left_out.isdisjoint(names[key])]
     _refuse(
         "have no shape yet; run one batch through the model, or give the layers their sizes, before planning",
         [fqns[0] for fqns, p in named if isinstance(p, nn.parameter.UninitializedParameter)],
     )
     _refuse(
-        f"cannot be trained in chunks: parameters must be dense tensors of {', '.join(DTYPE_BYTES)}. Register"
-        " other tensors as buffers",
+        f"cannot be trained in chunks: parameters that train must be dense tensors of {', '.join(TRAINED_DTYPES)}."
+        " Freeze others (requires_grad=False), or register them as buffers",
         [
             f"{fqns[0]} ({p.dtype}, {p.layout})"
             for fqns, p in named
-            if dtype_name(p.dtype) not in DTYPE_BYTES or p.layout is not torch.strided
+            if dtype_name(p.dtype) not in (TRAINED_DTYPES if p.requires_grad else DTYPE_BYTES)
+            or p.layout is not torch.strided
         ],
     )
     _refuse(
         "cannot be held in chunks: a tensor subclass with a __torch_dispatch__ of its own keeps its elements in its own"
         " way, and a chunk has plain ones. Replace it with a plain nn.Parameter of its values, or register it as a"
         " buffer if it is not trained: buffers stay as they are",
-        [f"{fqns[0]} ({type(p).__name__})" for fqns, p in named if not _has_plain_elements(p)],
+        [f"{fqns[0]} ({type(p).__name__})" for fqns, p in named if not has_plain_elements(p)],
+    )
+    _refuse(
+        "are not quantised yet, as bitsandbytes does it when they move: call .to('cpu') or .to('cuda') of their module"
+        " first",
+        [fqns[0] for fqns, p in named if getattr(p, "bnb_quantized", None) is False and hasattr(p, "quant_state")],
     )
     _check_overlap([(fqns[0], p) for fqns, p in named])
-    if compute_dtype is not None and dtype_name(compute_dtype) not in DTYPE_BYTES:
-        raise PlanError(f"compute dtype {compute_dtype} is not supported; known are {', '.join(DTYPE_BYTES)}")
+    if compute_dtype is not None and dtype_name(compute_dtype) not in TRAINED_DTYPES:
+        raise PlanError(f"compute dtype {compute_dtype} is not supported; known are {', '.join(TRAINED_DTYPES)}")
     kept = frozenset(keep_fp32)
     return tuple(
         ParamSpec(
             fqn=fqns[0],
             shape=tuple(p.shape),
-            dtype=dtype_name(torch.float32 if kept.intersection(fqns) else compute_dtype or p.dtype),
+            dtype=_dtype_in_chunk(p, torch.float32 if kept.intersection(fqns) else compute_dtype),
             requires_grad=p.requires_grad,
             aliases=tuple(fqns[1:]),
         )
@@ -115,12 +128,17 @@ def norm_parameters(model: nn.Module, *, is_alone: bool) -> frozenset[str]:
     )
 
 
+def _dtype_in_chunk(parameter: Tensor, wanted: torch.dtype | None) -> str:
+    own = dtype_name(parameter.dtype)
+    return own if wanted is None or own not in TRAINED_DTYPES else dtype_name(wanted)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
-def _has_plain_elements(tensor: Tensor) -> bool:
+def has_plain_elements(tensor: Tensor) -> bool:
     """Whether its elements lie in its storage; fake tensors stand for those that do."""
     return isinstance(tensor, FakeTensor) or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 

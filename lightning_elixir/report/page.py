@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from lightning_elixir.plan.describe import describe_disk, describe_updates
+from lightning_elixir.plan.describe import describe_disk, describe_ignored, describe_updates
 from lightning_elixir.plan.simulator.timeline import is_time_known
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.report.chunk_picture import chunk_picture
@@ -216,6 +216,8 @@ def _updates_note(data: ReportData) -> str:
     updates = describe_updates(data.plan)
     disk = describe_disk(data.plan)
     disk = f" {disk[0].upper()}{disk[1:]}." if disk else ""
+    ignored = describe_ignored(data.plan)
+    disk += f" {ignored}." if ignored else ""
     return (f" Updates on the host run {updates}." if updates else "") + disk
 
 

@@ -60,7 +60,7 @@ class ActivePlan:
             engine.writes.touched,
             engine.iterations.relieve,
         )
-        trainable = [c.id for c in reversed(plan.chunks) if c.requires_grad]
+        trainable = [c.id for c in reversed(plan.all_chunks) if c.requires_grad]
         self.reducer: Reducer = Reducer(
             transport,
             engine.chunks,

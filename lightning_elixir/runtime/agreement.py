@@ -63,6 +63,7 @@ class Meeting(enum.IntEnum):
     LOAD_OPTIMIZER_CHECKPOINT = 21
     DISSOLVE = 22
     OVERFLOWS = 23
+    MEMORY_LIMIT = 24
 
     @property
     def call(self) -> Call:
@@ -117,6 +118,7 @@ _CALLS = {
     Meeting.SHARDED_OPTIMIZER_STATE: _call("optimizer_state() or save_checkpoint()"),
     Meeting.LOAD_CHECKPOINT: _call("load_checkpoint()"),
     Meeting.LOAD_OPTIMIZER_CHECKPOINT: _call("load_checkpoint(), of the optimizer"),
+    Meeting.MEMORY_LIMIT: _call("set_memory_limit()"),
     Meeting.DISSOLVE: _call("the end of an engine, whose parameters become plain ones", is_routine=True),
 }
 _NOT_OF_STATES = {

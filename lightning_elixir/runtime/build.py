@@ -33,6 +33,7 @@ from lightning_elixir.plan.shard_segments import segments_of
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.host_room import HostRoom
+from lightning_elixir.runtime.resident import ResidentParameters, has_plain_class, place_beside, placed, send_from_first
 from lightning_elixir.runtime.sources import Source, forget_source, source_of
 from lightning_elixir.storage.nvme import MASTER, DiskOptions, StateFile, StateSpec, StateTraffic, open_state_file
 from lightning_elixir.storage.shards import Shard, ShardStore
@@ -103,6 +104,35 @@ class Builder:
         self._read_error: Exception | None = None
         self._staging: Tensor | None = None  # 1-D, bytes
 
+    def place_ignored(self) -> ResidentParameters:
+        """Have the frozen parameters that are in no chunk on the device, with rank 0's values. Collective; before
+        `build`.
+
+        Raises:
+            PlanError: A rank has one without values, of a class that cannot be sent.
+            StorageError: A source cannot be read.
+        """
+        names = [p.fqn for p in self._plan.ignored if not p.requires_grad]
+        resident = ResidentParameters()
+        for name in names:
+            old = self._named[name]
+            try:
+                new = placed(name, old, self._sources.get(name), self._device.torch_device)
+            except Exception as error:
+                self._comm.leave(error)
+                raise
+            if new is not old:
+                for module in self._module.modules():
+                    for own, parameter in list(module._parameters.items()):
+                        if parameter is old:
+                            setattr(module, own, new)
+            if name not in self._sources and has_plain_class(new):
+                send_from_first(self._comm, new)
+            resident.add(old, new)
+        if names:
+            self._named = dict(self._module.named_parameters(remove_duplicate=False))
+        return resident
+
     def build(self, store: ShardStore, precision: Precision) -> list[Chunk]:
         """Bind everything, and fill the shards.
 
@@ -112,7 +142,7 @@ class Builder:
         """
         self._store = store
         self._precision = precision
-        specs = self._plan.chunks
+        specs = self._plan.all_chunks
         chunks = [self._new_chunk(spec) for spec in specs]
         self._replace_meta_parameters(chunks)
         self._move_buffers()
@@ -138,7 +168,8 @@ class Builder:
     def _agreed_sources(self) -> dict[str, Source]:
         """Rank 0 decides which values come from their sources; where it has values itself, all ranks get them."""
         own: dict[str, Source] = {}
-        for name in (m.fqn for c in self._plan.chunks for m in c.members):
+        frozen = (p.fqn for p in self._plan.ignored if not p.requires_grad)
+        for name in (*(m.fqn for c in self._plan.all_chunks for m in c.members), *frozen):
             source = source_of(self._named[name])
             if source is not None:
                 own[name] = source
@@ -199,6 +230,9 @@ class Builder:
     def _build_chunk(self, chunk: Chunk) -> None:
         """Its parameters have the values that they had, or are those of the chunk: other threads find no others."""
         spec = chunk.spec
+        for parameter in (self._named[member.fqn] for member in spec.members):
+            if type(parameter) is not nn.Parameter:
+                place_beside(parameter, self._device.torch_device)
         shard = self._new_shard(spec)
         piece = self._own_values(chunk, shard.master)
         self._fill_shard(spec, shard, piece)
@@ -396,17 +430,14 @@ def _check_modules(module: nn.Module) -> None:
 
 def check_names(plan: Plan, named: Mapping[str, nn.Parameter]) -> None:
     """Raises `PlanError` if the plan is not for a model of these parameters (tied ones under all their names)."""
-    planned = {m.fqn: m.shape for c in plan.chunks for m in c.members}
+    planned = {m.fqn: m.shape for c in plan.chunks for m in c.members} | {p.fqn: p.shape for p in plan.ignored}
+    trains = {m.fqn: c.requires_grad for c in plan.chunks for m in c.members}
+    trains |= {p.fqn: p.requires_grad for p in plan.ignored}
     known = {id(named[name]) for name in planned if name in named}
     missing = [name for name in planned if name not in named]
     extra = [name for name, p in named.items() if id(p) not in known]
     wrong = [n for n, shape in planned.items() if n in named and tuple(named[n].shape) != shape]
-    frozen = [
-        m.fqn
-        for c in plan.chunks
-        for m in c.members
-        if m.fqn in named and named[m.fqn].requires_grad != c.requires_grad
-    ]
+    frozen = [name for name, is_trained in trains.items() if name in named and named[name].requires_grad != is_trained]
     for what, names in (
         ("parameters that the model lacks", missing),
         ("no place for parameters", extra),

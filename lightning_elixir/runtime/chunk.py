@@ -236,7 +236,11 @@ class Chunk:
         """Take the bytes away, unless something still aliases them."""
         self._wait()
         self.to_state(ChunkState.RELEASED)  # before the look at aliases: no new one can be made after it
-        if not self.is_aliased():
+        self.free_released()
+
+    def free_released(self) -> None:
+        """Take away the bytes that a released chunk has kept, if what aliased them is gone."""
+        if self.state is ChunkState.RELEASED and not self.is_aliased():
             self._device.free(self._storage)
 
     def close(self) -> None:

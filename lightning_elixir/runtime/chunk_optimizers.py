@@ -68,7 +68,7 @@ class ChunkOptimizers:
         """Bytes of optimizer states on this rank, by tier; spare ones apart."""
         held: dict[str, int] = {}
         for chunk_id, inner in self.inner.items():
-            tier = self._engine.plan.chunks[chunk_id].optim_tier.value
+            tier = self._engine.plan.all_chunks[chunk_id].optim_tier.value
             held[f"{tier}_states"] = held.get(f"{tier}_states", 0) + inner.state_bytes()
             if inner.has_spares:
                 held[f"{tier}_spare"] = held.get(f"{tier}_spare", 0) + inner.spare_bytes()
@@ -164,7 +164,7 @@ def hand_over(chunks: Sequence[Chunk], plan: Plan, optimizers: Sequence[ChunkOpt
         optimizers: In the order in which they were made.
     """
     for chunk in chunks:
-        if is_on_nvme(plan.chunks[chunk.id]):
+        if is_on_nvme(plan.all_chunks[chunk.id]):
             owners = [one for one in optimizers if one._members_of(chunk)]
             for earlier in owners[:-1]:
                 earlier._lost.add(chunk.id)

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.errors import ElixirError
-from lightning_elixir.plan.types import DTYPE_BYTES
 from lightning_elixir.runtime.chunk import Chunk
 
 log = logging.getLogger(__name__)
@@ -130,7 +129,7 @@ class _Parameters:
         self._by_storage = {c.storage_key: c for c in chunks}
 
     def is_half(self, name: str) -> bool:
-        return DTYPE_BYTES[self.dtypes[name]] == 2
+        return self.dtypes[name] in ("bfloat16", "float16")
 
     def names_in(self, values: Iterable[object]) -> list[str]:
         """Of the parameters among these, and of those that these are views of; each once."""

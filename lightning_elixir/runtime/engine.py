@@ -80,7 +80,7 @@ class Engine:
     ) -> None:
         _check_unmanaged(module)
         check_same_on_all_ranks(comm, plan)
-        comm.connect(max((c.nbytes for c in plan.chunks), default=0))
+        comm.connect(max((c.nbytes for c in plan.all_chunks), default=0))
         self.module = module
         self.device = device
         self.comm = comm
@@ -98,7 +98,10 @@ class Engine:
         self._holders: list[weakref.WeakMethod[Callable[[], dict[str, int]]]] = []
         self.store = self._new_store(plan, self._open_states(plan))
         try:
-            self.chunks = Builder(module, plan, device, comm).build(self.store, precision)
+            builder = Builder(module, plan, device, comm)
+            self.ignored = builder.place_ignored()
+            """Frozen parameters that are in no chunk."""
+            self.chunks = builder.build(self.store, precision)
         except BaseException:
             self.store.close()  # with it the file
             raise
@@ -475,6 +478,8 @@ class Engine:
             if holder is not None:
                 for key, nbytes in holder().items():
                     held[key] = held.get(key, 0) + nbytes
+        if self.ignored.nbytes:
+            held["ignored"] = self.ignored.nbytes
         held["replica"] = sum(c.device_bytes for c in self.chunks)
         held["grad_block"] = self.reducer.block_bytes_held()
         buffers = self.active.fetcher.held_bytes()

@@ -39,6 +39,7 @@ from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import PlanError
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.context_tensors import ContextTensors, modules_to_look_through
 from lightning_elixir.runtime.hooks import Hooks, SavedTensors, ThreadHooks, innermost_pack
 from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.runtime.released import tensors_in
@@ -103,6 +104,8 @@ class Forwards:
         self._has_own_statistics = False
         self.modules = [m for m in modules if any(True for _ in m.parameters())]
         """Those with parameters."""
+        self._looked_through = modules_to_look_through(engine.module, home)
+        self._context_tensors = ContextTensors(saved)
         self._accesses: dict[int, _Access] = {}
         self._watched: list[nn.Module] = []  # that tell of their forwards
         self._state = CompiledState(engine.module)
@@ -295,6 +298,8 @@ class Forwards:
             frame.depth -= 1
             return
         with deferred():
+            if id(module) in self._looked_through and self._engine.active.cost:
+                self._context_tensors.take_out(inputs, output)
             self._exit_module(frame, output)
 
     def _exit_module(self, frame: _Frame, output: Any) -> None:

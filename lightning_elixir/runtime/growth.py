@@ -260,7 +260,7 @@ class Growth:
     def _model_of(self, has_earlier_grads: bool) -> GrowthModel:
         model = self._models.get(has_earlier_grads)
         if model is None and self._sample is not None:
-            grads = {i: self._grad_bytes(i, has_earlier_grads) for i, c in enumerate(self._plan.chunks)}
+            grads = {i: self._grad_bytes(i, has_earlier_grads) for i, c in enumerate(self._plan.all_chunks)}
             largest = max((self._plan.blocks_of(c.id) for c in self._plan.chunks if c.requires_grad), default=0)
             num_blocks = num_grad_blocks(self._plan.chunks)
             model = GrowthModel(self._sample, grads, num_blocks * largest * self._plan.block_bytes)
@@ -272,7 +272,7 @@ class Growth:
     def _grad_bytes(self, chunk_id: int, has_earlier_grads: bool) -> int:
         """What the gradient shard of a chunk adds to the device in one backward."""
         plan = self._plan
-        spec = plan.chunks[chunk_id]
+        spec = plan.all_chunks[chunk_id]
         if spec.optim_tier is not Tier.GPU or not spec.requires_grad:
             return 0
         itemsize = self._grad_itemsize or DTYPE_BYTES[spec.dtype]

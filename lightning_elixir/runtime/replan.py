@@ -53,15 +53,16 @@ def move_chunks(engine: Engine, plan: Plan, before: ShardStore, moving: Sequence
     memory makes room for what comes to it. It is the same on every rank, since some moves are collective.
     """
     before.drop_grad_buffers()
-    changes = [_change(engine, chunk.spec, plan.chunks[chunk.id]) for chunk in engine.chunks]
+    changes = [_change(engine, chunk.spec, plan.all_chunks[chunk.id]) for chunk in engine.chunks]
     for number in order_of_moves(changes):
         chunk = engine.chunks[number]
         engine.host_room.take(chunk.spec, max(0, changes[number][1]), plan, engine.host_bytes)
         with torch.no_grad():
-            _move(engine, chunk, plan.chunks[chunk.id], plan, before)
+            _move(engine, chunk, plan.all_chunks[chunk.id], plan, before)
         before.vacate(chunk.id)
         for states in moving:
             states.follow(chunk)
+        chunk.free_released()  # what an optimizer steps over was a part of the replica until now
 
 
 def _change(engine: Engine, old: ChunkSpec, new: ChunkSpec) -> tuple[int, int]:

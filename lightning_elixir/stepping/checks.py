@@ -33,7 +33,10 @@ def check_parameters(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> Non
     for g, group in enumerate(groups):
         for i, parameter in enumerate(group["params"]):
             home = engine.home_of(parameter)
-            if home is None:
+            if parameter in engine.ignored:
+                if parameter.requires_grad:
+                    unfrozen.append(f"group {g}, parameter {i}, shape {tuple(parameter.shape)}, which is ignored")
+            elif home is None:
                 foreign.append(f"group {g}, parameter {i}, shape {tuple(parameter.shape)}")
             elif parameter.requires_grad and not home[0].spec.requires_grad:
                 unfrozen.append(home[0].spec.members[home[1]].fqn)

@@ -68,6 +68,7 @@ class ElixirConfig(LossScaling):
     force_outputs_fp32: bool = False
     autocast: bool = True
     keep_fp32: KeepOption = None
+    ignored: KeepOption = None
     gpu_margin_mem_ratio: float | None = None
     gpu_memory_limit: int | str | None = None
     cpu_memory_limit: int | str | None = None
@@ -105,6 +106,8 @@ class ElixirConfig(LossScaling):
         _parse_reduce_dtype(self.reduce_dtype)
         if self.keep_fp32 is not None:
             entries_of("keep_fp32", self.keep_fp32)
+        if self.ignored is not None:
+            entries_of("ignored", self.ignored)
         self._check_paths()
         self._check_nvme()
         self._check_checkpoints()

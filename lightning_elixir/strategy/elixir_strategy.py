@@ -33,6 +33,7 @@ from lightning_elixir._lightning import (
 from lightning_elixir.checkpoint import restore_previous
 from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.memory_limits import agree_on_limits, move_within
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler, without_compiler
@@ -516,6 +517,34 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         self._sharded.restore_random_states(self._comm, self.root_device)
+
+    # Memory
+
+    def set_memory_limit(self, gpu: int | str | None = None, cpu: int | str | None = None) -> None:
+        """Give memory back, or take it again: between two steps (in callbacks such as `on_train_batch_end` and
+        `on_validation_start`), move to the fastest placement of the same chunks that keeps within these limits. No
+        number changes by it, as far as none depends on the placement. Collective, with the same limits on all ranks.
+
+        Args:
+            gpu: What each GPU may hold, chunks and a step's activations together: bytes or "16GiB". Where only the
+                activations do not fit, the chunks keep within it, and a warning says so. On the CPU accelerator, as
+                `gpu_memory_limit`. None: as the options have it.
+            cpu: The same of each host. None: as the options have it.
+
+        Raises:
+            PlanError: A size that is none, or limits that differ between ranks.
+            CapacityError: No placement keeps within the limits. Nothing has changed then.
+            StateError: Inside forward or backward, while gradients wait for a step, or before there is a model.
+            DivergenceError: Another rank is in another call.
+        """
+        handle, run = self._handle, self._fit_run
+        engine = handle.engine.engine
+        limits = agree_on_limits(engine, gpu, cpu)
+        planner = self._planner()
+        budget = planner.budget(engine.host_bytes(), earlier=handle.budget, limits=limits, is_live=True)
+        profile, regime = (None, self._regime) if run is None else run.known_step()
+        move_within(engine, budget, planner.limited_plan(handle.skeleton, engine.plan, budget, profile, regime))
+        handle.limits, handle.budget = limits, budget
 
     # What users look at
 

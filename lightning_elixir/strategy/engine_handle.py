@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_elixir.core.module_hooks import without_hooks
+from lightning_elixir.memory_limits import MemoryLimits
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.strategy.config import ElixirConfig
@@ -49,6 +50,8 @@ class EngineHandle:
         self.engine = engine
         self.options = options
         self.budget = budget
+        self.limits = MemoryLimits()
+        """What the user has said since, in the place of the options."""
         self.skeleton = skeleton
         self.is_warm = is_warm
         self.is_refinable = False
@@ -107,6 +110,8 @@ class EngineHandle:
             values = inner.whole_values(on_all_ranks=False, has_met=True)
         plain: dict[int, nn.Parameter] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
+            if parameter in inner.ignored:
+                continue
             value = values.get(name)
             if value is None:
                 value = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")

@@ -135,7 +135,9 @@ def optimizer_state(optimizer: ElixirOptimizer, engine: Engine, stand_ins: Stand
 
 
 def _names(engine: Engine) -> dict[int, str]:
-    return {id(p): m.fqn for c in engine.chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
+    """Of every parameter, by its id; a tied one has the plan's."""
+    every = {id(p): name for name, p in engine.module.named_parameters()}
+    return every | {id(p): m.fqn for c in engine.chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
 
 
 class SavePlan:

@@ -155,7 +155,9 @@ class EngineStrategy(StrategyOptions):
         """
         plugin, config = self._plugin, self._config
         run_together(self._comm, lambda: materialise(module, is_loaded) if self._comm.rank == 0 else None)
-        plugin.convert_module(module, run_together(self._comm, lambda: planner.kept_fp32(module)))
+        left_out = () if config.ignored is None else run_together(self._comm, lambda: planner.ignored(module))
+        kept = run_together(self._comm, lambda: planner.kept_fp32(module))
+        plugin.convert_module(module, kept, [p.fqn for p in left_out])
         planner.check_model(module, is_training=is_training)
         budget = planner.budget(host_bytes_of(module))
         # Before the plan, which counts what they save
@@ -170,6 +172,7 @@ class EngineStrategy(StrategyOptions):
                 use_fused_kernels=config.use_fused_kernels,
                 master_weights=plugin.is_mixed,
                 keep_fp32=config.keep_fp32 if plugin.compute_dtype is not None else None,
+                ignored=[p.fqn for p in plan.ignored],
                 autocast=plugin.has_autocast,
                 force_outputs_fp32=config.force_outputs_fp32,
                 reduce_dtype=config.reduction_dtype,

@@ -17,9 +17,11 @@ class FabricElixirPrecision(ElixirPrecision):
     """`ElixirPrecision` where the training loop is the user's: no hook of a LightningModule runs."""
 
     @override
-    def convert_module(self, module: nn.Module, kept: Collection[str] | None = None) -> nn.Module:
+    def convert_module(
+        self, module: nn.Module, kept: Collection[str] | None = None, ignored: Collection[str] = ()
+    ) -> nn.Module:
         # Fabric asks before the strategy knows which parameters are kept in fp32; the strategy asks again.
-        return module if kept is None else super().convert_module(module, kept)
+        return module if kept is None else super().convert_module(module, kept, ignored)
 
     @override
     def convert_input(self, data: Any) -> Any:

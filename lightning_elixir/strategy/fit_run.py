@@ -14,8 +14,9 @@ from lightning_elixir._lightning import GradientAccumulationScheduler, Lightning
 from lightning_elixir.core.waits import SETUP
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optimizer import ElixirOptimizer
+from lightning_elixir.plan.ignored import ignored_in_fp32
 from lightning_elixir.plan.kept_dtypes import kept_in
-from lightning_elixir.plan.profile import MemoryProfile
+from lightning_elixir.plan.profile import MemoryProfile, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import Timeline
 from lightning_elixir.plan.types import Plan
@@ -156,6 +157,10 @@ class FitRun:
         """Run `backward`; if memory runs out, the training step and then it a second time."""
         return self._step.backward(loss, backward, self._loss_of)
 
+    def known_step(self) -> tuple[StepProfile | None, TrainingRegime]:
+        """What a step does, if that is known, and what training is like now."""
+        return self.warm_up.profile, self._regime()
+
     def _dry_run(self, batch: Any, batch_idx: int) -> MemoryProfile:
         if not self._module.automatic_optimization:
             raise PlanError("under manual optimization a batch may have several steps")
@@ -166,7 +171,7 @@ class FitRun:
             self._loss_of,
             compute_dtype=self._planner.compute_dtype,
             has_autocast=self._planner.has_autocast,
-            kept_fp32=kept_in(plan),
+            kept_fp32=kept_in(plan) | ignored_in_fp32(plan),
         )
 
     def _loss_of(self, output: Any) -> Tensor | None:

@@ -43,6 +43,7 @@ class StrategyOptions(Processes):
         force_outputs_fp32: bool = False,
         autocast: bool = True,
         keep_fp32: KeepOption = None,
+        ignored: KeepOption = None,
         gpu_margin_mem_ratio: float | None = None,
         gpu_memory_limit: int | str | None = None,
         cpu_memory_limit: int | str | None = None,
@@ -111,6 +112,9 @@ class StrategyOptions(Processes):
                 under autocast routers, and on the CPU under autocast all norms (16-true, bf16-true: nothing). An empty
                 list: nothing. With `autocast=False` modules that are kept as a whole take 16-bit inputs as fp32, and
                 give 16-bit results.
+            ignored: What is left out of chunks: values as for `keep_fp32`, and classes of parameters. It stays on the
+                GPU, whole on every rank, in its own dtype, trained or frozen as it is, and is counted in the plan.
+                Frozen parameters of classes that no chunk can hold are left out by themselves.
             gpu_margin_mem_ratio: auto: share of the GPU memory left beside rCache and activations that optimizer states
                 may take. Default: all of it.
             gpu_memory_limit: Plan as if each GPU had no more. On the CPU accelerator this limits the rCache.

@@ -138,14 +138,17 @@ class ElixirPrecision(Precision):
     # Contexts and casts
 
     @override
-    def convert_module(self, module: nn.Module, kept: Collection[str] = ()) -> nn.Module:
-        """Cast it where no fp32 copy exists: all but the parameters named in `kept`, which become fp32 if they are not,
-        and the buffers of modules all of whose parameters are kept."""
+    def convert_module(self, module: nn.Module, kept: Collection[str] = (), ignored: Collection[str] = ()) -> nn.Module:
+        """Cast it where no fp32 copy exists: all but the parameters named in `ignored`, those in `kept`, which become
+        fp32 if they are not, and the buffers of modules all of whose parameters are kept. Integers, 8-bit floats and
+        complex numbers are left alone."""
         dtype = self._true_dtype
         if dtype is None:
             return module
         if self.precision == "64-true":
-            return module.double()  # which leaves complex parameters alone, as plain Lightning does
+            module._apply(lambda tensor: cast_floating(tensor, torch.float64))
+            return module
+        alone = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in ignored}
         wide = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in kept}
         for part in module.modules() if wide else ():
             own = {id(p) for p in part.parameters()}
@@ -153,9 +156,12 @@ class ElixirPrecision(Precision):
                 wide.update(id(b) for b in part.buffers())
 
         def cast(tensor: Tensor) -> Tensor:
+            if id(tensor) in alone:
+                return tensor
             return cast_floating(tensor, torch.float32 if id(tensor) in wide else dtype)
 
-        return module._apply(cast) if wide else module.to(dtype=dtype)
+        module._apply(cast)
+        return module
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[None]:
@@ -304,8 +310,8 @@ def _unwrap(optimizer: Any) -> ElixirOptimizer:
 
 
 def cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another dtype, if it is of a floating one."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    """In another dtype, if it is of a floating one of more than 8 bits."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
 
 
 @contextmanager

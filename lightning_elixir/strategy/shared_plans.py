@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -17,17 +17,26 @@ from lightning_elixir.core.device import current_device_memory_bytes
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.memory_limits import (
+    MemoryLimits,
+    RankMemory,
+    common_budget,
+    fits,
+    with_or_without_activations,
+)
 from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.device_words import DeviceWords
-from lightning_elixir.plan.kept_dtypes import with_kept
-from lightning_elixir.plan.memory import Budget, host_share, memory_use
+from lightning_elixir.plan.ignored import ignored_bytes, with_ignored
+from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
+from lightning_elixir.plan.memory import Budget, memory_use
 from lightning_elixir.plan.packing import packed_chunks, round_up
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, scheme_of, with_times
-from lightning_elixir.plan.types import ALIGN_NUMEL, Alternative, Plan, UpdateTiming
+from lightning_elixir.plan.types import ALIGN_NUMEL, Alternative, IgnoredParam, ParamSpec, Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.planning import COMMON_SHARE, make_plan, param_specs, timeline_of, with_common_activations
+from lightning_elixir.profiling.ignored import ignored_parameters, plain_tensors_of
 from lightning_elixir.profiling.kept_fp32 import is_nothing, kept_parameters
 from lightning_elixir.profiling.parameters import dtype_name
 from lightning_elixir.runtime.build import check_names
@@ -50,9 +59,8 @@ T = TypeVar("T")
 
 def host_bytes_of(model: nn.Module) -> int:
     """Host memory of the model's parameters, as the user built it."""
-    storages = {
-        p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters() if p.device.type == "cpu"
-    }
+    tensors = [t for p in model.parameters() if p.device.type == "cpu" for t in plain_tensors_of(p)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.device.type == "cpu"}
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -90,19 +98,6 @@ def wanted_bytes(model: nn.Module) -> int:
     return sum(
         round_up(p.numel(), ALIGN_NUMEL) * (16 if p.requires_grad else p.element_size()) for p in model.parameters()
     )
-
-
-@dataclass(frozen=True)
-class _RankMemory:
-    """One rank's view of the memory that there is."""
-
-    node_rank: int
-    host_bytes: int
-    own_bytes: int
-    """Host memory that the model takes now, and its shards will take over."""
-    device_bytes: int | None
-    nvme_bytes: int
-    """Free on the disk that states may go to."""
 
 
 class Planner:
@@ -154,7 +149,7 @@ class Planner:
         Raises:
             PlanError: Parameters that no plan can hold, none that trains, or other parameters than on rank 0.
         """
-        specs = run_together(self.comm, lambda: param_specs(model, self.compute_dtype, self.kept_fp32(model)))
+        specs = run_together(self.comm, lambda: self._specs(model))
         check_same_model(self.comm, specs)
         if not is_training:
             return
@@ -171,7 +166,14 @@ class Planner:
                 else f"{type(model).__name__} has no parameters. Make layers in __init__ or configure_model"
             )
 
-    def budget(self, own_bytes: int, *, earlier: Budget | None = None) -> Budget:
+    def budget(
+        self,
+        own_bytes: int,
+        *,
+        earlier: Budget | None = None,
+        limits: MemoryLimits | None = None,
+        is_live: bool = False,
+    ) -> Budget:
         """What a rank may use: the same on all of them, and so as small as on the poorest.
 
         Args:
@@ -179,38 +181,38 @@ class Planner:
                 (`host_bytes_of`), or in an engine.
             earlier: What was found before. Half of the reserve may have been taken since by what it is for; the disk's
                 part stays, since what is free there now is without our own file.
+            limits: Those of the user since the beginning, in the place of the options.
+            is_live: They are new: what was found before does not limit the host.
         """
-        by_rank: list[_RankMemory] = self.comm.exchange_objects(
-            _RankMemory(
-                self._node_rank,
-                available_host_bytes(),
-                own_bytes + self._neighbours.host_bytes(),
-                current_device_memory_bytes(self._device),
-                self._free_nvme_bytes(),
-            )
+        own = RankMemory(
+            self._node_rank,
+            available_host_bytes(),
+            own_bytes + self._neighbours.host_bytes(),
+            current_device_memory_bytes(self._device),
+            self._free_nvme_bytes(),
         )
-        shares = []
-        for node in {memory.node_rank for memory in by_rank}:
-            ranks = [memory for memory in by_rank if memory.node_rank == node]
-            free = min(m.host_bytes for m in ranks) + sum(m.own_bytes for m in ranks)
-            shares.append(host_share(free, len(ranks), self.config.cpu_limit_bytes, is_begun=earlier is not None))
-        device = [m.device_bytes for m in by_rank if m.device_bytes is not None]
-        if self.config.gpu_limit_bytes is not None:
-            device.append(self.config.gpu_limit_bytes)
-        on_disk = [m.nvme_bytes // sum(n.node_rank == m.node_rank for n in by_rank) for m in by_rank]
-        part_of = self._neighbours.part_of
-        cpu, spare = (part_of(min(share)) for share in zip(*shares, strict=True))
-        # Half: where the engine moves to another placement, states may be there twice for a moment.
-        nvme = part_of(min(on_disk) // 2)
-        if earlier is not None:
-            cpu, nvme = min(cpu, earlier.cpu_bytes or cpu), earlier.nvme_bytes
-            spare = min(spare, earlier.most_with_spares or spare)
-        return Budget(
-            gpu_bytes=part_of(min(device)) if device else None,
-            cpu_bytes=cpu,
-            nvme_bytes=nvme,
-            spare_cpu_bytes=spare,
-            words=DeviceWords.of_a_cpu("gpu_memory_limit") if self._device.type == "cpu" else DeviceWords(),
+        words = DeviceWords.of_a_cpu("gpu_memory_limit") if self._device.type == "cpu" else DeviceWords()
+        within = self._limits_with(limits or MemoryLimits())
+        by_rank: list[RankMemory] = self.comm.exchange_objects(own)
+        found = common_budget(by_rank, within, words, is_begun=earlier is not None, part_of=self._neighbours.part_of)
+        if earlier is None:
+            return found
+        found = replace(found, nvme_bytes=earlier.nvme_bytes)
+        if is_live:
+            return found
+        cpu, spare = found.cpu_bytes or 0, found.spare_cpu_bytes or 0
+        return replace(
+            found,
+            cpu_bytes=min(cpu, earlier.cpu_bytes or cpu),
+            spare_cpu_bytes=min(spare, earlier.most_with_spares or spare),
+        )
+
+    def _limits_with(self, limits: MemoryLimits) -> MemoryLimits:
+        """The options, where nothing else was said since."""
+        config = self.config
+        return MemoryLimits(
+            config.gpu_limit_bytes if limits.gpu_bytes is None else limits.gpu_bytes,
+            config.cpu_limit_bytes if limits.cpu_bytes is None else limits.cpu_bytes,
         )
 
     def _free_nvme_bytes(self) -> int:
@@ -342,6 +344,42 @@ class Planner:
 
         return self._share(decide)
 
+    def limited_plan(
+        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile | None, regime: TrainingRegime
+    ) -> Callable[[], Plan]:
+        """What finds, on rank 0, a placement of `current`'s chunks within limits that have changed: as `final_plan`,
+        where it is known what a step does; else the same placement, if it fits. Collective, the call that it returns
+        not. That raises `CapacityError` where there is none.
+
+        Args:
+            model: As for `final_plan`.
+            current: The plan in force.
+            budget: The new limits.
+            profile: What a step does on this rank, if that is known.
+            regime: As for `final_plan`.
+        """
+        is_known = all(self.comm.exchange_objects(profile is not None))
+        shared = self._shared_profile(profile, current, is_seen=True) if profile is not None and is_known else None
+        given = self.config.given_plan()
+        if given is not None:
+            given = with_ignored(with_kept(given, kept_in(current), is_exact=True), current.ignored)
+
+        def make(limits: Budget) -> Plan:
+            if shared is None:
+                return self._make(model, limits, regime, layout=current)
+            is_between = budget.non_model_bytes > 0 and not limits.non_model_bytes
+            known = shared.with_bytes(lambda nbytes: 0) if is_between else shared
+            return self._make(model, limits, regime, layout=current, profile=known)
+
+        def find() -> Plan:
+            wanted = budget if shared is None else replace(budget, non_model_bytes=shared.peak_non_model_bytes)
+            for plan in (given, current if shared is None else None):
+                if plan is not None and fits(plan, wanted, regime):
+                    return plan
+            return with_or_without_activations(make, wanted)
+
+        return find
+
     def _over_chunks(self, profile: MemoryProfile, plan: Plan) -> StepProfile:
         """What a step does over a plan's chunks, with times from the hardware's rates. On the CPU only chunks count, so
         what is beside them is left out. Not collective."""
@@ -409,7 +447,8 @@ class Planner:
                     f"{ours}: give the Trainer the precision that the plan was made for, make a plan with this one, or "
                     "leave out `plan`"
                 )
-        use = memory_use(plan.chunks, plan.rcache_blocks, scheme_of(plan, self.regime))
+        scheme = scheme_of(plan, self.regime)
+        use = memory_use(plan.chunks, plan.rcache_blocks, scheme, ignored_bytes(plan.ignored, scheme))
         for name, nbytes, limit in (
             (budget.words.memory, use.gpu_bytes, budget.gpu_bytes),
             ("host memory", use.host_bytes, budget.cpu_bytes),
@@ -501,6 +540,7 @@ class Planner:
             world_size=self.comm.world_size,
             compute_dtype=self.compute_dtype,
             keep_fp32=self.kept_fp32(model) if layout is None else (),
+            ignored=self.ignored(model) if layout is None else None,
             profile=profile,
             hardware=self.figures.best,
             layout=layout,
@@ -527,11 +567,27 @@ class Planner:
         is_half = self.compute_dtype is not None and self.compute_dtype.itemsize == 2
         return kept if is_half else frozenset()
 
+    def ignored(self, model: nn.Module) -> tuple[IgnoredParam, ...]:
+        """The parameters that are left out of chunks. Not collective.
+
+        Args:
+            model: As the user built it, as for `kept_fp32`.
+
+        Raises:
+            PlanError: The user named what the model has not got, or what cannot be trained so.
+        """
+        return ignored_parameters(model, self.config.ignored)
+
+    def _specs(self, model: nn.Module) -> tuple[ParamSpec, ...]:
+        left_out = [p.fqn for p in self.ignored(model)]
+        return param_specs(model, self.compute_dtype, self.kept_fp32(model), left_out)
+
     def _with_kept(self, given: Plan, model: nn.Module) -> Plan:
         """A plan of the user's, with what is to stay in fp32 beside what the plan itself has in fp32."""
         plan = with_kept(given, self.kept_fp32(model), is_exact=is_nothing(self.config.keep_fp32))
+        plan = with_ignored(plan, self.ignored(model))
         if plan is not given:
-            log.info("the given plan has other dtypes of parameters than keep_fp32 says: they get chunks of their own")
+            log.info("the given plan has parameters otherwise than keep_fp32 and ignored say: it is changed")
         return plan
 
     def _share(self, decide: Callable[[], T]) -> T:

@@ -235,7 +235,7 @@ class WarmUp:
         """Make the plan for the first step."""
         handle, planner, engine = self._handle, self._planner, self._engine
         # Less what has come since: libraries, the user's data and its loaders.
-        handle.budget = planner.budget(engine.host_bytes(), earlier=handle.budget)
+        handle.budget = planner.budget(engine.host_bytes(), earlier=handle.budget, limits=handle.limits)
         engine.set_memory_limit(handle.budget.gpu_bytes)
         profile = self._foreseen(dry_run)
         if profile is None:

@@ -66,7 +66,6 @@ def test_what_is_no_dense_float_is_refused_by_name() -> None:
     with pytest.raises(PlanError) as caught:
         param_specs(model)
     text = str(caught.value)
-    assert "whole (torch.int32" in text
     assert "complex (torch.complex64" in text
     assert "sparse (torch.float32, torch.sparse_coo)" in text
     assert "fine" not in text

@@ -123,15 +123,15 @@ def test_model_without_anything_to_train(make_model: Any, match: str) -> None:
         fit(ElixirStrategy(**CHUNK), make_model)
 
 
-class IntegerNet(Net):
+class ComplexNet(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+        self.table = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
 
 
-def test_parameter_that_is_not_floating_point() -> None:
-    with pytest.raises(PlanError, match=r"table \(torch.int64"):
-        fit(ElixirStrategy(**CHUNK), IntegerNet)
+def test_parameter_that_trains_and_is_not_floating_point() -> None:
+    with pytest.raises(PlanError, match=r"table \(torch.complex64"):
+        fit(ElixirStrategy(**CHUNK), ComplexNet)
 
 
 class LazyNet(Net):

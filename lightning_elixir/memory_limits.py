@@ -1,0 +1,258 @@
+"""Limits of memory that change while an engine lives: what they leave to a rank, and the move to a plan within them.
+
+[Note: a live budget] Between two steps a user may say how much memory there is from now on: less of it, for something
+else that runs beside the training, or more again. The chunks stay; they are only placed anew, and the engine moves as
+in any other replan, so that no number changes. A plan is found before anything moves: where none fits, all ranks raise,
+and nothing has changed. Limits that are left out are what they were at the beginning.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from lightning_elixir.core.device import current_device_memory_bytes
+from lightning_elixir.core.host import available_host_bytes
+from lightning_elixir.core.together import run_together
+from lightning_elixir.errors import CapacityError, PlanError, StateError
+from lightning_elixir.plan.device_words import DeviceWords
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.ignored import ignored_bytes
+from lightning_elixir.plan.memory import Budget, host_share, memory_use
+from lightning_elixir.plan.problem import PlacementRequest
+from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.plan.simulator.timeline import scheme_of
+from lightning_elixir.plan.types import Plan
+from lightning_elixir.plan.units import format_bytes, parse_bytes
+from lightning_elixir.planning import module_accesses, place_anew
+from lightning_elixir.runtime.agreement import Meeting
+from lightning_elixir.runtime.engine import Engine
+
+log = logging.getLogger(__name__)
+
+_NOMINAL_DISK = 2e9
+"""Bytes a second: a common NVMe disk, slower than any host's memory, so that it is taken where nothing else fits."""
+
+_NOT_GIVEN = -1
+_NO_SIZE = -2
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """What may be used, as the user gives it. None: what there is."""
+
+    gpu_bytes: int | None = None
+    """Of each rank's device."""
+    cpu_bytes: int | None = None
+    """Of each host."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's view of the memory that there is."""
+
+    host: int | str
+    """Which host it is on."""
+    host_bytes: int
+    """Free there."""
+    own_bytes: int
+    """Host memory that the model takes now, and its shards will take over."""
+    device_bytes: int | None
+    nvme_bytes: int
+    """Free on the disk that states may go to."""
+
+
+def common_budget(
+    by_rank: Sequence[RankMemory],
+    limits: MemoryLimits,
+    words: DeviceWords,
+    *,
+    is_begun: bool = False,
+    part_of: Callable[[int], int] = int,
+) -> Budget:
+    """What a rank may use: the same on all of them, and so as small as on the poorest.
+
+    Args:
+        by_rank: What each of them sees.
+        limits: The user's.
+        words: Of the device, for refusals.
+        is_begun: As for `host_share`.
+        part_of: This model's part of a memory that several share.
+    """
+    shares = []
+    for host in {memory.host for memory in by_rank}:
+        ranks = [memory for memory in by_rank if memory.host == host]
+        free = min(m.host_bytes for m in ranks) + sum(m.own_bytes for m in ranks)
+        shares.append(host_share(free, len(ranks), limits.cpu_bytes, is_begun=is_begun))
+    device = [m.device_bytes for m in by_rank if m.device_bytes is not None]
+    if limits.gpu_bytes is not None:
+        device.append(limits.gpu_bytes)
+    on_disk = [m.nvme_bytes // sum(n.host == m.host for n in by_rank) for m in by_rank]
+    cpu, spare = (part_of(min(share)) for share in zip(*shares, strict=True))
+    return Budget(
+        gpu_bytes=part_of(min(device)) if device else None,
+        cpu_bytes=cpu,
+        # Half: where the engine moves to another placement, states may be there twice for a moment.
+        nvme_bytes=part_of(min(on_disk) // 2),
+        spare_cpu_bytes=spare,
+        words=words,
+    )
+
+
+def agree_on_limits(engine: Engine, gpu: int | str | None, cpu: int | str | None) -> MemoryLimits:
+    """What all ranks ask for. Collective; waits for updates under way.
+
+    Args:
+        engine: Between two steps.
+        gpu: As users give it.
+        cpu: As users give it.
+
+    Raises:
+        PlanError: A size that is none, or other limits than another rank gives; on all ranks.
+        StateError: Inside forward or backward, or gradients wait for a step; on all ranks.
+        DivergenceError: The ranks are at different points.
+    """
+    refusal: PlanError | None = None
+    try:
+        asked = [_NOT_GIVEN if size is None else parse_bytes(size) for size in (gpu, cpu)]
+    except PlanError as error:
+        refusal, asked = error, [_NO_SIZE, _NO_SIZE]
+    with engine.meeting(Meeting.MEMORY_LIMIT, (*asked, int(bool(engine.reducer.used)))) as rows:
+        pass
+    if refusal is not None:
+        raise PlanError(f"set_memory_limit: {refusal}")
+    if len({tuple(row[:2]) for row in rows}) > 1:
+        shown = "; ".join(f"rank {rank}: {_shown(row)}" for rank, row in enumerate(rows))
+        raise PlanError(f"set_memory_limit takes the same limits on every rank, and got others ({shown})")
+    if any(row[2] for row in rows):
+        raise StateError(
+            "memory limits cannot change while gradients wait for a step: call set_memory_limit() after step() or"
+            " zero_grad(), with accumulation after the last micro-batch"
+        )
+    return MemoryLimits(*(None if size == _NOT_GIVEN else size for size in asked))
+
+
+def _shown(row: Sequence[int]) -> str:
+    if _NO_SIZE in row[:2]:
+        return "no size"
+    return ", ".join(
+        f"{name} {'not given' if size == _NOT_GIVEN else format_bytes(size)}"
+        for name, size in zip(("gpu", "cpu"), row, strict=False)
+    )
+
+
+def fits(plan: Plan, budget: Budget, regime: TrainingRegime) -> bool:
+    """Whether what a plan keeps, with its rCache full, is within a budget."""
+    scheme = scheme_of(plan, regime)
+    beside = budget.non_model_bytes + ignored_bytes(plan.ignored, scheme)
+    use = memory_use(plan.chunks, plan.rcache_blocks, scheme, beside)
+    return all(
+        limit is None or nbytes <= limit
+        for nbytes, limit in ((use.gpu_bytes, budget.gpu_bytes), (use.host_bytes, budget.cpu_bytes))
+    )
+
+
+def with_or_without_activations(make: Callable[[Budget], Plan], budget: Budget) -> Plan:
+    """The plan within a budget under which steps can run; where there is none, one that keeps within it between steps,
+    and a warning.
+
+    Raises:
+        CapacityError: There is neither.
+    """
+    try:
+        return make(budget)
+    except CapacityError as error:
+        if not budget.non_model_bytes:
+            raise
+        plan = make(replace(budget, non_model_bytes=0))
+        log.warning(
+            "within the new limit there is room for the chunks, but not for a training step as well: raise it before"
+            " the next one (%s)",
+            error,
+        )
+        return plan
+
+
+def move_within(engine: Engine, budget: Budget, find: Callable[[], Plan]) -> None:
+    """Move to the plan that `find` gives on rank 0, and give back what is not needed any more. Collective.
+
+    Args:
+        engine: As `agree_on_limits` left it.
+        budget: Has the device's limit.
+        find: Raises `CapacityError` where there is no plan: on all ranks then, and nothing changes.
+    """
+    found = run_together(engine.comm, find if engine.comm.rank == 0 else lambda: None)
+    plan: Plan = engine.comm.exchange_objects(found)[0]
+    engine.set_memory_limit(budget.gpu_bytes)
+    if plan.fingerprint() == engine.plan.fingerprint():
+        engine.take_forecast(plan)
+        engine.give_back()
+    else:
+        engine.replan(plan)
+    log.info("memory limits have changed; the plan from now on: %s", plan.explain().partition("\n")[0])
+
+
+class ModuleLimits:
+    """The limits of an engine that is used without Lightning.
+
+    Args:
+        plan: What the engine was built with: it comes back wherever it fits.
+        nvme_folder: Where states may go; None: nowhere that the plan does not have them.
+    """
+
+    def __init__(self, plan: Plan, nvme_folder: str | None) -> None:
+        self._plan = plan
+        self._folder = nvme_folder
+
+    def set(self, engine: Engine, model: nn.Module, gpu: int | str | None, cpu: int | str | None) -> None:
+        """See `ElixirModule.set_memory_limit`."""
+        limits = agree_on_limits(engine, gpu, cpu)
+        own = RankMemory(
+            socket.gethostname(),
+            available_host_bytes(),
+            engine.host_bytes(),
+            current_device_memory_bytes(engine.device.torch_device),
+            0 if self._folder is None else shutil.disk_usage(self._folder).free,
+        )
+        is_cpu = engine.device.torch_device.type == "cpu"
+        words = DeviceWords.of_a_cpu("gpu") if is_cpu else DeviceWords()
+        budget = common_budget(engine.comm.exchange_objects(own), limits, words, is_begun=True)
+        regime = self._regime(engine)
+        if not regime.can_stream:
+            budget = replace(budget, nvme_bytes=0)
+        seen = 0 if is_cpu else max(engine.comm.exchange_objects(engine.peak_non_model_bytes_seen))
+        budget = replace(budget, non_model_bytes=seen)
+
+        def find() -> Plan:
+            is_as_built = limits == MemoryLimits()
+            if is_as_built or fits(self._plan, budget, regime):
+                return self._plan
+            request = PlacementRequest(
+                distributed_storage=self._plan.is_storage_distributed,
+                accesses=module_accesses(model),
+            )
+            hardware = HardwareSpec.nominal(budget.gpu_bytes, budget.cpu_bytes or 0)
+            if budget.nvme_bytes:  # a search that only has to find what fits asks for some figure
+                hardware = replace(hardware, nvme_read_bytes_per_s=_NOMINAL_DISK, nvme_write_bytes_per_s=_NOMINAL_DISK)
+            return with_or_without_activations(
+                lambda within: place_anew(self._plan, request, within, regime, hardware), budget
+            )
+
+        move_within(engine, budget, find)
+
+    def _regime(self, engine: Engine) -> TrainingRegime:
+        """What training is like, by the first plan and the optimizers that there are."""
+        plan, states = self._plan, engine.steps.optimizers.states
+        return TrainingRegime(
+            master_weights=engine.precision.master is not None,
+            num_states=max((one.num_states for one in states), default=2),
+            update_timing=plan.update_timing,
+            needs_global_norm=plan.has_spare_states,
+            can_stream=bool(states) and all(one.is_adam for one in states),
+            can_reuse_compute_shard=plan.grad_reuses_compute_shard,
+        )

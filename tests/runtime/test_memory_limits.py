@@ -1,0 +1,180 @@
+"""Limits of memory that change between steps: the engine moves, memory comes free, and no number changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_elixir.errors import CapacityError, PlanError, StateError
+from lightning_elixir.optim import HybridAdam
+from lightning_elixir.plan.types import UpdateTiming
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan, with_spares
+
+WIDTH, DEPTH = 64, 6
+Limits = tuple[int | str | None, int | str | None]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = [m for _ in range(DEPTH) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 2))
+
+
+def rank_and_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+class Training:
+    """A training that is told of limits before some of its steps."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer] = HybridAdam, device: str = "cpu", **options: Any) -> None:
+        self.rank, world = rank_and_size()
+        self.device = device
+        dtype = options.pop("dtype", torch.float32)
+        folder, spare = options.pop("folder", None), options.pop("spare", False)
+        options = {"placement_policy": "cuda", "update_timing": UpdateTiming.BEHIND_FORWARD, **options}
+        model = net()
+        plan = make_plan(model, world_size=world, compute_dtype=dtype, chunk_size=4 * WIDTH * WIDTH + 2048, **options)
+        if spare:
+            plan = with_spares(plan)
+        self.module = ElixirModule(model, plan, dtype=dtype, device=device, nvme_offload_dir=folder)
+        self.optimizer = ElixirOptimizer(self.module, kind(model.parameters(), lr=1e-2), max_norm=0.5)
+        self.number = 0
+
+    def step(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * self.number + self.rank)
+        self.number += 1
+        x = torch.randn(8, WIDTH, generator=generator).to(self.device)
+        loss = self.module(x).float().square().mean()
+        self.optimizer.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach().cpu()
+
+    def held(self) -> int:
+        return self.module.engine.device_bytes()
+
+    def close(self) -> dict[str, torch.Tensor]:
+        state = self.module.full_state_dict(rank0_only=False)
+        self.module.close()
+        return state
+
+
+def train(limits: dict[int, Limits], steps: int = 8, **options: Any) -> tuple[list[torch.Tensor], Any, list[int]]:
+    training, losses, held, evictions = Training(**options), [], [], 0
+    for number in range(steps):
+        if number in limits:
+            training.module.set_memory_limit(*limits[number])
+        held.append(training.held())
+        losses.append(training.step())
+        evictions += training.module.stats().evictions  # a move begins to count anew
+    assert evictions > 0 or not any(gpu for gpu, _ in limits.values())
+    return losses, training.close(), held
+
+
+def assert_as_if_nothing_had_happened(actual: Any, expected: Any) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(actual[0], expected[0], strict=True))
+    assert [k for k, v in expected[1].items() if not torch.equal(actual[1][k], v)] == []
+
+
+SMALL = 140 * 1024
+"""Bytes: some replicas of 16 KiB and gradient blocks, where everything on the device takes 450 KiB."""
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"dtype": torch.bfloat16},
+    "spares": {"dtype": torch.bfloat16, "placement_policy": "cpu", "spare": True},
+    "torch's Adam": {"kind": torch.optim.Adam},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_is_given_back_and_taken_again(way: str) -> None:
+    options = WAYS[way]
+    expected = train({}, **options)
+    limit = SMALL // 2 if "dtype" in options else SMALL
+    actual = train(
+        {0: (None, None), 2: (limit, None), 3: (f"{limit}B", None), 5: (2 * limit, None), 7: (None, None)}, **options
+    )
+    assert_as_if_nothing_had_happened(actual, expected)
+    held = actual[2]
+    assert max(held[2:5]) <= limit
+    if options.get("placement_policy") != "cpu":
+        assert min(held[1], held[7]) > limit  # everything was there, and is again
+
+
+def both_ways(limits: dict[int, Limits], options: dict[str, Any]) -> None:
+    assert_as_if_nothing_had_happened(train(limits, **options), train({}, **options))
+
+
+@pytest.mark.parametrize("is_distributed", [True, False])
+def test_on_two_ranks(is_distributed: bool) -> None:
+    run_ranks(both_ways, 2, {2: (SMALL, None), 5: (None, None)}, {"enable_distributed_storage": is_distributed})
+
+
+def test_the_hosts_memory_is_given_back_to_a_disk() -> None:
+    options = {"placement_policy": "cpu", "folder": "states"}
+    expected = train({}, **options)
+    training, losses = Training(**options), []
+    for number in range(6):
+        if number in (2, 4):
+            training.module.set_memory_limit(SMALL, 350 * 1024 if number == 2 else None)
+            assert (training.module.stats().held_bytes.get("nvme_states", 0) > 0) is (number == 2)
+        losses.append(training.step())
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected[0], strict=False))
+    training.close()
+
+
+def refuse(wrong: Limits, error: type[Exception], match: str) -> None:
+    training = Training()
+    training.step()
+    before = training.module.plan
+    mine = (
+        (SMALL, None)
+        if wrong == ("rank", None) and training.rank
+        else wrong
+        if wrong[0] != "rank"
+        else (2 * SMALL, None)
+    )
+    with pytest.raises(error, match=match):
+        training.module.set_memory_limit(*mine)
+    assert training.module.plan is before
+    training.step()
+    training.close()
+
+
+REFUSED: dict[str, tuple[Limits, type[Exception], str]] = {
+    "no room on the device": ((1024, None), CapacityError, "gpu"),
+    "no room on the host": ((SMALL, 1024), CapacityError, "host memory"),
+    "no size": (("16 bananas", None), PlanError, "set_memory_limit: a size must be"),
+    "negative": ((-1, None), PlanError, "must not be negative"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_met_leaves_everything_as_it_was(name: str) -> None:
+    refuse(*REFUSED[name])
+
+
+def test_what_cannot_be_met_is_raised_on_all_ranks() -> None:
+    run_ranks(refuse, 2, *REFUSED["no room on the device"])
+
+
+def test_ranks_with_other_limits() -> None:
+    run_ranks(refuse, 2, ("rank", None), PlanError, "the same limits on every rank, and got others")
+
+
+def test_between_steps_only() -> None:
+    training = Training()
+    loss = training.module(torch.randn(2, WIDTH)).sum()
+    training.optimizer.backward(loss)
+    with pytest.raises(StateError, match="gradients wait for a step"):
+        training.module.set_memory_limit(SMALL)
+    training.optimizer.step()
+    training.module.set_memory_limit(SMALL)
+    training.close()

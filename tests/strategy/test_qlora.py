@@ -1,0 +1,157 @@
+"""LoRA over quantised bases: transformers, peft, bitsandbytes and torchao, with the numbers of plain Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir._lightning import pl
+from lightning_elixir.errors import PlanError
+from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed
+from tests.strategy.models import make_trainer
+
+pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("torchao")
+
+TOKENS = 64
+CHUNK = {"chunk_size": "8KiB"}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "auto": {**CHUNK},
+    "tight": {**CHUNK, "placement_policy": "cpu", "gpu_memory_limit": "90KiB"},
+    "cuda": {**CHUNK, "placement_policy": "cuda"},
+    "nvme": {
+        **CHUNK,
+        "placement_policy": "cpu",
+        "nvme_offload_fraction": 1.0,
+        "nvme_offload_param_fraction": 1.0,
+        "nvme_offload_dir": "states",
+    },
+}
+
+
+def _to_4bit(model: nn.Module) -> None:
+    import bitsandbytes
+
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and name != "lm_head":
+                layer = bitsandbytes.nn.Linear4bit(
+                    child.in_features, child.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4"
+                )
+                layer.load_state_dict({"weight": child.weight.data})
+                setattr(module, name, layer.to("cpu"))
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+
+
+def _to_int8(model: nn.Module) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig(), lambda m, name: isinstance(m, nn.Linear) and "lm_head" not in name)
+
+
+def make(kind: str, is_checkpointed: bool) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=TOKENS,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    {"4bit": _to_4bit, "int8": _to_int8, "none": lambda model: None}[kind](model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    if is_checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    lora = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_alpha=8))
+    for name, parameter in lora.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return lora
+
+
+class QLoRA(pl.LightningModule):
+    def __init__(self, kind: str, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.model = make(kind, is_checkpointed)
+        self.losses: list[float] = []
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        from lightning_elixir import HybridAdam
+
+        return HybridAdam([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def data() -> torch.utils.data.DataLoader[Any]:
+    tokens = torch.randint(0, TOKENS, (16, 8), generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.DataLoader(tokens, batch_size=4)  # type: ignore[arg-type]
+
+
+def trained(strategy: Any, kind: str, is_checkpointed: bool = False, **options: Any) -> tuple[QLoRA, Any]:
+    pl.seed_everything(2, verbose=False)
+    module = QLoRA(kind, is_checkpointed)
+    trainer = make_trainer(strategy, **options)
+    trainer.fit(module, data())
+    state = trainer.strategy.lightning_module_state_dict()
+    return module, {k: v for k, v in state.items() if "lora" in k}
+
+
+def assert_same(actual: tuple[QLoRA, Any], expected: tuple[QLoRA, Any]) -> None:
+    assert actual[0].losses == expected[0].losses
+    assert [k for k, v in expected[1].items() if not torch.equal(actual[1][k], v)] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@crossed(placement=PLACEMENTS, kind=["4bit", "int8"], is_checkpointed=[False, True], together=1)
+def test_as_plain_peft(kind: str, placement: str, is_checkpointed: bool) -> None:
+    strategy = ElixirStrategy(**PLACEMENTS[placement])
+    actual = trained(strategy, kind, is_checkpointed)
+    assert_same(actual, trained("auto", kind, is_checkpointed))
+    if placement == "tight":
+        assert strategy.stats().evictions > 0
+    if kind == "4bit":
+        assert not strategy.plan.ignored
+        assert "uint8" in {c.dtype for c in strategy.plan.chunks}
+
+
+def on_ranks(kind: str) -> None:
+    actual = trained(ElixirStrategy(**PLACEMENTS["tight"]), kind, devices=2)
+    expected = trained(ElixirStrategy(**PLACEMENTS["cuda"]), kind, devices=2)
+    assert actual[0].losses == expected[0].losses
+    plain = trained("ddp", kind, devices=2)
+    assert actual[0].losses == pytest.approx(plain[0].losses, rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_on_two_ranks() -> None:
+    run_ranks(on_ranks, 2, "4bit", init_group=False)
+
+
+def test_what_is_not_quantised_yet() -> None:
+    import bitsandbytes
+
+    from tests.helpers.plans import make_plan
+
+    layer = bitsandbytes.nn.Linear4bit(32, 32, bias=False)
+    layer.weight.requires_grad_(False)
+    with pytest.raises(PlanError, match=r"are not quantised yet, .* call .to\('cpu'\)"):
+        make_plan(nn.Sequential(layer))
