@@ -579,9 +579,8 @@ def test_gradients_norms_and_parameters_can_be_looked_at() -> None:
     norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
     torch.testing.assert_close(fabric.strategy.grad_norm(), norm)
     torch.testing.assert_close(optimizer.grad_norm(), norm)
-    with fabric.strategy.full_parameters(modify=True) as parameters:
-        with torch.no_grad():
-            parameters["0.up.weight"].zero_()
+    with fabric.strategy.full_parameters(modify=True) as parameters, torch.no_grad():
+        parameters["0.up.weight"].zero_()
     assert not model.state_dict()["0.up.weight"].any()
     assert fabric.strategy.stats().fetches > 0
     fabric.strategy.close()
