@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_elixir.errors import StateError as StateError
     from lightning_elixir.errors import StorageError as StorageError
     from lightning_elixir.fused.linear_loss import linear_cross_entropy as linear_cross_entropy
+    from lightning_elixir.optim.elementwise import register_elementwise as register_elementwise
     from lightning_elixir.optim.hybrid_adam import CPUAdam as CPUAdam
     from lightning_elixir.optim.hybrid_adam import HybridAdam as HybridAdam
     from lightning_elixir.plan.hardware import HardwareSpec as HardwareSpec
@@ -62,6 +63,7 @@ _HOMES = {
     "pretrained": "strategy.pretrained",
     "profile_hardware": "profiling.measured_hardware",
     "profile_memory": "profiling.fake_step",
+    "register_elementwise": "optim.elementwise",
     "simple_search": "planning",
 }
 
@@ -90,6 +92,7 @@ __all__ = [
     "pretrained",
     "profile_hardware",
     "profile_memory",
+    "register_elementwise",
     "simple_search",
 ]
 

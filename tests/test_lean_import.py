@@ -35,6 +35,7 @@ PUBLIC = {
     "linear_cross_entropy",
     "profile_hardware",
     "profile_memory",
+    "register_elementwise",
     "simple_search",
 }
 

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optim.adam_states import SegmentPlace
-from lightning_elixir.optim.hybrid_adam import HybridAdam
+from lightning_elixir.optim.elementwise import InnerMaker
 from lightning_elixir.optim.segments import SegmentOptimizer
 from lightning_elixir.plan.memory import is_on_nvme
 from lightning_elixir.plan.shard_segments import Segment, segments_of
@@ -27,16 +25,18 @@ class ChunkOptimizers:
 
     Args:
         engine: Whose chunks.
-        cls: From `elementwise_class`.
+        maker: Of what runs over segments.
         groups: The user's parameter groups.
 
     Raises:
         PlanError: The plan updates chunks where such an optimizer cannot.
     """
 
-    def __init__(self, engine: Engine, cls: type[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, engine: Engine, maker: InnerMaker, groups: Sequence[dict[str, Any]]) -> None:
         self._engine = engine
-        self._cls = cls
+        self.maker = maker
+        self.number = 0
+        """Of the optimizer, in the order in which those over the engine were made; the same on every rank."""
         self.inner: dict[int, SegmentOptimizer] = {}
         """By chunk id."""
         self.segments: dict[int, tuple[Segment, ...]] = {}
@@ -53,7 +53,7 @@ class ChunkOptimizers:
     def is_adam(self) -> bool:
         """Whether updates are Adam's, described before they run: then they have the same bits wherever that is, and
         their states may be on a disk."""
-        return self._cls is HybridAdam
+        return self.maker.is_adam
 
     @property
     def num_states(self) -> int:
@@ -80,7 +80,7 @@ class ChunkOptimizers:
         if on_nvme and not self.is_adam:
             raise PlanError(
                 f"the plan has the optimizer states of {len(on_nvme)} chunks on NVMe (nvme_offload_fraction, "
-                f"nvme_offload_dir), which {self._cls.__name__} cannot update there: use HybridAdam (with "
+                f"nvme_offload_dir), which {self.maker.cls.__name__} cannot update there: use HybridAdam (with "
                 "adamw_mode=False for Adam), or leave these options out"
             )
         if any(c.is_update_streamed for c in on_nvme):
@@ -88,8 +88,9 @@ class ChunkOptimizers:
         streamed = [c for c in plan.chunks if c.requires_grad and c.is_update_streamed]
         if streamed and not self.is_adam:
             raise PlanError(
-                f"the plan streams the updates of {len(streamed)} chunks to the device, which {self._cls.__name__} "
-                "cannot: its results on CPU and GPU differ. Use HybridAdam, or make the plan with can_stream=False"
+                f"the plan streams the updates of {len(streamed)} chunks to the device, which "
+                f"{self.maker.cls.__name__} cannot: its results on CPU and GPU differ. Use "
+                "HybridAdam, or make the plan with can_stream=False"
             )
 
     def group_by(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -147,7 +148,7 @@ class ChunkOptimizers:
         zeros = partial(engine.store.zeros, tier=chunk.spec.optim_tier)
         on_disk = engine.store[chunk.id].on_disk
         work = on_disk.stand_in() if on_disk is not None and on_disk.has_master else engine.own_shard(chunk)
-        return SegmentOptimizer(self._cls, work, places, self.groups, zeros, on_disk)
+        return SegmentOptimizer(self.maker, work, places, self.groups, zeros, on_disk)
 
 
 def _sizes(groups: Sequence[dict[str, Any]]) -> tuple[int, ...]:

@@ -287,6 +287,11 @@ class UpdateScheduler:
         """
         engine = self._engine
         engine.reducer.make_zeros(used)
+        for chunk_id in used:  # memory that the update may overwrite must not hold gradients of other optimizers
+            if engine.store[chunk_id].is_param_overwritten and engine.steps.is_shared(
+                chunk_id, self.states.members[chunk_id]
+            ):
+                engine.reducer.rewrite(engine.chunks[chunk_id], lambda shard: None, torch.float32)
         chunks = [engine.chunks[i] for i in sorted(used) if engine.store[i].grad is not None]
         if self._torch_steps is not None:
             engine.host_memory.drop()
@@ -316,6 +321,11 @@ class UpdateScheduler:
                     engine.device.compute_event().synchronize()
                 record.note_end()
         return record
+
+    def set_mode(self, mode: str) -> dict[int, set[int]]:
+        """See `TorchSteps.set_mode`; nothing for optimizers without modes."""
+        with all_or_nothing(self._engine):
+            return {} if self._torch_steps is None else self._torch_steps.set_mode(mode)
 
     def end_step(self, *, is_as_assumed: bool) -> bool:
         """A step is over.

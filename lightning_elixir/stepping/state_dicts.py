@@ -73,16 +73,35 @@ class StateDicts:
         mine: Described = {}
         for chunk_id, inner in self._states.inner.items():
             for position, place in enumerate(inner.places):
-                entries = {
-                    key: ("value", value) if is_scalar_state(key, value) else ("tensor", value.dtype)
-                    for key, value in inner.state_of(position).items()
-                }
+                entries = _described(inner.state_of(position))
                 if entries and not inner.has_only_reserved(position):
                     mine[(chunk_id, place.member_index)] = entries
         merged: Described = {}
         for described in self._engine.comm.exchange_objects(mine):
             merged.update(described)
         return merged
+
+    def of_member(self, chunk: Chunk, index: int) -> dict[str, Any]:
+        """Whole states of one parameter, as copies, on every rank: tensors on the compute device, numbers on the host;
+        empty: it has none. Collective."""
+        engine, inner = self._engine, self._states.inner[chunk.id]
+        mine: dict[str, tuple[str, Any]] = {}
+        with engine.telling():
+            for position, place in enumerate(inner.places):
+                if place.member_index == index and not inner.has_only_reserved(position):
+                    mine = _described(inner.state_of(position))
+        entries: dict[str, tuple[str, Any]] = {}
+        for told in engine.comm.exchange_objects(mine):
+            entries |= told
+        found: dict[str, Any] = {}
+        for key, (kind, value) in entries.items():
+            if kind == "value":
+                found[key] = value
+                continue
+            rows = engine.comm.gather_host(inner.flat_state(key, value), on_all_ranks=True) or []
+            flat = rows[0] if len(rows) == 1 else torch.cat(rows)
+            found[key] = chunk.view_of(flat, index).to(engine.device.torch_device, copy=True)
+        return found
 
     def runs(self, chunk: Chunk, key: str, dtype: torch.dtype) -> dict[int, Tensor]:
         """One element-wise state of this rank's segments of a chunk, 1-D, by member index: where it lies, unless that
@@ -162,6 +181,13 @@ class StateDicts:
                 inner.set_state(position, read(chunk, segments[place.member_index]))
 
 
+def _described(state: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    return {
+        key: ("value", value) if is_scalar_state(key, value) else ("tensor", value.dtype)
+        for key, value in state.items()
+    }
+
+
 def _reading(saved: Mapping[int, Mapping[str, Any]]) -> ReadSegment:
     """Reads segments out of whole states, by the `id` of their parameters."""
 
@@ -170,7 +196,7 @@ def _reading(saved: Mapping[int, Mapping[str, Any]]) -> ReadSegment:
         state = saved.get(id(chunk.parameters[segment.member_index]), {})
         loaded: dict[str, Any] = {}
         for key, value in state.items():
-            if is_scalar_state(key, value):
+            if is_scalar_state(key, value, member.shape):
                 loaded[key] = value.clone() if isinstance(value, Tensor) else value
                 continue
             if tuple(value.shape) != member.shape:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_elixir.errors import StateError
 from lightning_elixir.optim.execution import UpdateRecord, UpdateRunner
 from lightning_elixir.optim.gradient_change import GradientChange
 from lightning_elixir.plan.types import Tier
@@ -68,8 +69,46 @@ class TorchSteps:
                 record.gpu_numel += numel
             if target is not None:
                 self._runner.write_back(inner.work, target)
+        has_grad = [any(members) for members in self._grouped(used)]
+        self._states.maker.advance(self._states.groups, has_grad)
         record.note_end()
         return record
+
+    def _grouped(self, used: Mapping[int, set[int]]) -> list[list[bool]]:
+        """Of each group, whether its parameters are used."""
+        chunks = self._engine.chunks
+        ids = {id(chunks[chunk_id].parameters[index]) for chunk_id, indices in used.items() for index in indices}
+        return [[id(p) in ids for p in group["params"]] for group in self._states.groups]
+
+    def set_mode(self, mode: str) -> dict[int, set[int]]:
+        """Call `train()` or `eval()` of an optimizer that has these, over all segments and in the user's groups.
+
+        Args:
+            mode: "train" or "eval".
+
+        Returns:
+            Members whose values may have changed, by chunk id; the same on every rank.
+
+        Raises:
+            StateError: Gradients have taken the place of parameters.
+        """
+        engine, states = self._engine, self._states
+        if any(engine.store[chunk_id].is_param_overwritten for chunk_id in states.inner):
+            raise StateError(
+                f"{mode}() of the optimizer changes parameters: call it before backward, or after the step"
+            )
+        before = [dict(group) for group in states.groups]
+        if not states.maker.advance(states.groups, [False] * len(before), mode):
+            return {}
+        for chunk_id, inner in states.inner.items():
+            chunk = engine.chunks[chunk_id]
+            engine.store.settle(chunk_id)
+            chunk.wait_ready()
+            inner.set_mode(mode, before)
+            target = target_of(engine, chunk)
+            if target is not None:
+                self._runner.write_back(inner.work, target)
+        return {chunk_id: set(members) for chunk_id, members in states.members.items() if members}
 
     def _ready_grad(self, grad: Tensor, dtype: torch.dtype, change: GradientChange) -> Tensor:
         """The gradient as the optimizer wants it: unscaled, clipped and in its dtype; may be scratch memory."""

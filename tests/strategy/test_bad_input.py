@@ -57,20 +57,6 @@ def test_too_little_host_memory_says_what_would_fit() -> None:
         fit(ElixirStrategy(placement_policy="cpu", cpu_memory_limit="10KiB", **CHUNK))
 
 
-class ManyOptimizersNet(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.layers[:1].parameters()), torch.optim.SGD(self.layers[1:].parameters())]
-
-
-def test_several_optimizers() -> None:
-    with pytest.raises(PlanError, match=r"works with one optimizer, but configure_optimizers\(\) returned 2"):
-        fit(ElixirStrategy(**CHUNK), ManyOptimizersNet)
-
-
 class ForeignNet(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([*self.parameters(), nn.Parameter(torch.zeros(3, 5))])
