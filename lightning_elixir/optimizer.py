@@ -18,6 +18,7 @@ from lightning_elixir.optim.elementwise import inner_maker
 from lightning_elixir.optim.execution import UpdateRecord, UpdateRunner, UpdateTimes
 from lightning_elixir.optim.own_steps import OwnStep
 from lightning_elixir.optim.scaling import LossScaler, LossScaling
+from lightning_elixir.plan.shard_segments import Segment
 from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
@@ -522,6 +523,20 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """
         self._follow_groups()
         self._state_dicts.load(read)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether parameters are updated as a whole, each by one rank, which has all its states."""
+        return self._states.maker.is_whole
+
+    @property
+    def whole_update_bytes(self) -> int:
+        """Device memory that a step takes for that; 0 where parameters are updated in slices."""
+        return self._states.whole_update_bytes
+
+    def state_segments(self, chunk: Chunk, rank: int) -> tuple[Segment, ...]:
+        """Of which parameters of a chunk, and of what of them, a rank has states."""
+        return self._states.state_segments(chunk, rank)
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of optimizer states on this rank, by tier; spare ones apart."""

@@ -35,6 +35,9 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop,
 )
 
+# Their update of a parameter looks at all of it, and at no other: each is updated as a whole, by one rank.
+_WHOLE = tuple(getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name))
+
 _NEEDS_CLOSURE = tuple(getattr(torch.optim, name) for name in ("LBFGS",) if hasattr(torch.optim, name))
 
 # Package and class of others that are taken without being registered. They are checked all the same, as they are used.
@@ -46,6 +49,8 @@ _TAKEN_FROM_ELSEWHERE = {
     ("schedulefree", "SGDScheduleFree"),
     ("schedulefree", "RAdamScheduleFree"),
 }
+
+_WHOLE_FROM_ELSEWHERE = {("transformers", "Adafactor")}
 
 _registered: weakref.WeakSet[type[Optimizer]] = weakref.WeakSet()
 
@@ -94,6 +99,9 @@ class InnerMaker:
     prototype: Optimizer | None = None
     """The user's, whose own attributes the made ones share; None: the class is one of torch or ours, and all that
     counts is in the groups."""
+
+    is_whole: bool = False
+    """Whether it looks at whole parameters, so that it runs over these, not over segments."""
 
     @property
     def is_adam(self) -> bool:
@@ -176,19 +184,28 @@ def inner_maker(optimizer: Optimizer) -> InnerMaker:
         raise PlanError("a differentiable optimizer step is not possible over shards: use differentiable=False")
     if known is HybridAdam or known in _ELEMENTWISE:
         return InnerMaker(known)
+    if known in _WHOLE:
+        return InnerMaker(known, is_whole=True)
+    if _place_of(known) in _WHOLE_FROM_ELSEWHERE:
+        return InnerMaker(known, optimizer, is_whole=True)
     maker = InnerMaker(known, optimizer)
     check_elementwise(maker.make, optimizer, optimizer.param_groups)
     return maker
 
 
 def _is_known(cls: type) -> bool:
-    is_from_elsewhere = (cls.__module__.partition(".")[0], cls.__name__) in _TAKEN_FROM_ELSEWHERE
-    return cls is HybridAdam or cls in _ELEMENTWISE or cls in _registered or is_from_elsewhere
+    is_from_elsewhere = _place_of(cls) in _TAKEN_FROM_ELSEWHERE | _WHOLE_FROM_ELSEWHERE
+    return cls is HybridAdam or cls in (*_ELEMENTWISE, *_WHOLE) or cls in _registered or is_from_elsewhere
+
+
+def _place_of(cls: type) -> tuple[str, str]:
+    """Package and name."""
+    return cls.__module__.partition(".")[0], cls.__name__
 
 
 def _why_not(optimizer: Optimizer) -> str:
     name = type(optimizer).__name__
-    names = ", ".join(["HybridAdam", "CPUAdam", *(f"torch.optim.{c.__name__}" for c in _ELEMENTWISE)])
+    names = ", ".join(["HybridAdam", "CPUAdam", *(f"torch.optim.{c.__name__}" for c in (*_ELEMENTWISE, *_WHOLE))])
     if isinstance(optimizer, _NEEDS_CLOSURE):
         return (
             f"{name} looks at whole parameters, at all of them together, and runs its closure several times in a step:"

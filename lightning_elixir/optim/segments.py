@@ -272,6 +272,16 @@ class SegmentOptimizer:
             return {"step": step, **state, **self.adam.at(position)}
         return state
 
+    def described(self, position: int) -> dict[str, tuple[str, Any]]:
+        """Of the state of a segment, by name: ("tensor", its dtype) or ("value", one value for the parameter)."""
+        state = self.state_of(position)
+        return {k: ("value", v) if is_scalar_state(k, v) else ("tensor", v.dtype) for k, v in state.items()}
+
+    def run_of(self, position: int, key: str) -> Tensor | None:
+        """One state of a segment, 1-D, in memory order; None: there is none."""
+        value: Tensor | None = self.state_of(position).get(key)
+        return value
+
     def has_only_reserved(self, position: int) -> bool:
         """Whether the state of a segment is there and has not seen an update: what a plain optimizer has not got."""
         return self.is_adam and self.adam.counts.get(position) == 0

@@ -11,7 +11,9 @@ from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optim.adam_states import SegmentPlace
 from lightning_elixir.optim.elementwise import InnerMaker
 from lightning_elixir.optim.segments import SegmentOptimizer
+from lightning_elixir.optim.whole_parameters import Layout, WholeParameters
 from lightning_elixir.plan.memory import is_on_nvme
+from lightning_elixir.plan.owners import owners_of, whole_update_bytes
 from lightning_elixir.plan.shard_segments import Segment, segments_of
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.chunk import Chunk
@@ -44,6 +46,8 @@ class ChunkOptimizers:
         self.members: dict[int, set[int]] = {}
         """Members that have a parameter group, by chunk id."""
         self._lost: set[int] = set()
+        self.owners = owners_of(engine.plan.chunks, engine.comm.world_size) if maker.is_whole else {}
+        """Where parameters are updated as a whole: the rank that does, by chunk id and member index."""
         self.check_plan(engine.plan)
         self.group_by(groups)
         self.follow_all()
@@ -58,11 +62,19 @@ class ChunkOptimizers:
     @property
     def num_states(self) -> int:
         """States for each element of a parameter (Adam 2), rounded up; 2 before there are any."""
+        if self.maker.is_whole:  # ranks have other shares of them, and must plan alike: Adafactor may have a momentum
+            return 2 if any(group.get("beta1") is not None for group in self.groups) else 1
         inners = [inner for inner in self.inner.values() if inner.state_bytes()]
         if not inners:
             return 2
         # Step counts and the like are too small to count as a state.
         return math.ceil(sum(i.state_bytes() for i in inners) / max(1, sum(i.work.nbytes for i in inners)) - 0.1)
+
+    @property
+    def whole_update_bytes(self) -> int:
+        """Device memory that a step takes where parameters are updated as a whole, else 0; the same on every rank."""
+        engine = self._engine
+        return whole_update_bytes(engine.plan.chunks, self.members, engine.comm.world_size) if self.owners else 0
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of optimizer states on this rank, by tier; spare ones apart."""
@@ -135,6 +147,18 @@ class ChunkOptimizers:
     def _members_of(self, chunk: Chunk) -> set[int]:
         return {i for i, p in enumerate(chunk.parameters) if id(p) in self._group_of}
 
+    def group_of(self, chunk: Chunk, index: int) -> dict[str, Any]:
+        """The parameter group of a member that has one."""
+        return self.groups[self._group_of[id(chunk.parameters[index])]]
+
+    def state_segments(self, chunk: Chunk, rank: int) -> tuple[Segment, ...]:
+        """Of which parameters, and of what of them, a rank has states; offsets in its shard say nothing where
+        parameters are updated as a whole."""
+        if not self.maker.is_whole:
+            return segments_of(chunk.spec, rank, self._engine.comm.world_size)
+        members = enumerate(chunk.spec.members)
+        return tuple(Segment(m.fqn, i, 0, 0, m.numel) for i, m in members if self.owners.get((chunk.id, i)) == rank)
+
     def _made(self, chunk: Chunk) -> SegmentOptimizer:
         engine, group_of = self._engine, self._group_of
         segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
@@ -142,12 +166,15 @@ class ChunkOptimizers:
         self.members[chunk.id] = self._members_of(chunk)
         places = [
             SegmentPlace(s.member_index, group_of[id(chunk.parameters[s.member_index])], s.shard_offset, s.numel)
-            for s in segments
+            for s in self.state_segments(chunk, engine.comm.rank)
             if id(chunk.parameters[s.member_index]) in group_of
         ]
         zeros = partial(engine.store.zeros, tier=chunk.spec.optim_tier)
         on_disk = engine.store[chunk.id].on_disk
         work = on_disk.stand_in() if on_disk is not None and on_disk.has_master else engine.own_shard(chunk)
+        if self.maker.is_whole:
+            layouts = {i: Layout(m.shape, chunk.strides[i]) for i, m in enumerate(chunk.spec.members)}
+            return WholeParameters(self.maker, work, places, self.groups, zeros, layouts)
         return SegmentOptimizer(self.maker, work, places, self.groups, zeros, on_disk)
 
 

@@ -31,6 +31,7 @@ from lightning_elixir.stepping.describing import UpdateDescriber
 from lightning_elixir.stepping.gradients import StepGradients
 from lightning_elixir.stepping.speculation import Begun, Speculation
 from lightning_elixir.stepping.torch_steps import TorchSteps
+from lightning_elixir.stepping.whole_steps import WholeSteps
 
 # A Trainer comes to it with its first batch.
 _RESERVE = Call("taking memory for optimizer states", is_routine=True, is_of_batch=True)
@@ -73,7 +74,8 @@ class UpdateScheduler:
         self.gradients = gradients
         self._runner = runner
         self._describer = UpdateDescriber(engine, states, gradients)
-        self._torch_steps = None if states.is_adam else TorchSteps(engine, states, runner)
+        steps = WholeSteps if states.maker.is_whole else TorchSteps
+        self._torch_steps = None if states.is_adam else steps(engine, states, runner)
         self._speculation = Speculation()
         self._early: dict[int, Begun] = {}  # chunk id -> its update, begun inside backward over the old states
         self._is_step_promised = False

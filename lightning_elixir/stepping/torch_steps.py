@@ -56,23 +56,36 @@ class TorchSteps:
                 chunk.ready.synchronize()
         for chunk in chunks:
             inner, members = self._states.inner[chunk.id], used[chunk.id]
-            grad, target = engine.store[chunk.id].grad, target_of(engine, chunk)
+            shard = engine.store.settle(chunk.id)  # of another optimizer's update
+            grad, target = shard.grad, target_of(engine, chunk)
             if grad is None:
                 continue
             begin_s = time.perf_counter()
-            inner.step(self._ready_grad(grad, inner.work.dtype, change), members, self._states.groups)
+            self._update_chunk(chunk, members, grad, target, change)
             numel = sum(p.numel for p in inner.places if p.member_index in members)
             if chunk.spec.optim_tier is Tier.CPU:
                 record.note_adam(time.perf_counter() - begin_s)
                 record.cpu_numel += numel
             else:
                 record.gpu_numel += numel
-            if target is not None:
-                self._runner.write_back(inner.work, target)
+        engine.device.compute_event().synchronize()  # what has gone down to host memory is there
         has_grad = [any(members) for members in self._grouped(used)]
         self._states.maker.advance(self._states.groups, has_grad)
         record.note_end()
         return record
+
+    def _update_chunk(
+        self, chunk: Chunk, members: set[int], grad: Tensor, target: Tensor | None, change: GradientChange
+    ) -> None:
+        """Update what is used, and bring new values to the parameters.
+
+        Args:
+            target: From `target_of`.
+        """
+        inner = self._states.inner[chunk.id]
+        inner.step(self._ready_grad(grad, inner.work.dtype, change), members, self._states.groups)
+        if target is not None:
+            self._runner.write_back(inner.work, target)
 
     def _grouped(self, used: Mapping[int, set[int]]) -> list[list[bool]]:
         """Of each group, whether its parameters are used."""

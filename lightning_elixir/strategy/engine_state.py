@@ -35,8 +35,9 @@ from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.state_layout import is_scalar_state
+from lightning_elixir.optim.whole_parameters import Layout
 from lightning_elixir.optimizer import ElixirOptimizer
-from lightning_elixir.plan.shard_segments import Segment, segment_of, segments_of
+from lightning_elixir.plan.shard_segments import Segment, segments_of
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.engine import Engine
@@ -202,11 +203,17 @@ class SavePlan:
             return
         keys[index] = key
         ranks = range(engine.comm.world_size)
-        segments = [segment_of(chunk.spec, index, rank, engine.comm.world_size) for rank in ranks]
-        extents = [_extent(chunk, segment) for segment in segments if segment is not None]
+        segments = [s for rank in ranks for s in self._segments(chunk, source.state, rank) if s.member_index == index]
+        extents = [_extent(chunk, segment) for segment in segments]
         shape = chunk.spec.members[index].shape
         empty = Extent(shape, None, 0, 0)
         self.contents.tensors[key] = TensorPlan(shape, source.dtype, tuple(extents) or (empty,))
+
+    def _segments(self, chunk: Chunk, state: _State | None, rank: int) -> tuple[Segment, ...]:
+        """What a rank writes of a chunk's parameters (None), or of a state."""
+        if state is None:
+            return segments_of(chunk.spec, rank, self._engine.comm.world_size)
+        return state.optimizer.state_segments(chunk, rank)
 
     def _add_alias(self, key: str, source: str, path: tuple[str | int, ...]) -> None:
         self.contents.aliases[key] = self.contents.aliases.get(source, source)
@@ -221,8 +228,8 @@ class SavePlan:
         engine = self._engine
         nbytes = 0
         for chunk in engine.chunks:
-            for keys in self._runs.get(chunk.id, {}).values():
-                for segment in segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size):
+            for state, keys in self._runs.get(chunk.id, {}).items():
+                for segment in self._segments(chunk, state, engine.comm.rank):
                     if segment.member_index in keys:
                         nbytes += segment.numel * self.contents.tensors[keys[segment.member_index]].dtype.itemsize
         return max(1, min(_MOST_FILES, num_threads, nbytes // FILE_BYTES))
@@ -242,8 +249,7 @@ class SavePlan:
 
     def _write_runs(self, writer: ShardWriter, chunk: Chunk, state: _State | None, keys: Mapping[int, str]) -> None:
         engine = self._engine
-        segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
-        wanted = [segment for segment in segments if segment.member_index in keys]
+        wanted = [s for s in self._segments(chunk, state, engine.comm.rank) if s.member_index in keys]
         if not wanted:
             return
         dtypes = {s.member_index: self.contents.tensors[keys[s.member_index]].dtype for s in wanted}
@@ -437,7 +443,7 @@ def _load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoin
             stored = index.tensors.get(key)
             if stored is None:
                 found[state] = index.read_object(key)
-            elif is_scalar_state(state, torch.empty(stored.shape, device="meta"), _shape(chunk, segment)):
+            elif _is_value(optimizer, state, stored.shape, _shape(chunk, segment)):
                 found[state] = index.read_whole(key)
             elif stored.shape != _shape(chunk, segment):
                 shape = list(_shape(chunk, segment))
@@ -446,9 +452,19 @@ def _load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoin
                 found[state] = memory.empty(state, segment.numel, stored.dtype)
                 runs.append((key, _extent(chunk, segment), found[state]))
         index.read_runs(runs)
+        if optimizer.is_whole:
+            layout = Layout(_shape(chunk, segment), chunk.strides[segment.member_index])
+            runs_of = {id(run) for _, _, run in runs}
+            return {key: layout.view(value) if id(value) in runs_of else value for key, value in found.items()}
         return found
 
     optimizer.load_segments(read)
+
+
+def _is_value(optimizer: ElixirOptimizer, state: str, stored: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether an entry of a state is one for the whole parameter, which is read as it is."""
+    is_of_other_shape = optimizer.is_whole and tuple(stored) != tuple(shape)
+    return is_of_other_shape or is_scalar_state(state, torch.empty(tuple(stored), device="meta"), shape)
 
 
 def _shape(chunk: Chunk, segment: Segment) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ def regime_with(regime: TrainingRegime, optimizers: Sequence[ElixirOptimizer]) -
         regime,
         can_stream=all(optimizer.can_stream for optimizer in optimizers),
         num_states=max(optimizer.num_states for optimizer in optimizers),
+        whole_update_bytes=max(optimizer.whole_update_bytes for optimizer in optimizers),
     )
 
 
