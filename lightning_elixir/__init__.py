@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_elixir.profiling.fake_step import profile_memory as profile_memory
     from lightning_elixir.profiling.measured_hardware import profile_hardware as profile_hardware
     from lightning_elixir.strategy import ElixirStrategy as ElixirStrategy
+    from lightning_elixir.strategy.averaging import ElixirWeightAveraging as ElixirWeightAveraging
     from lightning_elixir.strategy.callbacks import ElixirStatsMonitor as ElixirStatsMonitor
     from lightning_elixir.strategy.precision import ElixirPrecision as ElixirPrecision
     from lightning_elixir.strategy.pretrained import pretrained as pretrained
@@ -49,6 +50,7 @@ _HOMES = {
     "ElixirPrecision": "strategy.precision",
     "ElixirStatsMonitor": "strategy.callbacks",
     "ElixirStrategy": "strategy",
+    "ElixirWeightAveraging": "strategy.averaging",
     "HardwareSpec": "plan.hardware",
     "HybridAdam": "optim.hybrid_adam",
     "Plan": "plan.types",
@@ -77,6 +79,7 @@ __all__ = [
     "ElixirPrecision",
     "ElixirStatsMonitor",
     "ElixirStrategy",
+    "ElixirWeightAveraging",
     "HardwareSpec",
     "HybridAdam",
     "PeerLostError",

@@ -20,6 +20,7 @@ PUBLIC = {
     "ElixirPrecision",
     "ElixirStatsMonitor",
     "ElixirStrategy",
+    "ElixirWeightAveraging",
     "HardwareSpec",
     "HybridAdam",
     "PeerLostError",

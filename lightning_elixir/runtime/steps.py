@@ -1,6 +1,6 @@
 """What a step begins with and leaves behind: gradients that it takes, replicas of old values that go.
 
-[Note: several optimizers] Several may be attached to one engine, each over its own parameters. A step drops the
+Several optimizers may be attached to one engine, each over its own parameters. A step drops the
 gradients of its optimizer, and those of parameters that are in none; others' stay, also in chunks that both have
 parameters in. There the new values of a step may lie over its own gradients (never in memory that changes roles with
 the parameters', see `is_shared`), so these are marked as dropped, and become zeros before the shard is read or added to

@@ -1,6 +1,6 @@
 """Steps of optimizers whose update looks at whole parameters.
 
-[Note: whole parameters] Chunks are laid out before the optimizer is known, and a shard's border may cut a parameter. So
+Chunks are laid out before the optimizer is known, and a shard's border may cut a parameter. So
 each parameter has one rank that owns it (`plan/owners.py`): there its states are, whole, and there it is updated, on
 the compute device, by the optimizer's own code. What lies in one shard is updated where it is. Of a parameter that is
 cut the other ranks send their slices of value and gradient to the owner, and get new values back: two exchanges for a

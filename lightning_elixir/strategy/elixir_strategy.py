@@ -33,12 +33,14 @@ from lightning_elixir._lightning import (
 from lightning_elixir.checkpoint import restore_previous
 from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan
+from lightning_elixir.runtime.averages import Average, Averages
 from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler, without_compiler
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.engine_strategy import EngineStrategy, move_metrics
-from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients
+from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients, count_averages
 from lightning_elixir.strategy.graceful_stop import GracefulStop
 from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import built_by_first_rank, meta_parameter_names
@@ -265,8 +267,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         super().setup_optimizers(trainer)
         given = list(self.optimizers)
         check_disjoint(self._module, given)
-        if len(given) > 1:
-            self._avoid_nvme_for(self._handle, given, self._planner())
+        has_averages = count_averages(trainer) > 0
+        if len(given) > 1 or has_averages:
+            self._avoid_nvme_for(self._handle, given, self._planner(), has_averages=has_averages)
         self._elixir_optimizers = [self._wrap(optimizer) for optimizer in given]
         for elixir in self._elixir_optimizers:
             elixir.check_kept()
@@ -521,6 +524,32 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         self._sharded.restore_random_states(self._comm, self.root_device)
+
+    # For `ElixirWeightAveraging`
+
+    def check_averaging(self) -> None:
+        """Raises `PlanError` if averages of weights cannot be kept under these options."""
+        if self._is_sharded:
+            raise PlanError(
+                "ElixirWeightAveraging needs state_dict_type='full': sharded checkpoints have no place for averages"
+            )
+        plan = self._config.given_plan()
+        if self._config.nvme_offload_fraction > 0 or (plan is not None and needs_disk(plan)):
+            raise PlanError("ElixirWeightAveraging keeps averages in memory: leave out what places states on NVMe")
+
+    def new_averages(self, average: Average) -> Averages:
+        """Averages of the weights, which begin as the weights are now. Collective."""
+        return Averages(self._engine.engine, average)
+
+    def saved_names(self) -> dict[str, str]:
+        """Names in the module's state dict -> names in the plan, of all parameters."""
+        engine = self._engine.engine
+        found: dict[str, str] = {}
+        for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+            home = engine.home_of(parameter)
+            if home is not None:
+                found[name] = home[0].spec.members[home[1]].fqn
+        return found
 
     # What users look at
 

@@ -200,16 +200,19 @@ class EngineStrategy(StrategyOptions):
             num_update_threads=None if self._threads is None else self._threads.num_update_threads,
         )
 
-    def _avoid_nvme_for(self, handle: EngineHandle, optimizers: Sequence[Optimizer], planner: Planner) -> None:
-        """Where placements are searched for, what is not one Adam of ours goes without NVMe."""
-        is_one_adam = len(optimizers) == 1 and isinstance(optimizers[0], HybridAdam)
+    def _avoid_nvme_for(
+        self, handle: EngineHandle, optimizers: Sequence[Optimizer], planner: Planner, *, has_averages: bool = False
+    ) -> None:
+        """Where placements are searched for, what is not one Adam of ours goes without NVMe, and what has averages."""
+        is_one_adam = len(optimizers) == 1 and isinstance(optimizers[0], HybridAdam) and not has_averages
         if is_one_adam or not self._config.is_placement_searched:
             return
         handle.budget = replace(handle.budget, nvme_bytes=0)
         plan = handle.engine.plan
         if needs_disk(plan):
             names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
-            log.info("%s cannot update states on NVMe: placing them without it", names)
+            what = f"{names} with averages of weights" if has_averages else names
+            log.info("%s cannot update states on NVMe: placing them without it", what)
             handle.engine.replan(planner.guessed_plan(handle.skeleton, plan, handle.budget))
 
     # Checkpoints

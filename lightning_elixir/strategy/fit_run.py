@@ -20,6 +20,7 @@ from lightning_elixir.plan.simulator.timeline import Timeline
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.plan.units import format_seconds
 from lightning_elixir.report import ReportData
+from lightning_elixir.strategy.averaging import ElixirWeightAveraging
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from lightning_elixir.strategy.dry_run import dry_run
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -43,6 +44,11 @@ def _most_backwards(trainer: Trainer) -> int:
     """Before a step, under automatic optimization."""
     schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
     return max([trainer.accumulate_grad_batches, *(n for s in schedulers for n in s.scheduling.values())])
+
+
+def count_averages(trainer: Trainer) -> int:
+    """How many averages of the weights callbacks of ours keep."""
+    return sum(isinstance(callback, ElixirWeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def _ends_with_this_step(trainer: Trainer) -> bool:
@@ -75,7 +81,7 @@ class FitRun:
         self._handle = handle
         self._planner = planner
         # Not a method: in a cycle, the states would stay until the collector comes.
-        self._regime = partial(regime_with, planner.regime, optimizers)
+        self._regime = partial(regime_with, planner.regime, optimizers, count_averages(trainer))
         self._report = None if planner.config.report_dir is None else RunReport(planner.config.report_dir)
         engine = handle.engine.engine
         engine.set_memory_limit(handle.budget.gpu_bytes)

@@ -32,13 +32,14 @@ def check_disjoint(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                 )
 
 
-def regime_with(regime: TrainingRegime, optimizers: Sequence[ElixirOptimizer]) -> TrainingRegime:
+def regime_with(regime: TrainingRegime, optimizers: Sequence[ElixirOptimizer], num_averages: int = 0) -> TrainingRegime:
     """What training is like with these optimizers, as they are now: states come with their first steps. A plan says of
-    no chunk whose it is, so it counts the most states that one has, and streams only what all can."""
+    no chunk whose it is, so it counts the most states that one has, and streams only what all can; averages of weights
+    are states more."""
     return with_optimizer(
         regime,
         can_stream=all(optimizer.can_stream for optimizer in optimizers),
-        num_states=max(optimizer.num_states for optimizer in optimizers),
+        num_states=max(optimizer.num_states for optimizer in optimizers) + num_averages,
         whole_update_bytes=max(optimizer.whole_update_bytes for optimizer in optimizers),
     )
 
