@@ -121,7 +121,7 @@ def test_checkpoints(tmp_path: Path) -> None:
         assert [n for n, v in plain.items() if not torch.equal(mine[n], v)] == []
     plain_model = BatchNormNet()
     plain_model.load_state_dict(found["elixir"]["state_dict"])
-    _, _, expected = _run("auto", BatchNormNet, theirs())
+    _, _, expected = _run("auto", BatchNormNet, theirs(), ckpt_path=str(next(paths["auto"].iterdir())))
     for begun in ("auto", "elixir"):
         path = str(next(paths[begun].iterdir()))
         _, _, got = _run(ElixirStrategy(**TIGHT), BatchNormNet, ours(), ckpt_path=path)
