@@ -39,8 +39,8 @@ def regime_with(regime: TrainingRegime, optimizers: Sequence[ElixirOptimizer], n
     return with_optimizer(
         regime,
         can_stream=all(optimizer.can_stream for optimizer in optimizers),
-        num_states=max(optimizer.num_states for optimizer in optimizers) + num_averages,
-        whole_update_bytes=max(optimizer.whole_update_bytes for optimizer in optimizers),
+        num_states=max((optimizer.num_states for optimizer in optimizers), default=0) + num_averages,
+        whole_update_bytes=max((optimizer.whole_update_bytes for optimizer in optimizers), default=0),
     )
 
 

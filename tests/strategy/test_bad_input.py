@@ -71,11 +71,11 @@ def test_optimizer_with_parameters_that_are_not_the_models() -> None:
 
 class WholeTensorNet(Net):
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adafactor(self.parameters())
+        return torch.optim.LBFGS(self.parameters())
 
 
 def test_optimizer_that_is_not_element_wise() -> None:
-    with pytest.raises(ElixirError, match="Adafactor.*HybridAdam"):
+    with pytest.raises(ElixirError, match="LBFGS looks at whole parameters.*HybridAdam"):
         fit(ElixirStrategy(**CHUNK), WholeTensorNet)
 
 
