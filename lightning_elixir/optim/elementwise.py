@@ -208,8 +208,8 @@ def _why_not(optimizer: Optimizer) -> str:
     names = ", ".join(["HybridAdam", "CPUAdam", *(f"torch.optim.{c.__name__}" for c in (*_ELEMENTWISE, *_WHOLE))])
     if isinstance(optimizer, _NEEDS_CLOSURE):
         return (
-            f"{name} looks at whole parameters, at all of them together, and runs its closure several times in a step:"
-            f" none of this is possible where parameters and gradients are in shards. Use one of {names}"
+            f"{name} looks at whole parameters, at all of them together (it is not element-wise), and runs its closure"
+            f" several times in a step: none of this is possible over shards. Use one of {names}"
         )
     return (
         f"{name} is not known to be element-wise: updates run over shards, which hold slices of parameters, so what "

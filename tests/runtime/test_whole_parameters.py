@@ -18,8 +18,10 @@ from lightning_elixir.plan.owners import owners_of, whole_update_bytes
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.strategy.regimes import with_optimizer
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers import optimizers
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
+from tests.helpers.tiers import telling
 
 STEPS = 4
 
@@ -192,3 +194,10 @@ def test_on_nvme_is_refused() -> None:
     with pytest.raises(PlanError, match="which Adafactor cannot update there"):
         ElixirOptimizer(module, torch.optim.Adafactor(model.parameters()))
     module.close()
+
+
+@pytest.mark.parametrize("name", telling([*optimizers.MAKE], "Muon and HybridAdam", "ScheduleFree"))
+def test_beside_plain_torch(name: str) -> None:
+    """What tests/gpu does on a GPU. Modes of schedule-free optimizers round on their way there and back."""
+    difference = optimizers.largest_difference(name, "offloaded", torch.device("cpu"))
+    assert difference <= (1e-6 if "Hybrid" in name or name == "ScheduleFree" else 0.0)
