@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_elixir.errors import StateError as StateError
     from lightning_elixir.errors import StorageError as StorageError
     from lightning_elixir.fused.linear_loss import linear_cross_entropy as linear_cross_entropy
+    from lightning_elixir.optim.elementwise import register_elementwise as register_elementwise
     from lightning_elixir.optim.hybrid_adam import CPUAdam as CPUAdam
     from lightning_elixir.optim.hybrid_adam import HybridAdam as HybridAdam
     from lightning_elixir.plan.hardware import HardwareSpec as HardwareSpec
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_elixir.profiling.fake_step import profile_memory as profile_memory
     from lightning_elixir.profiling.measured_hardware import profile_hardware as profile_hardware
     from lightning_elixir.strategy import ElixirStrategy as ElixirStrategy
+    from lightning_elixir.strategy.averaging import ElixirWeightAveraging as ElixirWeightAveraging
     from lightning_elixir.strategy.callbacks import ElixirStatsMonitor as ElixirStatsMonitor
     from lightning_elixir.strategy.precision import ElixirPrecision as ElixirPrecision
     from lightning_elixir.strategy.pretrained import pretrained as pretrained
@@ -48,6 +50,7 @@ _HOMES = {
     "ElixirPrecision": "strategy.precision",
     "ElixirStatsMonitor": "strategy.callbacks",
     "ElixirStrategy": "strategy",
+    "ElixirWeightAveraging": "strategy.averaging",
     "HardwareSpec": "plan.hardware",
     "HybridAdam": "optim.hybrid_adam",
     "Plan": "plan.types",
@@ -62,6 +65,7 @@ _HOMES = {
     "pretrained": "strategy.pretrained",
     "profile_hardware": "profiling.measured_hardware",
     "profile_memory": "profiling.fake_step",
+    "register_elementwise": "optim.elementwise",
     "simple_search": "planning",
 }
 
@@ -75,6 +79,7 @@ __all__ = [
     "ElixirPrecision",
     "ElixirStatsMonitor",
     "ElixirStrategy",
+    "ElixirWeightAveraging",
     "HardwareSpec",
     "HybridAdam",
     "PeerLostError",
@@ -90,6 +95,7 @@ __all__ = [
     "pretrained",
     "profile_hardware",
     "profile_memory",
+    "register_elementwise",
     "simple_search",
 ]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,19 +14,22 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_elixir.core.labels import label
 from lightning_elixir.errors import PlanError
+from lightning_elixir.optim.elementwise import inner_maker
 from lightning_elixir.optim.execution import UpdateRecord, UpdateRunner, UpdateTimes
 from lightning_elixir.optim.own_steps import OwnStep
 from lightning_elixir.optim.scaling import LossScaler, LossScaling
-from lightning_elixir.optim.segments import elementwise_class
+from lightning_elixir.plan.shard_segments import Segment
 from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
 from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.runtime.steps import check_same_optimizer
 from lightning_elixir.stepping.checks import check_has_no_place, check_parameters
 from lightning_elixir.stepping.gradients import StepGradients
 from lightning_elixir.stepping.scheduler import UpdateScheduler, all_or_nothing
 from lightning_elixir.stepping.state_dicts import Described, ReadSegment, StateDicts
+from lightning_elixir.stepping.state_reads import StateReads
 
 if TYPE_CHECKING:
     from lightning_elixir.wrapper import ElixirModule
@@ -80,8 +84,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
                 f"ElixirOptimizer takes the ElixirModule around the model, got {type(module).__name__}: "
                 "ElixirOptimizer(ElixirModule(model, plan), optimizer)"
             )
-        cls = elementwise_class(optimizer)
-        self._own_step = OwnStep(optimizer, cls) if OwnStep.is_needed(optimizer, cls) else None
+        maker = inner_maker(optimizer)
+        self._own_step = OwnStep(optimizer, maker.cls) if OwnStep.is_needed(optimizer, maker.cls) else None
         self._engine: Engine = engine
         check_parameters(self._engine, optimizer.param_groups)
         check_has_no_place(optimizer)
@@ -99,13 +103,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
             growth_interval=growth_interval,
             hysteresis=hysteresis,
         )
-        self.scaler = LossScaler(scaling, enabled=module.needs_loss_scale)
+        self.scaler = self._scaler_of_model(scaling, enabled=module.needs_loss_scale)
         self.is_step_skipped = False
         self._times: UpdateTimes | None = None
         self._last_record: UpdateRecord | None = None  # of the last step, until its updates are over
-        self._states = ChunkOptimizers(self._engine, cls, self.param_groups)
+        self._states = ChunkOptimizers(self._engine, maker, self.param_groups)
         self._state_dicts = StateDicts(self._engine, self._states)
         self._state_dicts.take_over(optimizer)
+        self.state = StateReads(self._engine, self._states, self._state_dicts)  # type: ignore[assignment]
         self._gradients = StepGradients(self._engine, self._states, self.scaler)
         self._runner = UpdateRunner(self._engine.device, num_update_threads)
         self._updates = UpdateScheduler(self._engine, self._states, self._gradients, self._runner)
@@ -116,6 +121,32 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._engine.on_held_bytes(self._runner.held_bytes)
         if init_step:
             self._updates.allocate()
+        if maker.has_modes:
+            _route_modes(optimizer, weakref.ref(self))
+
+    def _scaler_of_model(self, scaling: LossScaling, *, enabled: bool) -> LossScaler:
+        """One for all optimizers over the model, since a backward has one loss scale.
+
+        Raises:
+            PlanError: Another optimizer over other parameters of the model was made with other options of the scale.
+        """
+        mine = {id(p) for group in self.param_groups for p in group["params"]}
+        for known in self._engine.steps.optimizers if enabled else ():
+            if mine.isdisjoint(id(p) for group in known.states.groups for p in group["params"]):
+                if known.gradients.scaler.options != scaling:
+                    raise PlanError(
+                        "the optimizers over one model share its loss scale: give all of them the same options of it"
+                        f" (this one has {scaling}, an earlier one {known.gradients.scaler.options})"
+                    )
+                return known.gradients.scaler
+        return LossScaler(scaling, enabled=enabled)
+
+    @contextmanager
+    def _meeting(self, meeting: Meeting, payload: Sequence[int] = ()) -> Iterator[list[list[int]]]:
+        """As `Engine.meeting`, for one optimizer: the ranks must all mean the same one."""
+        with self._engine.meeting(meeting, [self._states.number, *payload]) as rows:
+            check_same_optimizer(meeting, rows)
+            yield [row[1:] for row in rows]
 
     def prepare(self, most_bytes: int | None = None) -> None:
         """Have threads make the host memory that `reserve` takes under the plan in force, and return at once. What
@@ -159,6 +190,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Whether the user's optimizer does something around the step of the class that it is made of."""
         return self._own_step is not None
 
+    def check_kept(self) -> None:
+        """Raises `StateError` if an optimizer that was made later has taken the place of any states (on NVMe)."""
+        self._states.check_kept()
+
     # Parameter groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -185,6 +220,31 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Members of this optimizer, by chunk id, that got a gradient on any rank. Collective."""
         self._follow_groups()
         return self._engine.steps.used(self._states.members)
+
+    # Modes
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the user's optimizer has `train()` and `eval()`, as schedule-free ones have."""
+        return self._states.maker.has_modes
+
+    def train(self) -> None:
+        """Have the parameters be those to train with, as `train()` of the user's optimizer does. Collective."""
+        self._set_mode("train")
+
+    def eval(self) -> None:
+        """Have the parameters be those to evaluate, as `eval()` of the user's optimizer does. Collective."""
+        self._set_mode("eval")
+
+    def _set_mode(self, mode: str) -> None:
+        if not self.has_modes:
+            raise AttributeError(f"{type(self.optimizer).__name__} has no {mode}()")
+        steps = self._engine.steps
+        with self._meeting(Meeting.OPTIMIZER_MODE, steps.aliased_ids) as rows, torch.no_grad():
+            self._follow_groups()
+            changed = self._updates.set_mode(mode)
+            with all_or_nothing(self._engine):
+                steps.renew(changed, {i for row in rows for i in row})
 
     # Backward
 
@@ -299,7 +359,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Raises:
             PlanError: For other norms than 2 and inf.
         """
-        with self._engine.meeting(Meeting.CLIP_GRAD_NORM):
+        with self._meeting(Meeting.CLIP_GRAD_NORM):
             self._engine.reducer.track_square_sums()
             return self._gradients.clip(max_norm, self._used(), norm_type)
 
@@ -314,7 +374,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
 
         A step that does not clip computes a norm only after the first call of this: nan after one that did not.
         """
-        with self._engine.meeting(Meeting.GRAD_NORM):
+        with self._meeting(Meeting.GRAD_NORM):
             self._engine.reducer.track_square_sums()
             return self._gradients.total_norm(self._used(), norm_type)
 
@@ -366,7 +426,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._states.check_kept()
         with all_or_nothing(engine):
             engine.store.check_states()
-        engine.steps.begin()
+        engine.steps.begin(self._states.number)
         used = self._used()
         self.is_step_skipped = not self._gradients.prepare_step(used, self.max_norm)
         if self.is_step_skipped:
@@ -374,11 +434,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
         else:
             record = self._updates.run(used)
             self._times, self._last_record = self.last_step_times, record  # the earlier ones may be asked for yet
+        before = self.scaler.scale
         self.scaler.update(self.is_step_skipped)
         with all_or_nothing(engine):
             engine.steps.end({} if self.is_step_skipped else used, used, self._states.members)
         is_as_assumed = not self.is_step_skipped and self._gradients.is_plain
         self._gradients.forget()
+        if self.scaler.scale != before:
+            engine.steps.follow_loss_scale(before, but=self._gradients)
         engine.steps.note_end(is_redone=self._updates.end_step(is_as_assumed=is_as_assumed))
 
     @property
@@ -415,7 +478,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
             `state`, `param_groups` and, with loss scaling, `loss_scaler`, on rank 0; `{}` on other ranks.
         """
         self._states.check_kept()
-        with self._engine.meeting(Meeting.OPTIMIZER_STATE_DICT):
+        with self._meeting(Meeting.OPTIMIZER_STATE_DICT):
             self._follow_groups()
             state = self._state_dicts.whole()
         if state and self.scaler.enabled:
@@ -428,7 +491,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         Raises:
             PlanError: If its groups or shapes are not those of this optimizer.
         """
-        with self._engine.meeting(Meeting.LOAD_OPTIMIZER_STATE_DICT):
+        with self._meeting(Meeting.LOAD_OPTIMIZER_STATE_DICT):
             self._follow_groups()
             self._state_dicts.load_whole(state_dict)
             if self.scaler.enabled and state_dict.get("loss_scaler"):
@@ -461,9 +524,35 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._follow_groups()
         self._state_dicts.load(read)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether parameters are updated as a whole, each by one rank, which has all its states."""
+        return self._states.maker.is_whole
+
+    @property
+    def whole_update_bytes(self) -> int:
+        """Device memory that a step takes for that; 0 where parameters are updated in slices."""
+        return self._states.whole_update_bytes
+
+    def state_segments(self, chunk: Chunk, rank: int) -> tuple[Segment, ...]:
+        """Of which parameters of a chunk, and of what of them, a rank has states."""
+        return self._states.state_segments(chunk, rank)
+
     def state_bytes(self) -> dict[str, int]:
         """Bytes of optimizer states on this rank, by tier; spare ones apart."""
         return self._states.state_bytes()
+
+
+def _route_modes(optimizer: torch.optim.Optimizer, outer: weakref.ref[ElixirOptimizer]) -> None:
+    """Have `train()` and `eval()` of the user's own object do what those of the `ElixirOptimizer` do, while that is
+    there: the class's would find no states, and change nothing without a word."""
+    for name in ("train", "eval"):
+
+        def call(name: str = name) -> Any:
+            elixir = outer()
+            return getattr(type(optimizer), name)(optimizer) if elixir is None else getattr(elixir, name)()
+
+        setattr(optimizer, name, call)
 
 
 def _plain_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.optim.Optimizer:

@@ -20,6 +20,7 @@ PUBLIC = {
     "ElixirPrecision",
     "ElixirStatsMonitor",
     "ElixirStrategy",
+    "ElixirWeightAveraging",
     "HardwareSpec",
     "HybridAdam",
     "PeerLostError",
@@ -35,6 +36,7 @@ PUBLIC = {
     "linear_cross_entropy",
     "profile_hardware",
     "profile_memory",
+    "register_elementwise",
     "simple_search",
 }
 

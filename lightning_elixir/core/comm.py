@@ -93,6 +93,10 @@ class Comm(Protocol):
     def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
         """`shard` receives this rank's slice of the mean of `flat` over the ranks."""
 
+    def all_to_all(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rank r gets `sent[r]` elements of `flat` from here, in order; returned are the `received[r]` elements of each
+        rank, in order. 1-D, on the data group's device."""
+
     def scatter_from_first(self, shard: Tensor, flat: Tensor | None) -> None:
         """`shard` receives this rank's slice of rank 0's `flat` (None elsewhere)."""
 
@@ -158,6 +162,9 @@ class SoloComm:
     def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
         shard.copy_(flat)
         return None
+
+    def all_to_all(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return flat
 
     def scatter_from_first(self, shard: Tensor, flat: Tensor | None) -> None:
         if flat is not None:
@@ -374,6 +381,15 @@ class GroupComm:
         reduction = _MeanOfSlices(self, work, received.view(self.world_size, -1), shard, self._place.count)
         self._reductions.add(reduction)
         return reduction
+
+    def all_to_all(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        result = torch.empty(sum(received), dtype=flat.dtype, device=flat.device)
+        sizes = list(received), list(sent)
+        with self.collective():
+            self._place.count += 1
+            work = dist.all_to_all_single(result, flat, *sizes, group=self._reduce, async_op=True)
+            self.finish(cast(dist.Work, work), self._reduce)
+        return result
 
     def scatter_from_first(self, shard: Tensor, flat: Tensor | None) -> None:
         pieces = None if flat is None else list(on_the_wire(flat).view(self.world_size, -1).unbind(0))

@@ -12,54 +12,14 @@ from torch import Tensor
 from lightning_elixir.core.host_memory import Extent
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.adam_states import AdamStates, SegmentPlace
+from lightning_elixir.optim.elementwise import InnerMaker
+from lightning_elixir.optim.elementwise_check import settings_of
 from lightning_elixir.optim.gradient_change import GradientChange
 from lightning_elixir.optim.hybrid_adam import HybridAdam
-from lightning_elixir.optim.own_steps import check_own_steps
 from lightning_elixir.optim.state_layout import elementwise_state_dtypes, is_scalar_state
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk, UpdatePart
 from lightning_elixir.plan.types import ALIGN_NUMEL
 from lightning_elixir.storage.nvme import MOMENTS, ChunkStates
-
-# Their update of one element looks at that element alone, so they may run over any slice of a parameter.
-_ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.AdamW,
-    torch.optim.Adam,
-    torch.optim.SGD,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
-
-_WHOLE = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name))
-
-
-def elementwise_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """The class to run over segments in `optimizer`'s place.
-
-    Raises:
-        PlanError: For optimizers that are not element-wise or whose `step` we do not know; names those that work.
-    """
-    candidates: tuple[type[torch.optim.Optimizer], ...] = (HybridAdam, *_ELEMENTWISE)
-    for known in candidates:
-        if isinstance(optimizer, known):
-            check_own_steps(optimizer, known)
-            if any(group.get("differentiable") for group in optimizer.param_groups):
-                raise PlanError("a differentiable optimizer step is not possible over shards: use differentiable=False")
-            return known
-    names = ", ".join(["HybridAdam", "CPUAdam", *(f"torch.optim.{c.__name__}" for c in _ELEMENTWISE)])
-    name = type(optimizer).__name__
-    why = f"{name} is not known to be element-wise"
-    if isinstance(optimizer, _WHOLE):
-        why = f"{name} looks at whole parameters"
-    raise PlanError(
-        f"{why}: updates run over shards, which hold slices of parameters, so what becomes of an element may depend on "
-        f"that element alone. Use one of {names}"
-    )
 
 
 class SegmentOptimizer:
@@ -68,7 +28,7 @@ class SegmentOptimizer:
     The states that it shows of Adam are views of `AdamStates`. Other optimizers make theirs themselves.
 
     Args:
-        cls: From `elementwise_class`.
+        maker: From `inner_maker`.
         work: 1-D tensor to update: the master, or the compute shard where there is none; on `meta` if it is on a disk.
         places: The segments that have a parameter group, in order.
         groups: The user's parameter groups, for settings.
@@ -78,7 +38,7 @@ class SegmentOptimizer:
 
     def __init__(
         self,
-        cls: type[torch.optim.Optimizer],
+        maker: InnerMaker,
         work: Tensor,
         places: Sequence[SegmentPlace],
         groups: Sequence[Mapping[str, Any]],
@@ -95,13 +55,13 @@ class SegmentOptimizer:
         self._group_indices = sorted({p.group_index for p in places})
         inner_groups = [
             {
-                **_settings(groups[g]),
+                **settings_of(groups[g]),
                 "params": [t for t, p in zip(self._tensors, places, strict=True) if p.group_index == g],
             }
             for g in self._group_indices
         ]
-        make: Callable[..., torch.optim.Optimizer] = cls  # unlike their base, these have defaults for all settings
-        self._inner = make(inner_groups) if inner_groups else None
+        self._maker = maker
+        self._inner = maker.make(inner_groups) if inner_groups else None
 
     def step(self, grad: Tensor, members: Iterable[int], groups: Sequence[Mapping[str, Any]]) -> None:
         """One update.
@@ -114,8 +74,7 @@ class SegmentOptimizer:
         if self._inner is None:
             return
         wanted = set(members)
-        for inner_group, group_index in zip(self._inner.param_groups, self._group_indices, strict=True):
-            inner_group.update(_settings(groups[group_index]))
+        self._follow_settings(groups)
         for tensor, place in zip(self._tensors, self.places, strict=True):
             is_used = place.member_index in wanted
             tensor.grad = grad[place.shard_offset : place.shard_offset + place.numel] if is_used else None
@@ -124,6 +83,22 @@ class SegmentOptimizer:
         self._inner.step()
         for tensor in self._tensors:
             tensor.grad = None
+
+    def _follow_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        if self._inner is not None:
+            for inner_group, group_index in zip(self._inner.param_groups, self._group_indices, strict=True):
+                inner_group.update(settings_of(groups[group_index]))
+
+    def set_mode(self, mode: str, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Call `train()` or `eval()` of an optimizer that has these (`InnerMaker.has_modes`), which changes `work`.
+
+        Args:
+            mode: "train" or "eval".
+            groups: The user's groups, whose settings are read now.
+        """
+        if self._inner is not None:
+            self._follow_settings(groups)
+            getattr(self._inner, mode)()
 
     def reserve_states(self) -> None:
         """Others than Adam: take the memory that the first step will need for the states of segments that have none.
@@ -136,7 +111,7 @@ class SegmentOptimizer:
             if not self._inner.state.get(tensor) and position not in self._reserved:
                 group = group_of[id(tensor)]
                 if id(group) not in dtypes:
-                    dtypes[id(group)] = elementwise_state_dtypes(type(self._inner), _settings(group), tensor)
+                    dtypes[id(group)] = elementwise_state_dtypes(self._maker.make, settings_of(group), tensor)
                 # A tensor each, as the states will be, and written to: the system gives memory only then.
                 self._reserved[position] = [torch.empty_like(tensor, dtype=d).zero_() for d in dtypes[id(group)]]
 
@@ -297,6 +272,16 @@ class SegmentOptimizer:
             return {"step": step, **state, **self.adam.at(position)}
         return state
 
+    def described(self, position: int) -> dict[str, tuple[str, Any]]:
+        """Of the state of a segment, by name: ("tensor", its dtype) or ("value", one value for the parameter)."""
+        state = self.state_of(position)
+        return {k: ("value", v) if is_scalar_state(k, v) else ("tensor", v.dtype) for k, v in state.items()}
+
+    def run_of(self, position: int, key: str) -> Tensor | None:
+        """One state of a segment, 1-D, in memory order; None: there is none."""
+        value: Tensor | None = self.state_of(position).get(key)
+        return value
+
     def has_only_reserved(self, position: int) -> bool:
         """Whether the state of a segment is there and has not seen an update: what a plain optimizer has not got."""
         return self.is_adam and self.adam.counts.get(position) == 0
@@ -317,13 +302,13 @@ class SegmentOptimizer:
                 piece[place.shard_offset : place.shard_offset + place.numel] = value
         return piece
 
-    def set_state(self, position: int, state: Mapping[str, Any]) -> None:
+    def set_state(self, position: int, state: Mapping[str, Any], *, keeps_dtype: bool = False) -> None:
         """Replace the state of the segment at `places[position]` by a copy, where the shard is. Those on a disk must be
         `opened` for that.
 
         Args:
-            state: One value or 1-D tensor, `[numel]`, any device and dtype, by name; element-wise ones get the dtype of
-                the shard.
+            state: One value or 1-D tensor, `[numel]`, any device and dtype, by name.
+            keeps_dtype: False: element-wise ones get the dtype of the shard, as in `load_state_dict` of torch.
 
         Raises:
             PlanError: Adam, and a state without its step count and moments.
@@ -331,7 +316,11 @@ class SegmentOptimizer:
         if self._inner is None:
             return
         self._reserved.pop(position, None)
-        taken = {k: self._copied(k, v) for k, v in state.items() if not (self.is_adam and k in ("step", *MOMENTS))}
+        taken = {
+            k: self._copied(k, v, keeps_dtype=keeps_dtype)
+            for k, v in state.items()
+            if not (self.is_adam and k in ("step", *MOMENTS))
+        }
         settings = self._inner.param_groups[self._group_indices.index(self.places[position].group_index)]
         if settings.get("capturable") or settings.get("fused"):  # these want their step counts beside the parameters
             taken = {k: v.to(self.work.device) if isinstance(v, Tensor) else v for k, v in taken.items()}
@@ -401,13 +390,13 @@ class SegmentOptimizer:
             if place.member_index in by_member:
                 state = earlier.state_of(by_member[place.member_index])
                 if state:
-                    self.set_state(position, state)
+                    self.set_state(position, state, keeps_dtype=True)
 
-    def _copied(self, key: str, value: Any) -> Any:
+    def _copied(self, key: str, value: Any, *, keeps_dtype: bool = False) -> Any:
         if not isinstance(value, Tensor) or is_scalar_state(key, value):
             return value.clone() if isinstance(value, Tensor) else value
         device = "cpu" if self.work.is_meta else self.work.device
-        return value.to(device=device, dtype=self.work.dtype, copy=True)
+        return value.to(device=device, dtype=value.dtype if keeps_dtype else self.work.dtype, copy=True)
 
     def spare_bytes(self) -> int:
         """Bytes of the second set of moments."""
@@ -429,7 +418,3 @@ class SegmentOptimizer:
 
 def _span(first: SegmentPlace, last: SegmentPlace) -> slice:
     return slice(first.shard_offset, last.shard_offset + last.numel)
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

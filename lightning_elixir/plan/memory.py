@@ -260,8 +260,10 @@ class Scheme:
         return self.world_size == 1 or not self.is_storage_distributed
 
     def stream_bytes(self, chunks: Iterable[ChunkSpec]) -> int:
-        """Device memory of the buffers through which updates are streamed, if any of these is."""
-        return self.regime.stream_bytes if any(c.is_update_streamed for c in chunks) else 0
+        """Device memory of the buffers through which updates are streamed, if any of these is, or of whole parameters
+        while they are updated."""
+        streamed = self.regime.stream_bytes if any(c.is_update_streamed for c in chunks) else 0
+        return max(streamed, self.regime.whole_update_bytes)
 
     def param_shard_bytes(self, chunk: ChunkSpec) -> int:
         return chunk.nbytes if self.is_shard_whole else chunk.nbytes // self.world_size

@@ -74,6 +74,8 @@ class TrainingRegime:
     """Whether the optimizer's updates may be streamed to the device (`HybridAdam`, `CPUAdam`)."""
     stream_bytes: int = STREAM_BYTES
     """Device memory of the buffers that this takes."""
+    whole_update_bytes: int = 0
+    """Device memory that an optimizer takes which updates whole parameters (Muon, Adafactor), in its step."""
     can_reuse_compute_shard: bool = False
     """Whether gradients may land in compute shards where host memory would not suffice otherwise; with several
     backwards before an update they never do."""

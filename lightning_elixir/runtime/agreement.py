@@ -64,6 +64,8 @@ class Meeting(enum.IntEnum):
     DISSOLVE = 22
     OVERFLOWS = 23
     MEMORY_LIMIT = 24
+    OPTIMIZER_MODE = 25
+    OPTIMIZER_STATE = 26
 
     @property
     def call(self) -> Call:
@@ -102,6 +104,8 @@ _CALLS = {
     Meeting.BUFFERS: _of_batch("the beginning of a forward, which shares running statistics"),
     Meeting.STATE: _call("a call that needs whole states", cure="make it"),
     Meeting.REPLAN: _call("replan()"),
+    Meeting.OPTIMIZER_MODE: _call("train() or eval() of the optimizer"),
+    Meeting.OPTIMIZER_STATE: _call("a read of the optimizer's `state`", cure="read it"),
     Meeting.GRADIENTS: _call("a read or write of `.grad`", cure="read and write `.grad`"),
     Meeting.STATE_DICT: _call("state_dict()"),
     Meeting.FULL_STATE_DICT: _call("full_state_dict() or lightning_module_state_dict()"),

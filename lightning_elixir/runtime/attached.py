@@ -6,12 +6,20 @@ import weakref
 from collections.abc import Iterator
 from typing import Protocol
 
+from lightning_elixir.optim.scaling import LossScaler
 from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
 from lightning_elixir.runtime.gradients import Change
 
 
 class PendingChanges(Protocol):
     """What an optimizer will do to gradients in its step."""
+
+    @property
+    def scaler(self) -> LossScaler:
+        """The loss scale that gradients come with."""
+
+    def follow_scale(self, before: float) -> None:
+        """The loss scale was `before`, and is another one now: gradients that are there get it."""
 
     def change_of(self, chunk_id: int, index: int) -> Change | None:
         """That to the gradient of a member, as far as users are to see it; None: nothing, or it is not its own."""

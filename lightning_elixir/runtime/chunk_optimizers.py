@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.optim.adam_states import SegmentPlace
-from lightning_elixir.optim.hybrid_adam import HybridAdam
+from lightning_elixir.optim.elementwise import InnerMaker
 from lightning_elixir.optim.segments import SegmentOptimizer
+from lightning_elixir.optim.whole_parameters import Layout, WholeParameters
 from lightning_elixir.plan.memory import is_on_nvme
+from lightning_elixir.plan.owners import owners_of, whole_update_bytes
 from lightning_elixir.plan.shard_segments import Segment, segments_of
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.chunk import Chunk
@@ -27,16 +27,18 @@ class ChunkOptimizers:
 
     Args:
         engine: Whose chunks.
-        cls: From `elementwise_class`.
+        maker: Of what runs over segments.
         groups: The user's parameter groups.
 
     Raises:
         PlanError: The plan updates chunks where such an optimizer cannot.
     """
 
-    def __init__(self, engine: Engine, cls: type[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, engine: Engine, maker: InnerMaker, groups: Sequence[dict[str, Any]]) -> None:
         self._engine = engine
-        self._cls = cls
+        self.maker = maker
+        self.number = 0
+        """Of the optimizer, in the order in which those over the engine were made; the same on every rank."""
         self.inner: dict[int, SegmentOptimizer] = {}
         """By chunk id."""
         self.segments: dict[int, tuple[Segment, ...]] = {}
@@ -44,6 +46,8 @@ class ChunkOptimizers:
         self.members: dict[int, set[int]] = {}
         """Members that have a parameter group, by chunk id."""
         self._lost: set[int] = set()
+        self.owners = owners_of(engine.plan.chunks, engine.comm.world_size) if maker.is_whole else {}
+        """Where parameters are updated as a whole: the rank that does, by chunk id and member index."""
         self.check_plan(engine.plan)
         self.group_by(groups)
         self.follow_all()
@@ -53,16 +57,24 @@ class ChunkOptimizers:
     def is_adam(self) -> bool:
         """Whether updates are Adam's, described before they run: then they have the same bits wherever that is, and
         their states may be on a disk."""
-        return self._cls is HybridAdam
+        return self.maker.is_adam
 
     @property
     def num_states(self) -> int:
         """States for each element of a parameter (Adam 2), rounded up; 2 before there are any."""
+        if self.maker.is_whole:  # ranks have other shares of them, and must plan alike: Adafactor may have a momentum
+            return 2 if any(group.get("beta1") is not None for group in self.groups) else 1
         inners = [inner for inner in self.inner.values() if inner.state_bytes()]
         if not inners:
             return 2
         # Step counts and the like are too small to count as a state.
         return math.ceil(sum(i.state_bytes() for i in inners) / max(1, sum(i.work.nbytes for i in inners)) - 0.1)
+
+    @property
+    def whole_update_bytes(self) -> int:
+        """Device memory that a step takes where parameters are updated as a whole, else 0; the same on every rank."""
+        engine = self._engine
+        return whole_update_bytes(engine.plan.chunks, self.members, engine.comm.world_size) if self.owners else 0
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of optimizer states on this rank, by tier; spare ones apart."""
@@ -80,7 +92,7 @@ class ChunkOptimizers:
         if on_nvme and not self.is_adam:
             raise PlanError(
                 f"the plan has the optimizer states of {len(on_nvme)} chunks on NVMe (nvme_offload_fraction, "
-                f"nvme_offload_dir), which {self._cls.__name__} cannot update there: use HybridAdam (with "
+                f"nvme_offload_dir), which {self.maker.cls.__name__} cannot update there: use HybridAdam (with "
                 "adamw_mode=False for Adam), or leave these options out"
             )
         if any(c.is_update_streamed for c in on_nvme):
@@ -88,8 +100,9 @@ class ChunkOptimizers:
         streamed = [c for c in plan.chunks if c.requires_grad and c.is_update_streamed]
         if streamed and not self.is_adam:
             raise PlanError(
-                f"the plan streams the updates of {len(streamed)} chunks to the device, which {self._cls.__name__} "
-                "cannot: its results on CPU and GPU differ. Use HybridAdam, or make the plan with can_stream=False"
+                f"the plan streams the updates of {len(streamed)} chunks to the device, which "
+                f"{self.maker.cls.__name__} cannot: its results on CPU and GPU differ. Use "
+                "HybridAdam, or make the plan with can_stream=False"
             )
 
     def group_by(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -134,6 +147,18 @@ class ChunkOptimizers:
     def _members_of(self, chunk: Chunk) -> set[int]:
         return {i for i, p in enumerate(chunk.parameters) if id(p) in self._group_of}
 
+    def group_of(self, chunk: Chunk, index: int) -> dict[str, Any]:
+        """The parameter group of a member that has one."""
+        return self.groups[self._group_of[id(chunk.parameters[index])]]
+
+    def state_segments(self, chunk: Chunk, rank: int) -> tuple[Segment, ...]:
+        """Of which parameters, and of what of them, a rank has states; offsets in its shard say nothing where
+        parameters are updated as a whole."""
+        if not self.maker.is_whole:
+            return segments_of(chunk.spec, rank, self._engine.comm.world_size)
+        members = enumerate(chunk.spec.members)
+        return tuple(Segment(m.fqn, i, 0, 0, m.numel) for i, m in members if self.owners.get((chunk.id, i)) == rank)
+
     def _made(self, chunk: Chunk) -> SegmentOptimizer:
         engine, group_of = self._engine, self._group_of
         segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
@@ -141,13 +166,16 @@ class ChunkOptimizers:
         self.members[chunk.id] = self._members_of(chunk)
         places = [
             SegmentPlace(s.member_index, group_of[id(chunk.parameters[s.member_index])], s.shard_offset, s.numel)
-            for s in segments
+            for s in self.state_segments(chunk, engine.comm.rank)
             if id(chunk.parameters[s.member_index]) in group_of
         ]
         zeros = partial(engine.store.zeros, tier=chunk.spec.optim_tier)
         on_disk = engine.store[chunk.id].on_disk
         work = on_disk.stand_in() if on_disk is not None and on_disk.has_master else engine.own_shard(chunk)
-        return SegmentOptimizer(self._cls, work, places, self.groups, zeros, on_disk)
+        if self.maker.is_whole:
+            layouts = {i: Layout(m.shape, chunk.strides[i]) for i, m in enumerate(chunk.spec.members)}
+            return WholeParameters(self.maker, work, places, self.groups, zeros, layouts)
+        return SegmentOptimizer(self.maker, work, places, self.groups, zeros, on_disk)
 
 
 def _sizes(groups: Sequence[dict[str, Any]]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ begun that cannot be taken back (`Reducer.note_begun`), reading is an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -184,15 +184,21 @@ class Gradients:
                 self._seen[chunk_id, index].copy_(whole)
 
     @torch.no_grad()
-    def retire(self) -> None:
-        """The gradients were dropped, by a step or a backward that failed, but for zeros of other optimizers; of what
-        users hold `zero_grad` may make `.grad` again."""
+    def retire(self, others: Collection[tuple[int, int]] = ()) -> None:
+        """The gradients were dropped, by a step or a backward that failed; of what users hold `zero_grad` may make
+        `.grad` again.
+
+        Args:
+            others: Parameters of other optimizers, whose gradients stay: chunk id, member index.
+        """
         self._let_go()
         zeros = self._engine.reducer.zeros
-        self._spent = {key: value for key, value in self._seen.items() if key not in zeros}
-        self._seen = {key: value.zero_() for key, value in self._seen.items() if key in zeros}
+        kept = {key for key in self._seen if key in others or key in zeros}
+        self._spent = {key: value for key, value in self._seen.items() if key not in kept}
+        self._seen = {key: v if key in others else v.zero_() for key, v in self._seen.items() if key in kept}
         self._spent_ids = self._shown_ids
-        self._shown_ids = {i for i in self._shown_ids if zeros.may_be_in(i)}
+        ids = {chunk_id for chunk_id, _ in others}
+        self._shown_ids = {i for i in self._shown_ids if i in ids or zeros.may_be_in(i)}
 
     @torch.no_grad()
     def absorb(self) -> None:

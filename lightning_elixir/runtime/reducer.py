@@ -365,7 +365,7 @@ class Reducer:
         self._check_not_begun(chunk)
         self.withdraw((chunk.id,))
         self.landing.wait(chunk.id)
-        shard = self._store[chunk.id]
+        shard = self._store.settle(chunk.id)  # an update of other parameters in it may be under way
         grad = shard.read_grad()
         if grad is None:
             dtype = dtype or torch.promote_types(torch.float32, chunk.dtype)
@@ -410,11 +410,22 @@ class Reducer:
 
         Args:
             used: Of which parameters of the optimizer that steps, on any rank.
-            others: All parameters of other optimizers: of theirs, zeros stay.
+            others: All parameters of other optimizers: theirs stay.
         """
-        lost = self.used.intersection(others)
-        self._clear()
-        self.zeros.note_step(used, others, lost)
+        kept_of: dict[int, set[int]] = {}
+        for chunk_id, index in others:
+            kept_of.setdefault(chunk_id, set()).add(index)
+        kept, kept_lost = self.used.intersection(others), self.lost.intersection(others)
+        for chunk_id in kept_of:
+            if self._store[chunk_id].grad is not None:
+                self._dropped.setdefault(chunk_id, set()).update(self._trainable[chunk_id] - kept_of[chunk_id])
+        gone = [i for i in self.order if i not in kept_of or self._dropped.get(i, set()) >= self._trainable[i]]
+        self._drop(gone)
+        self.used, self.lost = kept, kept_lost
+        self.drop_uncollected()  # a bare backward may have failed before it was noticed
+        self._begun.clear()
+        self._begun_before.clear()
+        self.zeros.note_step(used, others)
 
     def _clear(self) -> None:
         self._drop(self.order)

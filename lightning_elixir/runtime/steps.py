@@ -1,20 +1,23 @@
 """What a step begins with and leaves behind: gradients that it takes, replicas of old values that go.
 
-Several optimizers may be attached to one engine; a step takes all gradients, so an optimizer whose gradients another's
-step has dropped gets an error.
+Several optimizers may be attached to one engine, each over its own parameters. A step drops the
+gradients of its optimizer, and those of parameters that are in none; others' stay, also in chunks that both have
+parameters in. There the new values of a step may lie over its own gradients (never in memory that changes roles with
+the parameters', see `is_shared`), so these are marked as dropped, and become zeros before the shard is read or added to
+again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_elixir.errors import StateError
+from lightning_elixir.errors import DivergenceError, StateError
 from lightning_elixir.plan.types import AccessTrace, Plan
 from lightning_elixir.runtime.agreement import Meeting
-from lightning_elixir.runtime.attached import AttachedOptimizer, AttachedOptimizers
+from lightning_elixir.runtime.attached import AttachedOptimizer, AttachedOptimizers, PendingChanges
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.chunk_optimizers import hand_over
 from lightning_elixir.runtime.gradients import Change
@@ -39,13 +42,15 @@ class Steps:
         """Those that are still there."""
         self.num_redone = 0
         """Since the last reset: see `Stats.redone_steps`."""
-        self._dropped: set[tuple[int, int]] = set()  # gradients that one optimizer's step dropped and another needs
+        self._num_attached = 0
         self._aliased_ids: list[int] = []  # on any rank, at the beginning of the step
 
     # Optimizers
 
     def attach(self, optimizer: AttachedOptimizer) -> None:
         """The optimizer's states move with the chunks from now on, for as long as they live."""
+        optimizer.states.number = self._num_attached
+        self._num_attached += 1
         self.optimizers.add(optimizer)
         self.hand_over_states()
 
@@ -55,15 +60,51 @@ class Steps:
 
     # The step
 
-    def begin(self) -> None:
-        """Call before the optimizer updates shards. Collective."""
+    def is_shared(self, chunk_id: int, members: Collection[int]) -> bool:
+        """Whether other optimizers have parameters in a chunk. The same on every rank.
+
+        Args:
+            members: Those of one optimizer.
+        """
+        found = (states.members.get(chunk_id, set()) for states in self.optimizers.states)
+        return any(not others <= set(members) for others in found)
+
+    def begin(self, number: int) -> None:
+        """Call before the optimizer updates shards. Collective.
+
+        Args:
+            number: Of the optimizer.
+
+        Raises:
+            DivergenceError: Another rank steps another optimizer.
+        """
         engine = self._engine
         engine.prepare_meeting(Meeting.STEP)
         engine.interception.forget_state_dict()
+        mine = self.aliased_ids
+        row = [number, *mine]
+        rows = engine.active.agreement.meet(Meeting.STEP, row) if engine.comm.world_size > 1 else [row]
+        check_same_optimizer(Meeting.STEP, rows)
+        self._aliased_ids = sorted({i for row in rows for i in row[1:]})
+
+    @property
+    def aliased_ids(self) -> list[int]:
+        """Chunks of which user code on this rank keeps another tensor."""
+        engine = self._engine
         there = [*engine.rcache.resident_ids, *(c.id for c in engine.chunks if c.spec.is_persistent)]
-        mine = [i for i in there if engine.chunks[i].is_aliased()]
-        rows = engine.active.agreement.meet(Meeting.STEP, mine) if engine.comm.world_size > 1 else [mine]
-        self._aliased_ids = sorted({i for row in rows for i in row})
+        return [i for i in there if engine.chunks[i].is_aliased()]
+
+    def renew(self, updated: Members, aliased: Collection[int]) -> None:
+        """The shards of `updated` hold new values, outside of a step: replicas made from the old ones go. Collective.
+
+        Args:
+            updated: The same on every rank.
+            aliased: `aliased_ids` of all ranks.
+        """
+        self._aliased_ids = sorted(aliased)
+        self._engine.interception.forget_versions()
+        self._engine.interception.written.forget(updated)
+        self._renew(updated)
 
     def note_end(self, *, is_redone: bool) -> None:
         """A step is over.
@@ -86,11 +127,16 @@ class Steps:
         """
         engine = self._engine
         others = self._others(members)
-        self._dropped |= (engine.reducer.used | engine.reducer.lost) & others
         engine.iterations.end()
         engine.forwards.leave_covered()
         engine.interception.forget_versions()  # what was computed before is checked when backward needs it
         engine.interception.written.forget(updated)
+        self._renew(updated)
+        engine.reducer.end_step(_keys_of(used), others)
+        engine.gradients.retire(others)
+
+    def _renew(self, updated: Members) -> None:
+        engine = self._engine
         for chunk_id in sorted(updated):
             chunk = engine.chunks[chunk_id]
             chunk.note_written(updated[chunk_id])
@@ -108,8 +154,6 @@ class Steps:
                 self._refresh(chunk)
             else:
                 engine.active.residency.release((chunk_id,))
-        engine.reducer.end_step(_keys_of(used), others)
-        engine.gradients.retire()
 
     def _refresh(self, chunk: Chunk) -> None:
         """On some rank, user code keeps a tensor over this replica's storage: it shall see the new values, and what is
@@ -150,12 +194,9 @@ class Steps:
             # Not by the gradients that there are: these may differ from rank to rank.
             if members is not None and self._others(members):
                 engine.reducer.drop_uncollected()
-                keys = _keys_of(members)
-                self._dropped -= keys
-                for chunk_id, index in sorted(keys):
+                for chunk_id, index in sorted(_keys_of(members)):
                     self.drop_gradient(engine.chunks[chunk_id], index, to_zero=to_zero)
                 return
-            self._dropped.clear()
             if to_zero:
                 engine.reducer.zero(engine.gradients.keys)
                 engine.gradients.zero_all()
@@ -188,30 +229,24 @@ class Steps:
             members: Of one optimizer; None: all.
 
         Raises:
-            StateError: The step of another optimizer has dropped a gradient of these, or a backward that failed has.
+            StateError: A backward that failed has dropped a gradient of these.
         """
         engine = self._engine
         keys = [(c.id, i) for c in engine.chunks if c.spec.requires_grad for i in range(len(c.parameters))]
         lost = engine.reducer.lost
-        marks = [3 if k in lost else 2 if k in self._dropped else int(engine.reducer.has_grad(*k)) for k in keys]
+        marks = [2 if k in lost else int(engine.reducer.has_grad(*k)) for k in keys]
         of_ranks = torch.tensor(marks, dtype=torch.uint8)
         engine.comm.all_reduce_max(of_ranks)
         used: dict[int, set[int]] = {}
         for (chunk_id, index), mark in zip(keys, of_ranks.tolist(), strict=True):
             if members is not None and index not in members.get(chunk_id, ()):
                 continue
-            if mark == 3 and members is not None:
+            if mark == 2 and members is not None:
                 raise StateError(
                     "a backward has failed when the gradients of earlier ones had been mixed with its own, and all of "
                     "them were dropped: call zero_grad() and begin again with the first micro-batch"
                 )
-            if mark == 2 and members is not None:
-                raise StateError(
-                    f"the gradient of {engine.chunks[chunk_id].spec.members[index].fqn} was dropped by the step of "
-                    "another ElixirOptimizer over the same model, which takes all gradients: use one optimizer with a "
-                    "parameter group for each, or run zero_grad(), backward and step() of the one after the other's"
-                )
-            if 0 < mark < 3:
+            if mark == 1:
                 used.setdefault(chunk_id, set()).add(index)
         return used
 
@@ -224,6 +259,17 @@ class Steps:
     def _forget_changes(self) -> None:
         for known in self.optimizers:
             known.gradients.forget()
+
+    def follow_loss_scale(self, before: float, but: PendingChanges) -> None:
+        """The loss scale has changed: gradients that wait for the step of another optimizer come with it now.
+
+        Args:
+            before: The scale.
+            but: Of the optimizer that has stepped.
+        """
+        for known in self.optimizers:
+            if known.gradients is not but and known.gradients.scaler is but.scaler:
+                known.gradients.follow_scale(before)
 
     def finish_gradient_changes(self) -> None:
         """More gradients come: have optimizers do now what they have been told to do to those that there are."""
@@ -243,6 +289,20 @@ class Steps:
         for known in self.optimizers:
             if known.gradients.change_of(chunk_id, index) is not None:
                 known.gradients.apply()
+
+
+def check_same_optimizer(meeting: Meeting, rows: Sequence[Sequence[int]]) -> None:
+    """Raises `DivergenceError` if the ranks have met for different optimizers.
+
+    Args:
+        rows: Of every rank, the number of the optimizer first.
+    """
+    if len({row[0] for row in rows}) > 1:
+        where = ", ".join(f"rank {rank}: number {row[0]}" for rank, row in enumerate(rows))
+        raise DivergenceError(
+            f"{meeting.call.words} was called on different optimizers ({where}, in the order in which they were made): "
+            "call it on the same one on every rank, in the same order"
+        )
 
 
 def _keys_of(members: Members) -> set[tuple[int, int]]:

@@ -20,7 +20,7 @@ class ZeroGrads:
         self._of_steps: set[Key] = set()
         """Had a gradient at an earlier step, on any rank, which has dropped it."""
         self._of_losses: set[Key] = set()
-        """Had one on this rank that was lost: a backward failed, or the step of another optimizer has dropped it."""
+        """Had one on this rank that was lost: a backward failed."""
         self._may_have_lost = False
         """Whether that has happened, on every rank: it may have come to different parameters on each."""
 
@@ -34,23 +34,19 @@ class ZeroGrads:
         """Whether parameters of the chunk may have such a gradient on any rank. The same on every rank."""
         return chunk_id in self._chunk_ids
 
-    def note_step(self, used: Iterable[Key], others: Collection[Key], lost: Collection[Key]) -> None:
-        """A step drops all gradients, but for zeros of other optimizers.
+    def note_step(self, used: Iterable[Key], others: Collection[Key]) -> None:
+        """A step drops all gradients, but for those of other optimizers.
 
         Args:
             used: Which parameters of the optimizer that steps had one, on any rank.
             others: All parameters of other optimizers.
-            lost: Of these, those that had one on this rank that was more than zeros.
         """
         self._of_steps.update(used)
         self._keys.intersection_update(others)
-        self._keys.difference_update(lost)
         self._chunk_ids.intersection_update(chunk_id for chunk_id, _ in others)
-        if others:
-            self.note_loss(lost)
 
     def note_loss(self, had: Iterable[Key]) -> None:
-        """A backward has failed, or a step has dropped what other optimizers need; on every rank.
+        """A backward has failed, on every rank.
 
         Args:
             had: Which parameters had a gradient on this rank.

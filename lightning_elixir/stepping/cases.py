@@ -66,7 +66,7 @@ class Case:
     is_streamed: bool
     """The device does the arithmetic."""
     is_whole: bool
-    """Every element of the shard gets a new value."""
+    """Every element of the shard gets a new value, and no gradient of another optimizer is in the chunk."""
 
 
 @dataclass(frozen=True)

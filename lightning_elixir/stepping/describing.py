@@ -38,7 +38,8 @@ class UpdateDescriber:
             grads_of(self._engine, chunk, target),
             params_of(self._engine, chunk, target),
             chunk.spec.is_update_streamed,
-            is_whole=all(s.member_index in members for s in self._states.segments[chunk.id]),
+            is_whole=all(s.member_index in members for s in self._states.segments[chunk.id])
+            and not self._engine.steps.is_shared(chunk.id, self._states.members[chunk.id]),
         )
         return way_of(case)
 

@@ -31,7 +31,7 @@ class StepGradients:
     def __init__(self, engine: Engine, states: ChunkOptimizers, scaler: LossScaler) -> None:
         self._engine = engine
         self._states = states
-        self._scaler = scaler
+        self.scaler = scaler
         self._norms = GradientNorms(engine, states)
         self._clips: tuple[Transform, ...] = ()
         self._is_seen_unscaled = False  # whether `.grad` is without the loss scale, as after `unscale_`
@@ -45,8 +45,8 @@ class StepGradients:
     @property
     def change(self) -> GradientChange:
         """What the step does to gradients, as far as that is known now."""
-        is_scaled = self._scaler.enabled and not self._is_unscaled
-        return GradientChange(self._scaler.inverse_scale if is_scaled else None, self._clips)
+        is_scaled = self.scaler.enabled and not self._is_unscaled
+        return GradientChange(self.scaler.inverse_scale if is_scaled else None, self._clips)
 
     @property
     def is_plain(self) -> bool:
@@ -67,7 +67,7 @@ class StepGradients:
             self.clip(max_norm, used)
         elif self._wanted_norm_type is not None and not self._clips:
             self._last_norm = self._norms.total(used, self._wanted_norm_type, self.change)
-        if not self._scaler.enabled:
+        if not self.scaler.enabled:
             return True
         has_overflowed, self._has_overflowed = self._has_overflowed, False
         return not has_overflowed and self._are_finite(used)
@@ -138,18 +138,32 @@ class StepGradients:
     def apply(self) -> None:
         """Users have written to what they saw changed: the gradients become what is seen."""
         self._change_shards(self.change)
-        self._clips, self._is_unscaled = (), self._scaler.enabled
+        self._clips, self._is_unscaled = (), self.scaler.enabled
 
     def finish(self) -> None:
         """What the step was to do to the gradients that there are is done now, since others come, for which it is not
         meant. Like those that come, they are multiplied by the loss scale then."""
-        scale = self._scaler.scale if self._scaler.enabled and not self._is_unscaled else 1.0
+        scale = self.scaler.scale if self.scaler.enabled and not self._is_unscaled else 1.0
         clips = tuple(Transform(kind, value * scale if kind == "clamp" else value) for kind, value in self._clips)
         if self._is_unscaled:
-            clips += (Transform("factor", self._scaler.scale),)
+            clips += (Transform("factor", self.scaler.scale),)
         if any(clip != Transform("factor", 1.0) for clip in clips):
             self._change_shards(GradientChange(clips=clips))
         self._clips, self._is_unscaled = (), False
+
+    def follow_scale(self, before: float) -> None:
+        """The loss scale was `before`, and is another one now, since another optimizer has stepped: gradients that are
+        there get it. Both are powers of two in most cases, and the change is exact then."""
+        if not self.scaler.enabled or self._is_unscaled:
+            return
+        visible, change = (
+            self._engine.gradients,
+            GradientChange(clips=(Transform("factor", self.scaler.scale / before),)),
+        )
+        visible.absorb()
+        self._change_shards(change)
+        if not self._is_seen_unscaled:
+            visible.follow(change.apply_, self._is_own)
 
     def _change_shards(self, change: GradientChange) -> None:
         """Change all gradients of this optimizer's parameters, in fp32 at least."""

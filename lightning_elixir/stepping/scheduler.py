@@ -31,6 +31,7 @@ from lightning_elixir.stepping.describing import UpdateDescriber
 from lightning_elixir.stepping.gradients import StepGradients
 from lightning_elixir.stepping.speculation import Begun, Speculation
 from lightning_elixir.stepping.torch_steps import TorchSteps
+from lightning_elixir.stepping.whole_steps import WholeSteps
 
 # A Trainer comes to it with its first batch.
 _RESERVE = Call("taking memory for optimizer states", is_routine=True, is_of_batch=True)
@@ -73,7 +74,8 @@ class UpdateScheduler:
         self.gradients = gradients
         self._runner = runner
         self._describer = UpdateDescriber(engine, states, gradients)
-        self._torch_steps = None if states.is_adam else TorchSteps(engine, states, runner)
+        steps = WholeSteps if states.maker.is_whole else TorchSteps
+        self._torch_steps = None if states.is_adam else steps(engine, states, runner)
         self._speculation = Speculation()
         self._early: dict[int, Begun] = {}  # chunk id -> its update, begun inside backward over the old states
         self._is_step_promised = False
@@ -287,6 +289,11 @@ class UpdateScheduler:
         """
         engine = self._engine
         engine.reducer.make_zeros(used)
+        for chunk_id in used:  # memory that the update may overwrite must not hold gradients of other optimizers
+            if engine.store[chunk_id].is_param_overwritten and engine.steps.is_shared(
+                chunk_id, self.states.members[chunk_id]
+            ):
+                engine.reducer.rewrite(engine.chunks[chunk_id], lambda shard: None, torch.float32)
         chunks = [engine.chunks[i] for i in sorted(used) if engine.store[i].grad is not None]
         if self._torch_steps is not None:
             engine.host_memory.drop()
@@ -316,6 +323,11 @@ class UpdateScheduler:
                     engine.device.compute_event().synchronize()
                 record.note_end()
         return record
+
+    def set_mode(self, mode: str) -> dict[int, set[int]]:
+        """See `TorchSteps.set_mode`; nothing for optimizers without modes."""
+        with all_or_nothing(self._engine):
+            return {} if self._torch_steps is None else self._torch_steps.set_mode(mode)
 
     def end_step(self, *, is_as_assumed: bool) -> bool:
         """A step is over.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.state_layout import is_scalar_state
+from lightning_elixir.optim.whole_parameters import Layout
 from lightning_elixir.plan.shard_segments import Segment
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.chunk import Chunk
@@ -22,7 +23,8 @@ Described = dict[tuple[int, int], dict[str, tuple[str, Any]]]
 """(chunk id, member index) -> key -> ("tensor", dtype) or ("value", value)."""
 
 ReadSegment = Callable[[Chunk, Segment], Mapping[str, Any]]
-"""The state of a segment, as torch's optimizers have it, but element-wise ones 1-D, `[segment.numel]`; empty: none."""
+"""The state of a segment, as torch's optimizers have it, but element-wise ones 1-D, `[segment.numel]`; empty: none. Of
+whole parameters in their own shapes."""
 
 
 class StateDicts:
@@ -52,7 +54,11 @@ class StateDicts:
         with engine.store.checkpoint_memory() or nullcontext() as memory:
             for key in sorted({k for entries in described.values() for k, v in entries.items() if v[0] == "tensor"}):
                 pieces = ((c, self._piece(c, key, described)) for c in engine.chunks if c.id in states.inner)
-                for fqn, value in gather_whole(engine, pieces, on_all_ranks=False, memory=memory).items():
+                if states.maker.is_whole:
+                    found = self._from_owners(key, described)
+                else:
+                    found = gather_whole(engine, pieces, on_all_ranks=False, memory=memory)
+                for fqn, value in found.items():
                     whole.setdefault(fqn, {})[key] = value
         if engine.comm.rank != 0:
             return {}
@@ -73,10 +79,7 @@ class StateDicts:
         mine: Described = {}
         for chunk_id, inner in self._states.inner.items():
             for position, place in enumerate(inner.places):
-                entries = {
-                    key: ("value", value) if is_scalar_state(key, value) else ("tensor", value.dtype)
-                    for key, value in inner.state_of(position).items()
-                }
+                entries = inner.described(position)
                 if entries and not inner.has_only_reserved(position):
                     mine[(chunk_id, place.member_index)] = entries
         merged: Described = {}
@@ -84,11 +87,70 @@ class StateDicts:
             merged.update(described)
         return merged
 
+    def _from_owners(self, key: str, described: Described) -> dict[str, Tensor]:
+        """One state of the parameters' shape, where parameters are updated as a whole, on rank 0. Collective."""
+        engine = self._engine
+        found: dict[str, Tensor] = {}
+        for (chunk_id, index), entries in sorted(described.items()):
+            if entries.get(key, ("value",))[0] == "tensor":
+                chunk = engine.chunks[chunk_id]
+                value = self._from_owner(chunk, index, key, entries[key][1], on_all_ranks=False)
+                if value is not None:
+                    found[chunk.spec.members[index].fqn] = value
+        return found
+
+    def _from_owner(
+        self, chunk: Chunk, index: int, key: str, dtype: torch.dtype, *, on_all_ranks: bool
+    ) -> Tensor | None:
+        """As `_from_owners`, of one parameter; host memory, None where it is not asked for. Collective."""
+        engine, inner = self._engine, self._states.inner[chunk.id]
+        owner, layout = (
+            self._states.owners[chunk.id, index],
+            Layout(chunk.spec.members[index].shape, chunk.strides[index]),
+        )
+        mine = torch.empty(0, dtype=dtype)
+        for position, place in enumerate(inner.places):
+            run = inner.run_of(position, key) if place.member_index == index else None
+            if run is not None:
+                mine = run.to("cpu")
+        if owner == 0 and not on_all_ranks:
+            return layout.view(mine.clone()) if engine.comm.rank == 0 else None
+        sent = mine if engine.comm.rank == owner else torch.zeros(layout.numel, dtype=dtype)
+        rows = engine.comm.gather_host(sent, on_all_ranks)
+        return None if rows is None else layout.view(rows[owner].clone())
+
+    def of_member(self, chunk: Chunk, index: int) -> dict[str, Any]:
+        """Whole states of one parameter, as copies, on every rank: tensors on the compute device, numbers on the host;
+        empty: it has none. Collective."""
+        engine, inner = self._engine, self._states.inner[chunk.id]
+        mine: dict[str, tuple[str, Any]] = {}
+        with engine.telling():
+            for position, place in enumerate(inner.places):
+                if place.member_index == index and not inner.has_only_reserved(position):
+                    mine = inner.described(position)
+        entries: dict[str, tuple[str, Any]] = {}
+        for told in engine.comm.exchange_objects(mine):
+            entries |= told
+        found: dict[str, Any] = {}
+        for key, (kind, value) in entries.items():
+            if kind == "value":
+                found[key] = value
+                continue
+            if self._states.maker.is_whole:
+                of_owner = self._from_owner(chunk, index, key, value, on_all_ranks=True)
+                if of_owner is not None:
+                    found[key] = of_owner.to(engine.device.torch_device)
+                continue
+            rows = engine.comm.gather_host(inner.flat_state(key, value), on_all_ranks=True) or []
+            flat = rows[0] if len(rows) == 1 else torch.cat(rows)
+            found[key] = chunk.view_of(flat, index).to(engine.device.torch_device, copy=True)
+        return found
+
     def runs(self, chunk: Chunk, key: str, dtype: torch.dtype) -> dict[int, Tensor]:
         """One element-wise state of this rank's segments of a chunk, 1-D, by member index: where it lies, unless that
         is a disk. Zeros where there is none."""
         inner = self._states.inner[chunk.id]
-        states = [inner.state_of(position).get(key) for position in range(len(inner.places))]
+        states = [inner.run_of(position, key) for position in range(len(inner.places))]
         if any(state is not None and state.is_meta for state in states):
             flat = inner.flat_state(key, dtype)
             return {p.member_index: flat[p.shard_offset : p.shard_offset + p.numel] for p in inner.places}
@@ -121,7 +183,7 @@ class StateDicts:
         """Take the states of the user's own optimizer, which may have stepped before the model was wrapped."""
         if optimizer.state:
             parameters = [p for group in self._states.groups for p in group["params"]]
-            self.load(_reading({id(p): optimizer.state[p] for p in parameters if p in optimizer.state}))
+            self.load(self._reading({id(p): optimizer.state[p] for p in parameters if p in optimizer.state}))
             optimizer.state.clear()
 
     def load_whole(self, state_dict: Mapping[str, Any]) -> None:
@@ -143,7 +205,7 @@ class StateDicts:
             for parameter, number in zip(group["params"], saved_group["params"], strict=True):
                 if number in state_dict["state"]:
                     saved[id(parameter)] = state_dict["state"][number]
-        self.load(_reading(saved))
+        self.load(self._reading(saved))
 
     def load(self, read: ReadSegment) -> None:
         """Replace all states, one segment after the other."""
@@ -156,21 +218,26 @@ class StateDicts:
         inner = self._states.inner[chunk.id]
         if chunk.spec.optim_tier is Tier.NVME:
             inner.allocate_moments()  # so that there is something to open
-        segments = {s.member_index: s for s in self._states.segments[chunk.id]}
+        segments = {s.member_index: s for s in self._states.state_segments(chunk, self._engine.comm.rank)}
         with inner.opened(is_written=True):
             for position, place in enumerate(inner.places):
                 inner.set_state(position, read(chunk, segments[place.member_index]))
 
+    def _reading(self, saved: Mapping[int, Mapping[str, Any]]) -> ReadSegment:
+        """Reads what `load` wants out of whole states, by the `id` of their parameters."""
+        if not self._states.maker.is_whole:
+            return _reading_segments(saved)
+        return lambda chunk, segment: saved.get(id(chunk.parameters[segment.member_index]), {})
 
-def _reading(saved: Mapping[int, Mapping[str, Any]]) -> ReadSegment:
-    """Reads segments out of whole states, by the `id` of their parameters."""
+
+def _reading_segments(saved: Mapping[int, Mapping[str, Any]]) -> ReadSegment:
 
     def read(chunk: Chunk, segment: Segment) -> Mapping[str, Any]:
         member = chunk.spec.members[segment.member_index]
         state = saved.get(id(chunk.parameters[segment.member_index]), {})
         loaded: dict[str, Any] = {}
         for key, value in state.items():
-            if is_scalar_state(key, value):
+            if is_scalar_state(key, value, member.shape):
                 loaded[key] = value.clone() if isinstance(value, Tensor) else value
                 continue
             if tuple(value.shape) != member.shape:

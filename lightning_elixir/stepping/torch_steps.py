@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_elixir.errors import StateError
 from lightning_elixir.optim.execution import UpdateRecord, UpdateRunner
 from lightning_elixir.optim.gradient_change import GradientChange
 from lightning_elixir.plan.types import Tier
@@ -55,21 +56,72 @@ class TorchSteps:
                 chunk.ready.synchronize()
         for chunk in chunks:
             inner, members = self._states.inner[chunk.id], used[chunk.id]
-            grad, target = engine.store[chunk.id].grad, target_of(engine, chunk)
+            shard = engine.store.settle(chunk.id)  # of another optimizer's update
+            grad, target = shard.grad, target_of(engine, chunk)
             if grad is None:
                 continue
             begin_s = time.perf_counter()
-            inner.step(self._ready_grad(grad, inner.work.dtype, change), members, self._states.groups)
+            self._update_chunk(chunk, members, grad, target, change)
             numel = sum(p.numel for p in inner.places if p.member_index in members)
             if chunk.spec.optim_tier is Tier.CPU:
                 record.note_adam(time.perf_counter() - begin_s)
                 record.cpu_numel += numel
             else:
                 record.gpu_numel += numel
-            if target is not None:
-                self._runner.write_back(inner.work, target)
+        engine.device.compute_event().synchronize()  # what has gone down to host memory is there
+        has_grad = [any(members) for members in self._grouped(used)]
+        self._states.maker.advance(self._states.groups, has_grad)
         record.note_end()
         return record
+
+    def _update_chunk(
+        self, chunk: Chunk, members: set[int], grad: Tensor, target: Tensor | None, change: GradientChange
+    ) -> None:
+        """Update what is used, and bring new values to the parameters.
+
+        Args:
+            target: From `target_of`.
+        """
+        inner = self._states.inner[chunk.id]
+        inner.step(self._ready_grad(grad, inner.work.dtype, change), members, self._states.groups)
+        if target is not None:
+            self._runner.write_back(inner.work, target)
+
+    def _grouped(self, used: Mapping[int, set[int]]) -> list[list[bool]]:
+        """Of each group, whether its parameters are used."""
+        chunks = self._engine.chunks
+        ids = {id(chunks[chunk_id].parameters[index]) for chunk_id, indices in used.items() for index in indices}
+        return [[id(p) in ids for p in group["params"]] for group in self._states.groups]
+
+    def set_mode(self, mode: str) -> dict[int, set[int]]:
+        """Call `train()` or `eval()` of an optimizer that has these, over all segments and in the user's groups.
+
+        Args:
+            mode: "train" or "eval".
+
+        Returns:
+            Members whose values may have changed, by chunk id; the same on every rank.
+
+        Raises:
+            StateError: Gradients have taken the place of parameters.
+        """
+        engine, states = self._engine, self._states
+        if any(engine.store[chunk_id].is_param_overwritten for chunk_id in states.inner):
+            raise StateError(
+                f"{mode}() of the optimizer changes parameters: call it before backward, or after the step"
+            )
+        before = [dict(group) for group in states.groups]
+        if not states.maker.advance(states.groups, [False] * len(before), mode):
+            return {}
+        for chunk_id, inner in states.inner.items():
+            chunk = engine.chunks[chunk_id]
+            engine.store.settle(chunk_id)
+            chunk.wait_ready()
+            inner.set_mode(mode, before)
+            target = target_of(engine, chunk)
+            if target is not None:
+                self._runner.write_back(inner.work, target)
+        return {chunk_id: set(members) for chunk_id, members in states.members.items() if members}
 
     def _ready_grad(self, grad: Tensor, dtype: torch.dtype, change: GradientChange) -> Tensor:
         """The gradient as the optimizer wants it: unscaled, clipped and in its dtype; may be scratch memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -34,12 +34,14 @@ from lightning_elixir.checkpoint import restore_previous
 from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.memory_limits import agree_on_limits, move_within
+from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan
+from lightning_elixir.runtime.averages import Average, Averages
 from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler, without_compiler
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.engine_strategy import EngineStrategy, move_metrics
-from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients
+from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients, count_averages
 from lightning_elixir.strategy.graceful_stop import GracefulStop
 from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import built_by_first_rank, meta_parameter_names
@@ -53,6 +55,7 @@ from lightning_elixir.strategy.precision import (
 from lightning_elixir.strategy.processes import PreparedStart
 from lightning_elixir.strategy.regimes import base_regime, fit_regime
 from lightning_elixir.strategy.run_report import RunReport
+from lightning_elixir.strategy.several_optimizers import check_disjoint
 from lightning_elixir.strategy.sharded_checkpoints import SavesOnException, sees_saves
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.warm_up import move_to_smallest
@@ -83,7 +86,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         super()._begin()
         self._given_module: LightningModule | None = None
         self._compiler: Any = None  # of a LightningModule that was compiled
-        self._elixir_optimizer: ElixirOptimizer | None = None
+        self._elixir_optimizers: list[ElixirOptimizer] = []
         self._regime = TrainingRegime()
         self._evaluation: RepeatableStep | None = None
         self._fit_run: FitRun | None = None
@@ -97,7 +100,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
             state
             | self._without_run()
             | {
-                "_elixir_optimizer": None,
+                "_elixir_optimizers": [],
                 "_evaluation": None,
                 "_fit_run": None,
                 "_compiler": without_compiler(self._compiler),
@@ -190,7 +193,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
             self._in_place.enter_context(GracefulStop(trainer, self._comm).installed())
             self.setup_optimizers(trainer)
             self._regime = self._regime_of(trainer)  # again: the optimizer's setup is the user's code
-            self._fit_run = FitRun(trainer, module, self._handle, self._wrapped_optimizer, self._planner())
+            self._fit_run = FitRun(trainer, module, self._handle, self._wrapped_optimizers, self._planner())
         self.setup_precision_plugin()
 
     @override
@@ -260,18 +263,21 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []  # states of an earlier fit go before new ones come
-        self._elixir_optimizer = None
+        self._elixir_optimizers = []
         self.precision_plugin.attach_optimizer(None)
         super().setup_optimizers(trainer)
-        self.optimizers = [self._wrap(self.optimizers)]
+        given = list(self.optimizers)
+        check_disjoint(self._module, given)
+        has_averages = count_averages(trainer) > 0
+        if len(given) > 1 or has_averages:
+            self._avoid_nvme_for(self._handle, given, self._planner(), has_averages=has_averages)
+        self._elixir_optimizers = [self._wrap(optimizer) for optimizer in given]
+        for elixir in self._elixir_optimizers:
+            elixir.check_kept()
+        self.precision_plugin.attach_optimizer(self._elixir_optimizers[0])
+        self.optimizers = list(self._elixir_optimizers)
 
-    def _wrap(self, optimizers: Sequence[Optimizer]) -> ElixirOptimizer:
-        if len(optimizers) != 1:
-            raise PlanError(
-                f"ElixirStrategy works with one optimizer, but configure_optimizers() returned {len(optimizers)}. Use"
-                " one with several parameter groups"
-            )
-        optimizer = optimizers[0]
+    def _wrap(self, optimizer: Optimizer) -> ElixirOptimizer:
         if not optimizer.param_groups:  # `configure_optimizers` returned None, and Lightning has warned about it
             optimizer = torch.optim.SGD([{"params": []}])
         known = {id(p) for p in self._module.parameters()}
@@ -283,9 +289,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
                 f" the model's, such as one of shape {list(foreign[0].shape)}: create it in configure_optimizers(),"
                 " over self.parameters(), and return it"
             )
-        self._elixir_optimizer = self._wrap_optimizer(self._handle, optimizer, self._planner())
-        self.precision_plugin.attach_optimizer(self._elixir_optimizer)
-        return self._elixir_optimizer
+        return self._wrap_optimizer(self._handle, optimizer, self._planner())
 
     # Training
 
@@ -352,7 +356,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # Under manual optimization Lightning passes no optimizer.
-        run, elixir, fit_run = super().backward, self._elixir_optimizer, self._fit_run
+        # Any will do: they share the loss scale.
+        run, fit_run = super().backward, self._fit_run
+        elixir = self._elixir_optimizers[0] if self._elixir_optimizers else None
         if fit_run is None:
             return run(closure_loss, elixir, *args, **kwargs)
         if self._module.automatic_optimization:
@@ -424,9 +430,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     def _rest(self) -> None:
         """No thread of ours goes on when a run is over."""
         handle = EngineHandle.of(self.lightning_module)
-        if self._elixir_optimizer is not None:
-            self._elixir_optimizer.rest()
-        elif handle is not None:
+        for elixir in self._elixir_optimizers:
+            elixir.rest()
+        if not self._elixir_optimizers and handle is not None:
             handle.engine.engine.rest()
 
     # Checkpoints
@@ -449,10 +455,10 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         if self._is_sharded and handle is not None:
             if storage_options is not None:
                 raise PlanError("storage_options are the CheckpointIO's, which sharded checkpoints do without")
-            optimizer = self._elixir_optimizer
+            optimizers = self._elixir_optimizers
             is_fitting = self._trainer_is_fitting
             self._sharded.save(
-                path, checkpoint, handle.engine, optimizer, self._comm, self.root_device, is_waited_for=not is_fitting
+                path, checkpoint, handle.engine, optimizers, self._comm, self.root_device, is_waited_for=not is_fitting
             )
             return
         self._save_file(filepath, partial(super().save_checkpoint, checkpoint, storage_options=storage_options))
@@ -500,19 +506,21 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._sharded.is_open and not checkpoint["optimizer_states"]:
-            self._sharded.load_optimizer(self._engine, self._wrapped_optimizer)
+            self._sharded.load_optimizers(self._engine, self._wrapped_optimizers)
             return
-        states = checkpoint["optimizer_states"]
-        if len(states) > 1:
-            raise PlanError(
-                f"the checkpoint holds the states of {len(states)} optimizers, and ElixirStrategy works with one: load"
-                " its weights alone (load_from_checkpoint), or leave in it the one state that belongs to this optimizer"
-            )
+        states, optimizers = checkpoint["optimizer_states"], self._wrapped_optimizers
         if not states:  # as plain Lightning does, which says nothing
             log.warning("the checkpoint holds no optimizer state: the optimizer begins anew")
-        for state in states:
+            return
+        if len(states) != len(optimizers):
+            raise PlanError(
+                f"the checkpoint holds the states of {len(states)} optimizers, and configure_optimizers() returned"
+                f" {len(optimizers)}: load its weights alone (load_from_checkpoint), or leave in it the states that"
+                " belong to these optimizers, in their order"
+            )
+        for optimizer, state in zip(optimizers, states, strict=True):
             if state:  # it is empty where there was no optimizer
-                self._wrapped_optimizer.load_state_dict(state)
+                optimizer.load_state_dict(state)
 
     @override
     def on_train_start(self) -> None:
@@ -546,6 +554,32 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         move_within(engine, budget, planner.limited_plan(handle.skeleton, engine.plan, budget, profile, regime))
         handle.limits, handle.budget = limits, budget
 
+    # For `ElixirWeightAveraging`
+
+    def check_averaging(self) -> None:
+        """Raises `PlanError` if averages of weights cannot be kept under these options."""
+        if self._is_sharded:
+            raise PlanError(
+                "ElixirWeightAveraging needs state_dict_type='full': sharded checkpoints have no place for averages"
+            )
+        plan = self._config.given_plan()
+        if self._config.nvme_offload_fraction > 0 or (plan is not None and needs_disk(plan)):
+            raise PlanError("ElixirWeightAveraging keeps averages in memory: leave out what places states on NVMe")
+
+    def new_averages(self, average: Average) -> Averages:
+        """Averages of the weights, which begin as the weights are now. Collective."""
+        return Averages(self._engine.engine, average)
+
+    def saved_names(self) -> dict[str, str]:
+        """Names in the module's state dict -> names in the plan, of all parameters."""
+        engine = self._engine.engine
+        found: dict[str, str] = {}
+        for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+            home = engine.home_of(parameter)
+            if home is not None:
+                found[name] = home[0].spec.members[home[1]].fqn
+        return found
+
     # What users look at
 
     @property
@@ -561,7 +595,8 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         return {} if self._fit_run is None else self._fit_run.metrics()
 
     def grad_norm(self) -> Tensor:
-        """Total norm of the gradients, unscaled: of the current ones, or after a step of those it used. Collective.
+        """Total norm of the gradients, unscaled: of the current ones, or after a step of those it used; of all
+        optimizers together. Collective.
 
         Returns:
             0-dim, fp32; fp64 with `precision="64-true"`.
@@ -569,19 +604,33 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         Raises:
             StateError: Outside of `fit`.
         """
-        if self._elixir_optimizer is None:
+        if not self._elixir_optimizers:
             raise StateError("there are no gradients: grad_norm() works during fit()")
-        return self._elixir_optimizer.grad_norm()
+        norms = [optimizer.grad_norm() for optimizer in self._elixir_optimizers]
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+    @override
+    def full_grads(self) -> dict[str, Tensor]:
+        optimizers = self._elixir_optimizers
+        if len(optimizers) < 2:
+            return super().full_grads()
+        grads, engine = self._engine.full_grads(), self._engine.engine
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                homes = [home for p in group["params"] if (home := engine.home_of(p)) is not None]
+                names = [chunk.spec.members[index].fqn for chunk, index in homes]
+                grads |= {name: grads[name] / optimizer.gradient_scale for name in names if name in grads}
+        return grads
 
     @override
     def _gradient_scale(self) -> float:
-        return 1.0 if self._elixir_optimizer is None else self._elixir_optimizer.gradient_scale
+        return next((optimizer.gradient_scale for optimizer in self._elixir_optimizers), 1.0)
 
     def close(self) -> None:
         """Free everything that the engine holds, and end its threads. The model's parameters have no values afterwards.
         Collective."""
         handle = EngineHandle.left_in(self.lightning_module)
-        self.optimizers, self._elixir_optimizer, self._evaluation = [], None, None
+        self.optimizers, self._elixir_optimizers, self._evaluation = [], [], None
         self.precision_plugin.attach_optimizer(None)
         if handle is not None:
             handle.engine.close()
@@ -590,10 +639,10 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     # Access
 
     @property
-    def _wrapped_optimizer(self) -> ElixirOptimizer:
-        if self._elixir_optimizer is None:
+    def _wrapped_optimizers(self) -> list[ElixirOptimizer]:
+        if not self._elixir_optimizers:
             raise StateError("there is no optimizer: this works during fit()")
-        return self._elixir_optimizer
+        return self._elixir_optimizers
 
     @property
     def _module(self) -> LightningModule:

@@ -18,7 +18,7 @@ nothing frozen, and of theirs, states are taken wrongly where a group lists para
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -35,8 +35,9 @@ from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.state_layout import is_scalar_state
+from lightning_elixir.optim.whole_parameters import Layout
 from lightning_elixir.optimizer import ElixirOptimizer
-from lightning_elixir.plan.shard_segments import Segment, segment_of, segments_of
+from lightning_elixir.plan.shard_segments import Segment, segments_of
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.engine import Engine
@@ -46,7 +47,8 @@ from lightning_elixir.wrapper import ElixirModule
 _MODEL = "state_dict"
 _SECOND_NAME = "model"
 """What Lightning's FSDPStrategy, and its consolidate command, call the model."""
-OPTIMIZER = "optimizer_0"
+OPTIMIZER = "optimizer_{}"
+"""With the number of the optimizer, in the order of `configure_optimizers`."""
 _MOST_FILES = 8
 """Of a rank. More threads came to nothing more on a disk of 2 GB/s, and in the system's cache, with 16 cores."""
 
@@ -55,13 +57,21 @@ _TORCH_SETTINGS = {"foreach": None, "capturable": False, "differentiable": False
 
 
 @dataclass(frozen=True)
+class _State:
+    """An optimizer's state by name."""
+
+    optimizer: ElixirOptimizer
+    key: str
+
+
+@dataclass(frozen=True)
 class _Source:
     """What a stand-in stands for."""
 
     chunk: Chunk
     member_index: int
-    state: str | None
-    """Key of an optimizer state; None: the parameter."""
+    state: _State | None
+    """None: the parameter."""
     dtype: torch.dtype
 
 
@@ -72,7 +82,7 @@ class StandIns:
     known: dict[int, tuple[Tensor, _Source]] = field(default_factory=dict)
     """By `id`; keeps them, so that no other tensor gets it."""
 
-    def make(self, chunk: Chunk, member_index: int, state: str | None, dtype: torch.dtype) -> Tensor:
+    def make(self, chunk: Chunk, member_index: int, state: _State | None, dtype: torch.dtype) -> Tensor:
         value = torch.empty(chunk.spec.members[member_index].shape, dtype=dtype, device="meta")
         self.known[id(value)] = (value, _Source(chunk, member_index, state, dtype))
         return value
@@ -124,7 +134,7 @@ def optimizer_state(optimizer: ElixirOptimizer, engine: Engine, stand_ins: Stand
     for (chunk_id, index), entries in described.items():
         chunk = engine.chunks[chunk_id]
         state[chunk.spec.members[index].fqn] = {
-            key: stand_ins.make(chunk, index, key, value) if kind == "tensor" else value
+            key: stand_ins.make(chunk, index, _State(optimizer, key), value) if kind == "tensor" else value
             for key, (kind, value) in entries.items()
         }
     more = _TORCH_SETTINGS if isinstance(optimizer.optimizer, HybridAdam) else {}
@@ -145,9 +155,9 @@ class SavePlan:
 
     Args:
         engine: Whose parameters.
-        optimizer: Whose states; None: none are saved.
+        optimizers: Whose states.
         model: From `model_state`.
-        states: From `optimizer_state`; None: none are saved.
+        states: Of each, from `optimizer_state`; empty: none are saved.
         stand_ins: Those in `model` and `states`.
         names: Further names of the two.
     """
@@ -155,19 +165,19 @@ class SavePlan:
     def __init__(
         self,
         engine: Engine,
-        optimizer: ElixirOptimizer | None,
+        optimizers: Sequence[ElixirOptimizer],
         model: Mapping[str, Any],
-        states: Mapping[str, Any] | None,
+        states: Sequence[Mapping[str, Any]],
         stand_ins: StandIns,
         names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._engine = engine
-        self._optimizer = optimizer
-        nested: dict[str, Any] = {_MODEL: model} | ({} if states is None else {OPTIMIZER: states})
+        self._optimizers = tuple(optimizers)  # kept until all is written
+        nested: dict[str, Any] = {_MODEL: model, **{OPTIMIZER.format(i): state for i, state in enumerate(states)}}
         flat, self._paths = flatten_state_dict(nested)
         self.contents = Contents(paths={key: tuple(path) for key, path in self._paths.items()})
         self._whole: dict[str, Any] = {}  # rank 0 writes them
-        self._runs: dict[int, dict[str | None, dict[int, str]]] = {}  # chunk id -> state -> member index -> key
+        self._runs: dict[int, dict[_State | None, dict[int, str]]] = {}  # chunk id -> state -> member index -> key
         for key, value in flat.items():
             source = stand_ins.source_of(value)
             if source is None:
@@ -195,11 +205,17 @@ class SavePlan:
             return
         keys[index] = key
         ranks = range(engine.comm.world_size)
-        segments = [segment_of(chunk.spec, index, rank, engine.comm.world_size) for rank in ranks]
-        extents = [_extent(chunk, segment) for segment in segments if segment is not None]
+        segments = [s for rank in ranks for s in self._segments(chunk, source.state, rank) if s.member_index == index]
+        extents = [_extent(chunk, segment) for segment in segments]
         shape = chunk.spec.members[index].shape
         empty = Extent(shape, None, 0, 0)
         self.contents.tensors[key] = TensorPlan(shape, source.dtype, tuple(extents) or (empty,))
+
+    def _segments(self, chunk: Chunk, state: _State | None, rank: int) -> tuple[Segment, ...]:
+        """What a rank writes of a chunk's parameters (None), or of a state."""
+        if state is None:
+            return segments_of(chunk.spec, rank, self._engine.comm.world_size)
+        return state.optimizer.state_segments(chunk, rank)
 
     def _add_alias(self, key: str, source: str, path: tuple[str | int, ...]) -> None:
         self.contents.aliases[key] = self.contents.aliases.get(source, source)
@@ -214,8 +230,8 @@ class SavePlan:
         engine = self._engine
         nbytes = 0
         for chunk in engine.chunks:
-            for keys in self._runs.get(chunk.id, {}).values():
-                for segment in segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size):
+            for state, keys in self._runs.get(chunk.id, {}).items():
+                for segment in self._segments(chunk, state, engine.comm.rank):
                     if segment.member_index in keys:
                         nbytes += segment.numel * self.contents.tensors[keys[segment.member_index]].dtype.itemsize
         return max(1, min(_MOST_FILES, num_threads, nbytes // FILE_BYTES))
@@ -233,20 +249,17 @@ class SavePlan:
             for state, keys in self._runs.get(chunk.id, {}).items():
                 self._write_runs(writer, chunk, state, keys)
 
-    def _write_runs(self, writer: ShardWriter, chunk: Chunk, state: str | None, keys: Mapping[int, str]) -> None:
+    def _write_runs(self, writer: ShardWriter, chunk: Chunk, state: _State | None, keys: Mapping[int, str]) -> None:
         engine = self._engine
-        segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
-        wanted = [segment for segment in segments if segment.member_index in keys]
+        wanted = [s for s in self._segments(chunk, state, engine.comm.rank) if s.member_index in keys]
         if not wanted:
             return
         dtypes = {s.member_index: self.contents.tensors[keys[s.member_index]].dtype for s in wanted}
         if state is None:
             values = engine.own_shard(chunk)
             runs = {s.member_index: values[s.shard_offset : s.shard_offset + s.numel] for s in wanted}
-        elif self._optimizer is not None:
-            runs = self._optimizer.state_runs(chunk, state, dtypes[wanted[0].member_index])
         else:
-            raise PlanError("states to save, and no optimizer")
+            runs = state.optimizer.state_runs(chunk, state.key, dtypes[wanted[0].member_index])
         for segment in wanted:
             index = segment.member_index
             writer.add_run(keys[index], _extent(chunk, segment), runs[index], dtypes[index])
@@ -370,7 +383,7 @@ def _check_model(index: CheckpointIndex, ours: Mapping[str, Any], theirs: Mappin
         raise PlanError(f"{index.folder} is a checkpoint of another model: {'; '.join(told)}")
 
 
-def load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: CheckpointIndex, root: str = OPTIMIZER) -> None:
+def load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: CheckpointIndex, root: str) -> None:
     """Read what this rank keeps of the states. Collective.
 
     Args:
@@ -382,6 +395,33 @@ def load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoint
     """
     with engine.meeting(Meeting.LOAD_OPTIMIZER_CHECKPOINT):
         run_together(engine.comm, lambda: _load_optimizer(optimizer, engine, index, root))
+
+
+def load_optimizers(optimizers: Sequence[ElixirOptimizer], engine: Engine, index: CheckpointIndex) -> None:
+    """As `load_optimizer`: of each optimizer the states over the same parameters, or else those with its number."""
+    with engine.meeting(Meeting.LOAD_OPTIMIZER_CHECKPOINT):
+        saved = _matched(optimizers, engine, index)
+        for optimizer, root in zip(optimizers, saved, strict=True):
+            run_together(engine.comm, partial(_load_optimizer, optimizer, engine, index, root))
+
+
+def _matched(optimizers: Sequence[ElixirOptimizer], engine: Engine, index: CheckpointIndex) -> list[str]:
+    """The root of each optimizer's keys."""
+    roots = _saved_optimizers(index)
+    if len(roots) != len(optimizers):
+        raise PlanError(
+            f"{index.folder} holds {len(roots)} optimizers; this model has {len(optimizers)}: load its weights alone,"
+            " or train with as many"
+        )
+    names, one_name = _names(engine), _canonical_names(engine)
+    saved = {
+        frozenset(one_name.get(name, name) for group in _saved_groups(index, root) for name in group["params"]): root
+        for root in roots
+    }
+    mine = [frozenset(names[id(p)] for group in one.param_groups for p in group["params"]) for one in optimizers]
+    if all(found in saved for found in mine):
+        return [saved[found] for found in mine]
+    return roots  # what differs is told when these are compared
 
 
 def _load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: CheckpointIndex, root: str) -> None:
@@ -405,23 +445,45 @@ def _load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoin
             stored = index.tensors.get(key)
             if stored is None:
                 found[state] = index.read_object(key)
-            elif is_scalar_state(state, torch.empty(0)):
+            elif _is_value(optimizer, state, stored.shape, _shape(chunk, segment)):
                 found[state] = index.read_whole(key)
-            elif stored.shape != chunk.spec.members[segment.member_index].shape:
-                shape = list(chunk.spec.members[segment.member_index].shape)
+            elif stored.shape != _shape(chunk, segment):
+                shape = list(_shape(chunk, segment))
                 raise PlanError(f"{state} of {segment.fqn} has shape {list(stored.shape)}, expected {shape}")
             else:
                 found[state] = memory.empty(state, segment.numel, stored.dtype)
                 runs.append((key, _extent(chunk, segment), found[state]))
         index.read_runs(runs)
+        if optimizer.is_whole:
+            layout = Layout(_shape(chunk, segment), chunk.strides[segment.member_index])
+            runs_of = {id(run) for _, _, run in runs}
+            return {key: layout.view(value) if id(value) in runs_of else value for key, value in found.items()}
         return found
 
     optimizer.load_segments(read)
 
 
+def _is_value(optimizer: ElixirOptimizer, state: str, stored: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether an entry of a state is one for the whole parameter, which is read as it is."""
+    is_of_other_shape = optimizer.is_whole and tuple(stored) != tuple(shape)
+    return is_of_other_shape or is_scalar_state(state, torch.empty(tuple(stored), device="meta"), shape)
+
+
+def _shape(chunk: Chunk, segment: Segment) -> tuple[int, ...]:
+    return chunk.spec.members[segment.member_index].shape
+
+
 def has_optimizer(index: CheckpointIndex) -> bool:
     """Whether there are optimizer states to load."""
-    return bool(index.keys_below(f"{OPTIMIZER}.param_groups"))
+    return bool(_saved_optimizers(index))
+
+
+def _saved_optimizers(index: CheckpointIndex) -> list[str]:
+    """The roots of their keys, in order."""
+    roots: list[str] = []
+    while index.keys_below(f"{(root := OPTIMIZER.format(len(roots)))}.param_groups"):
+        roots.append(root)
+    return roots
 
 
 def _canonical_names(engine: Engine) -> dict[str, str]:

@@ -194,7 +194,7 @@ class EngineStrategy(StrategyOptions):
         kind: type[ElixirOptimizer] = ElixirOptimizer,
     ) -> ElixirOptimizer:
         """The user's optimizer over an engine's shards. Collective."""
-        self._avoid_nvme_for(handle, optimizer, planner)
+        self._avoid_nvme_for(handle, [optimizer], planner)
         return kind(
             handle.engine,
             optimizer,
@@ -203,14 +203,19 @@ class EngineStrategy(StrategyOptions):
             num_update_threads=None if self._threads is None else self._threads.num_update_threads,
         )
 
-    def _avoid_nvme_for(self, handle: EngineHandle, optimizer: Optimizer, planner: Planner) -> None:
-        """Where placements are searched for, one that is no Adam of ours goes without NVMe."""
-        if isinstance(optimizer, HybridAdam) or not self._config.is_placement_searched:
+    def _avoid_nvme_for(
+        self, handle: EngineHandle, optimizers: Sequence[Optimizer], planner: Planner, *, has_averages: bool = False
+    ) -> None:
+        """Where placements are searched for, what is not one Adam of ours goes without NVMe, and what has averages."""
+        is_one_adam = len(optimizers) == 1 and isinstance(optimizers[0], HybridAdam) and not has_averages
+        if is_one_adam or not self._config.is_placement_searched:
             return
         handle.budget = replace(handle.budget, nvme_bytes=0)
         plan = handle.engine.plan
         if needs_disk(plan):
-            log.info("%s cannot update states on NVMe: placing them without it", type(optimizer).__name__)
+            names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+            what = f"{names} with averages of weights" if has_averages else names
+            log.info("%s cannot update states on NVMe: placing them without it", what)
             handle.engine.replan(planner.guessed_plan(handle.skeleton, plan, handle.budget))
 
     # Checkpoints

@@ -71,14 +71,13 @@ def save_folder(
     model = _filtered(model_key, filters, saves.model_state(engine))
     checkpoint: dict[str, Any] = {"state_dict": model}
     names = {"state_dict": model_key}
-    optimizer: ElixirOptimizer | None = None
     for key, optimizer in optimizers.items():
         checkpoint["optimizer_states"] = [_filtered(key, filters, saves.optimizer_state(engine, optimizer))]
         names["optimizer_0"] = key
     for key, value in state.items():
         if key not in modules and key not in optimizers:
             checkpoint[key] = _filtered(key, filters, value.state_dict() if _is_stateful(value) else value)
-    saves.save(path, checkpoint, engine, optimizer, comm, device, is_waited_for=False, names=names)
+    saves.save(path, checkpoint, engine, list(optimizers.values()), comm, device, is_waited_for=False, names=names)
 
 
 def load_folder(

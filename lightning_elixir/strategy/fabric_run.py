@@ -21,8 +21,8 @@ from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.strategy.engine_handle import EngineHandle
-from lightning_elixir.strategy.regimes import with_optimizer
 from lightning_elixir.strategy.reservation import Reservation
+from lightning_elixir.strategy.several_optimizers import regime_with
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.warm_up import WarmUp
 from lightning_elixir.wrapper import ElixirModule
@@ -107,12 +107,7 @@ class FabricRun:
         self._reservation = Reservation(self.handle, self._warm_up, lambda: self.optimizers)
 
     def _regime(self) -> TrainingRegime:
-        optimizers = self.optimizers
-        return with_optimizer(
-            self._planner.regime,
-            can_stream=all(optimizer.can_stream for optimizer in optimizers),
-            num_states=max((optimizer.num_states for optimizer in optimizers), default=0),
-        )
+        return regime_with(self._planner.regime, self.optimizers)
 
     def yield_memory(self) -> None:
         """Another module has come, and this one's part of the memory is smaller now: between steps. Collective."""

@@ -31,7 +31,7 @@ from lightning_elixir._lightning import (
 from lightning_elixir.checkpoint import restore_previous
 from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.errors import CapacityError, PlanError, StateError
-from lightning_elixir.optim.segments import elementwise_class
+from lightning_elixir.optim.elementwise import inner_maker
 from lightning_elixir.strategy.blockwise import compile_by_blocks
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.engine_strategy import EngineStrategy, move_metrics
@@ -204,7 +204,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
             names: Of the module's parameters, by `id`.
             count: Optimizers of the module, with this one.
         """
-        elementwise_class(optimizer)
+        inner_maker(optimizer)  # which refuses what cannot run over shards
         given = [p for group in optimizer.param_groups for p in group["params"]]
         foreign = [p for p in given if id(p) not in names]
         if foreign:

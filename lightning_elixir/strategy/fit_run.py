@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,14 @@ from lightning_elixir.plan.simulator.timeline import Timeline
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.plan.units import format_seconds
 from lightning_elixir.report import ReportData
+from lightning_elixir.strategy.averaging import ElixirWeightAveraging
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from lightning_elixir.strategy.dry_run import dry_run
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.oom_retry import RepeatableStep
-from lightning_elixir.strategy.regimes import with_optimizer
 from lightning_elixir.strategy.reservation import Reservation
 from lightning_elixir.strategy.run_report import RunReport
+from lightning_elixir.strategy.several_optimizers import last_times, regime_with
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.step_meter import StepMeter
 from lightning_elixir.strategy.warm_up import Stage, WarmUp
@@ -47,9 +48,9 @@ def _most_backwards(trainer: Trainer) -> int:
     return max([trainer.accumulate_grad_batches, *(n for s in schedulers for n in s.scheduling.values())])
 
 
-def _regime_with(regime: TrainingRegime, optimizer: ElixirOptimizer) -> TrainingRegime:
-    """What training is like with this optimizer, as it is now: states come with its first step."""
-    return with_optimizer(regime, can_stream=optimizer.can_stream, num_states=optimizer.num_states)
+def count_averages(trainer: Trainer) -> int:
+    """How many averages of the weights callbacks of ours keep."""
+    return sum(isinstance(callback, ElixirWeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def _ends_with_this_step(trainer: Trainer) -> bool:
@@ -65,7 +66,7 @@ class FitRun:
         trainer: Whose fit it is; its steps are measured where there is a report, or an `ElixirStatsMonitor`.
         module: The model.
         handle: Its engine.
-        optimizer: The one that was set up for this fit.
+        optimizers: Those that were set up for this fit.
         planner: Makes the plans of the warm-up.
     """
 
@@ -74,7 +75,7 @@ class FitRun:
         trainer: Trainer,
         module: LightningModule,
         handle: EngineHandle,
-        optimizer: ElixirOptimizer,
+        optimizers: Sequence[ElixirOptimizer],
         planner: Planner,
     ) -> None:
         self._trainer = trainer
@@ -82,19 +83,21 @@ class FitRun:
         self._handle = handle
         self._planner = planner
         # Not a method: in a cycle, the states would stay until the collector comes.
-        self._regime = partial(_regime_with, planner.regime, optimizer)
+        self._regime = partial(regime_with, planner.regime, optimizers, count_averages(trainer))
         self._report = None if planner.config.report_dir is None else RunReport(planner.config.report_dir)
         engine = handle.engine.engine
         engine.set_memory_limit(handle.budget.gpu_bytes)
         engine.reducer.landing.expect_accumulation(module.automatic_optimization and _most_backwards(trainer) > 1)
         self.warm_up = WarmUp(handle, planner, self._regime)
-        self._reservation = Reservation(handle, self.warm_up, lambda: (optimizer,))
+        self._reservation = Reservation(handle, self.warm_up, lambda: optimizers)
         if self.warm_up.stage is Stage.NEW:
             least = planner.least_host_bytes(engine.plan, handle.budget, self._regime())
-            optimizer.prepare(None if least is None else max(0, least - engine.host_bytes()))
+            most = None if least is None else max(0, least - engine.host_bytes()) // len(optimizers)
+            for optimizer in optimizers:
+                optimizer.prepare(most)
         self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.start_over)
         self._meter: StepMeter | None = None
-        self._optimizer = optimizer
+        self._optimizers = tuple(optimizers)
         self._waiting: tuple[Plan, Plan] | None = None  # a plan, and the same with a forecast of steps that wait
         self._has_told_of_waiting = False
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -103,7 +106,7 @@ class FitRun:
             self._meter = StepMeter(
                 engine,
                 self.warm_up.time_steps,
-                lambda: optimizer.last_step_times,
+                partial(last_times, self._optimizers),
                 is_reporting=self._report is not None,
                 is_read=trainer.is_global_zero,
             )
@@ -133,7 +136,7 @@ class FitRun:
         """The optimizer has stepped. Collective until the warm-up is over."""
         is_automatic = self._module.automatic_optimization
         self.warm_up.after_step(may_move=is_automatic and not _ends_with_this_step(self._trainer))
-        if self._optimizer.is_waiting_for_norms and not self._has_told_of_waiting:
+        if self._is_waiting_for_norms and not self._has_told_of_waiting:
             self._has_told_of_waiting = True
             self._tell_of_waiting()
         if is_automatic:
@@ -183,11 +186,15 @@ class FitRun:
     def plan(self) -> Plan:
         """The plan in force, with a forecast of the steps as they are now on this rank."""
         plan = self._handle.engine.plan
-        if not self._optimizer.is_waiting_for_norms:
+        if not self._is_waiting_for_norms:
             return plan
         if self._waiting is None or self._waiting[0] is not plan:
             self._waiting = plan, self.warm_up.while_waiting(plan)
         return self._waiting[1]
+
+    @property
+    def _is_waiting_for_norms(self) -> bool:
+        return any(optimizer.is_waiting_for_norms for optimizer in self._optimizers)
 
     def _tell_of_waiting(self) -> None:
         forecast = self.plan.forecast
@@ -255,7 +262,7 @@ class FitRun:
         trainer = self._trainer
         facts = {
             "precision": trainer.precision,
-            "optimizer": type(self._optimizer.optimizer).__name__,
+            "optimizer": ", ".join(type(one.optimizer).__name__ for one in self._optimizers),
             "steps": trainer.global_step,
             "micro-batches in a step": trainer.accumulate_grad_batches,
             "samples in a step": self._num_samples() or "unknown",

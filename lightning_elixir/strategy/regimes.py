@@ -59,13 +59,22 @@ def guessed_regime(regime: TrainingRegime) -> TrainingRegime:
     return replace(regime, can_stream=True, needs_global_norm=False)
 
 
-def with_optimizer(regime: TrainingRegime, *, can_stream: bool, num_states: int) -> TrainingRegime:
+def with_optimizer(
+    regime: TrainingRegime, *, can_stream: bool, num_states: int, whole_update_bytes: int = 0
+) -> TrainingRegime:
     """What training is like with this optimizer.
 
     Args:
         regime: Without it.
         can_stream: Whether its updates may be streamed to the device, and so run behind a forward: `HybridAdam`.
         num_states: States for each element.
+        whole_update_bytes: See `TrainingRegime`.
     """
     timing = regime.update_timing if can_stream else UpdateTiming.AFTER_BACKWARD
-    return replace(regime, can_stream=can_stream, num_states=num_states, update_timing=timing)
+    return replace(
+        regime,
+        can_stream=can_stream,
+        num_states=num_states,
+        update_timing=timing,
+        whole_update_bytes=whole_update_bytes,
+    )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import DivergenceError, PeerLostError, StateError
 from lightning_elixir.strategy.engine_state import (
-    OPTIMIZER,
     SavePlan,
     StandIns,
     has_optimizer,
     load_model,
     load_optimizer,
+    load_optimizers,
     model_state,
     optimizer_state,
 )
@@ -77,7 +77,7 @@ class ShardedCheckpoints:
         path: Path,
         checkpoint: Mapping[str, Any],
         module: ElixirModule,
-        optimizer: ElixirOptimizer | None,
+        optimizers: Sequence[ElixirOptimizer],
         comm: Comm,
         device: torch.device,
         *,
@@ -98,10 +98,10 @@ class ShardedCheckpoints:
         self.finish()
         meta = dict(checkpoint)
         model, states = meta.pop("state_dict"), meta.pop("optimizer_states", [])
-        plan = SavePlan(module.engine, optimizer, model, states[0] if states else None, self._stand_ins, names or {})
+        plan = SavePlan(module.engine, optimizers, model, states, self._stand_ins, names or {})
         self._stand_ins = StandIns()
         randoms = comm.exchange_objects(_as_plain(capture_random_states(device)))
-        scaler = optimizer.scaler.state_dict() if optimizer is not None and optimizer.scaler.enabled else None
+        scaler = optimizers[0].scaler.state_dict() if optimizers and optimizers[0].scaler.enabled else None
         meta[OWN_KEY] = {"random_states": randoms, "loss_scaler": scaler, "names": dict(names or {})}
         is_async = self._is_async and not is_waited_for
         folder = PendingFolder(path, comm, past_cache=not is_async)
@@ -202,13 +202,21 @@ class ShardedCheckpoints:
         if strict is not None:
             load_model(module, self._opened, strict)
 
-    def load_optimizer(self, module: ElixirModule, optimizer: ElixirOptimizer, root: str = OPTIMIZER) -> None:
+    def load_optimizer(self, module: ElixirModule, optimizer: ElixirOptimizer, root: str) -> None:
         """States, settings and the loss scale. Collective.
 
         Args:
             root: What the optimizer is called there.
         """
         load_optimizer(optimizer, module.engine, self._opened, root)
+        self._load_scale(optimizer)
+
+    def load_optimizers(self, module: ElixirModule, optimizers: Sequence[ElixirOptimizer]) -> None:
+        """As `load_optimizer`, of all optimizers over a model."""
+        load_optimizers(optimizers, module.engine, self._opened)
+        self._load_scale(optimizers[0])  # they share it
+
+    def _load_scale(self, optimizer: ElixirOptimizer) -> None:
         scaler = self._own.get("loss_scaler")
         if scaler and optimizer.scaler.enabled:
             optimizer.scaler.load_state_dict(scaler)

@@ -19,7 +19,7 @@ from lightning_elixir.strategy.engine_state import (
     SavePlan,
     StandIns,
     load_model,
-    load_optimizer,
+    load_optimizers,
     model_state,
     optimizer_state,
 )
@@ -62,9 +62,9 @@ def _measure(path: Path, num_files: int) -> Any:
     stand_ins = StandIns()
     saved = SavePlan(
         module.engine,
-        optimizer,
+        [optimizer],
         model_state(module, stand_ins),
-        optimizer_state(optimizer, module.engine, stand_ins),
+        [optimizer_state(optimizer, module.engine, stand_ins)],
         stand_ins,
     )
     with _Peak() as saving:
@@ -78,7 +78,7 @@ def _measure(path: Path, num_files: int) -> Any:
     with _Peak() as loading:
         index = CheckpointIndex(path)
         load_model(module, index)
-        load_optimizer(optimizer, module.engine, index)
+        load_optimizers([optimizer], module.engine, index)
     after = module.full_state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
     return saving.nbytes, loading.nbytes

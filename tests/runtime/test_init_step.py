@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_elixir import HybridAdam
 from lightning_elixir.optim.adam_states import SegmentPlace
+from lightning_elixir.optim.elementwise import InnerMaker
 from lightning_elixir.optim.segments import SegmentOptimizer
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -202,7 +203,7 @@ def test_a_first_step_over_some_members_frees_theirs_alone() -> None:
     groups = [torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9, dampening=0.5).param_groups[0]]
     work = torch.ones(32)
     inner = SegmentOptimizer(
-        torch.optim.SGD, work, places, groups, lambda numel, dtype: torch.empty(numel, dtype=dtype)
+        InnerMaker(torch.optim.SGD), work, places, groups, lambda numel, dtype: torch.empty(numel, dtype=dtype)
     )
     inner.reserve_states()
     inner.step(torch.ones(32), {1}, groups)

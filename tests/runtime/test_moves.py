@@ -119,8 +119,9 @@ def test_on_nvme_the_last_optimizer_has_the_states(is_moved: bool) -> None:
     optimizers.append(ElixirOptimizer(module, HybridAdam(parameters[1::2], lr=1e-3)))
     if is_moved:
         bodies.train_step(module, optimizers[1], how, 1)
-        optimizers[0].zero_grad()  # a step takes the gradients of both
+        optimizers[0].zero_grad()
         bodies.train_step(module, optimizers[0], how, 2)
+        module.zero_grad()  # a step takes its own gradients alone
         module.replan(bodies.plan_for(module.module, how, "nvme"))
     for use in (optimizers[0].state_dict, optimizers[0].described_states):
         with pytest.raises(StateError, match=gone):
@@ -152,6 +153,7 @@ def test_one_optimizer_after_the_other(site: str) -> None:
             if number == 4:
                 module.replan(bodies.plan_for(module.module, how, "every_site" if where == "host" else "nvme_some"))
             bodies.train_step(module, optimizers[-1], how, number)
+            module.zero_grad()  # also those of the first optimizer
         results.append((module.full_state_dict(), optimizers[-1].state_dict()["state"]))
         module.close()
     (values, states), (others, other_states) = results

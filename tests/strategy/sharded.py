@@ -56,7 +56,7 @@ def dump(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Whole values and optimizer states, on rank 0."""
     engine = EngineHandle.of(trainer.lightning_module).engine
     state = {k: v for k, v in engine.full_state_dict().items() if isinstance(v, Tensor)}
-    return state, trainer.strategy._wrapped_optimizer.state_dict()
+    return state, trainer.strategy._wrapped_optimizers[0].state_dict()
 
 
 def _strategy(options: Mapping[str, Any], folder: Path) -> ElixirStrategy:

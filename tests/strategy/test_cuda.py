@@ -136,8 +136,8 @@ def test_fp16_models(make_model: Any) -> None:
 def test_loss_scale_goes_to_plain_lightning_and_back(tmp_path: Path) -> None:
     strategy = ElixirStrategy(initial_scale=2.0**10, growth_interval=3, **TIGHT)
     trainer, _, _ = _fit(strategy, lambda: CalmNet("adamw"), precision="16-mixed")
-    assert strategy._elixir_optimizer is not None
-    assert strategy._elixir_optimizer.loss_scale == 2.0**12
+    assert strategy._elixir_optimizers[0] is not None
+    assert strategy._elixir_optimizers[0].loss_scale == 2.0**12
     path = str(tmp_path / "elixir.ckpt")
     trainer.save_checkpoint(path)
     plain, _, _ = _fit("auto", lambda: CalmNet("adamw"), precision="16-mixed", max_epochs=2, ckpt_path=path)
@@ -146,8 +146,8 @@ def test_loss_scale_goes_to_plain_lightning_and_back(tmp_path: Path) -> None:
     plain.save_checkpoint(path)
     again = ElixirStrategy(**TIGHT)
     _fit(again, lambda: CalmNet("adamw"), precision="16-mixed", max_epochs=2, ckpt_path=path)
-    assert again._elixir_optimizer is not None
-    assert again._elixir_optimizer.loss_scale == 2.0**15
+    assert again._elixir_optimizers[0] is not None
+    assert again._elixir_optimizers[0].loss_scale == 2.0**15
 
 
 class OverflowNet(CalmNet):
@@ -172,8 +172,8 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale() -> None:
     one, two, three, *_ = watch.states
     assert any(not torch.equal(one[k], two[k]) for k in one)
     assert all(torch.equal(two[k], three[k]) for k in two)
-    assert strategy._elixir_optimizer is not None
-    assert strategy._elixir_optimizer.loss_scale == 2.0**9
+    assert strategy._elixir_optimizers[0] is not None
+    assert strategy._elixir_optimizers[0].loss_scale == 2.0**9
 
 
 def test_evaluation_resume_and_a_second_fit(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def _values(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any], list[d
         return state, found.get("state", {}), found.get("param_groups", [])
     names = {id(p): name for name, p in module.named_parameters()}
     ordered = [names[id(p)] for group in trainer.optimizers[0].param_groups for p in group["params"]]
-    state, found = handle.engine.full_state_dict(), trainer.strategy._wrapped_optimizer.state_dict()
+    state, found = handle.engine.full_state_dict(), trainer.strategy._wrapped_optimizers[0].state_dict()
     if not found:
         return {}, {}, []
     moments = {ordered[number]: value for number, value in found["state"].items()}

@@ -522,11 +522,11 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
         "optimizer_states": [saves.optimizer_state(module, optimizer)],
     }
     comm = module.engine.comm
-    saves.save(tmp_path / "saved", checkpoint, module, optimizer, comm, cpu, is_waited_for=True)
+    saves.save(tmp_path / "saved", checkpoint, module, [optimizer], comm, cpu, is_waited_for=True)
     again, resumed = new(4.0)
     saves.open(tmp_path / "saved", comm, None)
     saves.load_model(again, True)
-    saves.load_optimizer(again, resumed)
+    saves.load_optimizers(again, [resumed])
     saves.close()
     assert resumed.scaler.state_dict() == optimizer.scaler.state_dict()
     assert resumed.loss_scale == 16.0

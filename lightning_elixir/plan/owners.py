@@ -1,0 +1,54 @@
+"""Which rank updates a parameter that may not be cut: pure, and the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from lightning_elixir.plan.shard_segments import segment_of
+from lightning_elixir.plan.types import ChunkSpec
+
+
+def owners_of(chunks: Sequence[ChunkSpec], world_size: int) -> dict[tuple[int, int], int]:
+    """The rank that keeps the optimizer's states of each parameter that trains, and updates it: one that has elements
+    of it, and of these the one with the fewest elements to update so far. What a single rank has is that rank's.
+
+    Args:
+        chunks: All, by id; where they are placed does not count.
+        world_size: Ranks that share them.
+
+    Returns:
+        (chunk id, member index) -> rank.
+    """
+    loads = [0] * world_size
+    owners: dict[tuple[int, int], int] = {}
+    for chunk in chunks:
+        if not chunk.requires_grad:
+            continue
+        for index, member in enumerate(chunk.members):
+            ranks = [r for r in range(world_size) if segment_of(chunk, index, r, world_size) is not None]
+            owner = min(ranks, key=lambda rank: (loads[rank], rank), default=0)
+            owners[chunk.id, index] = owner
+            loads[owner] += member.numel
+    return owners
+
+
+# Of each element of the parameter that is updated: value, gradient and states in fp32, and what Muon or Adafactor make
+# of them on the way (a copy in fp32 and three in bf16, or two in fp32).
+_UPDATE_BYTES = 32
+# Of each element of a chunk with a parameter that ranks cut: value and gradient, sent, received and put together.
+_EXCHANGE_BYTES = 24
+
+
+def whole_update_bytes(chunks: Sequence[ChunkSpec], members: Mapping[int, Collection[int]], world_size: int) -> int:
+    """Device memory that the updates of whole parameters take in a step, beside what stays there: of one parameter
+    after the other, of one chunk after the other.
+
+    Args:
+        chunks: All, by id.
+        members: What the optimizer has, by chunk id.
+        world_size: Ranks that share them.
+    """
+    ids = [chunk_id for chunk_id, indices in members.items() if indices]
+    numels = [chunks[chunk_id].members[index].numel for chunk_id in ids for index in members[chunk_id]]
+    sent = max((chunks[chunk_id].numel for chunk_id in ids), default=0) if world_size > 1 else 0
+    return _UPDATE_BYTES * max(numels, default=0) + _EXCHANGE_BYTES * sent

@@ -1,0 +1,59 @@
+"""Optimizers that nobody here knows: what is registered is element-wise, and the error says why another is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_elixir
+from lightning_elixir.errors import PlanError
+from lightning_elixir.optim.elementwise import inner_maker
+from tests.helpers.users_optimizers import REFUSED, Lion, ScheduleFree
+
+
+def _parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(3, 2))]
+
+
+@pytest.mark.parametrize("cls", [Lion, ScheduleFree, torch.optim.AdamW, torch.optim.RMSprop])
+def test_elementwise_ones_are_registered(cls: type[torch.optim.Optimizer]) -> None:
+    before = torch.random.get_rng_state()
+    assert lightning_elixir.register_elementwise(cls) is cls
+    assert torch.equal(before, torch.random.get_rng_state())
+    optimizer = cls(_parameters())
+    assert inner_maker(optimizer).cls is cls
+
+
+@pytest.mark.parametrize("cls", REFUSED)
+def test_others_are_refused_and_the_error_says_why(cls: type[torch.optim.Optimizer]) -> None:
+    with pytest.raises(PlanError, match=REFUSED[cls]):
+        lightning_elixir.register_elementwise(cls)
+    with pytest.raises(PlanError, match=rf"register_elementwise\({cls.__name__}\)"):
+        inner_maker(cls(_parameters()))
+
+
+def test_what_depends_on_settings_is_tried_with_those_that_are_used() -> None:
+    class Sometimes(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float, by_norm: bool = False) -> None:
+            super().__init__(params, {"lr": lr})
+            self.by_norm = by_norm
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / p.grad.norm() if self.by_norm else p.grad)
+
+    with pytest.raises(PlanError, match=r"register_elementwise\(Sometimes, lr=1e-3\)"):
+        lightning_elixir.register_elementwise(Sometimes)
+    lightning_elixir.register_elementwise(Sometimes, lr=0.1)
+    assert inner_maker(Sometimes(_parameters(), lr=0.1)).cls is Sometimes
+    with pytest.raises(PlanError, match="Sometimes is not element-wise"):
+        inner_maker(Sometimes(_parameters(), lr=0.1, by_norm=True))
+
+
+def test_only_optimizers_can_be_registered() -> None:
+    with pytest.raises(PlanError, match="takes a subclass of torch.optim.Optimizer"):
+        lightning_elixir.register_elementwise(dict)  # type: ignore[arg-type]

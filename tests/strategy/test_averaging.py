@@ -1,0 +1,182 @@
+"""`ElixirWeightAveraging` beside Lightning's callbacks in plain training: the same averages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_elixir import ElixirWeightAveraging
+from lightning_elixir._lightning import pl
+from lightning_elixir.errors import PlanError
+from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import crossed, full
+from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, fit, make_data
+from tests.strategy.nets import BatchNormNet, FrozenNet, ManualNet, TiedNet
+
+RESIDENT = {**CHUNK, "placement_policy": "cuda"}
+
+
+class _Swa(pl.callbacks.WeightAveraging):
+    """After each epoch from the second on, as `update_starting_at_epoch=1`."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None and epoch_idx >= 1
+
+
+CALLBACKS: dict[str, Any] = {
+    "ema": (lambda: pl.callbacks.EMAWeightAveraging(decay=0.9), lambda: ElixirWeightAveraging(decay=0.9)),
+    "later": (
+        lambda: pl.callbacks.EMAWeightAveraging(decay=0.5, update_every_n_steps=2, update_starting_at_step=3),
+        lambda: ElixirWeightAveraging(0.5, 2, 3),
+    ),
+    "swa": (lambda: _Swa(), lambda: ElixirWeightAveraging(None, 0, update_starting_at_epoch=1)),
+    "parameters": (
+        lambda: pl.callbacks.EMAWeightAveraging(decay=0.9, use_buffers=False),
+        lambda: ElixirWeightAveraging(decay=0.9, use_buffers=False),
+    ),
+}
+WITH_VALIDATION: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 4}
+
+
+def _run(strategy: Any, make_model: Any, callback: Any, **options: Any) -> Any:
+    options = WITH_VALIDATION | options
+    trainer, model, run = fit(strategy, make_model, callbacks=[callback], val=lambda: make_data(8, seed=2), **options)
+    return trainer, model, run
+
+
+def _assert_same(got: Any, expected: Any) -> None:
+    assert [x.item() for x in got.losses] == [x.item() for x in expected.losses]
+    assert [x.item() for x in got.val_losses] == [x.item() for x in expected.val_losses]
+    assert [name for name, value in expected.state.items() if not torch.equal(got.state[name], value)] == []
+
+
+@crossed(together=1, kind=CALLBACKS, options=[TIGHT, RESIDENT, {}])
+def test_lightnings_averages(kind: str, options: dict[str, Any]) -> None:
+    theirs, ours = CALLBACKS[kind]
+    make_model = BatchNormNet if kind in ("ema", "parameters") else Net
+    _, _, expected = _run("auto", make_model, theirs())
+    trainer, _, got = _run(ElixirStrategy(**options), make_model, ours())
+    _assert_same(got, expected)
+    assert options is not TIGHT or trainer.strategy.stats().evictions > 0
+
+
+@pytest.mark.parametrize("make_model", [TiedNet, full(FrozenNet), LateNet, full(ManualNet)])
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model")
+def test_models(make_model: Any) -> None:
+    theirs, ours = CALLBACKS["ema"]
+    _, _, expected = _run("auto", make_model, theirs())
+    _, _, got = _run(ElixirStrategy(**TIGHT), make_model, ours())
+    # Averages of frozen parameters are rounded in theirs; manual clipping sums in another order.
+    torch.testing.assert_close(got.losses, expected.losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.val_losses, expected.val_losses, rtol=1e-5, atol=1e-6)
+    for name, value in expected.state.items():
+        torch.testing.assert_close(got.state[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_mixed_precision_averages_the_masters() -> None:
+    """Plain mixed precision keeps fp32 weights: the averages differ by what 16-bit gradients do, not by 16-bit sums."""
+    _, _, expected = _run("auto", Net, CALLBACKS["ema"][0](), precision="bf16-mixed")
+    _, _, got = _run(ElixirStrategy(**TIGHT), Net, CALLBACKS["ema"][1](), precision="bf16-mixed")
+    _, _, other = _run(ElixirStrategy(**RESIDENT), Net, CALLBACKS["ema"][1](), precision="bf16-mixed")
+    _assert_same(other, got)
+    for name, value in expected.state.items():
+        torch.testing.assert_close(got.state[name], value, rtol=0.05, atol=0.02)
+
+
+def _on_rank(strategy: Any, kind: str) -> tuple[list[float], dict[str, Tensor]]:
+    callback = CALLBACKS[kind][strategy is not None]()
+    strategy = "ddp" if strategy is None else ElixirStrategy(**strategy)
+    _, _, run = _run(strategy, Net, callback, devices=2)
+    return [x.item() for x in run.val_losses], run.state
+
+
+@pytest.mark.parametrize("options", [TIGHT, full(RESIDENT)])
+def test_two_ranks(options: dict[str, Any]) -> None:
+    expected = run_ranks(_on_rank, 2, None, "ema", init_group=False)
+    got = run_ranks(_on_rank, 2, options, "ema", init_group=False)
+    for mine, ddp in zip(got, expected, strict=True):
+        assert mine[0] == ddp[0]
+        assert not mine[1] or [n for n, v in ddp[1].items() if not torch.equal(mine[1][n], v)] == []
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_checkpoints(tmp_path: Path) -> None:
+    """They hold what Lightning's hold, and either goes on from either."""
+    theirs, ours = CALLBACKS["ema"]
+    paths = {"auto": tmp_path / "plain", "elixir": tmp_path / "elixir"}
+    found = {}
+    for name, callback in (("auto", theirs()), ("elixir", ours())):
+        saver = pl.callbacks.ModelCheckpoint(paths[name], every_n_train_steps=8, save_top_k=-1)
+        strategy = name if name == "auto" else ElixirStrategy(**TIGHT)
+        fit(strategy, BatchNormNet, callbacks=[callback, saver], enable_checkpointing=True, max_epochs=1)
+        found[name] = torch.load(next(paths[name].iterdir()), weights_only=False)
+    for key in ("state_dict", "current_model_state"):
+        mine, plain = found["elixir"][key], found["auto"][key]
+        assert mine.keys() == plain.keys()
+        assert [n for n, v in plain.items() if not torch.equal(mine[n], v)] == []
+    plain_model = BatchNormNet()
+    plain_model.load_state_dict(found["elixir"]["state_dict"])
+    _, _, expected = _run("auto", BatchNormNet, theirs(), ckpt_path=str(next(paths["auto"].iterdir())))
+    for begun in ("auto", "elixir"):
+        path = str(next(paths[begun].iterdir()))
+        _, _, got = _run(ElixirStrategy(**TIGHT), BatchNormNet, ours(), ckpt_path=path)
+        assert [n for n, v in expected.state.items() if not torch.equal(got.state[n], v)] == []
+
+
+class _Stop(Exception):
+    pass
+
+
+class _StopsInValidation(Net):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if self.trainer.global_step > 0:
+            raise _Stop
+
+
+def test_an_exception_in_validation_leaves_the_weights() -> None:
+    model = _StopsInValidation()
+    other = Net()
+    with pytest.raises(_Stop):
+        fit(
+            ElixirStrategy(**TIGHT),
+            lambda: model,
+            callbacks=[CALLBACKS["ema"][1]()],
+            val=lambda: make_data(8),
+            max_epochs=1,
+        )
+    _, _, run = fit("auto", lambda: other, val=lambda: make_data(8), max_epochs=1)
+    state = model.state_dict()
+    assert [n for n, v in run.state.items() if not torch.equal(state[n], v)] == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "match"),
+    [
+        ("auto", "this Trainer has SingleDeviceStrategy"),
+        (ElixirStrategy(**TIGHT, state_dict_type="sharded"), "needs state_dict_type='full'"),
+        (ElixirStrategy(**TIGHT, nvme_offload_fraction=0.5, nvme_offload_dir="states"), "keeps averages in memory"),
+    ],
+)
+def test_what_is_refused(strategy: Any, match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        fit(strategy, callbacks=[ElixirWeightAveraging()], max_epochs=1)
+    with pytest.raises(PlanError, match="decay must be in"):
+        ElixirWeightAveraging(decay=1.5)
+
+
+def test_memory_is_counted() -> None:
+    trainer, model, _ = fit(ElixirStrategy(**TIGHT), callbacks=[ElixirWeightAveraging()], max_epochs=1)
+    seen: list[int] = []
+
+    class Look(pl.callbacks.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            seen.append(trainer.strategy.stats().held_bytes["cpu_average"])
+
+    fit(ElixirStrategy(**TIGHT), callbacks=[ElixirWeightAveraging(), Look()], max_epochs=1)
+    assert set(seen) == {4 * sum(c.numel for c in trainer.strategy.plan.chunks)}

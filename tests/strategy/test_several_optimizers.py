@@ -1,0 +1,259 @@
+"""Several optimizers under the Trainer, each over its own parameters: plain Lightning's numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_elixir import ElixirStrategy, HybridAdam
+from lightning_elixir.errors import PlanError, StateError
+from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import telling
+
+BATCHES = 4
+
+
+class Gan(pl.LightningModule):
+    """A generator and a discriminator in one body of registration, so that a chunk holds parameters of both."""
+
+    def __init__(self, toggles: bool = True, rhythm: int = 1) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.toggles, self.rhythm = toggles, rhythm
+        torch.manual_seed(1)
+        self.first_g, self.first_d = nn.Linear(8, 24), nn.Linear(16, 24)
+        self.last_g, self.last_d = nn.Linear(24, 16), nn.Linear(24, 1)
+        self.seen: list[float] = []
+
+    def generate(self, z: Tensor) -> Tensor:
+        out: Tensor = self.last_g(torch.tanh(self.first_g(z)))
+        return out
+
+    def judge(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last_d(torch.tanh(self.first_d(x)))
+        return out
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        gen, dis = self.optimizers()  # type: ignore[misc]
+        z = batch[:, :8]
+        if self.toggles:
+            self.toggle_optimizer(gen)
+        loss = (self.judge(self.generate(z)) - 1).square().mean()
+        self.manual_backward(loss)
+        self.clip_gradients(gen, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        gen.step()
+        gen.zero_grad()
+        if self.toggles:
+            self.untoggle_optimizer(gen)
+        self.seen.append(loss.item())
+        if batch_idx % self.rhythm:
+            return
+        if self.toggles:
+            self.toggle_optimizer(dis)
+        else:
+            dis.zero_grad()
+        loss = self.judge(self.generate(z).detach()).square().mean() + (self.judge(batch) - 1).square().mean()
+        self.manual_backward(loss)
+        assert self.last_d.weight.grad is not None
+        assert self.last_g.weight.grad is None
+        dis.step()
+        dis.zero_grad()
+        if self.toggles:
+            self.untoggle_optimizer(dis)
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+        self.seen.append(loss.item())
+
+    def configure_optimizers(self) -> Any:
+        gen = torch.optim.AdamW([*self.first_g.parameters(), *self.last_g.parameters()], lr=0.02, foreach=False)
+        dis = torch.optim.SGD([*self.first_d.parameters(), *self.last_d.parameters()], lr=0.05, momentum=0.9)
+        return [gen, dis], [torch.optim.lr_scheduler.StepLR(dis, 1, 0.8)]
+
+
+class Both(Gan):
+    """One backward, then the steps of both, with what users look at between."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        gen, dis = self.optimizers()  # type: ignore[misc]
+        loss = self.judge(self.generate(batch[:, :8])).square().mean() + self.judge(batch).sin().mean()
+        self.manual_backward(loss / 2)
+        if batch_idx % 2 == 0:
+            gen.step()
+            gen.zero_grad()
+            if batch_idx == 2:
+                self.seen.append(float(self.last_d.weight.grad.sum()))  # type: ignore[union-attr]
+                self.last_d.weight.grad.mul_(0.5)  # type: ignore[union-attr]
+            return
+        # The discriminator's gradients of two batches, the generator's of one.
+        dis.step()
+        gen.step()
+        dis.zero_grad()
+        gen.zero_grad()
+        self.seen.append(loss.item())
+
+
+class BothAdam(Both):
+    def configure_optimizers(self) -> Any:
+        gen = HybridAdam([*self.first_g.parameters(), *self.last_g.parameters()], lr=0.02)
+        return [gen, HybridAdam([*self.first_d.parameters(), *self.last_d.parameters()], lr=0.05)]
+
+
+def _data(world_size: int = 1) -> DataLoader[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(torch.randn(4 * BATCHES * world_size, 16, generator=generator), batch_size=4)  # type: ignore[arg-type]
+
+
+def _fit(model: pl.LightningModule, strategy: Any, **kwargs: Any) -> pl.Trainer:
+    options: dict[str, Any] = {"max_epochs": 2, "accelerator": "cpu", "devices": 1} | kwargs
+    path = options.pop("ckpt_path", None)
+    world_size = options["devices"]
+    trainer = pl.Trainer(
+        strategy=strategy, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(model, _data(world_size), ckpt_path=path)
+    return trainer
+
+
+TIGHT: dict[str, Any] = {"placement_policy": "cpu", "chunk_size": 1600 * 4, "gpu_memory_limit": "24KiB"}
+RESIDENT: dict[str, Any] = {"placement_policy": "cuda", "chunk_size": 1600 * 4}
+PLACES = {"tight": TIGHT, "resident": RESIDENT}
+MODELS = {
+    "toggled": lambda: Gan(),
+    "not toggled": lambda: Gan(toggles=False),
+    "rhythm": lambda: Gan(rhythm=2),
+    "both": lambda: Both(),
+    "adam": lambda: BothAdam(),
+}
+
+
+def _differing(model: pl.LightningModule, plain: pl.LightningModule) -> list[str]:
+    state = model.state_dict()
+    return [name for name, value in plain.state_dict().items() if not torch.equal(state[name], value)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_plain_lightnings_numbers(kind: str, place: str) -> None:
+    plain, model = MODELS[kind](), MODELS[kind]()
+    _fit(plain, "auto")
+    trainer = _fit(model, ElixirStrategy(**PLACES[place]))
+    # The norm that is clipped to sums in another order.
+    close = {"rtol": 0, "atol": 0} if kind == "both" else {"rtol": 1e-5, "atol": 1e-7}
+    assert model.seen == pytest.approx(plain.seen, rel=close["rtol"], abs=close["atol"])
+    state = model.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, **close)
+    assert place == "resident" or trainer.strategy.stats().evictions > 0  # type: ignore[attr-defined]
+
+
+def test_automatic_placement_and_mixed_precision() -> None:
+    """Manual optimization in bf16: the same numbers wherever chunks are, and near to plain Lightning's."""
+    plain, models = Both(), [Both(), Both(), Both()]
+    _fit(plain, "auto", precision="bf16-mixed")
+    for model, options in zip(models, (TIGHT | {"gpu_memory_limit": "40KiB"}, RESIDENT, {}), strict=True):
+        _fit(model, ElixirStrategy(**options), precision="bf16-mixed")
+        torch.testing.assert_close(model.seen, plain.seen, rtol=0.05, atol=0.01)
+    assert _differing(models[1], models[0]) == _differing(models[2], models[0]) == []
+
+
+def _on_ranks(kind: str, options: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:
+    model = MODELS[kind]()
+    _fit(model, "ddp_find_unused_parameters_true" if options is None else ElixirStrategy(**options), devices=2)
+    return model.seen, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", telling([*MODELS], "toggled", "both"))
+def test_two_ranks_give_what_ddp_gives(kind: str) -> None:
+    expected = run_ranks(_on_ranks, 2, kind, None, init_group=False)
+    for got, ddp in zip(run_ranks(_on_ranks, 2, kind, TIGHT, init_group=False), expected, strict=True):
+        assert got[0] == pytest.approx(ddp[0], rel=1e-5, abs=1e-7)
+        for name, value in ddp[1].items():
+            torch.testing.assert_close(got[1][name], value, rtol=1e-5, atol=1e-6)
+
+
+class Swapped(Both):
+    """The same optimizers in the other order."""
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return list(reversed(super().optimizers(use_pl_optimizer)))  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Any:
+        (gen, dis), (scheduler,) = super().configure_optimizers()
+        return [dis, gen], [scheduler]
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_resume(tmp_path: Path, kind: Any) -> None:
+    path = str(tmp_path / "c.ckpt")
+    plain, first, second = Both(), Both(), Both()
+    _fit(plain, "auto", max_epochs=4)
+    _fit(first, ElixirStrategy(**TIGHT, state_dict_type=kind)).save_checkpoint(path)
+    _fit(second, ElixirStrategy(**TIGHT, state_dict_type=kind), ckpt_path=path, max_epochs=4)
+    assert _differing(second, plain) == []
+    assert [*first.seen, *second.seen] == plain.seen
+    if kind == "full":  # which plain Lightning reads as well
+        third = Both()
+        _fit(third, "auto", ckpt_path=path, max_epochs=4)
+        assert _differing(third, plain) == []
+    else:  # by the names of parameters, in whatever order
+        swapped = Swapped()
+        _fit(swapped, ElixirStrategy(**TIGHT, state_dict_type=kind), ckpt_path=path, max_epochs=4)
+        assert _differing(swapped, plain) == []
+
+
+class Halved(Both):
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers()[0][:1]
+
+
+class Doubled(Both):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.last_d.parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_another_number_of_optimizers_is_refused(tmp_path: Path, kind: Any) -> None:
+    path = str(tmp_path / "c.ckpt")
+    _fit(Both(), ElixirStrategy(**TIGHT, state_dict_type=kind)).save_checkpoint(path)
+    with pytest.raises(PlanError, match="2 optimizers.* (returned|has) 1"):
+        _fit(Halved(), ElixirStrategy(**TIGHT, state_dict_type=kind), ckpt_path=path, max_epochs=4)
+
+
+def test_a_parameter_of_two_optimizers_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"optimizers 0 and 1 of configure_optimizers\(\) both hold last_d.weight"):
+        _fit(Doubled(), ElixirStrategy(**TIGHT))
+
+
+class Watching(Both):
+    """Looks at the states, as callbacks of users do."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        gen, dis = self.optimizers()  # type: ignore[misc]
+        self.seen.append(len(gen.state))
+        for optimizer in (gen, dis):
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    for key, value in sorted(optimizer.state[p].items()):
+                        if value is not None:
+                            assert value.shape in (p.shape, ())
+                            self.seen.append(float(value.double().abs().sum()))
+                            assert key
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_states_can_be_read(place: str) -> None:
+    plain, model = Watching(), Watching()
+    _fit(plain, "auto")
+    trainer = _fit(model, ElixirStrategy(**PLACES[place]))
+    assert model.seen == plain.seen
+    state = trainer.strategy.optimizers[0].state
+    with pytest.raises(StateError, match="shows copies"):
+        state[next(model.parameters())] = {}
+    with pytest.raises(KeyError):
+        state[torch.zeros(3)]

@@ -1,0 +1,151 @@
+"""Muon and Adafactor under the Trainer: plain Lightning's numbers, on one and two ranks, through checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_elixir import ElixirStrategy
+from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import full
+
+TIGHT: dict[str, Any] = {"placement_policy": "cpu", "chunk_size": 4096, "gpu_memory_limit": "30KiB"}
+
+
+class WithAdafactor(pl.LightningModule):
+    """Automatic optimization, with clipping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch).square().mean()
+        self.seen.append(loss.item())
+        result: Tensor = loss
+        return result
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=0.05, foreach=False)
+
+
+class WithMuon(WithAdafactor):
+    """For matrices, beside AdamW for the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for scheduler in self.lr_schedulers():  # type: ignore[union-attr]
+            scheduler.step()
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        matrices, rest = ([p for p in self.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+        both = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01, foreach=False)]
+        return both, [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in both]
+
+
+MODELS = {"adafactor": WithAdafactor, "muon": WithMuon}
+
+
+def _fit(model: pl.LightningModule, strategy: Any, **kwargs: Any) -> pl.Trainer:
+    options: dict[str, Any] = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, **kwargs}
+    if model.automatic_optimization:
+        options["gradient_clip_val"] = 0.05
+    path = options.pop("ckpt_path", None)
+    trainer = pl.Trainer(
+        strategy=strategy, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, **options,
+    )  # fmt: skip
+    data = torch.randn(16 * options["devices"], 16, generator=torch.Generator().manual_seed(3))
+    trainer.fit(model, DataLoader(data, batch_size=4), ckpt_path=path)  # type: ignore[arg-type]
+    return trainer
+
+
+def _assert_same(model: pl.LightningModule, plain: pl.LightningModule, atol: float = 1e-6) -> None:
+    """Clipping sums a norm in another order."""
+    state = model.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=atol)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("options", [TIGHT, {}])
+def test_plain_lightnings_numbers(kind: str, options: dict[str, Any]) -> None:
+    plain, model = MODELS[kind](), MODELS[kind]()
+    _fit(plain, "auto")
+    trainer = _fit(model, ElixirStrategy(**options))
+    assert model.seen == pytest.approx(plain.seen, rel=1e-5)
+    _assert_same(model, plain)
+    assert not options or trainer.strategy.stats().evictions > 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_mixed_precision_is_the_same_everywhere(kind: str) -> None:
+    models = [MODELS[kind]() for _ in range(3)]
+    policies: list[dict[str, Any]] = [TIGHT, {"placement_policy": "cuda", "chunk_size": 4096}, {}]
+    for model, options in zip(models, policies, strict=True):
+        _fit(model, ElixirStrategy(**options), precision="bf16-mixed")
+    for model in models[1:]:
+        assert model.seen == models[0].seen
+        state = model.state_dict()
+        assert [n for n, v in models[0].state_dict().items() if not torch.equal(state[n], v)] == []
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("how", ["full", "sharded"])
+def test_resume(tmp_path: Path, kind: str, how: Any) -> None:
+    path = str(tmp_path / "c.ckpt")
+    plain, first, second = (MODELS[kind]() for _ in range(3))
+    _fit(plain, "auto", max_epochs=4)
+    _fit(first, ElixirStrategy(**TIGHT, state_dict_type=how)).save_checkpoint(path)
+    _fit(second, ElixirStrategy(**TIGHT, state_dict_type=how), ckpt_path=path, max_epochs=4)
+    assert [*first.seen, *second.seen] == pytest.approx(plain.seen, rel=1e-5)
+    _assert_same(second, plain)
+    if how == "full":
+        third = MODELS[kind]()
+        _fit(third, "auto", ckpt_path=path, max_epochs=4)
+        _assert_same(third, plain)
+
+
+def _on_ranks(kind: str, options: dict[str, Any] | None, path: str | None = None, max_epochs: int = 2) -> Any:
+    model = MODELS[kind]()
+    strategy = "ddp" if options is None else ElixirStrategy(**options)
+    trainer = _fit(model, strategy, devices=2, max_epochs=max_epochs, ckpt_path=path if max_epochs > 2 else None)
+    if path is not None and max_epochs == 2:
+        trainer.save_checkpoint(path)
+    return model.seen, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("how", ["sharded", full("full")])
+def test_two_ranks_give_what_ddp_gives(tmp_path: Path, kind: str, how: str) -> None:
+    path = str(tmp_path / "c.ckpt")
+    options = {**TIGHT, "state_dict_type": how}
+    expected = run_ranks(_on_ranks, 2, kind, None, None, 4, init_group=False)
+    first = run_ranks(_on_ranks, 2, kind, options, path, init_group=False)
+    second = run_ranks(_on_ranks, 2, kind, options, path, 4, init_group=False)
+    for begun, got, ddp in zip(first, second, expected, strict=True):
+        assert [*begun[0], *got[0]] == pytest.approx(ddp[0], rel=1e-5)
+        for name, value in ddp[1].items():
+            torch.testing.assert_close(got[1][name], value, rtol=1e-5, atol=1e-6)
+    alone = MODELS[kind]()  # on another number of ranks
+    _fit(alone, ElixirStrategy(**options), ckpt_path=path, max_epochs=2)
+    for name, value in first[0][1].items():
+        assert torch.equal(alone.state_dict()[name], value)
