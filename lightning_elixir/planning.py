@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +19,16 @@ from lightning_elixir.core.device import current_device_memory_bytes, make_devic
 from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.fused import FusedChoice
+from lightning_elixir.plan.activations import ActivationRequest, ModelBlock
 from lightning_elixir.plan.device_words import DeviceWords
+from lightning_elixir.plan.fates import with_fates
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.ignored import ignored_bytes
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.memory import Budget, host_share
 from lightning_elixir.plan.packing import DEFAULT_N_GRIDS, ChunkSizes, PackedChunk, packed_chunks
 from lightning_elixir.plan.placing.fallbacks import plan_with_fallbacks
+from lightning_elixir.plan.placing.fates_tried import FatesTried, with_alternatives
 from lightning_elixir.plan.placing.placement import Layout, place
 from lightning_elixir.plan.placing.search import distance, search, with_forecast
 from lightning_elixir.plan.placing.space import Candidate
@@ -33,6 +39,7 @@ from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import ALIGN_NUMEL, TRAINED_DTYPES, IgnoredParam, ParamSpec, Plan, UpdateTiming
 from lightning_elixir.plan.units import option_bytes
+from lightning_elixir.profiling.blocks import blocks_of
 from lightning_elixir.profiling.fake_step import StepFn, profile_memory
 from lightning_elixir.profiling.ignored import Ignored, ignored_parameters
 from lightning_elixir.profiling.kept_fp32 import KeepFp32, kept_parameters
@@ -55,6 +62,9 @@ __all__ = [
     "simple_search",
     "timeline_of",
 ]
+
+ActivationsOption = str | Mapping[str, str] | None
+"""None, "auto", the value of a `Fate`, or a dict from globs over names of blocks to values of `Fate`."""
 
 COMMON_SHARE = 0.15
 """Of the device's memory, for activations before anything is known of them: what is too little costs moving some chunks
@@ -111,6 +121,7 @@ def make_plan(
         left_out = ignored_parameters(model, None) if ignored is None else tuple(ignored)
     names = [p.fqn for p in left_out]
     specs = param_specs(model, compute_dtype, keep_fp32 if layout is None else kept_in(layout), names)
+    blocks = blocks_of(model, request.activations) if layout is None else layout.activations
     main_dtype = _main_dtype(specs, compute_dtype)
     problem = Problem(
         request=replace(request, accesses=module_accesses(model)),
@@ -119,6 +130,8 @@ def make_plan(
         regime=regime,
         hardware=hardware or HardwareSpec.nominal(budget.gpu_bytes, budget.cpu_bytes or 0),
         is_time_guessed=profile is None,
+        blocks=blocks,
+        activation_host_bytes=None if layout is None else layout.activation_host_bytes,
     )
     problem.check()
     if layout is not None:
@@ -188,14 +201,58 @@ def _decided(
         beside = replace(problem, budget=budget, ignored_bytes=nbytes)
         plan = _decided(layouts, beside, profile, ())
         return replace(plan, ignored=ignored, notes={**plan.notes, "ignored_bytes": nbytes})
+    candidates = [_candidate(one, profile, problem, problem.blocks) for one in layouts]
     if problem.request.policy == "auto":
-        return search([Candidate(one, _profile_over(one, profile, problem)) for one in layouts], problem)
-    layout = layouts[0]
-    known = None if profile is None else _profile_over(layout, profile, problem)
+        return search(candidates, problem)
+    candidate = candidates[0]
+    if candidate.with_fates is None:
+        return _placed(candidate, problem, is_known=profile is not None)
+    plans: dict[tuple[ModelBlock, ...], Plan] = {}
+
+    def seconds(one: Candidate) -> float:
+        with suppress(CapacityError):
+            plan = _placed(one, problem, is_known=True)
+            plans[plan.activations] = plan
+            return math.inf if plan.forecast is None else plan.forecast.times.total_s
+        return math.inf
+
+    names = [block.name for block in problem.blocks]
+    tried = FatesTried.all_of(candidate.with_fates, names, seconds, problem.regime.num_backwards)
+    best = tried[0].blocks
+    plan = plans[best] if best in plans else _placed(candidate.with_fates(best), problem, is_known=True)
+    return with_alternatives(plan, tried)
+
+
+def _candidate(
+    layout: Layout, profile: MemoryProfile | StepProfile | None, problem: Problem, blocks: tuple[ModelBlock, ...]
+) -> Candidate:
+    """The chunks, and what a step does to them with these fates of activations. Where the plan is to choose those, and
+    a dry run tells what they mean, others can be asked for."""
+    fated = with_fates(profile, blocks) if isinstance(profile, MemoryProfile) else profile
+    is_searched = problem.request.activations.is_searched and isinstance(profile, MemoryProfile) and profile.visits
+    return Candidate(
+        layout,
+        _profile_over(layout, fated, problem),
+        blocks,
+        partial(_candidate, layout, profile, problem) if is_searched else None,
+    )
+
+
+def _placed(candidate: Candidate, problem: Problem, *, is_known: bool) -> Plan:
+    """The plan by a fixed policy.
+
+    Args:
+        candidate: The chunks, and what a step does.
+        problem: The policy, and limits.
+        is_known: Whether what a step does is known, or only guessed.
+    """
+    layout, profile = candidate.layout, candidate.profile if is_known else None
+    if candidate.blocks is not None:
+        problem = replace(problem, blocks=candidate.blocks)
 
     def placed(way: Problem) -> Plan:
-        plan = place(layout, way, known)
-        return plan if known is None else with_forecast(plan, known, way)
+        plan = place(layout, way, profile)
+        return plan if profile is None else with_forecast(plan, profile, way)
 
     return plan_with_fallbacks(problem, placed, is_choosing=False)
 
@@ -233,12 +290,13 @@ def timeline_of(
         hardware: Figures to predict times with.
         regime: What training is like.
     """
-    over_chunks = profile if isinstance(profile, StepProfile) else step_profile(profile, packed_chunks(plan), hardware)
+    if isinstance(profile, MemoryProfile):
+        profile = step_profile(with_fates(profile, plan.activations), packed_chunks(plan), hardware)
     scheme = scheme_of(plan, regime)
     if plan.ignored:
         beside = ignored_bytes(plan.ignored, scheme)
-        over_chunks = over_chunks.with_bytes(lambda nbytes: nbytes + beside)
-    return simulate_step(plan, over_chunks, hardware, scheme, is_detailed=True)
+        profile = profile.with_bytes(lambda nbytes: nbytes + beside)
+    return simulate_step(plan, profile, hardware, scheme, is_detailed=True)
 
 
 def _profile_over(layout: Layout, profile: MemoryProfile | StepProfile | None, problem: Problem) -> StepProfile:
@@ -372,6 +430,7 @@ def simple_search(
     update_timing: UpdateTiming = UpdateTiming.BEHIND_FORWARD,
     keep_fp32: KeepFp32 = None,
     ignored: Ignored = None,
+    activations: ActivationsOption = None,
 ) -> Plan:
     """Like `minimum_waste_search`, within limits of your own, and simulating several chunk sizes.
 
@@ -395,6 +454,7 @@ def simple_search(
         hardware: Figures of the machine, such as `profile_hardware()` measures; None: `HardwareSpec.nominal()`.
         can_stream: Whether updates may be streamed to the device: the optimizer is `HybridAdam` or `CPUAdam`.
         update_timing: When updates of states beside the device may run.
+        activations: What becomes of activations, as for `ElixirModule`; the plan says it.
         keep_fp32: As for `ElixirModule`, which puts what the plan has otherwise into chunks of its own.
         ignored: As for `ElixirModule`: what is left out of chunks.
 
@@ -427,6 +487,7 @@ def optimal_search(
     keep_fp32: KeepFp32 = None,
     use_fused_kernels: FusedChoice = False,
     ignored: Ignored = None,
+    activations: ActivationsOption = None,
 ) -> Plan:
     """Like `simple_search`, knowing what a step touches, computes and takes, and what the machine reaches.
 
@@ -436,6 +497,7 @@ def optimal_search(
         non_model_bytes: Device memory to leave for activations, buffers and temporaries all the time; None: as the step
             on fake tensors takes it, or 0 without `step_fn`.
         use_fused_kernels: As for `ElixirModule`: what a step takes is counted with fused operators.
+        activations: What becomes of activations, as for `ElixirModule`; "auto": what is fastest, block by block.
         hardware: Figures of the machine; None: `profile_hardware()` where there is a GPU (collective if the default
             process group has been started, and only then with several ranks), else `HardwareSpec.nominal()`.
 
@@ -450,7 +512,8 @@ def optimal_search(
     search = _Search.asked(locals())
     profile = None
     if inp is not None and step_fn is not None and non_model_bytes is None:
-        options: dict[str, Any] = {"keep_fp32": keep_fp32, "use_fused_kernels": use_fused_kernels}
+        blocks = [block.name for block in blocks_of(model, ActivationRequest.of(activations))]
+        options: dict[str, Any] = {"keep_fp32": keep_fp32, "use_fused_kernels": use_fused_kernels, "blocks": blocks}
         profile = profile_memory(model, inp, step_fn, unified_dtype, **options)
     # Ranks that measured each for itself would make different plans.
     if (
@@ -473,6 +536,7 @@ class _Search:
     verbose: bool
     keep_fp32: KeepFp32
     ignored: Ignored
+    activations: ActivationsOption = None
     gpu_bytes: int | str | None = None
     cpu_bytes: int | str | None = None
     non_model_bytes: int | str | None = None
@@ -502,6 +566,15 @@ class _Search:
     def _size(self, name: str) -> int | None:
         return option_bytes(name, getattr(self, name))
 
+    def _activations(self, *, is_profiled: bool) -> ActivationRequest:
+        request = ActivationRequest.of(self.activations)
+        if request.is_searched and not is_profiled:
+            raise PlanError(
+                "activations='auto' needs to know what a step takes: use optimal_search with inp and step_fn, and"
+                " without non_model_bytes; or say what becomes of activations"
+            )
+        return request
+
     def plan(self, profile: MemoryProfile | None = None) -> Plan:
         """Search, and print the plan if that is wanted.
 
@@ -512,7 +585,10 @@ class _Search:
         kept = kept_parameters(self.model, self.keep_fp32, has_autocast=False, has_defaults=is_half)
         plan = make_plan(
             self.model,
-            PlacementRequest(prefetch_depth=DEFAULT_PREFETCH_DEPTH if self.overlap else 0),
+            PlacementRequest(
+                prefetch_depth=DEFAULT_PREFETCH_DEPTH if self.overlap else 0,
+                activations=self._activations(is_profiled=profile is not None),
+            ),
             chunk_sizes=ChunkSizes(
                 search_range=self._size("chunk_search_range"),
                 n_grids=DEFAULT_N_GRIDS if self.chunk_search_n_grids is None else self.chunk_search_n_grids,

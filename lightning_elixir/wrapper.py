@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.ignored import ignored_in_fp32, with_ignored
 from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
 from lightning_elixir.plan.types import Plan
+from lightning_elixir.profiling.blocks import with_activations
 from lightning_elixir.profiling.ignored import Ignored, ignored_parameters, tell_of_unchunked
 from lightning_elixir.profiling.kept_fp32 import KeepFp32, compute_in_fp32, is_nothing, kept_parameters, map_floating
 from lightning_elixir.runtime.agreement import Meeting
@@ -58,6 +60,10 @@ class ElixirModule(nn.Module):
             parameters. It stays on the device, whole on every rank, in its own dtype, trained or frozen as it is; the
             optimizer states of what trains are spread over the ranks. Frozen parameters of classes that no chunk can
             hold are left out by themselves.
+        activations: What becomes of the tensors that autograd saves in the model's blocks, instead of what the plan
+            says: "keep", "recompute", "offload", "recompute_offloaded", or a dict from globs over names of blocks to
+            these. "auto": as the plan has it, which `optimal_search(activations="auto")` has made. None: as the plan
+            has it; one that says nothing leaves it to the model.
         autocast: Run forward under `torch.autocast` in `dtype`; otherwise floating inputs are cast to a 16-bit `dtype`.
         force_outputs_fp32: Cast floating outputs to fp32.
         reduce_dtype: What gradients are cast to for the reduction over ranks; None: as they are.
@@ -71,8 +77,8 @@ class ElixirModule(nn.Module):
     Raises:
         StorageError: If the folder cannot be used, or its disk has too little room.
         PlanError: If the plan is for another model, another number of ranks or another dtype, fp16 is asked for on
-            the CPU, `keep_fp32` or `ignored` names what the model has not got, or no fused operator can be swapped
-            in.
+            the CPU, `keep_fp32`, `ignored` or `activations` names what the model has not got, or no fused operator can
+            be swapped in.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class ElixirModule(nn.Module):
         master_weights: bool = True,
         keep_fp32: KeepFp32 = None,
         ignored: Ignored = None,
+        activations: str | Mapping[str, str] | None = None,
         autocast: bool = False,
         force_outputs_fp32: bool = False,
         reduce_dtype: torch.dtype | None = None,
@@ -105,6 +112,7 @@ class ElixirModule(nn.Module):
         is_half = self.dtype.itemsize == 2
         kept = kept_parameters(model, keep_fp32, has_autocast=autocast, has_defaults=is_half and master_weights)
         plan = with_kept(plan, kept, is_exact=is_nothing(keep_fp32))
+        plan = with_activations(model, plan, activations)
         plan = with_ignored(plan, ignored_parameters(model, ignored))
         tell_of_unchunked(model, plan.ignored)
         precision = Precision(torch.float32 if is_half and master_weights else None)
@@ -287,7 +295,11 @@ class ElixirModule(nn.Module):
 
     def replan(self, plan: Plan) -> None:
         """Move to another placement of the same chunks, between steps. Collective. A plan that was made without what
-        stays in fp32 here gets chunks for it, as when this was built."""
+        stays in fp32 here gets chunks for it, as when this was built; one that says nothing of activations leaves them
+        as they are."""
+        if not plan.activations:
+            now = self.plan
+            plan = replace(plan, activations=now.activations, activation_host_bytes=now.activation_host_bytes)
         self.engine.replan(with_kept(plan, kept_in(self.plan), is_exact=True))
 
     def set_memory_limit(self, gpu: int | str | None = None, cpu: int | str | None = None) -> None:

@@ -51,6 +51,7 @@ DEFERRED = {
     "runtime/backwards.py": {"Backwards.collect_grad", "Backwards.need"},
     "runtime/engine.py": {"Engine.prepare_meeting", "Engine.replan"},
     "runtime/forwards.py": {"Forwards.enter_module", "Forwards.exit_module"},
+    "runtime/offloading.py": {"Offloader._settle", "Offloader.pack", "Offloader.unpack"},
     "runtime/param_reads.py": {"ParamReads.submit"},
     "runtime/spans.py": {"Span.__enter__", "Span.__exit__"},
     "runtime/turns.py": {"Held.__enter__", "Held.__exit__"},

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -69,7 +69,15 @@ class Case:
     """`use_fused_kernels=True`."""
     autocast: bool = True
     """Whether bf16 parameters compute under autocast; without, as `ElixirStrategy(autocast=False)` does."""
+    activations: str | None = None
+    """The strategy's option."""
+    by_hand: str = "recompute"
+    """What the model does by itself without that option: "keep", "recompute", or "save_on_cpu", as torch has it."""
     num_steps: int = 12
+
+    @property
+    def is_recomputed(self) -> bool:
+        return self.activations is None and self.by_hand == "recompute"
 
 
 _LLAMA = Case("llama-7b", 4, 2048, 40 * GIB)
@@ -151,30 +159,45 @@ _LLAMA_SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Causal(nn.Module):
-    """A model of transformers as one from tokens to a loss, with activation checkpointing."""
+    """A model of transformers as one from tokens to a loss."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, is_recomputed: bool) -> None:
         super().__init__()
         self.model = model
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
+        if is_recomputed:
+            model.gradient_checkpointing_enable()  # type: ignore[operator]
 
     def forward(self, tokens: Tensor) -> Tensor:
         loss: Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return loss
 
 
+class SavedOnCpu(nn.Module):
+    """A model all of whose saved tensors go through torch's own hook."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=tokens.is_cuda):
+            loss: Tensor = self.model(tokens)
+            return loss
+
+
 def make_model(case: Case) -> nn.Module:
     """The model in host memory, fp32."""
     if case.model in PRESETS:
         with torch.device("meta"):
-            model: nn.Module = GPT(replace(PRESETS[case.model], seq=case.seq))
-        model.to_empty(device="cpu")
+            gpt = GPT(replace(PRESETS[case.model], seq=case.seq))
+        gpt.is_checkpointed = case.is_recomputed
+        model: nn.Module = gpt.to_empty(device="cpu")
     else:
         import transformers
         from transformers.initialization import no_init_weights
 
         options: dict[str, Any] = {}
-        config: Any = transformers.LlamaConfig()
+        config: Any = transformers.LlamaConfig(max_position_embeddings=max(2048, case.seq))
         if case.model in _LLAMA_SHAPES:
             config = transformers.LlamaConfig(**_LLAMA_SHAPES[case.model])
         if case.model == "moe":
@@ -186,8 +209,11 @@ def make_model(case: Case) -> nn.Module:
             }
             config, options = transformers.Qwen3MoeConfig(**sizes), {"experts_implementation": "grouped_mm"}
         with no_init_weights():
-            model = Causal(transformers.AutoModelForCausalLM.from_config(config, **options))
+            causal = transformers.AutoModelForCausalLM.from_config(config, **options)
+        model = Causal(causal, is_recomputed=case.is_recomputed)
     _fill(model)
+    if case.activations is None and case.by_hand == "save_on_cpu":
+        model = SavedOnCpu(model)
     if case.is_compiled:
         for block in blocks_of(model):
             block.compile()
@@ -394,6 +420,7 @@ def _run_elixir(case: Case, model: nn.Module, batches: list[Tensor], seen: Seen)
         cpu_memory_limit=case.cpu_limit,
         autocast=case.autocast,
         use_fused_kernels=case.is_fused,
+        activations=case.activations,  # type: ignore[arg-type]
     )
     trainer = pl.Trainer(
         strategy=strategy,
@@ -413,6 +440,9 @@ def _run_elixir(case: Case, model: nn.Module, batches: list[Tensor], seen: Seen)
     plan = strategy.plan
     return {
         "predicted_s": seen.predicted_s,
+        "predicted_peak_bytes": None if plan.forecast is None else plan.forecast.peak_gpu_bytes,
+        "fates": [(block.name, block.fate.value) for block in plan.activations],
+        "stats": strategy.stats().as_dict(),
         "plan": plan.notes,
         "plans": seen.plans,
         "host_peaks": seen.host_peaks,
@@ -473,8 +503,8 @@ class HostMemory:
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
 
-def child(name: str, gpu_limit: int | None, device: str, traced: int | None, out: Path) -> None:
-    case = CASES[name] if gpu_limit is None else replace(CASES[name], gpu_limit=gpu_limit)
+def child(case: Case, gpu_limit: int | None, device: str, traced: int | None, out: Path) -> None:
+    case = case if gpu_limit is None or case.is_plain else replace(case, gpu_limit=gpu_limit)
     logging.basicConfig(format="%(relativeCreated)d ms: %(message)s")
     logging.getLogger("lightning_elixir").setLevel(logging.INFO)
     host = HostMemory()
@@ -508,9 +538,9 @@ def _touch(pieces: list[Tensor]) -> None:
         piece[::512].zero_()
 
 
-def run(names: list[str], arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def run(cases: Mapping[str, Case], arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     started = time.monotonic()
-    for name in names:
+    for name, case in cases.items():
         left = arguments.budget_s - (time.monotonic() - started)
         if left < 20:
             yield name, {"outcome": "left out: no time"}
@@ -518,7 +548,7 @@ def run(names: list[str], arguments: argparse.Namespace) -> Iterator[tuple[str, 
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "result.json"
             log = Path(arguments.out).with_suffix(f".{name}.log")
-            work = partial(child, name, arguments.gpu_limit, arguments.device, arguments.trace, out)
+            work = partial(child, case, arguments.gpu_limit, arguments.device, arguments.trace, out)
             code = _forked(work, log, min(left, arguments.timeout_s))
             if out.exists():
                 yield name, json.loads(out.read_text())
@@ -573,26 +603,37 @@ def _timed_touch(nbytes: int) -> float:
         return float(out.read_text())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=SUITES)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=[])
+def parser_of(
+    text: str, cases: Mapping[str, Case], suites: Mapping[str, list[str]], out: str
+) -> argparse.ArgumentParser:
+    """The command's options, for these cases.
+
+    Args:
+        text: What the command does.
+        out: Where results go unless told.
+    """
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=suites)
+    parser.add_argument("--cases", nargs="+", choices=cases, default=[])
     parser.add_argument("--gpu-limit", type=parse_size, help="in place of the cases' own")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--timeout-s", type=float, default=200.0, help="of each case")
     parser.add_argument("--budget-s", type=float, default=560.0, help="of all")
     parser.add_argument("--touch-first", action="store_true", help="have the machine grow its memory before")
     parser.add_argument("--trace", type=int, help="number of the batch whose work on the device is looked at")
-    parser.add_argument("--out", type=Path, default=Path("defaults.json"))
-    arguments = parser.parse_args()
-    names = SUITES[arguments.suite] if arguments.suite else arguments.cases
-    if any(CASES[name].model not in PRESETS for name in names):  # seconds, for each of the forks
+    parser.add_argument("--out", type=Path, default=Path(out))
+    return parser
+
+
+def measured(cases: Mapping[str, Case], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the cases, print a line for each, and keep what came of them in the file that was asked for."""
+    if any(case.model not in PRESETS for case in cases.values()):  # seconds, for each of the forks
         from transformers.models.llama import modeling_llama  # noqa: F401
         from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
     found: dict[str, Any] = {"command": sys.argv, "torch": torch.__version__, "cases": {}}
     if arguments.touch_first:
         found["touch_first_s"] = _timed_touch(available_host_bytes() * 9 // 10)
-    for name, result in run(names, arguments):
+    for name, result in run(cases, arguments):
         taken = result.get("host_peak_bytes", 0) - result.get("host_bytes_before", 0)
         if arguments.suite == "first" and taken > GIB:
             result["touch_s"] = _timed_touch(taken)
@@ -604,6 +645,13 @@ def main() -> None:
         }
         shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if value)
         print(f"{name:18s} {result['outcome']}: {shown or result.get('why', '')[-300:]}", flush=True)
+    return found
+
+
+def main() -> None:
+    arguments = parser_of(__doc__ or "", CASES, SUITES, "defaults.json").parse_args()
+    names = SUITES[arguments.suite] if arguments.suite else arguments.cases
+    measured({name: CASES[name] for name in names}, arguments)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="parameters or modules that are left out of chunks: they stay on the GPU, and are counted",
     )
     group.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    group.add_argument(
+        "--activations",
+        nargs="+",
+        metavar="WHAT",
+        help="what becomes of the activations of the model's blocks: auto, keep, recompute, offload or"
+        " recompute_offloaded; or GLOB=WHAT, for blocks by name; instead of --checkpointing",
+    )
     group.add_argument("--accumulate", type=_positive, default=1, metavar="N", help="micro-batches of a step")
     group.add_argument(
         "--optimizer",

@@ -21,6 +21,8 @@ from lightning_elixir.cli.subject import Subject, module_subject
 from lightning_elixir.cli.transformers_subject import check_name, transformers_subject
 from lightning_elixir.cli.wording import size_of, speaking_of_options
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.activations import ActivationRequest
+from lightning_elixir.plan.fates import with_fates
 from lightning_elixir.plan.io import plan_to_dict, save_plan
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.simulator.timeline import Timeline
@@ -33,6 +35,7 @@ from lightning_elixir.planning import (
     timeline_of,
     with_common_activations,
 )
+from lightning_elixir.profiling.blocks import blocks_of
 from lightning_elixir.profiling.fake_step import profile_memory
 from lightning_elixir.profiling.ignored import ignored_parameters
 from lightning_elixir.profiling.kept_fp32 import kept_parameters
@@ -150,6 +153,7 @@ def study(options: argparse.Namespace) -> tuple[Subject, MemoryProfile]:
             keep_fp32=options.keep_fp32,
             use_fused_kernels=options.use_fused_kernels,
             master_weights=precision.is_mixed,
+            blocks=[block.name for block in blocks_of(subject.model, activations_of(options))],
             around_operator=guess_values if subject.may_guess_values else None,
         )
     return subject, profile
@@ -167,7 +171,9 @@ def place(subject: Subject, profile: MemoryProfile, machine: Machine, options: a
         plan = _fit_plan(subject, machine, profile, options, regime)
         timeline = timeline_of(plan, profile, machine.hardware, regime)
     num_params = sum(spec.numel for spec in param_specs(subject.model))
-    return Found(subject, machine, profile, plan, timeline, num_params, options.accumulate)
+    return Found(
+        subject, machine, with_fates(profile, plan.activations), plan, timeline, num_params, options.accumulate
+    )
 
 
 def print_fits(options: argparse.Namespace) -> int:
@@ -227,7 +233,7 @@ def _fit_plan(
     make = partial(
         make_plan,
         subject.model,
-        PlacementRequest(policy=options.policy),
+        PlacementRequest(policy=options.policy, activations=activations_of(options)),
         world_size=options.gpus,
         compute_dtype=precision.compute_dtype,
         hardware=machine.hardware,
@@ -248,6 +254,23 @@ def _fit_plan(
         return make(budget=budget, regime=regime, profile=profile, layout=layout)
     except CapacityError:
         return cut(budget=budget, regime=regime, profile=profile)
+
+
+def activations_of(options: argparse.Namespace) -> ActivationRequest:
+    """What becomes of activations.
+
+    Raises:
+        PlanError: The option has other words than it takes, or --checkpointing is there as well.
+    """
+    words: list[str] = options.activations or []
+    if words and options.checkpointing:
+        raise PlanError("--activations says what --checkpointing would: give one of them")
+    if len(words) == 1 and "=" not in words[0]:
+        return ActivationRequest.of(words[0])
+    unclear = [word for word in words if "=" not in word]
+    if unclear:
+        raise PlanError(f"--activations takes one word, or GLOB=WHAT for several blocks, got {unclear[0]!r}")
+    return ActivationRequest.of(dict(word.split("=", 1) for word in words) or None)
 
 
 def regime_of(options: argparse.Namespace, precision: ElixirPrecision) -> TrainingRegime:
@@ -288,6 +311,8 @@ def _report_data(found: Found, options: argparse.Namespace) -> ReportData:
         facts.append(
             ("gradients are clipped", f"by {options.gradient_clip_algorithm}, to {options.gradient_clip_val:g}")
         )
+    if options.activations:
+        facts.append(("activations", " ".join(options.activations)))
     if options.checkpointing:
         facts.append(("activation checkpointing", "on"))
     return ReportData(

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_elixir.plan.activations import describe_activations
 from lightning_elixir.plan.describe import describe_disk, describe_ignored, describe_updates
 from lightning_elixir.plan.hardware import HardwareSpec, hardware_table
 from lightning_elixir.plan.types import Plan, Tier
@@ -63,7 +64,12 @@ def _summary(found: Found, options: argparse.Namespace) -> Table:
     updates = describe_updates(plan)
     if updates:
         table.add_row("updates on the host", updates)
-    for name, text in (("NVMe", describe_disk(plan)), ("ignored", describe_ignored(plan))):
+    beside = {
+        "activations are": describe_activations(plan.activations),
+        "NVMe": describe_disk(plan),
+        "ignored": describe_ignored(plan),
+    }
+    for name, text in beside.items():
         if text:
             table.add_row(name, text)
     table.add_row("one step", format_seconds(step_s))

@@ -19,6 +19,7 @@ _OPTIONS = {
     "keep_fp32": "--keep-fp32",
     "use_fused_kernels": "--use-fused-kernels",
     "ignored": "--ignored",
+    "activations": "--activations",
     "placement_policy": "--policy",
     "world_size": "--gpus",
     "num_backwards": "--accumulate",

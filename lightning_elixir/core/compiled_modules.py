@@ -32,8 +32,7 @@ class CompiledRegion:
     @property
     def compiled(self) -> Any:
         """The function that `torch.compile` has made."""
-        call: Any = self.entrance._compiled_call_impl if self.is_call else _forward_of(self.entrance)
-        return getattr(call, "compiled", call)  # one of ours may stand around it
+        return compiled_call_of(self.entrance) if self.is_call else _forward_of(self.entrance)
 
     @property
     def has_cuda_graphs(self) -> bool:
@@ -41,6 +40,12 @@ class CompiledRegion:
         config_of = getattr(self.compiled, _CONFIG, None)
         config = None if config_of is None else config_of()
         return bool(config and config.get("triton.cudagraphs"))
+
+
+def compiled_call_of(module: nn.Module) -> Any:
+    """What `module.compile()` has made, also where a call of ours stands around it; None if it was not compiled."""
+    call = module._compiled_call_impl
+    return getattr(call, "compiled", call)
 
 
 def compiled_regions(root: nn.Module) -> tuple[CompiledRegion, ...]:
@@ -63,7 +68,7 @@ def _regions_below(module: nn.Module, seen: set[int]) -> Iterator[CompiledRegion
 
 def _region_of(module: nn.Module) -> CompiledRegion | None:
     below = tuple(m for m in module.modules() if m is not module)
-    if module._compiled_call_impl is not None:
+    if compiled_call_of(module) is not None:
         return CompiledRegion(module, (module, *below), is_call=True)
     if _compiled_forward_of(module) is not None:
         return CompiledRegion(module, below, is_call=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_elixir.plan.activations import describe_activations
 from lightning_elixir.plan.describe import describe_disk, describe_ignored, describe_placement, describe_updates
 from lightning_elixir.plan.types import DTYPE_BYTES, Plan, StepTimes
 from lightning_elixir.plan.units import format_bytes, format_seconds
@@ -40,6 +41,9 @@ def explain(plan: Plan) -> str:
     updates = describe_updates(plan)
     if updates:
         lines.append(f"  updates of states beside the GPU run {updates}")
+    activations = describe_activations(plan.activations)
+    if activations:
+        lines.append(f"  activations: {activations}")
     if plan.ignored:
         lines.append(f"  {describe_ignored(plan)}")
     forecast = plan.forecast
@@ -63,6 +67,7 @@ def explain(plan: Plan) -> str:
         "states": "host_state_bytes",
         "spare states": "host_spare_bytes",
         "gradients": "host_grad_bytes",
+        "activations": "host_activation_bytes",
         "buffers for states on NVMe": "host_buffer_bytes",
     }
     lines.append(f"    {_kinds(plan, kinds)}")

@@ -9,6 +9,7 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.activations import Fate, ModelBlock
 from lightning_elixir.plan.files import read_json
 from lightning_elixir.plan.memory import problem_of_places
 from lightning_elixir.plan.types import (
@@ -38,6 +39,8 @@ _PLAN_KEYS = (
     "is_storage_distributed",
     "update_timing",
     "grad_reuses_compute_shard",
+    "activations",
+    "activation_host_bytes",
     "notes",
     "forecast",
     "chunks",
@@ -55,6 +58,7 @@ _CHUNK_KEYS = (
     "has_spare_states",
     "members",
 )
+_BLOCK_KEYS = ("name", "fate")
 _MEMBER_KEYS = ("fqn", "shape", "offset")
 
 _IGNORED_KEYS = ("fqn", "shape", "dtype", "requires_grad", "nbytes")
@@ -78,6 +82,8 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
         "is_storage_distributed": plan.is_storage_distributed,
         "update_timing": plan.update_timing.value,
         "grad_reuses_compute_shard": plan.grad_reuses_compute_shard,
+        "activations": [{"name": b.name, "fate": b.fate.value} for b in plan.activations],
+        "activation_host_bytes": plan.activation_host_bytes,
         "notes": dict(plan.notes),
         "forecast": None if plan.forecast is None else _forecast_to_dict(plan.forecast),
         "chunks": [
@@ -121,6 +127,8 @@ def plan_from_dict(content: object) -> Plan:
         is_storage_distributed=fields.boolean("is_storage_distributed"),
         update_timing=UpdateTiming(fields.choice("update_timing", [t.value for t in UpdateTiming])),
         grad_reuses_compute_shard=fields.boolean("grad_reuses_compute_shard"),
+        activations=tuple(_block(item, i) for i, item in enumerate(fields.items("activations"))),
+        activation_host_bytes=fields.optional_integer("activation_host_bytes"),
         notes=_notes(fields.get("notes")),
         forecast=_forecast(fields.get("forecast")),
         chunks=tuple(_chunk(item, i) for i, item in enumerate(fields.items("chunks"))),
@@ -276,6 +284,12 @@ def _ignored(content: object, position: int) -> IgnoredParam:
     )
 
 
+def _block(content: object, index: int) -> ModelBlock:
+    fields = _Fields(content, f"activations, block {index}")
+    fields.check_keys(_BLOCK_KEYS)
+    return ModelBlock(fields.text("name"), Fate(fields.choice("fate", [fate.value for fate in Fate])))
+
+
 def _chunk(content: object, index: int) -> ChunkSpec:
     fields = _Fields(content, f"chunk {index}")
     fields.check_keys(_CHUNK_KEYS)
@@ -316,6 +330,10 @@ def _check_layout(plan: Plan) -> None:
     problem = problem_of_places(plan)
     if problem is not None:
         raise PlanError(problem)
+    names = [block.name for block in plan.activations]
+    for name in names:
+        if names.count(name) > 1:
+            raise PlanError(f"activations: block {name} is there twice")
     seen: set[str] = set()
     multiple = plan.world_size * ALIGN_NUMEL
     needed_blocks = 0
@@ -358,4 +376,4 @@ def _is_leaf(value: dict[str, object] | list[object]) -> bool:
     """Whether it is a member (its shape is its only container) or a list of scalars."""
     if isinstance(value, list):
         return not any(isinstance(item, (dict, list)) for item in value)
-    return set(value) == set(_MEMBER_KEYS)
+    return set(value) in (set(_MEMBER_KEYS), set(_BLOCK_KEYS))

@@ -223,6 +223,8 @@ class Scheme:
     block_bytes: int
     regime: TrainingRegime
     updates: UpdateMode = UpdateMode()
+    activation_host_bytes: int = 0
+    """Host memory that activations may take."""
 
     @cached_property
     def data_bytes(self) -> Mapping[str, ModelDataBytes]:
@@ -366,6 +368,8 @@ class MemoryUse:
     host_spare_bytes: int = 0
     host_buffer_bytes: int = 0
     """Buffers through which states on NVMe are updated, and parameters come from there."""
+    host_activation_bytes: int = 0
+    """Activations between their forward and their backward."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -377,7 +381,7 @@ class MemoryUse:
     @property
     def host_bytes(self) -> int:
         held = self.host_param_bytes + self.host_state_bytes + self.host_grad_bytes
-        return held + self.host_spare_bytes + self.host_buffer_bytes
+        return held + self.host_spare_bytes + self.host_buffer_bytes + self.host_activation_bytes
 
 
 def memory_use(chunks: Sequence[ChunkSpec], rcache_blocks: int, scheme: Scheme, non_model_bytes: int = 0) -> MemoryUse:
@@ -403,4 +407,5 @@ def memory_use(chunks: Sequence[ChunkSpec], rcache_blocks: int, scheme: Scheme, 
         nvme_bytes=total.nvme,
         host_spare_bytes=total.host_spare,
         host_buffer_bytes=scheme.nvme_buffer_bytes(chunks) if total.uses_nvme else 0,
+        host_activation_bytes=scheme.activation_host_bytes,
     )

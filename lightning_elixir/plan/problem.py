@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.activations import ActivationRequest, ModelBlock
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Budget, Scheme
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
@@ -38,6 +39,8 @@ class PlacementRequest:
     """False: every rank keeps its parameter shards whole."""
     gpu_margin_mem_ratio: float | None = None
     """auto: share of the GPU memory beside the rCache that optimizer states may take. None: all of it."""
+    activations: ActivationRequest = ActivationRequest()
+    """What becomes of activations; fixed policies search for that as well, where it is to be chosen."""
     accesses: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """(module name, FQNs of the parameters that it owns directly), for the smallest rCache."""
 
@@ -58,6 +61,10 @@ class Problem:
     """Device memory of parameters that are in no chunk; part of the budget's `non_model_bytes`."""
     updates: UpdateMode = UpdateMode()
     """How updates beside the device are to run."""
+    blocks: tuple[ModelBlock, ...] = ()
+    """What becomes of whose activations."""
+    activation_host_bytes: int | None = 0
+    """Host memory that they may take; a profile that was made for `blocks` says more. None: what the host has."""
 
     def check(self) -> None:
         """Raises `PlanError` for an unknown policy or an option out of its range."""
@@ -80,7 +87,10 @@ class Problem:
 
     def scheme(self, block_bytes: int) -> Scheme:
         """What training does to chunks that are fetched into such blocks."""
-        return Scheme(self.world_size, self.request.distributed_storage, block_bytes, self.regime, self.updates)
+        host_bytes = self.activation_host_bytes or 0
+        return Scheme(
+            self.world_size, self.request.distributed_storage, block_bytes, self.regime, self.updates, host_bytes
+        )
 
     def with_updates(self, updates: UpdateMode) -> Problem:
         return replace(self, updates=updates)

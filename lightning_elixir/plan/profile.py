@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
+from lightning_elixir.plan.activations import NO_MOVES, ActivationMoves
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.packing import PackedChunk
 from lightning_elixir.plan.types import AccessTrace, Acquire, Drop
@@ -49,9 +51,46 @@ class ProfileInterval:
     """Operators that compute something (views do not)."""
     grads: tuple[str, ...]
     """Parameters whose gradient became complete in the interval."""
+    workspace_bytes: int = 0
+    """Of `activation_bytes`, workspaces of libraries, which stay once they are there."""
+    moves: ActivationMoves = NO_MOVES
     held: tuple[str, ...] = ()
     """Parameters that cannot go when the interval begins, since another tensor over their storage is alive, as those
     that activation checkpointing recomputes with are until their backward."""
+
+
+class Moment(NamedTuple):
+    """A point of a timeline: an interval, and what has been done in it. As there."""
+
+    interval: int
+    flops: int
+    moved_bytes: int
+    num_ops: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True)
+class BlockVisit:
+    """One call of a block in a step that keeps everything, and its backward."""
+
+    name: str
+    """Of the block."""
+    forward: tuple[int, int]
+    """Intervals of the timeline: the first one, and the one after the last."""
+    backward: tuple[int, int]
+    """Likewise, from the first saved tensor that is read to the first of another block; empty without a backward."""
+    last_save: Moment
+    """In the forward: recomputing goes no further."""
+    before_bytes: int
+    """Activations when the forward begins, without workspaces."""
+    after_bytes: int
+    """Activations when the backward begins."""
+    inner_bytes: int
+    """Saved, made by the block and not given by it: what recomputing spares the device."""
+    input_bytes: int
+    """The block's inputs, as far as they could go to host memory, and no visit before this one has had them."""
+    offload_bytes: int
+    """Saved, as far as that could go to host memory, and no visit before this one has saved it."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +112,26 @@ class MemoryProfile:
     """Where that is."""
     flops: int
     timeline: tuple[ProfileInterval, ...]
+    visits: tuple[BlockVisit, ...] = ()
+    """Calls of the blocks that were asked for, in order; while the timeline is of a step that keeps everything."""
+    offloaded_bytes: int | None = None
+    """Host memory that activations take; None: it is not known which of them go there."""
+
+    def with_bytes(self, changed: Callable[[int], int]) -> MemoryProfile:
+        """The same with other activations.
+
+        Args:
+            changed: From the bytes of an interval to others.
+        """
+        timeline = (
+            replace(
+                i,
+                activation_bytes=changed(i.activation_bytes),
+                total_bytes=i.total_bytes + changed(i.activation_bytes) - i.activation_bytes,
+            )
+            for i in self.timeline
+        )
+        return replace(self, timeline=tuple(timeline))
 
 
 @dataclass(frozen=True)
@@ -87,6 +146,7 @@ class StepInterval:
     """Chunks whose gradients became complete in it."""
     is_backward: bool | None = None
     """Backward, with what it recomputes; None: not known. For people."""
+    moves: ActivationMoves = NO_MOVES
 
 
 @dataclass(frozen=True)
@@ -96,6 +156,8 @@ class StepProfile:
     trace: AccessTrace
     intervals: tuple[StepInterval, ...]
     """[0] before the first `Acquire` of the trace, [i] after the i-th one."""
+    offloaded_bytes: int | None = None
+    """Host memory that activations take; None: not known."""
 
     @property
     def peak_non_model_bytes(self) -> int:
@@ -137,7 +199,7 @@ class StepProfile:
             changed: From those of an interval to others.
         """
         intervals = (replace(i, non_model_bytes=changed(i.non_model_bytes)) for i in self.intervals)
-        return StepProfile(self.trace, tuple(intervals))
+        return replace(self, intervals=tuple(intervals))
 
 
 def step_profile(profile: MemoryProfile, packed: Sequence[PackedChunk], hardware: HardwareSpec) -> StepProfile:
@@ -169,7 +231,7 @@ def step_profile(profile: MemoryProfile, packed: Sequence[PackedChunk], hardware
         arithmetic_s = item.flops / rate if rate else 0.0
         compute_s = max(arithmetic_s + item.moved_bytes / hardware.device_bytes_per_s, item.num_ops * hardware.launch_s)
         ids = _ids(item.fqns, chunk_of)
-        interval = StepInterval(compute_s, item.activation_bytes, tuple(finished), item.is_backward)
+        interval = StepInterval(compute_s, item.activation_bytes, tuple(finished), item.is_backward, item.moves)
         if ids:
             events.append(Acquire(ids, item.is_pinned, _ids(item.held, chunk_of)))
             intervals.append(interval)
@@ -183,7 +245,7 @@ def step_profile(profile: MemoryProfile, packed: Sequence[PackedChunk], hardware
     late = tuple(i for i, left in waiting.items() if 0 < left < len(packed[i].members))
     if late and intervals:
         intervals[-1] = replace(intervals[-1], grads=intervals[-1].grads + late)
-    return StepProfile(AccessTrace(tuple(events)), tuple(intervals))
+    return StepProfile(AccessTrace(tuple(events)), tuple(intervals), profile.offloaded_bytes)
 
 
 def _ids(fqns: Sequence[str], chunk_of: dict[str, int]) -> tuple[int, ...]:
@@ -196,4 +258,5 @@ def _joined(first: StepInterval, second: StepInterval) -> StepInterval:
         max(first.non_model_bytes, second.non_model_bytes),
         first.grads + second.grads,
         first.is_backward,
+        first.moves + second.moves,
     )

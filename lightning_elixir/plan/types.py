@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-SCHEMA = 5
+from lightning_elixir.plan.activations import ModelBlock
+
+SCHEMA = 6
 
 # Every parameter starts on a multiple of this many elements inside its chunk, and every shard is a multiple
 # of it, so that the fixed blocks over which the gradient norm is summed never cross a shard's border: the norm is
@@ -206,6 +208,10 @@ class Plan:
     grad_reuses_compute_shard: bool = False
     """Chunks with parameters and states in host memory and a master have no gradient shard of their own: gradients
     land in the compute shard, which is made again from the master. One backward a step, none inside of it."""
+    activations: tuple[ModelBlock, ...] = ()
+    """What becomes of what autograd saves in these blocks. Elsewhere, the model does as it does by itself."""
+    activation_host_bytes: int | None = 0
+    """Host memory that activations may take; what finds no room there stays on the device. None: what the host has."""
     policy: str = "cpu"
     """Which placement policy made the plan."""
     notes: dict[str, float | int | str] = field(default_factory=dict, compare=False)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_elixir.core.checkpointing import switch_off
 from lightning_elixir.core.compiled_modules import compiled_regions, run_copy_as_it_is
 from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import FusedChoice, check_fused_choice, fuse_copy
 from lightning_elixir.plan.profile import MemoryProfile
+from lightning_elixir.profiling.block_visits import BlockVisits
 from lightning_elixir.profiling.cuda_paths import CudaPaths
 from lightning_elixir.profiling.kept_fp32 import KeepFp32, compute_in_fp32, kept_parameters
 from lightning_elixir.profiling.known_values import KnownValues, is_knowable
@@ -55,6 +58,7 @@ def profile_memory(
     keep_fp32: KeepFp32 = None,
     master_weights: bool = True,
     use_fused_kernels: FusedChoice = False,
+    blocks: Collection[str] = (),
     stand_ins: Sequence[tuple[object, object]] = (),
     around_operator: AroundOperator | None = None,
 ) -> MemoryProfile:
@@ -79,6 +83,8 @@ def profile_memory(
         keep_fp32: What stays in fp32 where `dtype` is a 16-bit one, as for `ElixirModule`.
         master_weights: Whether 16-bit parameters have an fp32 master; without, nothing stays in fp32 unasked.
         use_fused_kernels: As for `ElixirModule`. What was swapped in the model already is counted in any case.
+        blocks: Names of modules of which `visits` is to tell what they save for backward. They keep all of it: what
+            `gradient_checkpointing_enable` has switched on is off for them.
         stand_ins: (object, what the copy of the model has in its place), such as a trainer that the model knows.
         around_operator: Called for each operator of the step with the operator, its positional operands, and what runs
             it; gives its result.
@@ -108,6 +114,8 @@ def profile_memory(
         fake_inp = tree_map_only(Tensor, lambda t: _fake_input(t, input_dtype), inp)
         recorder = StepRecorder(around_operator)
         recorder.watch(model, compiled)
+        switch_off(model, blocks)
+        visits = BlockVisits(recorder, model, blocks)
         inputs = [t for t in tree_leaves(fake_inp) if isinstance(t, Tensor)]
         for tensor in inputs:
             recorder.hold(tensor)
@@ -118,7 +126,8 @@ def profile_memory(
                 step_fn(model, fake_inp)
         except Exception as error:  # whatever the user's code raises: here it means that it cannot be profiled
             raise _refusal("step_fn", error) from error
-    return _summary(model, inputs, recorder)
+    profile = _summary(model, inputs, recorder)
+    return replace(profile, visits=visits.found(len(profile.timeline)))
 
 
 cuda_memory_profiling = profile_memory  # the ancestors' name

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_elixir.plan.profile import ProfileInterval
+from lightning_elixir.plan.profile import Moment, ProfileInterval
 from lightning_elixir.profiling.allocator import Block, CachingAllocator
 from lightning_elixir.profiling.fake_results import FakeResults
 from lightning_elixir.profiling.known_values import run
@@ -53,6 +53,8 @@ class _Held:
 
     block: Block | None
     role: int
+    born: int
+    """Interval in which it came."""
     reference: weakref.ref[torch.UntypedStorage]
 
 
@@ -80,6 +82,7 @@ class _Interval:
     moved_bytes: int = 0
     num_ops: int = 0
     grads: list[str] = field(default_factory=list)
+    workspace_bytes: int = 0
     held: tuple[str, ...] = ()
 
 
@@ -113,6 +116,7 @@ class StepRecorder(TorchDispatchMode):
         self._held_names: Counter[str] = Counter()  # how many of them each parameter has
         self._grad_at: dict[str, int] = {}  # interval in which the gradient was last added to
         self._workspaces: set[tuple[bool, int]] = set()  # of matrix products: whether backward's, and size
+        self._workspace_bytes = 0  # of matrix products
         self._intervals = [_Interval((), False, (), "", False, 0, 0)]
 
     # Before the step
@@ -162,10 +166,32 @@ class StepRecorder(TorchDispatchMode):
             return False
         block = self._allocator.allocate(storage.nbytes() if nbytes is None else nbytes)
         role = _PARAMETER if key in self._fqn_of else _ACTIVATION
-        self._held[key] = _Held(block, role, weakref.ref(storage, partial(self._forget, key)))
+        self._held[key] = _Held(block, role, len(self._intervals) - 1, weakref.ref(storage, partial(self._forget, key)))
         if block is not None:
             self._bytes[role] += block.nbytes
         return True
+
+    def known_bytes(self, key: int) -> tuple[int, int]:
+        """Of a living storage, by address: what it takes, and the interval in which it came."""
+        held = self._held.get(key)
+        return (0, -1) if held is None else (0 if held.block is None else held.block.nbytes, held.born)
+
+    def so_far(self) -> Moment:
+        """Where the step has come to."""
+        interval = self._intervals[-1]
+        return Moment(
+            len(self._intervals) - 1, interval.flops, interval.moved_bytes, interval.num_ops, interval.activation_bytes
+        )
+
+    def mark(self, module: str) -> tuple[int, int, int]:
+        """Have an interval begin now; gives its number, and the bytes of activations that are there, and of workspaces
+        among them.
+
+        Args:
+            module: Its name, for people.
+        """
+        self._open((), False, module)
+        return len(self._intervals) - 1, self._bytes[_ACTIVATION], self._workspace_bytes
 
     def _forget(self, key: int, reference: object) -> None:
         held = self._held.pop(key)
@@ -239,7 +265,10 @@ class StepRecorder(TorchDispatchMode):
             if (is_backward, nbytes) not in self._workspaces:
                 self._workspaces.add((is_backward, nbytes))
                 block = self._allocator.allocate(nbytes)
-                self._bytes[_ACTIVATION] += block.nbytes if block is not None else 0
+                nbytes = block.nbytes if block is not None else 0
+                self._bytes[_ACTIVATION] += nbytes
+                self._workspace_bytes += nbytes
+                self._intervals[-1].workspace_bytes = self._workspace_bytes
 
     def _count(
         self,
@@ -330,6 +359,7 @@ class StepRecorder(TorchDispatchMode):
             fqns, is_pinned, dropped, module, _in_backward(), self._bytes[_ACTIVATION], self._allocator.allocated_bytes
         )
         interval.held = tuple(self._held_names)
+        interval.workspace_bytes = self._workspace_bytes
         self._intervals.append(interval)
 
     def _on_grad(self, parameter: Tensor) -> None:
@@ -367,6 +397,7 @@ class StepRecorder(TorchDispatchMode):
                 moved_bytes=i.moved_bytes,
                 num_ops=i.num_ops,
                 grads=tuple(i.grads),
+                workspace_bytes=i.workspace_bytes,
                 held=i.held,
             )
             for i in self._intervals

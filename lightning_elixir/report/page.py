@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from lightning_elixir.plan.activations import blocks_by_fate
 from lightning_elixir.plan.describe import describe_disk, describe_ignored, describe_updates
 from lightning_elixir.plan.simulator.timeline import is_time_known
 from lightning_elixir.plan.units import format_bytes
@@ -192,12 +193,24 @@ def _pictures(data: ReportData) -> list[Markup]:
             " Point at a cell for its parameters.",
         ),
         _section(
+            "What becomes of activations",
+            _activations_table(data),
+            note="Of what autograd saves inside these blocks, between their forward and their backward. Other choices"
+            " are among what else was looked at.",
+        ),
+        _section(
             "What happens when",
             lanes,
             note="The predicted step, lane by lane, with the share of the step that each is busy."
             + _updates_note(data),
         ),
     ]
+
+
+def _activations_table(data: ReportData) -> Markup:
+    """Empty where a plan says nothing of them."""
+    rows = [(what, which, str(number)) for what, number, which in blocks_by_fate(data.plan.activations)]
+    return table(("activations", "of", "blocks"), rows, num_text=2) if rows else Markup("")
 
 
 def _margin_note(data: ReportData) -> str:

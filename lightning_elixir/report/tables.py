@@ -26,6 +26,7 @@ HOST_KINDS = (
     ("host_spare_bytes", "spare master and states", "sand"),
     ("host_grad_bytes", "gradients", "yellow"),
     ("host_buffer_bytes", "buffers for states on NVMe", "cyan"),
+    ("host_activation_bytes", "activations", "green"),
 )
 BAR_WIDTH, BAR_HEIGHT = 1120.0, 26.0
 

@@ -33,6 +33,7 @@ KINDS = (
     ("reduce", "yellow", "on-light", "gradients, reduced or on their way"),
     ("gradients", "yellow", "on-light", "gradients, reduced or on their way"),
     ("update", "purple", "on-dark", "update"),
+    ("activations", "green", "on-dark", "activations to and from the host"),
     ("read", "cyan", "on-light", "states read from NVMe"),
     ("store", "sand", "on-light", "states written to NVMe"),
     ("write", "grey", "on-light", "write back new values"),

@@ -185,6 +185,7 @@ class Backwards:
         return (self._is_bare or self._has_users_hooks) and self._phases.current is Phase.BACKWARD
 
     def _release_pins(self) -> None:
+        self._engine.activations.end_backward()
         self._engine.active.rcache.unpin_all()
         self._engine.writes.unpin_raw()
         self._engine.interception.guard_all()

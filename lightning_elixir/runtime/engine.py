@@ -21,6 +21,7 @@ from lightning_elixir.errors import ElixirError, StateError, StorageError
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import AccessTrace, Drop, Plan
+from lightning_elixir.runtime.activations import Activations
 from lightning_elixir.runtime.active_plan import ActivePlan
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.backwards import Backwards
@@ -117,6 +118,8 @@ class Engine:
             self.iterations = Iterations(device, self.chunks, self.device_bytes)
             self.backwards = Backwards(self)
             self._saved = SavedTensors({c.storage_key: c for c in self.chunks}, self.backwards.need)
+            self.activations = Activations(self, self._saved)
+            self.on_held_bytes(self.activations.offloader.held_bytes)
             self.forwards = Forwards(self, self._saved, self._home)
             trainable = [c for c in self.chunks if c.spec.requires_grad]
             self._hooks = Hooks(self.forwards, self.backwards, self.interception, trainable)
@@ -126,6 +129,7 @@ class Engine:
         """Take up a plan whose chunks and shards are in place."""
         self.active = active
         self.iterations.adopt(active, None if self.reduce_dtype is None else self.reduce_dtype.itemsize)
+        self._hooks.run_around(self.activations.adopt(active.plan))
         self.forwards.watch(self._hooks)
 
     @property
@@ -509,6 +513,7 @@ class Engine:
             self.reducer.landing.rest()
             self.active.fetcher.rest()
             self.store.rest()
+            self.activations.rest()
             self.host_memory.drop()
 
     def close(self) -> None:
@@ -535,6 +540,7 @@ class Engine:
         self._saved.leave()
         self.device.synchronize()
         self._hooks.remove()
+        self.activations.close()
         self.phases.close()
         self.interception.guard_all()
         for chunk in self.chunks:

@@ -159,6 +159,7 @@ class Forwards:
         engine.iterations.begin(is_training=torch.is_grad_enabled())
         self._phases.enter(Phase.FORWARD, self.its_turn())
         try:
+            engine.activations.begin_forward()
             self._region_hooks = self._enter_saved_hooks()
             if torch.is_grad_enabled():
                 engine.interception.note_versions()

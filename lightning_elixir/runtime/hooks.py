@@ -67,28 +67,50 @@ def _nothing(*args: Any) -> None:
     return
 
 
-class _CompiledCall:
-    """In the place of what `module.compile()` has made, which runs a module's hooks in compiled code: reports the
-    forward around it. Copies of the module have neither."""
+_CALL = "_compiled_call_impl"  # what a module is called by, where that is not None
 
-    def __init__(self, module: nn.Module, forwards: ForwardEvents) -> None:
+Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Gets what runs a module's call, and its arguments; gives its result."""
+
+
+class _OwnCall:
+    """In the place of a module's call: reports the forward around what `module.compile()` has made, which runs the
+    module's hooks in compiled code; and has an `Around` decide how the whole call runs, hooks included. Copies of the
+    module have no such calls."""
+
+    def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._forwards = forwards
         self.compiled: Any = module._compiled_call_impl
-        module._compiled_call_impl = self
+        """What the compiler has made; None if the module is not compiled."""
+        self.forwards: ForwardEvents | None = None
+        self.around: Around | None = None
+        vars(module)[_CALL] = self  # not by its name: what `torch.compile(module)` gives would pass that on
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.around is None:
+            return self._run(*args, **kwargs)
+        return self.around(self._run, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._module._call_impl if self.compiled is None else self.compiled
+        if self.forwards is None:
+            return call(*args, **kwargs)
         output = None
         try:
-            self._forwards.enter_module(self._module, args)
-            output = self.compiled(*args, **kwargs)
+            self.forwards.enter_module(self._module, args)
+            output = call(*args, **kwargs)
             return output
         finally:
-            self._forwards.exit_module(self._module, args, output)
+            self.forwards.exit_module(self._module, args, output)
 
     def remove(self) -> None:
-        if self._module._compiled_call_impl is self:  # else it was compiled again
-            self._module._compiled_call_impl = self.compiled
+        attributes = vars(self._module)
+        if attributes.get(_CALL) is not self:  # it was compiled again
+            return
+        if self.compiled is None:
+            del attributes[_CALL]
+        else:
+            attributes[_CALL] = self.compiled
 
 
 class Hooks:
@@ -111,7 +133,8 @@ class Hooks:
         self._forwards = forwards
         self._handles: list[RemovableHandle] = []
         self._forward_handles: list[RemovableHandle] = []
-        self._compiled_calls: list[_CompiledCall] = []
+        self._calls: dict[int, _OwnCall] = {}  # by the id of the module
+        self._around: list[tuple[nn.Module, Around]] = []
         self._watched_ids: set[int] = set()  # modules whose forwards are reported
         watched = {id(m) for m in forwards.modules}
 
@@ -131,6 +154,10 @@ class Hooks:
                     collect = _grad_hook(backwards, chunk, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(collect))
 
+    def run_around(self, around: Iterable[tuple[nn.Module, Around]]) -> None:
+        """Have these decide how calls of their modules run, and no others; from the next `watch_forwards` on."""
+        self._around = list(around)
+
     def watch_forwards(self, modules: Collection[nn.Module], covered: Collection[nn.Module] = ()) -> None:
         """Report the forwards of these modules, and of no others, from now on.
 
@@ -139,21 +166,29 @@ class Hooks:
         """
         for handle in self._forward_handles:
             handle.remove()
-        for call in self._compiled_calls:
+        for call in self._calls.values():
             call.remove()
         self._forward_handles.clear()
-        self._compiled_calls.clear()
+        self._calls.clear()
         self._watched_ids = {id(m) for m in (*modules, *covered)}
         pre = _ModuleHook(self._forwards.enter_module, self._watched_ids)
         light = _ModuleHook(self._forwards.enter_covered, self._watched_ids)
         for module in modules:
             if module._compiled_call_impl is not None:
-                self._compiled_calls.append(_CompiledCall(module, self._forwards))
+                self._call_of(module).forwards = self._forwards
                 continue
             self._forward_handles.append(module.register_forward_pre_hook(pre, prepend=True))
             self.watch_exit(module)
         for module in covered:
             self._forward_handles.append(module.register_forward_pre_hook(light, prepend=True))
+        for module, around in self._around:
+            self._call_of(module).around = around
+
+    def _call_of(self, module: nn.Module) -> _OwnCall:
+        call = self._calls.get(id(module))
+        if call is None:
+            call = self._calls[id(module)] = _OwnCall(module)
+        return call
 
     def watch_exit(self, module: nn.Module) -> None:
         """Report the end of the forwards of a watched module as well; of the one that begins now, too."""
@@ -161,6 +196,7 @@ class Hooks:
         self._forward_handles.append(module.register_forward_hook(post, always_call=True))
 
     def remove(self) -> None:
+        self._around.clear()
         self.watch_forwards(())
         for handle in self._handles:
             handle.remove()
@@ -225,7 +261,7 @@ class SavedTensors:
         frozen parameter itself, which brings its chunk when it is read."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if top is None:
-            return ThreadHooks(self._pack, self._unpack)
+            return ThreadHooks(self._pack, self.unpack)
         if self._is_covered_by(top[0]):
             return None
         both = _OverUsers(self, *top)
@@ -244,7 +280,12 @@ class SavedTensors:
 
     def _is_own(self, pack: Callable[[Tensor], Any]) -> bool:
         owner = getattr(pack, "__self__", None)
-        return owner is self or (isinstance(owner, _OverUsers) and owner.outer is self)
+        return owner is self or (isinstance(owner, SavedBeside) and owner.outer is self)
+
+    def is_alone(self) -> bool:
+        """Whether neither the user's hooks nor activation checkpointing's get what autograd saves now."""
+        pack = innermost_pack()
+        return pack is None or getattr(pack, "__self__", None) is self
 
     def _is_covered_by(self, pack: Callable[[Tensor], Any]) -> bool:
         return self._is_own(pack) or getattr(pack, "__module__", "") == "torch.utils.checkpoint"
@@ -275,15 +316,19 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             packed = self.packed(tensor)
-            if packed is not None:
-                return packed
-            if tensor.is_inference():
-                return tensor  # nothing can write to it
-            # An output that is kept as it is keeps the node that keeps it: a graph without a backward would never go.
-            kept, node = (tensor, None) if tensor.grad_fn is None else (tensor.detach(), tensor.grad_fn.name())
-            return _Kept(kept, tensor._version, node)
+            return self.kept(tensor) if packed is None else packed
 
-    def _unpack(self, packed: Any) -> Tensor:
+    @staticmethod
+    def kept(tensor: Tensor) -> Any:
+        """A tensor in other storage, as it is; to be called without torch functions."""
+        if tensor.is_inference():
+            return tensor  # nothing can write to it
+        # An output that is kept as it is keeps the node that keeps it: a graph without a backward would never go.
+        kept, node = (tensor, None) if tensor.grad_fn is None else (tensor.detach(), tensor.grad_fn.name())
+        return _Kept(kept, tensor._version, node)
+
+    def unpack(self, packed: Any) -> Tensor:
+        """What was packed here, or by `packed` and `kept`."""
         if isinstance(packed, PackedTensor):
             return self.unpacked(packed)
         if not isinstance(packed, _Kept):
@@ -336,11 +381,22 @@ def _updated(packed: PackedTensor, version: int) -> str:
     )
 
 
-class _OverUsers:
+class SavedBeside:
+    """Hooks for what does not lie in managed storage, on top of those for what does.
+
+    Args:
+        outer: Of managed storage.
+    """
+
+    def __init__(self, outer: SavedTensors) -> None:
+        self.outer = outer
+
+
+class _OverUsers(SavedBeside):
     """Ours, with the user's for everything else."""
 
     def __init__(self, outer: SavedTensors, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        self.outer = outer
+        super().__init__(outer)
         self._pack = pack
         self._unpack = unpack
 

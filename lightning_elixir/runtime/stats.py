@@ -50,6 +50,14 @@ class Stats:
     """Of masters and optimizer states on NVMe."""
     nvme_written_bytes: int = 0
     """Of the same."""
+    activations_out_bytes: int = 0
+    """Of activations, copied to host memory in forward; not part of `d2h_bytes`."""
+    activations_in_bytes: int = 0
+    """Of activations, copied back in backward; not part of `h2d_bytes`."""
+    activations_left_bytes: int = 0
+    """Of activations that were to go to host memory, found no room there, and stayed on the device."""
+    recomputed_blocks: int = 0
+    """Calls of blocks whose activations were dropped in forward."""
     nvme_wait_s: float = 0.0
     """Time in which updates of such states were wanted, and none had come from the disk that could go on."""
 
@@ -90,6 +98,10 @@ def take_stats(
         compute_s=None if seconds is None else seconds.compute_s,
         exposed_wait_s=None if seconds is None else seconds.exposed_wait_s,
         redone_steps=redone_steps,
+        activations_out_bytes=moved.activations_out,
+        activations_in_bytes=moved.activations_in,
+        activations_left_bytes=moved.activations_left,
+        recomputed_blocks=moved.recomputed_blocks,
         nvme_read_bytes=traffic.read_bytes,
         nvme_written_bytes=traffic.written_bytes,
         nvme_wait_s=traffic.waited_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device
@@ -11,15 +11,24 @@ from lightning_elixir.storage.shards import ShardStore
 
 @dataclass
 class TransferBytes:
-    """Bytes moved since the last reset."""
+    """What was moved since the last reset, in bytes."""
 
     h2d: int = 0
     d2h: int = 0
     gathered: int = 0
     reduced: int = 0
+    activations_out: int = 0
+    """To host memory."""
+    activations_in: int = 0
+    """Back from there."""
+    activations_left: int = 0
+    """Of what should have gone to host memory, and found no room there."""
+    recomputed_blocks: int = 0
+    """Calls of blocks whose activations were dropped, to be recomputed."""
 
     def reset(self) -> None:
-        self.h2d = self.d2h = self.gathered = self.reduced = 0
+        for field in fields(self):
+            setattr(self, field.name, 0)
 
 
 @dataclass(frozen=True)

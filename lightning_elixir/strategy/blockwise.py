@@ -9,7 +9,6 @@ placements compute the same. It stays so when the run is over.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -19,11 +18,10 @@ from torch._dynamo.eval_frame import OptimizeContext
 from lightning_elixir._lightning import LightningModule, to_uncompiled
 from lightning_elixir.core.compiled_modules import CompiledRegion, compiled_regions, run_as_it_is
 from lightning_elixir.errors import PlanError
+from lightning_elixir.profiling.blocks import has_parts, items_of_lists, num_elements
 
 log = logging.getLogger(__name__)
 
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_UNCALLED = (nn.ModuleList, nn.ModuleDict)  # without a forward of their own
 _OF_ANOTHER_PROCESS = "a compiler that could not be sent along"
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
@@ -57,10 +55,10 @@ def compile_by_blocks(model: nn.Module, compiler: Any) -> None:
             " blocks in configure_model, or give start_method='popen' or 'fork'"
         )
     if compiler is not None:
-        _compile(model, list(_blocks(model)) or [m for m in model.children() if _has_parts(m)], compiler)
+        _compile(model, list(items_of_lists(model)) or [m for m in model.children() if has_parts(m)], compiler)
     for region in compiled_regions(model):
         whole = getattr(region.entrance, "_orig_mod", region.entrance)
-        blocks = list(_blocks(whole)) if 2 * _numel(whole) > _numel(model) else []
+        blocks = list(items_of_lists(whole)) if 2 * num_elements(whole) > num_elements(model) else []
         compiler = _compiler_of(region)
         if blocks and compiler is not None:
             run_as_it_is(region)
@@ -70,37 +68,6 @@ def compile_by_blocks(model: nn.Module, compiler: Any) -> None:
 def without_compiler(compiler: Any) -> Any:
     """What a copy, which may be sent to another process, has of it: compilers cannot be sent."""
     return None if compiler is None else _OF_ANOTHER_PROCESS
-
-
-def _blocks(module: nn.Module, least: int | None = None) -> Iterator[nn.Module]:
-    """The items of the outermost lists of layers, and in the place of those that are stacks of blocks themselves (an
-    encoder and a decoder, say) theirs.
-
-    Args:
-        least: What has more elements than this may be such a stack; None: a quarter of the module.
-    """
-    least = _numel(module) // 4 if least is None else least
-    items = [item for item in module.children() if _has_parts(item)] if isinstance(module, _LISTS) else []
-    is_never_called = isinstance(module, _UNCALLED)
-    if len(items) > 1 or (items and is_never_called):
-        for item in items:
-            below = list(_blocks(item, least)) if isinstance(item, _UNCALLED) or _numel(item) > least else []
-            if below or isinstance(item, _UNCALLED):
-                yield from below or [part for part in item.children() if _has_parts(part)]
-            else:
-                yield item
-        return
-    for child in module.children():
-        yield from _blocks(child, least)
-
-
-def _has_parts(module: nn.Module) -> bool:
-    """Whether there is more to compile than one operator."""
-    return any(True for _ in module.children()) and any(True for _ in module.parameters())
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def _compile(model: nn.Module, blocks: list[nn.Module], compiler: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import FusedChoice, check_fused_choice
 from lightning_elixir.optim.scaling import LossScaling
+from lightning_elixir.plan.activations import ActivationRequest
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware
 from lightning_elixir.plan.io import load_plan
 from lightning_elixir.plan.packing import DEFAULT_N_GRIDS, ChunkSizes
@@ -24,6 +25,8 @@ PolicyName = Literal["auto", "cpu", "cuda", "const", "static"]
 TimingName = Literal["auto", "after_backward", "behind_forward", "inside_backward"]
 NvmeBackendName = Literal["direct", "tensornvme"]
 StateDictType = Literal["full", "sharded"]
+FateName = Literal["keep", "recompute", "offload", "recompute_offloaded"]
+ActivationsOption = Literal["auto"] | FateName | dict[str, FateName] | None
 
 if TYPE_CHECKING:
     KeepOption = Entry | Collection[Entry] | None
@@ -69,6 +72,7 @@ class ElixirConfig(LossScaling):
     autocast: bool = True
     keep_fp32: KeepOption = None
     ignored: KeepOption = None
+    activations: ActivationsOption = None
     gpu_margin_mem_ratio: float | None = None
     gpu_memory_limit: int | str | None = None
     cpu_memory_limit: int | str | None = None
@@ -108,6 +112,7 @@ class ElixirConfig(LossScaling):
             entries_of("keep_fp32", self.keep_fp32)
         if self.ignored is not None:
             entries_of("ignored", self.ignored)
+        ActivationRequest.of(self.activations)
         self._check_paths()
         self._check_nvme()
         self._check_checkpoints()
@@ -195,6 +200,7 @@ class ElixirConfig(LossScaling):
             prefetch_depth=DEFAULT_PREFETCH_DEPTH if self.prefetch else 0,
             distributed_storage=self.enable_distributed_storage,
             gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
+            activations=ActivationRequest.of(self.activations),
         )
 
     @property

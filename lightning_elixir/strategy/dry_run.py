@@ -20,9 +20,10 @@ import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def dry_run(
     compute_dtype: torch.dtype | None,
     has_autocast: bool,
     kept_fp32: frozenset[str],
+    blocks: Collection[str] = (),
 ) -> MemoryProfile:
     """What a training step takes and does. Neither the module nor the batch nor random states change.
 
@@ -61,6 +63,7 @@ def dry_run(
         compute_dtype: Dtype of forward and backward; None: each parameter keeps its own.
         has_autocast: Whether steps run under `torch.autocast`.
         kept_fp32: Names of the parameters that are computed with in fp32 all the same.
+        blocks: Names of modules that keep all that autograd saves, and of which the profile tells what that is.
 
     Raises:
         PlanError: The step does not run without values.
@@ -70,7 +73,15 @@ def dry_run(
     profile, reason = None, ""
     with _unnoticed(module, args):
         try:
-            profile = _profiled(module, args, loss_of, made, compute_dtype, has_autocast, kept_fp32)
+            figures = partial(
+                profile_memory,
+                dtype=compute_dtype,
+                autocast=has_autocast,
+                keep_fp32=sorted(kept_fp32) or None,
+                master_weights=False,  # what is kept has been decided
+                blocks=blocks,
+            )
+            profile = _profiled(module, args, loss_of, made, figures)
         except (Exception, SystemExit) as error:
             reason = _first_line(error.__cause__ or error)
     # Not before the exception, and what it holds, is gone.
@@ -96,11 +107,13 @@ def _profiled(
     args: Sequence[Any],
     loss_of: Callable[[Any], Tensor | None],
     made: list[weakref.ref[Tensor]],
-    compute_dtype: torch.dtype | None,
-    has_autocast: bool,
-    kept_fp32: frozenset[str],
+    profile: Callable[..., MemoryProfile],
 ) -> MemoryProfile:
-    """As `dry_run`, which keeps things away from the user's code; adds the tensors without values to `made`."""
+    """As `dry_run`, which keeps things away from the user's code; adds the tensors without values to `made`.
+
+    Args:
+        profile: `profile_memory` with the options that it is to have.
+    """
     trainer = _FiguresOf(module.trainer)
     tensors: list[Tensor] = []
     copies: list[nn.Module] = []
@@ -128,14 +141,10 @@ def _profiled(
         return result
 
     try:
-        return profile_memory(
+        return profile(
             module,
             {"tensors": tensors},
             step,
-            compute_dtype,
-            autocast=has_autocast,
-            keep_fp32=sorted(kept_fp32) or None,
-            master_weights=False,  # what is kept has been decided
             stand_ins=[(module.trainer, trainer)],
             around_operator=around_operator,
         )

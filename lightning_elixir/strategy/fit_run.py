@@ -175,6 +175,7 @@ class FitRun:
             compute_dtype=self._planner.compute_dtype,
             has_autocast=self._planner.has_autocast,
             kept_fp32=kept_in(plan) | ignored_in_fp32(plan),
+            blocks=[block.name for block in plan.activations],
         )
 
     def _loss_of(self, output: Any) -> Tensor | None:

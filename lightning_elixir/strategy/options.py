@@ -11,6 +11,7 @@ import torch
 from lightning_elixir._lightning import Accelerator, CheckpointIO, ClusterEnvironment, Precision
 from lightning_elixir.fused import FusedChoice
 from lightning_elixir.strategy.config import (
+    ActivationsOption,
     ElixirConfig,
     HardwareOption,
     KeepOption,
@@ -44,6 +45,7 @@ class StrategyOptions(Processes):
         autocast: bool = True,
         keep_fp32: KeepOption = None,
         ignored: KeepOption = None,
+        activations: ActivationsOption = None,
         gpu_margin_mem_ratio: float | None = None,
         gpu_memory_limit: int | str | None = None,
         cpu_memory_limit: int | str | None = None,
@@ -115,6 +117,13 @@ class StrategyOptions(Processes):
             ignored: What is left out of chunks: values as for `keep_fp32`, and classes of parameters. It stays on the
                 GPU, whole on every rank, in its own dtype, trained or frozen as it is, and is counted in the plan.
                 Frozen parameters of classes that no chunk can hold are left out by themselves.
+            activations: What becomes of the tensors that autograd saves in the blocks of the model (layers that repeat
+                in a list) between forward and backward. "keep": they stay on the GPU. "recompute": they are dropped,
+                and backward runs the block again. "offload": they go to host memory and come back ahead of need.
+                "recompute_offloaded": as "recompute", with the block's inputs in host memory. A dict from globs over
+                names of blocks, or of other modules, to these: for some. "auto": the fastest for each block, found
+                together with the placement of chunks, from a dry run of the training step. All give the same numbers.
+                They take the place of `gradient_checkpointing_enable`. Default: what the model does by itself.
             gpu_margin_mem_ratio: auto: share of the GPU memory left beside rCache and activations that optimizer states
                 may take. Default: all of it.
             gpu_memory_limit: Plan as if each GPU had no more. On the CPU accelerator this limits the rCache.

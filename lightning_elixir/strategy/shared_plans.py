@@ -24,8 +24,10 @@ from lightning_elixir.memory_limits import (
     fits,
     with_or_without_activations,
 )
+from lightning_elixir.plan.activations import Fate
 from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.device_words import DeviceWords
+from lightning_elixir.plan.fates import with_fates
 from lightning_elixir.plan.ignored import ignored_bytes, with_ignored
 from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
 from lightning_elixir.plan.memory import Budget, memory_use
@@ -36,6 +38,7 @@ from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, sc
 from lightning_elixir.plan.types import ALIGN_NUMEL, Alternative, IgnoredParam, ParamSpec, Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.planning import COMMON_SHARE, make_plan, param_specs, timeline_of, with_common_activations
+from lightning_elixir.profiling.blocks import with_activations
 from lightning_elixir.profiling.ignored import ignored_parameters, plain_tensors_of
 from lightning_elixir.profiling.kept_fp32 import is_nothing, kept_parameters
 from lightning_elixir.profiling.parameters import dtype_name
@@ -262,12 +265,12 @@ class Planner:
     ) -> StepProfile:
         """What a step will do over `current`'s chunks, with times from the machine's figures, which are measured now if
         not everything fits. Collective. Arguments as for `final_plan`, but that the profile is of parameters."""
-        found = self._over_chunks(profile, current)
+        found = self.over_chunks(profile, current)
         if not self.figures.is_pending:
             return found
         shared = self._shared_profile(found, current, is_seen=False)
         self._measure_unless(lambda: self._make(model, budget, regime, layout=current, policy="cuda", profile=shared))
-        return self._over_chunks(profile, current)
+        return self.over_chunks(profile, current)
 
     def final_plan(
         self,
@@ -278,6 +281,7 @@ class Planner:
         regime: TrainingRegime,
         *,
         is_seen: bool,
+        foreseen: MemoryProfile | None = None,
     ) -> Plan:
         """Place `current`'s chunks anew, knowing what a training step does.
 
@@ -288,7 +292,15 @@ class Planner:
             profile: What a step takes and does on this rank, foreseen or seen, over `current`'s chunks.
             regime: What training is like, with the optimizer.
             is_seen: The profile is of a real step.
+            foreseen: The step of a dry run that keeps everything, where the plan is to choose what becomes of
+                activations.
         """
+        if foreseen is not None and self.chooses_activations:
+            of_all = self._shared_memory_profile(foreseen)
+            if current.activations and not foreseen.visits:
+                log.warning("activations='auto': the model's own checkpoints or hooks decide in all of its blocks")
+            log.info("choosing what becomes of the activations of %d blocks", len(current.activations))
+            return self._share(lambda: self._final_plan(model, current, budget, of_all, regime))
         shared = self._shared_profile(profile, current, is_seen=is_seen)
         log.info("a step takes up to %s beside the chunks: placing them", format_bytes(shared.peak_non_model_bytes))
         if is_seen:
@@ -380,10 +392,11 @@ class Planner:
 
         return find
 
-    def _over_chunks(self, profile: MemoryProfile, plan: Plan) -> StepProfile:
-        """What a step does over a plan's chunks, with times from the hardware's rates. On the CPU only chunks count, so
-        what is beside them is left out. Not collective."""
-        found = step_profile(profile, packed_chunks(plan), self.figures.best)
+    def over_chunks(self, profile: MemoryProfile, plan: Plan) -> StepProfile:
+        """What a step does over a plan's chunks, with its fates of activations, and with times from the hardware's
+        rates. On the CPU only chunks count, so what is beside them is left out. Not collective."""
+        fated = with_fates(profile, plan.activations)
+        found = step_profile(fated, packed_chunks(plan), self.figures.best)
         return found if self._counts_activations else found.with_bytes(lambda nbytes: 0)
 
     def simulated(self, plan: Plan, profile: StepProfile, regime: TrainingRegime) -> Timeline:
@@ -409,10 +422,24 @@ class Planner:
             first = first.with_bytes(lambda nbytes: peak)
         return first.with_margin(current.block_bytes, is_certain=is_seen or self.comm.world_size == 1)
 
+    @property
+    def chooses_activations(self) -> bool:
+        """Whether plans are to choose what becomes of activations."""
+        return self.config.placement_request().activations.is_searched and self.config.plan is None
+
+    def _shared_memory_profile(self, profile: MemoryProfile) -> MemoryProfile:
+        """Rank 0's, with the most activations that any rank foresees. On the CPU they count for nothing."""
+        by_rank: list[MemoryProfile] = self.comm.exchange_objects(profile)
+        first = by_rank[0]
+        if not self._counts_activations:
+            return first.with_bytes(lambda nbytes: 0)
+        more = max(p.activation_bytes for p in by_rank) - first.activation_bytes
+        return first.with_bytes(lambda nbytes: nbytes + more) if more > 0 else first
+
     def _decide(self, model: nn.Module, budget: Budget, is_training: bool) -> tuple[Plan, bool]:
         given = self.config.given_plan()
         if given is not None:
-            given = self._with_kept(given, model)
+            given = with_activations(model, self._with_kept(given, model), self.config.activations)
             self._check_given(given, model, budget)
             return given, True
         is_auto = self.config.placement_policy == "auto"
@@ -451,7 +478,7 @@ class Planner:
         use = memory_use(plan.chunks, plan.rcache_blocks, scheme, ignored_bytes(plan.ignored, scheme))
         for name, nbytes, limit in (
             (budget.words.memory, use.gpu_bytes, budget.gpu_bytes),
-            ("host memory", use.host_bytes, budget.cpu_bytes),
+            ("host memory", use.host_bytes - use.host_activation_bytes, budget.cpu_bytes),
         ):
             if limit is not None and nbytes > limit:
                 raise CapacityError(
@@ -460,7 +487,12 @@ class Planner:
                 )
 
     def _final_plan(
-        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile, regime: TrainingRegime
+        self,
+        model: nn.Module,
+        current: Plan,
+        budget: Budget,
+        profile: StepProfile | MemoryProfile,
+        regime: TrainingRegime,
     ) -> Plan:
         try:
             return self._make(model, budget, regime, layout=current, profile=profile)
@@ -494,6 +526,9 @@ class Planner:
         if self.regime.needs_global_norm and timing is UpdateTiming.INSIDE_BACKWARD:
             timing = UpdateTiming.BEHIND_FORWARD
         regime = replace(self.regime, update_timing=timing, needs_global_norm=False)
+        if self.chooses_activations:
+            least = tuple(replace(block, fate=Fate.RECOMPUTE) for block in plan.activations)
+            plan = replace(plan, activations=least, activation_host_bytes=0)
         try:
             largest = self._make(model, budget, regime, layout=plan, policy="cpu")
             smallest = self._make(model, replace(budget, gpu_bytes=None), regime, layout=plan, policy="cpu")
@@ -528,7 +563,7 @@ class Planner:
         *,
         layout: Plan | None = None,
         policy: str | None = None,
-        profile: StepProfile | None = None,
+        profile: StepProfile | MemoryProfile | None = None,
     ) -> Plan:
         request = self.config.placement_request()
         return make_plan(

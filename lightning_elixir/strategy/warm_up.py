@@ -152,7 +152,7 @@ class WarmUp:
             dry_run: Of the training step with this batch.
         """
         if self.stage is Stage.DONE:
-            self._follow_growth()
+            self._follow_growth(dry_run)
         elif self.stage is not Stage.NEW:
             self._advance()
         elif not self._has_pending_gradients():
@@ -199,7 +199,7 @@ class WarmUp:
         self._enter(Stage.WATCHED)
         return True
 
-    def _follow_growth(self) -> None:
+    def _follow_growth(self, dry_run: DryRun) -> None:
         """Steps take more than the plan leaves, on some rank."""
         if not self._is_searched or (self._comm.world_size > 1 and self._num_steps % _STEPS_BETWEEN_LOOKS):
             return
@@ -207,12 +207,27 @@ class WarmUp:
         if self._comm.world_size > 1:
             wanted = max(row[0] for row in self._comm.exchange((wanted,)))
         if wanted > self._least_bytes and not self._has_pending_gradients():
+            if self._planner.chooses_activations and self._choose_anew(dry_run):
+                return
             self._least_bytes = wanted
             if self.start_over():
                 log.warning(
                     "a step takes %s beside the chunks, more than the plan leaves: making another one",
                     format_bytes(wanted),
                 )
+
+    def _choose_anew(self, dry_run: DryRun) -> bool:
+        """Move to a plan with other activations, for steps such as this one. Returns whether there is one."""
+        profile, before = self._foreseen(dry_run), self._engine.plan.fingerprint()
+        if profile is None:
+            return False
+        log.info("steps have grown: choosing anew what becomes of activations")
+        self._place_foreseen(profile)
+        if self._engine.plan.fingerprint() == before:
+            return False
+        self._handle.has_memory_samples = False
+        self._enter(Stage.SETTLING)
+        return True
 
     def _watch(self) -> None:
         """Look at what this stage is about, and at nothing else."""
@@ -239,11 +254,24 @@ class WarmUp:
         engine.set_memory_limit(handle.budget.gpu_bytes)
         profile = self._foreseen(dry_run)
         if profile is None:
+            if planner.chooses_activations and engine.plan.activations:
+                log.warning(
+                    "activations='auto': what a step takes cannot be foreseen, so all %d blocks are recomputed; say"
+                    " 'keep', 'offload' or a dict to have it otherwise",
+                    len(engine.plan.activations),
+                )
             self._move_to(planner.warm_up_plan(handle.skeleton, engine.plan, handle.budget))
             return Stage.WATCHED
-        foreseen = planner.foresee(handle.skeleton, engine.plan, handle.budget, profile, self._regime())
-        self._place(_beside(foreseen, self._foreign_bytes(profile)), is_known=True, is_seen=False)
+        self._place_foreseen(profile)
         return Stage.SETTLING
+
+    def _place_foreseen(self, profile: MemoryProfile) -> None:
+        """Move to the plan for such a step."""
+        handle, engine = self._handle, self._engine
+        foreseen = self._planner.foresee(handle.skeleton, engine.plan, handle.budget, profile, self._regime())
+        foreign = self._foreign_bytes(profile)
+        beside = profile.with_bytes(lambda nbytes: nbytes + foreign)
+        self._place(_beside(foreseen, foreign), is_known=True, is_seen=False, foreseen=beside)
 
     def _foreign_bytes(self, profile: MemoryProfile) -> int:
         """Device memory that neither the engine has nor the dry run has seen: of the user's other models, or of an
@@ -298,18 +326,23 @@ class WarmUp:
         self._place(_with_peak(profile, self._least_bytes), is_known=is_known, is_seen=True)
         return True
 
-    def _place(self, profile: StepProfile, *, is_known: bool, is_seen: bool) -> None:
+    def _place(
+        self, profile: StepProfile, *, is_known: bool, is_seen: bool, foreseen: MemoryProfile | None = None
+    ) -> None:
         """Move to the plan for such a step.
 
         Args:
             profile: What it does on this rank.
             is_known: Whether that is more than its highest moment.
             is_seen: Whether a real step has done it.
+            foreseen: See `Planner.final_plan`.
         """
         handle, engine = self._handle, self._engine
-        self.profile = profile
         budget, regime = handle.budget, self._regime()
-        plan = self._planner.final_plan(handle.skeleton, engine.plan, budget, profile, regime, is_seen=is_seen)
+        plan = self._planner.final_plan(
+            handle.skeleton, engine.plan, budget, profile, regime, is_seen=is_seen, foreseen=foreseen
+        )
+        self.profile = profile if foreseen is None else self._planner.over_chunks(foreseen, plan)
         handle.is_warm = True
         # Where everything is on the device nothing can be gained; and fixed policies leave nothing to choose.
         handle.is_refinable = is_known and plan.policy == "auto" and not plan.is_all_resident

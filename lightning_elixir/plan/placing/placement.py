@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.activations import has_offloaded
 from lightning_elixir.plan.memory import MemoryUse, memory_use, num_grad_blocks, problem_of_params_on_nvme
 from lightning_elixir.plan.packing import PackedChunk, pack, padding_bytes, regular_block_bytes, waste_bytes
 from lightning_elixir.plan.placing.spares import chunks_to_spare
@@ -17,6 +18,9 @@ from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.simulator.timeline import beside_rcache_bytes, moments
 from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
+
+_LATER_ACTIVATIONS = 0.1
+"""That part more of them may go to host memory than in the step that was foreseen."""
 
 
 @dataclass(frozen=True)
@@ -217,13 +221,23 @@ class Placement:
         return placer.at([s._replace(has_spare_states=True) if i in chosen else s for i, s in enumerate(self.sites)])
 
 
+def _activation_host_bytes(problem: Problem, profile: StepProfile | None) -> int | None:
+    """Host memory that activations may take; None: what the host has."""
+    if not has_offloaded(problem.blocks):
+        return 0
+    if profile is None or profile.offloaded_bytes is None:
+        return problem.activation_host_bytes
+    return int(profile.offloaded_bytes * (1 + _LATER_ACTIVATIONS))
+
+
 class Placer:
     """From sites to plans of one layout, within limits. Arguments as for `place`."""
 
     def __init__(self, layout: Layout, problem: Problem, profile: StepProfile | None = None) -> None:
         self.layout, self.profile = layout, profile
-        self.request, self.budget = problem.request, problem.budget
-        self.scheme = problem.scheme(layout.block_bytes)
+        self.request, self.budget, self.blocks = problem.request, problem.budget, problem.blocks
+        self._activation_host_bytes = _activation_host_bytes(problem, profile)
+        self.scheme = replace(problem, activation_host_bytes=self._activation_host_bytes).scheme(layout.block_bytes)
         self.moments = () if profile is None else moments(profile)
         trace = None if profile is None else profile.trace
         self.needs = Needs(layout.packed, problem.request.accesses, layout.block_bytes, trace)
@@ -282,6 +296,7 @@ class Placer:
                 "host_spare_bytes": use.host_spare_bytes,
                 "host_bytes": use.host_bytes,
                 "host_buffer_bytes": use.host_buffer_bytes,
+                "host_activation_bytes": use.host_activation_bytes,
                 "nvme_bytes": use.nvme_bytes,
                 "non_model_bytes": use.non_model_bytes,
                 "padding_bytes": padding_bytes(self.layout.packed),
@@ -301,6 +316,8 @@ class Placer:
             is_storage_distributed=self.scheme.is_storage_distributed,
             update_timing=self.scheme.updates.timing,
             grad_reuses_compute_shard=self.scheme.updates.grad_reuses_compute_shard,
+            activations=self.blocks,
+            activation_host_bytes=self._activation_host_bytes,
             policy=policy,
         )
 
@@ -383,6 +400,8 @@ def host_parts(use: MemoryUse) -> str:
     ]
     if use.host_spare_bytes:
         parts.append(f"spare states {format_bytes(use.host_spare_bytes)}")
+    if use.host_activation_bytes:
+        parts.append(f"activations {format_bytes(use.host_activation_bytes)}")
     if use.host_buffer_bytes:
         parts.append(f"buffers for states on NVMe {format_bytes(use.host_buffer_bytes)}")
     return "; ".join(parts)

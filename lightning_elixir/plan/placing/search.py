@@ -26,6 +26,7 @@ from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.memory import memory_use
 from lightning_elixir.plan.placing.fallbacks import SAME, plan_with_fallbacks
+from lightning_elixir.plan.placing.fates_tried import FatesTried, with_alternatives
 from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Site, host_parts, sites_of
 from lightning_elixir.plan.placing.space import (
     PATTERNS,
@@ -86,6 +87,7 @@ def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
 
 
 def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
+    candidates, others = _with_best_fates(candidates, problem)
     different: dict[Layout, Candidate] = {}  # some sizes come to the same chunks
     for candidate in candidates:
         different.setdefault(candidate.layout, candidate)
@@ -102,7 +104,32 @@ def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
         raise min((one.refusal() for one in searches), key=distance)
     outcome, one = _of_sizes(found, is_time_guessed=problem.is_time_guessed)
     outcome = one.fetching_ahead(one.with_best_spares(one.refined(outcome)))
-    return one.plan_of(outcome, [(s, o) for s in searches for o in s.outcomes.values()])
+    plan = one.plan_of(outcome, [(s, o) for s in searches for o in s.outcomes.values()])
+    return plan if plan.forecast is None else with_alternatives(plan, others)
+
+
+def _with_best_fates(
+    candidates: Sequence[Candidate], problem: Problem
+) -> tuple[Sequence[Candidate], tuple[FatesTried, ...]]:
+    """The candidates with the fates of activations that are best with the first of them, where these are to be chosen;
+    and what was looked at."""
+    first = candidates[0]
+    if first.with_fates is None:
+        return candidates, ()
+    names = [block.name for block in problem.blocks]
+    seeds: list[Choice] = []
+
+    def seconds(one: Candidate) -> float:
+        looked = _LayoutSearch(one, problem)
+        outcome = looked.best(seeds[0] if seeds else None)
+        if outcome is None:
+            return math.inf
+        seeds[:] = seeds or [looked.relative(outcome.choice)]
+        return outcome.felt_s
+
+    tried = FatesTried.all_of(first.with_fates, names, seconds, problem.regime.num_backwards)
+    best = tried[0].blocks
+    return [one if one.with_fates is None else one.with_fates(best) for one in candidates], tried
 
 
 def _of_sizes(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from lightning_elixir.plan.activations import ModelBlock
 from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Placement, Placer, Site, sites_of
 from lightning_elixir.plan.placing.spares import SPARE_PATTERNS
 from lightning_elixir.plan.placing.spilling import Spilling
@@ -27,6 +28,10 @@ class Candidate:
 
     layout: Layout
     profile: StepProfile
+    blocks: tuple[ModelBlock, ...] | None = None
+    """What the profile has become of activations; None: what the problem says."""
+    with_fates: Callable[[tuple[ModelBlock, ...]], Candidate] | None = None
+    """The same chunks with other fates of activations, where these are to be chosen."""
 
     @cached_property
     def brief(self) -> StepProfile:
@@ -85,6 +90,8 @@ class Space:
     """Every placement of one layout: what it is, whether it fits, and how long a step takes."""
 
     def __init__(self, candidate: Candidate, problem: Problem) -> None:
+        if candidate.blocks is not None:
+            problem = replace(problem, blocks=candidate.blocks)
         self.problem = problem
         self.layout = candidate.layout
         self.profile = candidate.profile

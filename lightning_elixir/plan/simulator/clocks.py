@@ -46,6 +46,7 @@ class Clocks:
         self.now_s = 0.0
         """Of the compute stream."""
         self.fetch, self.reduce = Lane(), Lane()
+        self.activations_in, self.activations_out = Lane(), Lane()
         self.h2d, self.d2h = Bus(), Bus()
         self.backlog = Backlog(self.h2d, self.d2h, record.span, num_nvme_buffers)
         self.busy = Busy()

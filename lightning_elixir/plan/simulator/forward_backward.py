@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lightning_elixir.plan.activations import ActivationMoves
+from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.simulator.clocks import Clocks
 from lightning_elixir.plan.simulator.cost import ChunkCosts
+from lightning_elixir.plan.simulator.lanes import Bus
 from lightning_elixir.plan.simulator.rcache_script import RCacheScript, ScriptedAccess
 from lightning_elixir.plan.simulator.updates import Updates
 from lightning_elixir.plan.types import Plan, Tier
+
+_ACTIVATION_BYTES = 32 * 2**20
+"""Of the storages that activations are in, about."""
 
 _PHASES = {True: "backward ", False: "forward ", None: ""}
 
@@ -25,7 +31,7 @@ class ForwardBackward:
         costs: Of every chunk.
         updates: Told of gradients that have landed.
         clocks: Of the simulated step.
-        duplex_slowdown: How much longer a transfer takes while the other direction is busy.
+        hardware: Rates of the bus, and how much longer a transfer takes while the other direction is busy.
     """
 
     def __init__(
@@ -37,10 +43,10 @@ class ForwardBackward:
         updates: Updates,
         clocks: Clocks,
         *,
-        duplex_slowdown: float,
+        hardware: HardwareSpec,
     ) -> None:
+        self._hardware, self._duplex_slowdown = hardware, hardware.duplex_slowdown
         self._chunks, self._costs, self._updates, self._clocks = plan.chunks, costs, updates, clocks
-        self._duplex_slowdown = duplex_slowdown
         self._before = profile.intervals[0] if profile.intervals else None
         self._accesses = tuple(zip(script.accesses, profile.intervals[1:], strict=True))
         self._spread = [(c.id, costs[c.id].spread_s) for c in updates.trained if costs[c.id].spread_s]
@@ -74,15 +80,20 @@ class ForwardBackward:
         for access, interval in self._accesses:
             if access.fetches or access.awaited:
                 self._access(access)
+            if interval.moves:
+                self._bring_activations(interval.moves)
             if is_detailed:
                 clocks.record.access(access.used_blocks)
             if len(interval.grads) > 1:
                 self._compute_spread(interval, access.ids)
+                self._send_activations(interval.moves)
                 continue
             if is_detailed:
                 self._compute(interval, f"chunk {', '.join(map(str, access.ids))}")
             else:
                 clocks.now_s += interval.compute_s
+            if interval.moves:
+                self._send_activations(interval.moves)
             for chunk_id in interval.grads:
                 self._gradient(chunk_id)
         clocks.wait(
@@ -90,6 +101,37 @@ class ForwardBackward:
             "wait for gradients",
         )
         return clocks.now_s - begin_s
+
+    def _bring_activations(self, moves: ActivationMoves) -> None:
+        """An interval begins: what it needs of host memory is there, and what is needed later begins to come."""
+        clocks = self._clocks
+        if moves.is_awaited:
+            clocks.wait(clocks.activations_in.free_s, "wait for activations")
+        if moves.in_bytes:
+            seconds = self._activation_s(self._hardware.h2d, moves.in_bytes, clocks.d2h)
+            begin_s, end_s = clocks.h2d.reserve(max(clocks.activations_in.free_s, clocks.now_s), seconds)
+            clocks.activations_in.free_s = end_s
+            clocks.busy.h2d_s += seconds
+            clocks.busy.fetched_bytes += moves.in_bytes
+            clocks.record.span("h2d", begin_s, end_s, "activations")
+
+    def _send_activations(self, moves: ActivationMoves) -> None:
+        """An interval ends: what it has left goes to host memory, when what went before is there."""
+        if not moves.out_bytes:
+            return
+        clocks = self._clocks
+        clocks.wait(clocks.activations_out.free_s, "wait for activations to go")
+        seconds = self._activation_s(self._hardware.d2h, moves.out_bytes, clocks.h2d)
+        begin_s, end_s = clocks.d2h.reserve(clocks.now_s, seconds)
+        clocks.activations_out.free_s = end_s
+        clocks.busy.d2h_s += seconds
+        clocks.busy.fetched_bytes += moves.out_bytes
+        clocks.record.span("d2h", begin_s, end_s, "activations")
+
+    def _activation_s(self, rate: BandwidthCurve, nbytes: int, other: Bus) -> float:
+        """Of a copy that begins now, in pieces as large as the host's memory is asked for them."""
+        seconds = nbytes / rate.bytes_per_s(min(nbytes, _ACTIVATION_BYTES))
+        return seconds * self._duplex_slowdown if other.is_busy(self._clocks.now_s) else seconds
 
     def _access(self, access: ScriptedAccess) -> None:
         clocks, backlog = self._clocks, self._clocks.backlog

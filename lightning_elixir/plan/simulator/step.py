@@ -97,7 +97,7 @@ class _Steps:
             of_chunks,
             self._updates,
             self._clocks,
-            duplex_slowdown=hardware.duplex_slowdown,
+            hardware=hardware,
         )
 
     def run(self) -> SimulatedStep:

@@ -48,7 +48,8 @@ __all__ = [
 def scheme_of(plan: Plan, regime: TrainingRegime) -> Scheme:
     """The scheme that a plan was made under."""
     updates = UpdateMode(plan.update_timing, plan.grad_reuses_compute_shard)
-    return Scheme(plan.world_size, plan.is_storage_distributed, plan.block_bytes, regime, updates)
+    host_bytes = plan.activation_host_bytes or 0
+    return Scheme(plan.world_size, plan.is_storage_distributed, plan.block_bytes, regime, updates, host_bytes)
 
 
 def simulate_step(
@@ -166,9 +167,10 @@ def compressed(profile: StepProfile) -> StepProfile:
                 earlier.compute_s + interval.compute_s,
                 max(earlier.non_model_bytes, interval.non_model_bytes),
                 earlier.grads + interval.grads,
+                moves=earlier.moves + interval.moves,
             )
         else:
             events.append(event)
             intervals.append(interval)
             last = event
-    return StepProfile(AccessTrace(tuple(events)), tuple(intervals))
+    return replace(profile, trace=AccessTrace(tuple(events)), intervals=tuple(intervals))

@@ -1,0 +1,97 @@
+"""Activations that a plan keeps, recomputes or sends to host memory, beside what can be done by hand.
+
+    python examples/benchmarks/activations.py --suite gpt --touch-first --out gpt_activations.json
+    python examples/benchmarks/activations.py --suite llama_8k --touch-first --out llama_8k.json
+    python examples/benchmarks/activations.py --suite llama_32k --touch-first --out llama_32k.json
+    python examples/benchmarks/activations.py --suite toy --device cpu --out toy_activations.json
+
+`gpt`: the 5B model, 16 x 1024 tokens, at 40 GiB with activations="auto", beside plain PyTorch on the whole card that
+recomputes all blocks. `llama_8k`, `llama_32k`: Llama-7B, 2 x 8192 and 1 x 32768 tokens, at 40 GiB: "auto" and each
+single choice, beside the same strategy where the model keeps all, recomputes all (transformers' own checkpointing), or
+saves all on the CPU (torch's hook). `longest`: sequences of one sample of an 8B model at 40 GiB, longer and longer.
+
+Every case is a fit in a process of its own, as in `defaults.py`, which has the parts. Printed at the end: each case
+against the best by hand, the largest difference of losses, and what was measured over what was predicted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from defaults import GIB, Case, measured, parser_of
+
+HANDS = ("keep", "recompute", "save_on_cpu")
+CHOICES = ("auto", "keep", "recompute", "offload", "recompute_offloaded")
+
+
+def _around(base: Case, name: str) -> dict[str, Case]:
+    """The choices of a plan, and those by hand."""
+    cases = {f"{name}_{choice}": replace(base, activations=choice) for choice in CHOICES}
+    return cases | {f"{name}_by_hand_{hand}": replace(base, by_hand=hand) for hand in HANDS}
+
+
+_GPT = Case("5b", 16, 1024, 40 * GIB)
+_LLAMA = Case("llama-7b", 2, 8192, 40 * GIB, num_steps=8)
+_TOY = Case("toy", 16, 128, 6 * 2**20, num_steps=5)
+_LENGTHS = (16, 32, 64, 96, 128)
+
+CASES = {
+    "gpt_auto": replace(_GPT, activations="auto"),
+    "gpt_auto_bf16": replace(_GPT, activations="auto", autocast=False),
+    "gpt_plain_recompute": replace(_GPT, gpu_limit=None, is_plain=True, autocast=False),
+    **_around(_LLAMA, "llama_8k"),
+    **_around(replace(_LLAMA, batch=1, seq=32768), "llama_32k"),
+    **_around(_TOY, "toy"),
+    "toy_plain_recompute": replace(_TOY, gpu_limit=None, is_plain=True, autocast=False),
+    **{f"longest_{n}k": replace(_LLAMA, batch=1, seq=n * 1024, activations="auto", num_steps=4) for n in _LENGTHS},
+}
+SUITES = {
+    name: [case for case in CASES if case.startswith(f"{name}_")]
+    for name in ("gpt", "llama_8k", "llama_32k", "longest", "toy")
+}
+
+
+def compared(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What the results say beside each other: of each case that trained, its step over that of the best by hand,
+    and measured figures over predicted ones."""
+    trained = {name: one for name, one in results.items() if one.get("outcome") == "trained"}
+    by_hand = {name: one for name, one in trained.items() if one["case"]["activations"] is None}
+    best = min(by_hand.values(), key=lambda one: one["step_s"], default=None)
+    found: dict[str, dict[str, Any]] = {}
+    for name, one in trained.items():
+        row: dict[str, Any] = {"step_s": one["step_s"]}
+        if best is not None:
+            row["of_best_by_hand"] = one["step_s"] / best["step_s"]
+            pairs = zip(one["losses"], best["losses"], strict=False)
+            row["loss_difference"] = max((abs(a - b) for a, b in pairs), default=None)
+        if one.get("predicted_s"):
+            row["of_predicted_step"] = one["step_s"] / one["predicted_s"]
+        if one.get("predicted_peak_bytes") and one.get("gpu_peak_bytes"):
+            row["of_predicted_peak"] = one["gpu_peak_bytes"] / one["predicted_peak_bytes"]
+        if one.get("stats"):
+            kept = ("recomputed_blocks", "activations_out_bytes", "activations_left_bytes")
+            row |= {key: one["stats"][key] for key in kept}
+        found[name] = row
+    return found
+
+
+def main() -> None:
+    arguments = parser_of(__doc__ or "", CASES, SUITES, "activations.json").parse_args()
+    names = SUITES[arguments.suite] if arguments.suite else arguments.cases
+    found = measured({name: CASES[name] for name in names}, arguments)
+    found["compared"] = compared(found["cases"])
+    arguments.out.write_text(json.dumps(found, indent=1))
+    for name, row in found["compared"].items():
+        shown = ", ".join(f"{key} {value:.4g}" for key, value in row.items() if value is not None)
+        print(f"{name:28s} {shown}")
+
+
+if __name__ == "__main__":
+    main()

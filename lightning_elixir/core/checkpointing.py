@@ -1,0 +1,37 @@
+"""The switch by which transformers' models recompute their layers (`gradient_checkpointing_enable`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from torch import nn
+
+_SWITCH = "gradient_checkpointing"
+
+
+def switch_off(root: nn.Module, names: Collection[str]) -> list[nn.Module]:
+    """Have blocks of a model, what is in them, and what they are part of, recompute nothing by themselves.
+
+    Args:
+        root: The model.
+        names: Of its blocks.
+
+    Returns:
+        Modules that were switched on, for `switch_on`.
+    """
+    found: list[nn.Module] = []
+    if not names:
+        return found
+    above = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)} | {""}
+    for name, module in root.named_modules():
+        is_concerned = name in above or name in names or any(name.startswith(f"{block}.") for block in names)
+        if is_concerned and getattr(module, _SWITCH, False) is True:
+            setattr(module, _SWITCH, False)
+            found.append(module)
+    return found
+
+
+def switch_on(modules: Iterable[nn.Module]) -> None:
+    """Undo `switch_off`."""
+    for module in modules:
+        setattr(module, _SWITCH, True)

@@ -1,0 +1,169 @@
+"""A step whose blocks keep, recompute or offload their activations, from one that keeps everything.
+
+What a visit of a block (one call, and its backward) spares the device between the two is known from a dry run. From the
+end of its forward on, or for what goes to host memory from the end of the next such block's (Note: activations in host
+memory, `runtime/offloading.py`), until its backward, or that of the next such block, so much less is there. A block
+that is recomputed has its forward once more before its backward: the same accesses, operators and peak, on top of what
+is there then. Copies begin at the end of a block, and come back when the backward of the next one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from lightning_elixir.plan.activations import ActivationMoves, Fate, ModelBlock
+from lightning_elixir.plan.profile import BlockVisit, MemoryProfile, ProfileInterval
+
+
+def with_fates(profile: MemoryProfile, blocks: Sequence[ModelBlock]) -> MemoryProfile:
+    """The same step with these fates of its blocks.
+
+    Args:
+        profile: Of a step that keeps everything, with the visits of its blocks.
+        blocks: Those that are not named keep everything.
+
+    Returns:
+        A profile without visits: it is not of a step that keeps everything any more. `profile` itself where everything
+        is kept, or its visits are not known.
+    """
+    fates = {block.name: block.fate for block in blocks}
+    if not profile.visits:
+        is_unknown = any(fate.is_offloaded for fate in fates.values())
+        return profile if is_unknown else replace(profile, offloaded_bytes=0)
+    changes = _Changes(profile, fates)
+    timeline: list[ProfileInterval] = []
+    for index, interval in enumerate(profile.timeline):
+        for visit in changes.recomputed_before.get(index, ()):
+            timeline += _recomputation(profile.timeline, visit, visit.after_bytes - changes.spared_before(index))
+        spared = changes.spared(index)
+        timeline.append(
+            replace(
+                interval,
+                activation_bytes=max(0, interval.activation_bytes - spared),
+                total_bytes=max(0, interval.total_bytes - spared),
+                dropped=(*interval.dropped, *changes.dropped(index)),
+                held=(*interval.held, *changes.held.get(index, ())),
+                moves=changes.moves.get(index, interval.moves),
+            )
+        )
+    return replace(
+        profile,
+        timeline=tuple(timeline),
+        activation_bytes=max(i.activation_bytes for i in timeline),
+        peak_bytes=max(i.total_bytes for i in timeline),
+        flops=sum(i.flops for i in timeline),
+        visits=(),
+        offloaded_bytes=changes.offloaded_bytes,
+    )
+
+
+class _Changes:
+    """What the fates of blocks change, by interval of the timeline."""
+
+    def __init__(self, profile: MemoryProfile, fates: Mapping[str, Fate]) -> None:
+        self._timeline = profile.timeline
+        # What is spared begins or ends at the half of an interval's number that is even, or just before it.
+        self._spared = [0] * (2 * len(self._timeline) + 2)
+        self.recomputed_before: dict[int, list[BlockVisit]] = {}
+        """Visits by the first interval of their backward."""
+        self.moves: dict[int, ActivationMoves] = {}
+        self.held: dict[int, tuple[str, ...]] = {}
+        """Parameters that a recomputation has saved and its backward has still to use."""
+        self.offloaded_bytes = 0
+        """Host memory that all of them take together."""
+        sent: list[tuple[BlockVisit, int]] = []
+        for visit in profile.visits:
+            fate = fates.get(visit.name, Fate.KEEP)
+            if visit.backward[0] >= visit.backward[1]:
+                continue
+            if fate.is_recomputed:
+                # Until the recomputation has begun, which is just before the backward.
+                self._spare(visit.inner_bytes, 2 * visit.forward[1], 2 * visit.backward[0])
+                self.recomputed_before.setdefault(visit.backward[0], []).append(visit)
+                self._hold(visit)
+            if fate.is_offloaded:
+                sent.append((visit, visit.offload_bytes if fate is Fate.OFFLOAD else visit.input_bytes))
+        self._send(sent)
+        self._spared = list(accumulate(self._spared))
+
+    def _send(self, sent: Sequence[tuple[BlockVisit, int]]) -> None:
+        self.offloaded_bytes = sum(nbytes for _, nbytes in sent)
+        for at, (visit, nbytes) in enumerate(sent):
+            self._move(visit.forward[1] - 1, ActivationMoves(out_bytes=nbytes))
+            if at + 1 < len(sent):  # else it is on the device still when its backward begins
+                after = sent[at + 1][0]
+                self._spare(nbytes, 2 * after.forward[1], 2 * after.backward[0] - 1)
+                self._move(after.backward[0], ActivationMoves(in_bytes=nbytes))
+                self._move(visit.backward[0], ActivationMoves(is_awaited=True))
+
+    def _spare(self, nbytes: int, first: int, end: int) -> None:
+        if end > first:
+            self._spared[first] += nbytes
+            self._spared[end] -= nbytes
+
+    def _move(self, index: int, moves: ActivationMoves) -> None:
+        self.moves[index] = self.moves.get(index, ActivationMoves()) + moves
+
+    def _hold(self, visit: BlockVisit) -> None:
+        left = dict.fromkeys(fqn for i in self._timeline[slice(*visit.forward)] for fqn in i.fqns)
+        for index in range(*visit.backward):
+            self.held[index] = tuple(left)
+            for fqn in self._timeline[index].fqns:
+                left.pop(fqn, None)
+
+    def spared(self, index: int) -> int:
+        """Bytes that are not on the device in an interval."""
+        return self._spared[2 * index]
+
+    def spared_before(self, index: int) -> int:
+        """Bytes that are not on the device just before it."""
+        return self._spared[2 * index - 1]
+
+    def dropped(self, index: int) -> list[tuple[str, ...]]:
+        """Accesses of recomputations that have ended before an interval."""
+        return [one for visit in self.recomputed_before.get(index, ()) for one in _last_drops(self._timeline, visit)]
+
+
+def _last_drops(timeline: Sequence[ProfileInterval], visit: BlockVisit) -> tuple[tuple[str, ...], ...]:
+    """Accesses of a visit's forward that are open when its recomputation ends."""
+    later = timeline[visit.last_save.interval + 1 : visit.forward[1] + 1]
+    # What begins later is not accessed again.
+    begun = [interval.fqns for interval in later[:-1] if interval.is_pinned]
+    ended = [one for interval in later for one in interval.dropped]
+    for fqns in begun:
+        if fqns in ended:
+            ended.remove(fqns)
+    return tuple(ended)
+
+
+def _recomputation(
+    timeline: Sequence[ProfileInterval], visit: BlockVisit, begin_bytes: int
+) -> Iterator[ProfileInterval]:
+    """The forward of a visit once more.
+
+    Args:
+        timeline: Of a step that keeps everything.
+        visit: Its forward is one or more intervals of it.
+        begin_bytes: Activations when it begins, what the visit spares the device not counted.
+    """
+    held: dict[str, None] = {}
+    last = visit.last_save
+    for offset, interval in enumerate(timeline[visit.forward[0] : last.interval + 1]):
+        if visit.forward[0] + offset == last.interval:
+            done = last._asdict()
+            del done["interval"]
+            interval = replace(interval, **done)
+        more = interval.activation_bytes - interval.workspace_bytes - visit.before_bytes
+        activations = max(0, begin_bytes + more)
+        yield replace(
+            interval,
+            is_backward=True,
+            activation_bytes=activations,
+            total_bytes=max(0, interval.total_bytes + activations - interval.activation_bytes),
+            dropped=() if offset == 0 else interval.dropped,
+            grads=(),
+            held=(*interval.held, *held),
+        )
+        held |= dict.fromkeys(interval.fqns)

@@ -1,0 +1,76 @@
+"""The fates of activations that were weighed against each other, each with the placement that suits it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_elixir.plan.activations import ModelBlock, describe_activations
+from lightning_elixir.plan.placing.mixes import Mix, best_mix
+from lightning_elixir.plan.placing.space import Candidate
+from lightning_elixir.plan.types import Alternative, Plan
+from lightning_elixir.plan.units import format_seconds
+
+_NUM_ALTERNATIVES = 4
+
+
+@dataclass(frozen=True)
+class FatesTried:
+    """Fates of a model's blocks."""
+
+    blocks: tuple[ModelBlock, ...]
+    seconds: float
+    """Of a step; infinite where nothing fits."""
+
+    @classmethod
+    def all_of(
+        cls,
+        candidate_of: Callable[[tuple[ModelBlock, ...]], Candidate],
+        names: Sequence[str],
+        seconds: Callable[[Candidate], float],
+        num_backwards: int,
+    ) -> tuple[FatesTried, ...]:
+        """Those that are worth a look, the best first; where nothing fits, those that take least of the device.
+
+        Args:
+            candidate_of: The step with such fates.
+            names: Of the blocks, in the order of forward.
+            seconds: Of a step under the placement that is best for it; infinite where nothing fits.
+            num_backwards: Micro-batches of a step.
+        """
+        candidates: dict[Mix, Candidate] = {}
+        found: dict[Mix, float] = {}
+
+        def candidate(mix: Mix) -> Candidate:
+            if mix not in candidates:
+                candidates[mix] = candidate_of(mix.blocks(names))
+            return candidates[mix]
+
+        def look(mix: Mix) -> float:
+            found[mix] = seconds(candidate(mix))
+            return found[mix]
+
+        best = best_mix(len(names), look, lambda mix: num_backwards * candidate(mix).profile.compute_s)
+        if best is None:
+            best = Mix(recomputed=len(names))
+            found[best] = math.inf
+        others = sorted((mix for mix in found if mix != best), key=lambda mix: found[mix])
+        return tuple(cls(mix.blocks(names), found[mix]) for mix in (best, *others))
+
+
+def with_alternatives(plan: Plan, tried: Sequence[FatesTried]) -> Plan:
+    """The plan, which tells of other fates as well: of the fastest, and of the simplest."""
+    if plan.forecast is None or len(tried) < 2:
+        return plan
+    simple = [one for one in tried[1:] if len({block.fate for block in one.blocks}) == 1]
+    shown = dict.fromkeys((*tried[1:_NUM_ALTERNATIVES], *simple))
+    more = []
+    for one in shown:
+        text = f"activations: {describe_activations(one.blocks)}"
+        if math.isinf(one.seconds):
+            more.append(Alternative(text, None, "does not fit beside any placement"))
+        else:
+            slower_s = one.seconds - tried[0].seconds
+            more.append(Alternative(text, one.seconds, f"{format_seconds(max(0.0, slower_s))} more"))
+    return replace(plan, forecast=replace(plan.forecast, alternatives=(*plan.forecast.alternatives, *more)))

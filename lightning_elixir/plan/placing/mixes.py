@@ -1,0 +1,94 @@
+"""How many blocks keep, recompute and offload their activations: a small space, and the way through it.
+
+Blocks of a model are alike, so numbers say nearly all; which ones follows from them: each kind is spread over the
+depth, so that copies find computing to hide behind, and the last blocks keep theirs, which backward needs first. The
+search looks at quarters, and climbs from the best of these by halved steps. What computes longer than the best step
+found cannot be better, and is not looked at. Nothing is random, so equal inputs give equal fates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_elixir.plan.activations import Fate, ModelBlock
+
+_QUARTERS = 4
+_MOST_LOOKS = 40
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Numbers of blocks; the others keep their activations."""
+
+    recomputed: int = 0
+    offloaded: int = 0
+    has_inputs_on_host: bool = False
+    """Inputs of the recomputed ones are in host memory."""
+
+    def blocks(self, names: Sequence[str]) -> tuple[ModelBlock, ...]:
+        """The fates of these blocks, in the order of forward."""
+        again = Fate.RECOMPUTE_OFFLOADED if self.has_inputs_on_host else Fate.RECOMPUTE
+        wanted = {Fate.KEEP: len(names) - self.recomputed - self.offloaded, again: self.recomputed}
+        wanted[Fate.OFFLOAD] = self.offloaded
+        given = dict.fromkeys(wanted, 0)
+        fates = []
+        for position in range(1, len(names) + 1):  # from the last one on, the kind that lags behind most
+            fate = max(wanted, key=lambda kind: wanted[kind] * position - given[kind] * len(names))
+            given[fate] += 1
+            fates.append(fate)
+        return tuple(ModelBlock(name, fate) for name, fate in zip(names, reversed(fates), strict=True))
+
+
+def best_mix(num_blocks: int, seconds: Callable[[Mix], float], least_seconds: Callable[[Mix], float]) -> Mix | None:
+    """The mix with the fastest step; of those as fast, the first that was looked at.
+
+    Args:
+        num_blocks: Of the model.
+        seconds: Of a step; infinite where nothing fits.
+        least_seconds: What a step cannot be faster than; cheap to tell.
+
+    Returns:
+        None: with none of those that were looked at does anything fit.
+    """
+    known: dict[Mix, float] = {}
+
+    def look(mixes: Iterator[Mix], most: int) -> None:
+        ordered = sorted(dict.fromkeys(mixes), key=least_seconds)
+        for mix in ordered:
+            best_s = min(known.values(), default=math.inf)
+            if mix not in known and len(known) < most and least_seconds(mix) < best_s:
+                known[mix] = seconds(mix)
+
+    look(_quarters(num_blocks), _MOST_LOOKS)
+    step = max(1, num_blocks // (2 * _QUARTERS))
+    while math.isfinite(min(known.values())):
+        best = min(known, key=lambda mix: known[mix])
+        before = len(known)
+        look(_near(best, step, num_blocks), _MOST_LOOKS + before if step == 1 else 2 * _MOST_LOOKS)
+        is_better = known[min(known, key=lambda mix: known[mix])] < known[best]
+        if len(known) >= 2 * _MOST_LOOKS or (not is_better and step == 1):
+            break
+        if not is_better:
+            step = max(1, step // 2)
+    best = min(known, key=lambda mix: known[mix])
+    return best if math.isfinite(known[best]) else None
+
+
+def _quarters(num_blocks: int) -> Iterator[Mix]:
+    for again in range(_QUARTERS + 1):
+        for away in range(_QUARTERS + 1 - again):
+            recomputed = num_blocks * again // _QUARTERS
+            offloaded = min(num_blocks - recomputed, -(-num_blocks * away // _QUARTERS))
+            yield Mix(recomputed, offloaded)
+    yield Mix(num_blocks, 0, has_inputs_on_host=True)
+
+
+def _near(at: Mix, step: int, num_blocks: int) -> Iterator[Mix]:
+    for more_again, more_away in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1)):
+        recomputed, offloaded = at.recomputed + step * more_again, at.offloaded + step * more_away
+        if recomputed >= 0 and offloaded >= 0 and recomputed + offloaded <= num_blocks:
+            yield replace(at, recomputed=recomputed, offloaded=offloaded)
+    if at.recomputed:
+        yield replace(at, has_inputs_on_host=not at.has_inputs_on_host)

@@ -1,0 +1,269 @@
+"""Blocks whose activations a plan has kept, recomputed or sent to host memory: how their calls run.
+
+[Note: whose activations] A plan speaks of a block's outermost call in a forward with gradients. Inside a block, what
+the user has wins: a checkpoint or hooks for saved tensors there get what they get in plain PyTorch. Around it, too:
+under the user's own checkpoint or hooks, in a recomputation, in a backward, under transforms of `torch.func`, a block
+runs as it is. transformers' own switch (`gradient_checkpointing_enable`) is off for the blocks that a plan names, for
+as long as it does: what the plan says is done instead.
+
+A recomputed block computes what it has computed: random states and autocast are those of its forward (torch's
+checkpoint), and so are its buffers, up to `_MOST_COPIED` elements each, so that running statistics are updated once and
+spectral norms iterate from where they began. Caches of keys and values that are empty are kept out of the blocks, as
+transformers does for those that it checkpoints: they would be filled twice, or hold on to what shall go. That is so
+whatever becomes of a block's activations, since a cache may change the last bits. With anything in it, the block runs
+as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from lightning_elixir.core.checkpointing import switch_off, switch_on
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.activations import Fate, ModelBlock, has_offloaded
+from lightning_elixir.plan.types import Plan
+from lightning_elixir.runtime.hooks import Around, SavedTensors
+from lightning_elixir.runtime.offloading import Offloader
+from lightning_elixir.runtime.phases import Phase
+
+if TYPE_CHECKING:
+    from lightning_elixir.runtime.engine import Engine
+
+log = logging.getLogger(__name__)
+
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+_MOST_COPIED = 1 << 16
+
+
+class Activations:
+    """What becomes of the activations of an engine's blocks.
+
+    Args:
+        engine: Whose model has the blocks.
+        saved: Packs what autograd saves of chunks.
+    """
+
+    def __init__(self, engine: Engine, saved: SavedTensors) -> None:
+        self._engine = engine
+        self._saved = saved
+        self._blocks: tuple[ModelBlock, ...] = ()
+        self._switched_off: list[nn.Module] = []
+        self.offloader = Offloader(engine.device, engine.host_memory, saved, engine.moved)
+        self._is_offloading = False
+        self._has_told = False
+        self._unchunked: list[nn.Parameter] = []
+
+    def adopt(self, plan: Plan) -> list[tuple[nn.Module, Around]]:
+        """Take up what a plan says.
+
+        Returns:
+            Modules, and what is to run around their calls.
+
+        Raises:
+            PlanError: The plan names a block that the model has not got.
+        """
+        modules = dict(self._engine.module.named_modules())
+        missing = [block.name for block in plan.activations if block.name not in modules]
+        if missing:
+            raise PlanError(
+                f"activations: the plan names {', '.join(missing[:3])}, which the model has not got: make a plan of"
+                " this model"
+            )
+        if plan.activations != self._blocks:
+            self._follow([block.name for block in plan.activations])
+        self._blocks = plan.activations
+        self._is_offloading = has_offloaded(plan.activations)
+        self._unchunked = [p for p in self._engine.module.parameters() if self._engine.home_of(p) is None]
+        pool = self.offloader.pool
+        pool.limit_bytes = plan.activation_host_bytes if self._is_offloading else 0
+        if pool.limit_bytes is not None and pool.held_bytes > pool.limit_bytes:
+            pool.drop_free()
+        return [(modules[b.name], partial(self._run, b.fate, modules[b.name])) for b in plan.activations]
+
+    def begin_forward(self) -> None:
+        """A forward of the model begins."""
+        if self._is_offloading and torch.is_grad_enabled():
+            # Buffers, and parameters in no chunk, which are saved as views of themselves.
+            staying = (*self._engine.module.buffers(), *self._unchunked)
+            plain = (t for t in staying if t.layout is torch.strided and type(t) in (Tensor, nn.Parameter))
+            self.offloader.begin_forward({t.untyped_storage()._cdata for t in plain})
+
+    def end_backward(self) -> None:
+        """A backward is over."""
+        if self._is_offloading:
+            self.offloader.end_backward()
+
+    def rest(self) -> None:
+        """Give back host memory that is not in use."""
+        self.offloader.pool.drop_free()
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        switch_on(self._switched_off)
+        self._switched_off = []
+        self.rest()
+
+    def _follow(self, names: Collection[str]) -> None:
+        """Have transformers' own switch off for these blocks, and for no others."""
+        switch_on(self._switched_off)
+        self._switched_off = switch_off(self._engine.module, names)
+        if self._switched_off:
+            log.info(
+                "the model has gradient checkpointing on (gradient_checkpointing_enable): `activations` says what"
+                " becomes of its %d blocks instead, as long as the engine lives",
+                len(names),
+            )
+
+    # A call of a block
+
+    def _run(
+        self, fate: Fate, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._applies():
+            if fate is not Fate.KEEP and not self._has_told and self._is_left_to_the_user():
+                self._has_told = True
+                log.warning(
+                    "activations: %s runs under a checkpoint, or under hooks for saved tensors, of the model's own,"
+                    " which decide: '%s' does nothing there",
+                    type(module).__name__,
+                    fate.value,
+                )
+            return call(*args, **kwargs)
+        without = _without_caches(module, kwargs)
+        if without is None:
+            return call(*args, **kwargs)
+        run = partial(call, *args, **without)
+        if fate.is_recomputed:
+            self._engine.moved.recomputed_blocks += 1
+            run = partial(_recomputed, module, call, args, without)
+        return self.offloader.run(run) if fate.is_offloaded else run()
+
+    def _is_left_to_the_user(self) -> bool:
+        """Whether the user's own hooks or checkpoint around a block are all that a plan gives way to now."""
+        in_forward = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        return in_forward and not self._saved.is_alone()
+
+    def _applies(self) -> bool:
+        """Whether a call that begins now is one that the plan speaks of."""
+        return (
+            torch.is_grad_enabled()
+            and self._engine.phase is not Phase.CLOSED
+            and torch._C._current_graph_task_id() == -1
+            and self._saved.is_alone()
+            and not torch._C._functorch.get_interpreter_stack()
+            and torch._C._get_tracing_state() is None
+            and not torch.compiler.is_compiling()
+        )
+
+
+def _without_caches(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a block without caches of keys and values that hold nothing for it; None if one does."""
+    found = [name for name in _CACHES if kwargs.get(name) is not None]
+    if not found and not kwargs.get("use_cache"):
+        return kwargs
+    layers = (vars(part).get("layer_idx") for part in module.modules())
+    layer = next((index for index in layers if index is not None), 0)
+    for name in found:
+        length = getattr(kwargs[name], "get_seq_length", None)
+        if length is None or length(layer) != 0:
+            return None
+    changes: dict[str, Any] = dict.fromkeys(found)
+    if kwargs.get("use_cache"):
+        changes["use_cache"] = False
+    return kwargs | changes
+
+
+def _recomputed(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a block under torch's checkpoint, with all tensors among its arguments as inputs of that."""
+    leaves, spec = tree_flatten((args, kwargs))
+    # One that comes twice is one again: attention looks whether queries, keys and values are the same tensor.
+    places: dict[int, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            places.setdefault(id(leaf), []).append(i)
+    tensors = [leaves[same[0]] for same in places.values()]
+    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def run(*inputs: Tensor) -> Any:
+        filled = list(others)
+        for same, tensor in zip(places.values(), inputs, strict=True):
+            for place in same:
+                filled[place] = tensor
+        again_args, again_kwargs = tree_unflatten(filled, spec)
+        return call(*again_args, **again_kwargs)
+
+    buffers = list(_buffers(module))
+    options: dict[str, Any] = {"context_fn": partial(_contexts, buffers)} if buffers else {}
+    return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True, **options)
+
+
+_Buffer = tuple[nn.Module, str, Tensor]
+"""The module that has it, its name there, and the tensor."""
+
+
+def _buffers(module: nn.Module) -> Iterator[_Buffer]:
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                yield part, name, buffer
+
+
+def _contexts(buffers: list[_Buffer]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Around the forward of a block, and around its recomputation."""
+    small = [(part, name, buffer.detach().clone()) for part, name, buffer in buffers if buffer.numel() <= _MOST_COPIED]
+    large = [(name, buffer, buffer._version) for _, name, buffer in buffers if buffer.numel() > _MOST_COPIED]
+    forward = _LargeBuffersStay(large) if large else nullcontext()
+    return forward, _BuffersAsBefore(small) if small else nullcontext()
+
+
+class _LargeBuffersStay:
+    """Raises `PlanError` where a forward has written to one of these.
+
+    Args:
+        before: Name, buffer, and its version before.
+    """
+
+    def __init__(self, before: list[tuple[str, Tensor, int]]) -> None:
+        self._before = before
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        changed = [name for name, buffer, version in self._before if buffer._version != version]
+        if changed and kind is None:
+            raise PlanError(
+                f"activations: a block that is to be recomputed has written to its buffer {changed[0]} in forward, and"
+                " would do so once more: give that block 'keep' or 'offload'"
+            )
+
+
+class _BuffersAsBefore:
+    """Inside, modules have copies of these buffers with their values of before, and the buffers stay as they are.
+
+    Args:
+        before: Modules, names, and values.
+    """
+
+    def __init__(self, before: list[_Buffer]) -> None:
+        self._before = before
+        self._now: list[Tensor | None] = []
+
+    def __enter__(self) -> None:
+        self._now = [part._buffers[name] for part, name, _ in self._before]
+        for part, name, value in self._before:
+            part._buffers[name] = value.clone()
+
+    def __exit__(self, *error: object) -> None:
+        for (part, name, _), buffer in zip(self._before, self._now, strict=True):
+            part._buffers[name] = buffer
+        self._now = []

@@ -1,0 +1,162 @@
+"""What blocks save, from fake tensors: beside real checkpoints, and beside what an engine sends to host memory."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_elixir import ElixirModule, profile_memory
+from lightning_elixir.plan.activations import ActivationRequest, Fate, ModelBlock
+from lightning_elixir.plan.fates import with_fates
+from lightning_elixir.plan.profile import MemoryProfile
+from lightning_elixir.profiling.blocks import blocks_of, found_blocks
+from tests.helpers.plans import make_plan
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)  # three views of one storage
+        heads = [part.unflatten(-1, (4, -1)).transpose(1, 2) for part in (q, k, v)]
+        y = nn.functional.scaled_dot_product_attention(*heads)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 4, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        return x
+
+
+def _step(model: nn.Module, inp: Mapping[str, Any]) -> None:
+    model(inp["x"]).square().mean().backward()
+
+
+def _profile(model: nn.Module, x: Tensor, **options: Any) -> MemoryProfile:
+    return profile_memory(model, {"x": x}, _step, **options)
+
+
+def _all(profile: MemoryProfile, fate: Fate) -> MemoryProfile:
+    return with_fates(profile, [ModelBlock(name, fate) for name in dict.fromkeys(v.name for v in profile.visits)])
+
+
+def test_watching_blocks_changes_nothing() -> None:
+    model, x = Net(), torch.zeros(4, 256, 256)
+    plain, watched = _profile(model, x), _profile(model, x, blocks=found_blocks(model))
+    assert plain.visits == ()
+    assert [visit.name for visit in watched.visits] == [f"blocks.{i}" for i in range(4)]
+    for name in ("activation_bytes", "peak_bytes", "peak_module", "flops", "grad_bytes"):
+        assert getattr(watched, name) == getattr(plain, name), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_recomputing_is_foreseen_as_a_real_checkpoint_takes_it(dtype: torch.dtype | None) -> None:
+    x = torch.zeros(8, 512, 256)
+    model = Net()
+    foreseen = _all(_profile(model, x, dtype=dtype, blocks=found_blocks(model)), Fate.RECOMPUTE)
+    real = _profile(Net(is_checkpointed=True), x, dtype=dtype)
+    assert foreseen.flops == real.flops
+    # Workspaces of backward come with its own products here, and with the first that is recomputed there.
+    assert 0.99 * real.activation_bytes <= foreseen.activation_bytes <= 1.05 * real.activation_bytes
+    assert 0.99 * real.peak_bytes <= foreseen.peak_bytes <= 1.05 * real.peak_bytes
+    moved = [sum(i.moved_bytes for i in p.timeline) for p in (foreseen, real)]
+    assert moved[0] == pytest.approx(moved[1], rel=0.02)
+
+
+def test_the_order_of_accesses_is_that_of_a_real_checkpoint() -> None:
+    """Of what is pinned: forwards, and forwards that are recomputed."""
+    x = torch.zeros(4, 256, 256)
+    model = Net(2)
+    foreseen = _all(_profile(model, x, blocks=found_blocks(model)), Fate.RECOMPUTE)
+    real = _profile(Net(2, is_checkpointed=True), x)
+    pinned = [[(i.fqns, i.is_backward) for i in p.timeline if i.is_pinned] for p in (foreseen, real)]
+    assert pinned[0] == pinned[1]
+    dropped = [[one for i in p.timeline for one in i.dropped] for p in (foreseen, real)]
+    assert sorted(dropped[0]) == sorted(dropped[1])
+
+
+@pytest.mark.parametrize("fate", [Fate.OFFLOAD, Fate.RECOMPUTE_OFFLOADED])
+def test_as_much_goes_to_host_memory_as_was_foreseen(fate: Fate) -> None:
+    model, x = Net(), torch.randn(4, 256, 256)
+    profile = _profile(model, x, blocks=found_blocks(model))
+    plan = make_plan(model, placement_policy="cpu", activations=ActivationRequest.of(fate.value))
+    module = ElixirModule(copy.deepcopy(model), plan)
+    module(x).square().mean().backward()
+    stats = module.stats()
+    foreseen = _all(profile, fate).offloaded_bytes or 0
+    # The CPU's attention keeps statistics of another size than a GPU's.
+    assert stats.activations_out_bytes == pytest.approx(foreseen, rel=0.01)
+    assert stats.held_bytes["cpu_activations"] == stats.activations_out_bytes
+    moves = [i.moves for i in _all(profile, fate).timeline]
+    assert sum(m.in_bytes for m in moves) == pytest.approx(stats.activations_in_bytes, rel=0.01)
+    assert sum(m.out_bytes for m in moves) == foreseen
+
+
+def test_what_is_saved_twice_goes_once() -> None:
+    class Shared(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            table = torch.tanh(x)  # which every block is given, and saves
+            for block in self.blocks:
+                x = block(x * table)
+            return x
+
+    model, x = Net(), torch.zeros(4, 256, 256)
+    shared = Shared()
+    plain, more = (_profile(m, x, blocks=found_blocks(m)) for m in (model, shared))
+    assert [v.inner_bytes for v in more.visits] == [v.inner_bytes for v in plain.visits]
+    assert sum(v.offload_bytes for v in more.visits) == sum(v.offload_bytes for v in plain.visits)
+
+
+def test_frozen_blocks_in_front_save_nothing() -> None:
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    profile = _profile(model, torch.zeros(4, 256, 256), blocks=found_blocks(model))
+    first, second = profile.visits[:2]
+    assert first.backward == (0, 0)
+    assert first.inner_bytes == first.offload_bytes == 0
+    assert second.inner_bytes > 0
+    assert _all(profile, Fate.RECOMPUTE).flops < 2 * profile.flops
+
+
+def test_transformers_own_checkpointing_is_off_for_blocks() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def build(is_on: bool) -> nn.Module:
+        model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=96, n_positions=64)).train()
+        if is_on:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
+
+    def step(model: nn.Module, inp: Mapping[str, Any]) -> None:
+        model(input_ids=inp["x"], labels=inp["x"]).loss.backward()
+
+    tokens = {"x": torch.zeros(4, 64, dtype=torch.long)}
+    names = found_blocks(build(False))
+    off, on = (profile_memory(build(is_on), tokens, step, blocks=names) for is_on in (False, True))
+    assert replace(on, timeline=()) == replace(off, timeline=())
+    model = build(True)
+    profile_memory(model, tokens, step, blocks=[b.name for b in blocks_of(model, ActivationRequest.of("auto"))])
+    assert model.transformer.h[0].gradient_checkpointing

@@ -1,0 +1,515 @@
+"""Blocks keep, recompute or offload their activations: the same bits, and less that is kept."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.activations import ActivationRequest, Fate, ModelBlock
+from lightning_elixir.profiling.blocks import blocks_of
+from lightning_elixir.runtime import offloading
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+from tests.helpers.activations import FATES, PLACEMENTS, ROWS, WIDTH, Block, Pair, Stack, planned
+from tests.helpers.dist import run_ranks
+from tests.helpers.plans import make_plan
+from tests.helpers.tiers import crossed
+from tests.helpers.training import Scheme, different_names, train_elixir, train_plain
+from tests.helpers.zoo import make
+
+# Of the compiler's own code, which hides the first from users.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+]
+
+
+@pytest.fixture
+def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models send all that they save."""
+    monkeypatch.setattr(offloading, "LEAST_OFFLOADED_BYTES", 0)
+
+
+@crossed(fate=FATES, placement=PLACEMENTS)
+def test_bits_are_those_of_keeping_everything(fate: str, placement: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    pair = Pair(model, planned(model, fate, **PLACEMENTS[placement]), device)
+    for seed in range(3):
+        pair.step(seed)
+    pair.check()
+    stats = pair.module.stats()
+    assert (stats.evictions > 0) == (placement == "tight")
+    assert (stats.recomputed_blocks > 0) == Fate(fate).is_recomputed
+    # The last block's are on the device still when backward needs them.
+    share = {"offload": 4 / 5, "recompute_offloaded": 4 / 5}.get(fate, 0.0)
+    assert stats.activations_in_bytes == pytest.approx(share * stats.activations_out_bytes, rel=0.02)
+    assert (stats.activations_out_bytes > 0) == Fate(fate).is_offloaded
+    assert stats.activations_left_bytes == 0
+
+
+ZOO = ["gpt2", "llama", "checkpoint", "checkpoint_reentrant", "branching", "frozen"]
+
+
+@crossed(name=ZOO, fate=FATES[1:], accumulation=[1, 2])
+def test_models_of_every_kind(name: str, fate: str, accumulation: int, everything_is_large: None) -> None:
+    scheme = Scheme(micro_batches=accumulation, clip_norm=0.05, steps=2)
+    options = {**PLACEMENTS["tight"], "chunk_size": 8192}
+    asked = {"layers.*": fate, "up.*": fate} if name == "frozen" else fate
+    run = train_elixir(name, scheme, activations=ActivationRequest.of(asked), **options)
+    assert different_names(run, train_plain(name, scheme)) == []
+    is_left_to_the_user = name.startswith("checkpoint")
+    stats = run.engine.stats()
+    assert (stats.recomputed_blocks + stats.activations_out_bytes == 0) == is_left_to_the_user
+    assert stats.evictions > 0
+
+
+@pytest.mark.parametrize("name", ["attention", "recurrent", "conv", "odd", "tied"])
+@pytest.mark.parametrize("fate", FATES[1:])
+def test_modules_that_the_user_names(name: str, fate: str, everything_is_large: None) -> None:
+    """Among them parts of a storage with write counts of their own (GRU cells), and the same tensor three times
+    (attention), running statistics, and modules that run twice."""
+    named = {
+        "attention": ["attention", "encoder"],
+        "recurrent": ["lstm", "gru"],
+        "conv": ["body"],
+        "odd": ["twice", "big"],
+        "tied": ["embed", "layers.*", "head"],
+    }
+    asked = ActivationRequest.of(dict.fromkeys(named[name], fate))
+    run = train_elixir(name, Scheme(steps=2), activations=asked, placement_policy="cpu", chunk_size=8192)
+    assert different_names(run, train_plain(name, Scheme(steps=2))) == []
+
+
+@crossed(fate=FATES[1:], scheme=["bf16", "bf16_autocast"])
+def test_mixed_precision(fate: str, scheme: str, everything_is_large: None) -> None:
+    how = Scheme(dtype=torch.bfloat16, autocast=scheme == "bf16_autocast", micro_batches=2, steps=2)
+    asked = ActivationRequest.of(fate)
+    run = train_elixir("gpt2", how, activations=asked, placement_policy="cpu", chunk_size=8192)
+    assert different_names(run, train_plain("gpt2", how)) == []
+
+
+def test_different_fates_side_by_side(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = Stack(depth=8)
+    fates = [Fate.OFFLOAD, Fate.RECOMPUTE, Fate.KEEP, Fate.RECOMPUTE_OFFLOADED] * 2
+    blocks = tuple(ModelBlock(f"blocks.{i}", fate) for i, fate in enumerate(fates))
+    pair = Pair(model, replace(planned(model, "offload"), activations=blocks), device)
+    for seed in range(3):
+        pair.step(seed)
+    pair.check()
+    stats = pair.module.stats()
+    assert stats.recomputed_blocks == 12
+    assert 0 < stats.activations_in_bytes < stats.activations_out_bytes
+
+
+class _Normed(nn.Module):
+    """Writes to buffers in forward: running statistics, and the vectors of a spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+@pytest.mark.parametrize("fate", FATES[1:])
+def test_buffers_are_written_once(fate: str) -> None:
+    torch.manual_seed(0)
+    model = Stack(_Normed, depth=3)
+    pair = Pair(model, planned(model, fate))
+    for seed in range(3):
+        pair.step(seed)
+    pair.check()
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(1 << 17))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return torch.tanh(self.linear(x))
+
+
+def test_a_large_buffer_that_would_be_written_twice_is_refused() -> None:
+    model = Stack(_Counting, depth=2)
+    module = ElixirModule(model, planned(model, "recompute"))
+    with pytest.raises(PlanError, match=r"written to its buffer seen in forward.*'keep' or 'offload'"):
+        module(torch.randn(4, 16))
+
+
+@pytest.mark.parametrize("how", ["inside", "around", "hooks", "reentrant"])
+@pytest.mark.parametrize("fate", FATES[1:])
+def test_the_users_own_checkpoints_and_hooks_win(fate: str, how: str) -> None:
+    seen: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.numel())
+        return tensor
+
+    class Inner(Block):
+        def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+            if how == "inside":
+                result: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+                return result
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t) if how == "hooks" else nullcontext():
+                return super().forward(x)
+
+    class Outer(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for block in self.blocks:
+                x = (
+                    checkpoint(block, x, use_reentrant=how == "reentrant")
+                    if how in ("around", "reentrant")
+                    else block(x)
+                )
+            return self.out(x)
+
+    torch.manual_seed(0)
+    model = Outer(Inner, depth=3)
+    pair = Pair(model, planned(model, fate))
+    for seed in range(2):
+        pair.step(seed)
+    pair.check()
+    stats = pair.module.stats()
+    if how in ("around", "reentrant"):
+        assert stats.recomputed_blocks == stats.activations_out_bytes == 0
+    if how == "hooks":
+        assert seen  # the user's got them, in forward or in the recomputation
+
+
+@pytest.mark.parametrize("fate", ["recompute", "offload"])
+@pytest.mark.parametrize("is_whole", [False, True], ids=["call", "module"])
+def test_compiled_blocks(fate: str, is_whole: bool) -> None:
+    torch.manual_seed(0)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = Stack(depth=3)
+        for i, block in enumerate(model.blocks):
+            block.drop = nn.Identity()
+            if is_whole:
+                model.blocks[i] = torch.compile(block, backend="aot_eager")  # type: ignore[assignment]
+            else:
+                block.compile(backend="aot_eager")
+        return model
+
+    plain, model = build(), build()
+    module = ElixirModule(model, planned(model, fate))
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.05))
+    oracle = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for seed in range(2):
+        x = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(seed))
+        expected = plain(x).square().mean()
+        expected.backward()
+        oracle.step()
+        oracle.zero_grad()
+        loss = module(x).square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(loss, expected)
+    stats = module.stats()
+    assert stats.recomputed_blocks == (6 if fate == "recompute" else 0)
+    assert (stats.activations_in_bytes > 0) == (fate == "offload")
+    module.close()
+    torch._dynamo.reset()
+
+
+class _Transposed(nn.Module):
+    """Saves a view of its weight, which is no parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(256, 256) * 0.05)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ self.weight.t())
+
+
+def test_parameters_in_no_chunk_stay() -> None:
+    torch.manual_seed(0)
+    model = Stack(_Transposed, depth=3, width=256)
+    for seed, ignored in enumerate([None, "blocks.*"]):
+        one = copy.deepcopy(model)
+        pair = Pair(one, planned(one, "offload", placement_policy="cuda", chunk_size=1 << 20), ignored=ignored)
+        pair.step(seed)
+        pair.check()
+        sent = pair.module.stats().activations_out_bytes
+        if ignored is None:
+            expected = sent
+    assert sent == expected
+
+
+def test_host_memory_that_is_short_leaves_the_rest_on_the_device() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    limit = 4 << 20
+    pair = Pair(model, replace(planned(model, "offload"), activation_host_bytes=limit))
+    for seed, rows in enumerate([ROWS, 2 * ROWS, ROWS]):
+        pair.step(seed, rows)
+        held = pair.module.stats().held_bytes["cpu_activations"]
+        assert 0 < held <= limit
+    pair.check()
+    assert pair.module.stats().activations_left_bytes > 0
+
+
+def test_host_memory_is_used_again_and_given_back() -> None:
+    model = Stack()
+    pair = Pair(model, planned(model, "offload"))
+    pair.step(0)
+    held = pair.module.stats().held_bytes["cpu_activations"]
+    for seed in range(1, 3):
+        pair.step(seed)
+    assert pair.module.stats().held_bytes["cpu_activations"] == held
+    pair.module.engine.rest()
+    assert "cpu_activations" not in pair.module.stats().held_bytes
+
+
+def test_graphs_that_are_kept_and_used_again() -> None:
+    torch.manual_seed(0)
+    model = Stack(depth=3)
+    plain = copy.deepcopy(model)
+    module = ElixirModule(model, planned(model, "offload"))
+    x = torch.randn(ROWS, 16)
+    grads = []
+    for one in (plain, module):
+        torch.manual_seed(1)
+        loss = one(x).square().mean()
+        torch.autograd.backward(loss, retain_graph=True)
+        torch.autograd.backward(loss)
+        grads.append(one)
+    found = module.full_grads()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(found[name], parameter.grad), name
+    assert not module.engine.activations.offloader._brought
+
+
+def test_forwards_before_backwards_and_without() -> None:
+    """Two graphs at once, one that never gets a backward, and evaluation between."""
+    torch.manual_seed(0)
+    model = Stack(depth=3)
+
+    def twice(one: Any, x: Tensor) -> Tensor:
+        one(x)  # its graph goes
+        with torch.no_grad():
+            one(x)
+        return one(x[: ROWS // 2]) + one(x[ROWS // 2 :])
+
+    pair = Pair(model, planned(model, "offload"))
+    for seed in range(2):
+        pair.step(seed, run=twice)
+    pair.check()
+    pair.module.engine.rest()
+    assert "cpu_activations" not in pair.module.stats().held_bytes
+
+
+class _Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sigmoid(self.linear(x))
+        z = y * y
+        y.add_(1)  # which the product has saved
+        return z + y
+
+
+def test_writes_to_what_was_saved_are_an_error() -> None:
+    model = Stack(_Writes, depth=1)
+    module = ElixirModule(model, planned(model, {"blocks.0": "offload"}))
+    loss = module(torch.randn(ROWS, 16)).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class _Odd(nn.Module):
+    """Saves what must stay: a sparse tensor, a subclass, a conjugate view, an integer, what a Function keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.ones(ROWS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _Cube.apply(self.linear(x) * self.mask)
+        dense = torch.complex(y, x).conj() * torch.complex(x, y)
+        sparse = torch.eye(WIDTH).to_sparse()
+        picked = torch.gather(y, 1, y.argsort(dim=1))
+        return (dense.real * 0.1 + torch.sparse.mm(sparse, y.t()).t() + picked) * 0.1
+
+
+class _Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.twice = x * 2
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 1.5 * ctx.twice * x
+
+
+@pytest.mark.parametrize("fate", FATES[1:])
+def test_functions_and_tensors_of_other_kinds(fate: str) -> None:
+    torch.manual_seed(0)
+    model = Stack(_Odd, depth=2)
+    pair = Pair(model, planned(model, fate))
+    for seed in range(2):
+        pair.step(seed)
+    pair.check()
+
+
+def test_a_forward_that_raises_leaves_nothing_behind() -> None:
+    class Failing(Block):
+        is_failing = False
+
+        def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+            y = super().forward(x)
+            if self.is_failing:
+                raise ValueError("here")
+            return y
+
+    torch.manual_seed(0)
+    for fate in FATES[1:]:
+        model = Stack(Failing, depth=3)
+        pair = Pair(model, planned(model, fate))
+        pair.step(0)
+        model.blocks[1].is_failing = True  # type: ignore[assignment]
+        with pytest.raises(ValueError, match="here"):
+            pair.module(torch.randn(ROWS, 16))
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        model.blocks[1].is_failing = False  # type: ignore[assignment]
+        pair.step(1)
+        pair.check()
+
+
+def test_a_plan_can_change_what_becomes_of_activations() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    plan = planned(model, "keep")
+    pair = Pair(model, plan)
+    for seed, fate in enumerate(FATES):
+        blocks = blocks_of(model, ActivationRequest.of(fate))
+        pair.module.replan(replace(plan, activations=blocks, activation_host_bytes=None))
+        pair.step(seed)
+    pair.check()
+    pair.module.replan(replace(plan, activations=()))
+    assert {block.fate for block in pair.module.plan.activations} == {Fate.RECOMPUTE_OFFLOADED}
+
+
+def test_transformers_own_checkpointing_is_off_where_a_plan_speaks() -> None:
+    model = make("gpt2_checkpoint")
+    layers = model.transformer.h
+    assert layers[0].gradient_checkpointing
+    plan = make_plan(model, placement_policy="cuda")
+    ElixirModule(model, plan).close()
+    assert layers[0].gradient_checkpointing
+
+    model = make("gpt2_checkpoint")
+    layers = model.transformer.h
+    module = ElixirModule(model, make_plan(model, placement_policy="cuda"), activations={"*.h.1": "keep"})
+    assert [layer.gradient_checkpointing for layer in layers] == [True, False, True]
+    module.close()
+    assert [layer.gradient_checkpointing for layer in layers] == [True, True, True]
+
+
+def test_copies_know_nothing_of_it() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    module = ElixirModule(model, planned(model, "recompute"))
+    copied = copy.deepcopy(model)
+    assert all(block._compiled_call_impl is None for block in copied.blocks)
+    copied(torch.randn(8, 16)).sum().backward()
+    assert module.stats().recomputed_blocks == 0
+    module.close()
+    assert all(block._compiled_call_impl is None for block in model.blocks)
+
+
+# What can be asked for
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("sometimes", r"activations must be 'auto', 'keep', 'recompute', 'offload', .*got 'sometimes'"),
+        ({"blocks.*": "auto"}, r"activations\['blocks.\*'\] must be 'keep', .*got 'auto'"),
+        ({}, "or a dict from globs of blocks"),
+        ({3: "keep"}, "named by a glob"),
+        (7, "or a dict from globs of blocks"),
+        ({"block.*": "keep"}, r"no module 'block\.\*'.*did you mean blocks.*its blocks are blocks\.0"),
+        ({"blocks": "keep"}, "no module 'blocks' that can be called"),
+        ({"blocks.1": "keep", "blocks.1.norm": "offload"}, r"blocks\.1\.norm lies in blocks\.1"),
+        ("auto", "the given plan does not choose them"),
+    ],
+)
+def test_what_is_refused(value: Any, message: str) -> None:
+    model = Stack()
+    plan = make_plan(model, placement_policy="cuda")
+    with pytest.raises(PlanError, match=message):
+        ElixirModule(model, plan, activations=value)
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"no layers of one class in a list.*activations=\{"):
+        planned(make("mlp"), "recompute")
+    assert planned(make("mlp"), "auto").activations == ()
+
+
+def test_blocks_are_found_and_named() -> None:
+    model = Stack(depth=3)
+    every = ["blocks.0", "blocks.1", "blocks.2"]
+    keep, again = Fate.KEEP, Fate.RECOMPUTE
+    asked: list[tuple[Any, dict[str, Fate]]] = [
+        (None, {}),
+        ("auto", dict.fromkeys(every, keep)),
+        ("recompute", dict.fromkeys(every, again)),
+        ({"*": "recompute"}, dict.fromkeys(every, again)),
+        ({"blocks.[01]": "recompute", "*": "keep"}, {"blocks.0": again, "blocks.1": again, "blocks.2": keep}),
+        ({"blocks.2.up": "recompute", "inp": "keep"}, {"inp": keep, "blocks.2.up": again}),
+    ]
+    for value, expected in asked:
+        found = blocks_of(model, ActivationRequest.of(value))
+        assert {block.name: block.fate for block in found} == expected
+        assert [block.name for block in found] == sorted(expected, key=[n for n, _ in model.named_modules()].index)
+    assert [b.name for b in blocks_of(make("t5"), ActivationRequest.of("keep"))] == [
+        f"{side}.block.{i}" for side in ("encoder", "decoder") for i in range(2)
+    ]
+
+
+def _on_ranks(fate: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Stack()
+    module = ElixirModule(model, planned(model, fate, world_size=2))
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.05))
+    for seed in range(2):
+        torch.manual_seed(seed)
+        optimizer.backward(module(torch.randn(ROWS, 16)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = module.stats()
+    assert stats.evictions > 0
+    assert (stats.recomputed_blocks, stats.activations_out_bytes) != (0, 0) or fate == "keep"
+    return module.full_state_dict(rank0_only=False)
+
+
+def test_two_ranks() -> None:
+    results = {fate: run_ranks(_on_ranks, 2, fate)[0] for fate in ("keep", "recompute", "offload")}
+    for fate in ("recompute", "offload"):
+        assert all(torch.equal(results[fate][name], value) for name, value in results["keep"].items()), fate
