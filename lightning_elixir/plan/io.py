@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.files import read_json
 from lightning_elixir.plan.memory import problem_of_places
+from lightning_elixir.plan.mesh import AXES, AxisCut, axes_of
 from lightning_elixir.plan.types import (
     ALIGN_NUMEL,
     DTYPE_BYTES,
@@ -31,6 +32,8 @@ _PLAN_KEYS = (
     "schema",
     "policy",
     "world_size",
+    "tensor_parallel_size",
+    "expert_parallel_size",
     "compute_dtype",
     "block_bytes",
     "rcache_blocks",
@@ -55,7 +58,7 @@ _CHUNK_KEYS = (
     "has_spare_states",
     "members",
 )
-_MEMBER_KEYS = ("fqn", "shape", "offset")
+_MEMBER_KEYS = ("fqn", "shape", "offset", "cuts")
 
 _IGNORED_KEYS = ("fqn", "shape", "dtype", "requires_grad", "nbytes")
 
@@ -71,6 +74,8 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
         "schema": plan.schema,
         "policy": plan.policy,
         "world_size": plan.world_size,
+        "tensor_parallel_size": plan.tensor_parallel_size,
+        "expert_parallel_size": plan.expert_parallel_size,
         "compute_dtype": plan.compute_dtype,
         "block_bytes": plan.block_bytes,
         "rcache_blocks": plan.rcache_blocks,
@@ -91,12 +96,19 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
                 "is_persistent": c.is_persistent,
                 "is_update_streamed": c.is_update_streamed,
                 "has_spare_states": c.has_spare_states,
-                "members": [{"fqn": m.fqn, "shape": list(m.shape), "offset": m.offset} for m in c.members],
+                "members": [_member_to_dict(m) for m in c.members],
             }
             for c in plan.chunks
         ],
         "ignored": [{**asdict(p), "shape": list(p.shape)} for p in plan.ignored],
     }
+
+
+def _member_to_dict(member: Member) -> dict[str, object]:
+    content: dict[str, object] = {"fqn": member.fqn, "shape": list(member.shape), "offset": member.offset}
+    if member.cuts:  # most plans have none
+        content["cuts"] = {cut.axis: cut.dim for cut in member.cuts}
+    return content
 
 
 def plan_from_dict(content: object) -> Plan:
@@ -114,6 +126,8 @@ def plan_from_dict(content: object) -> Plan:
         schema=schema,
         policy=fields.text("policy"),
         world_size=fields.integer("world_size", least=1),
+        tensor_parallel_size=fields.integer("tensor_parallel_size", least=1),
+        expert_parallel_size=fields.integer("expert_parallel_size", least=1),
         compute_dtype=fields.choice("compute_dtype", TRAINED_DTYPES),
         block_bytes=fields.integer("block_bytes", least=1),
         rcache_blocks=fields.integer("rcache_blocks", least=0),
@@ -309,10 +323,21 @@ def _shape(fields: _Fields, where: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def _cuts(content: object, shape: list[int], where: str) -> tuple[AxisCut, ...]:
+    told = content.get("cuts", {}) if isinstance(content, Mapping) else {}
+    fields = _Fields(told, f"{where}, cuts")
+    fields.check_keys(AXES)
+    cuts = tuple(AxisCut(axis, fields.integer(axis, least=0)) for axis in AXES if axis in told)
+    if len({cut.dim for cut in cuts}) < len(cuts) or any(cut.dim >= len(shape) for cut in cuts):
+        raise PlanError(f"{where}: cuts must name different dimensions of shape {shape}, got {told!r}")
+    return cuts
+
+
 def _check_layout(plan: Plan) -> None:
     """What the runtime relies on and JSON types cannot say."""
     if plan.grad_reuses_compute_shard and plan.update_timing is UpdateTiming.INSIDE_BACKWARD:
         raise PlanError("grad_reuses_compute_shard and updates inside backward exclude each other")
+    plan.mesh.check()
     problem = problem_of_places(plan)
     if problem is not None:
         raise PlanError(problem)
@@ -328,6 +353,8 @@ def _check_layout(plan: Plan) -> None:
             raise PlanError(f"chunk {index} has {chunk.numel} elements, not a multiple of {multiple}")
         if not chunk.is_persistent:
             needed_blocks = max(needed_blocks, plan.blocks_of(index))
+        if any(axes_of(member.cuts) != chunk.axes for member in chunk.members):
+            raise PlanError(f"chunk {index} holds parameters that are cut along different axes")
         end = 0
         for member in chunk.members:
             if member.fqn in seen:
@@ -355,7 +382,7 @@ def _render(value: object, indent: str = "") -> str:
 
 
 def _is_leaf(value: dict[str, object] | list[object]) -> bool:
-    """Whether it is a member (its shape is its only container) or a list of scalars."""
+    """Whether it is a member (its shape and cuts are its only containers) or a list of scalars."""
     if isinstance(value, list):
         return not any(isinstance(item, (dict, list)) for item in value)
-    return set(value) == set(_MEMBER_KEYS)
+    return {"fqn", "shape", "offset"} <= set(value) <= set(_MEMBER_KEYS)

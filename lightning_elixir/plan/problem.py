@@ -49,7 +49,7 @@ class Problem:
     request: PlacementRequest
     budget: Budget = Budget()
     world_size: int = 1
-    """Ranks that share a chunk."""
+    """All ranks; they share a chunk whose parameters are not cut."""
     regime: TrainingRegime = TrainingRegime()
     hardware: HardwareSpec = field(default_factory=HardwareSpec.nominal)
     is_time_guessed: bool = False
@@ -58,6 +58,8 @@ class Problem:
     """Device memory of parameters that are in no chunk; part of the budget's `non_model_bytes`."""
     updates: UpdateMode = UpdateMode()
     """How updates beside the device are to run."""
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
 
     def check(self) -> None:
         """Raises `PlanError` for an unknown policy or an option out of its range."""
@@ -80,7 +82,15 @@ class Problem:
 
     def scheme(self, block_bytes: int) -> Scheme:
         """What training does to chunks that are fetched into such blocks."""
-        return Scheme(self.world_size, self.request.distributed_storage, block_bytes, self.regime, self.updates)
+        return Scheme(
+            self.world_size,
+            self.request.distributed_storage,
+            block_bytes,
+            self.regime,
+            self.updates,
+            self.tensor_parallel_size,
+            self.expert_parallel_size,
+        )
 
     def with_updates(self, updates: UpdateMode) -> Problem:
         return replace(self, updates=updates)

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from lightning_elixir.plan.mesh import AxisCut, Mesh, axes_of
+
 SCHEMA = 5
 
 # Every parameter starts on a multiple of this many elements inside its chunk, and every shard is a multiple
@@ -65,6 +67,8 @@ class ParamSpec:
     requires_grad: bool
     aliases: tuple[str, ...] = ()
     """Further names of the same (tied) parameter."""
+    cuts: tuple[AxisCut, ...] = ()
+    """How it is cut between ranks by a pattern; `shape` is that of one part."""
 
     @property
     def numel(self) -> int:
@@ -79,6 +83,8 @@ class Member:
     shape: tuple[int, ...]
     offset: int
     """First element inside the chunk's flat tensor, a multiple of `ALIGN_NUMEL`."""
+    cuts: tuple[AxisCut, ...] = ()
+    """How the parameter is cut between ranks by a pattern; `shape` is that of one part."""
 
     @cached_property
     def numel(self) -> int:
@@ -100,7 +106,8 @@ class IgnoredParam:
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """A fixed-numel group of parameters moved as one; homogeneous in dtype and requires_grad."""
+    """A fixed-numel group of parameters moved as one; homogeneous in dtype, requires_grad and the axes of cuts. Ranks
+    that hold the same parts share it (`Mesh.sharing`)."""
 
     id: int
     dtype: str
@@ -125,6 +132,11 @@ class ChunkSpec:
     def nbytes(self) -> int:
         """Bytes of the whole replica in the compute dtype."""
         return self.numel * DTYPE_BYTES[self.dtype]
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Along which its parameters are cut."""
+        return axes_of(self.members[0].cuts) if self.members else ()
 
     def __str__(self) -> str:
         names = [m.fqn for m in self.members]
@@ -208,6 +220,10 @@ class Plan:
     land in the compute shard, which is made again from the master. One backward a step, none inside of it."""
     policy: str = "cpu"
     """Which placement policy made the plan."""
+    tensor_parallel_size: int = 1
+    """Ranks between which patterns cut operators; they share a batch."""
+    expert_parallel_size: int = 1
+    """Ranks between which patterns cut experts."""
     notes: dict[str, float | int | str] = field(default_factory=dict, compare=False)
     """Predicted bytes by kind, for people; never read by the runtime and outside the fingerprint."""
     forecast: Forecast | None = field(default=None, compare=False)
@@ -215,6 +231,15 @@ class Plan:
     ignored: tuple[IgnoredParam, ...] = ()
     """Parameters that are in no chunk of the plan."""
     schema: int = SCHEMA
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """How the ranks stand to each other."""
+        return Mesh(self.world_size, self.tensor_parallel_size, self.expert_parallel_size)
+
+    def num_sharing(self, chunk: ChunkSpec) -> int:
+        """How many ranks share a chunk: those that hold the same parts of its parameters."""
+        return self.mesh.num_sharing(chunk.axes) if chunk.axes else self.world_size
 
     def blocks_of(self, chunk_id: int) -> int:
         """Blocks that this chunk's replica takes (more than one only for a parameter larger than a chunk)."""
@@ -253,10 +278,12 @@ class Plan:
     def layout_fingerprint(self) -> str:
         """Like `fingerprint`, over the chunk layout alone: two plans of one layout differ only in placement."""
         layout = [
-            [c.dtype, c.requires_grad, c.numel, [[m.fqn, m.shape, m.offset] for m in c.members]] for c in self.chunks
+            [c.dtype, c.requires_grad, c.numel, [[m.fqn, m.shape, m.offset, _listed(m.cuts)] for m in c.members]]
+            for c in self.chunks
         ]
+        sizes = [self.world_size, self.tensor_parallel_size, self.expert_parallel_size]
         ignored = [[p.fqn, p.shape, p.dtype, p.requires_grad] for p in self.ignored]
-        return hashlib.sha256(json.dumps([self.world_size, layout, ignored]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([sizes, layout, ignored]).encode()).hexdigest()
 
 
 def resident_chunks(ignored: Sequence[IgnoredParam], world_size: int, first_id: int) -> tuple[ChunkSpec, ...]:
@@ -298,6 +325,10 @@ def resident_chunks(ignored: Sequence[IgnoredParam], world_size: int, first_id: 
 
 def _aligned(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def _listed(cuts: tuple[AxisCut, ...]) -> list[list[str | int]]:
+    return [[cut.axis, cut.dim] for cut in cuts]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.errors import PlanError
+from lightning_elixir.patterns.cuts import cuts_of
 from lightning_elixir.plan.types import DTYPE_BYTES, TRAINED_DTYPES, ParamSpec
 
 
@@ -79,6 +80,7 @@ def param_specs(
             dtype=_dtype_in_chunk(p, torch.float32 if kept.intersection(fqns) else compute_dtype),
             requires_grad=p.requires_grad,
             aliases=tuple(fqns[1:]),
+            cuts=cuts_of(p),
         )
         for fqns, p in named
     )

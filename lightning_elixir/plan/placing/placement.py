@@ -302,6 +302,8 @@ class Placer:
             update_timing=self.scheme.updates.timing,
             grad_reuses_compute_shard=self.scheme.updates.grad_reuses_compute_shard,
             policy=policy,
+            tensor_parallel_size=self.scheme.tensor_parallel_size,
+            expert_parallel_size=self.scheme.expert_parallel_size,
         )
 
     # Limits

@@ -48,7 +48,15 @@ __all__ = [
 def scheme_of(plan: Plan, regime: TrainingRegime) -> Scheme:
     """The scheme that a plan was made under."""
     updates = UpdateMode(plan.update_timing, plan.grad_reuses_compute_shard)
-    return Scheme(plan.world_size, plan.is_storage_distributed, plan.block_bytes, regime, updates)
+    return Scheme(
+        plan.world_size,
+        plan.is_storage_distributed,
+        plan.block_bytes,
+        regime,
+        updates,
+        plan.tensor_parallel_size,
+        plan.expert_parallel_size,
+    )
 
 
 def simulate_step(
