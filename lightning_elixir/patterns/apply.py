@@ -9,6 +9,7 @@ parts from that. All of it can be taken back (`take_out`), as a further run may 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.base import ParallelPattern
-from lightning_elixir.patterns.cuts import set_cuts
+from lightning_elixir.patterns.cuts import set_cuts, whole_of
 from lightning_elixir.patterns.peers import Peers, Wire
 from lightning_elixir.plan.mesh import AxisCut, Mesh
 from lightning_elixir.plan.selection import matching, near_misses
@@ -44,6 +45,9 @@ class PatternForward:
         """Attributes of the module as they were."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:  # patterns look at arguments by their positions
+            bound = inspect.signature(self.compute).bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
         return self.pattern.forward(self.module, self.compute, self.peers, args, kwargs)
 
 
@@ -62,7 +66,12 @@ def bind_peers(model: nn.Module, wire: Wire | None) -> None:
 
 
 def take_out(model: nn.Module) -> None:
-    """Have modules be as they were. Parameters stay as they are."""
+    """Have modules be as they were, and parameters that no engine has taken over."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            whole = None if parameter is None else whole_of(parameter)
+            if whole is not None:
+                setattr(module, name, whole)
     for forward in list(pattern_forwards(model)):
         del forward.module.forward
         for name, value in forward.replaced.items():
@@ -214,5 +223,5 @@ def _part_of(parameter: nn.Parameter, cuts: tuple[AxisCut, ...], mesh: Mesh) -> 
     if type(parameter) is not nn.Parameter:
         part.__class__ = type(parameter)
     part.__dict__.update(parameter.__dict__)
-    set_cuts(part, cuts, None if parameter.is_meta else parameter.detach())
+    set_cuts(part, cuts, parameter)
     return part

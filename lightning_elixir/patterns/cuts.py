@@ -16,17 +16,16 @@ _CUTS = "_elixir_cuts"
 _WHOLE = "_elixir_whole"
 
 
-def set_cuts(parameter: nn.Parameter, cuts: tuple[AxisCut, ...], whole: Tensor | None) -> None:
+def set_cuts(part: nn.Parameter, cuts: tuple[AxisCut, ...], whole: nn.Parameter) -> None:
     """Say that this is a part.
 
     Args:
-        parameter: In the shape of the part; on `meta`.
+        part: In the shape of the part; on `meta`.
         cuts: How the whole is cut.
-        whole: The values of the whole; None: another rank has them.
+        whole: What it is a part of; on `meta` where another rank has the values.
     """
-    vars(parameter)[_CUTS] = cuts
-    if whole is not None:
-        vars(parameter)[_WHOLE] = whole
+    vars(part)[_CUTS] = cuts
+    vars(part)[_WHOLE] = whole
 
 
 def cuts_of(parameter: Tensor) -> tuple[AxisCut, ...]:
@@ -35,9 +34,9 @@ def cuts_of(parameter: Tensor) -> tuple[AxisCut, ...]:
     return cuts
 
 
-def whole_of(parameter: Tensor) -> Tensor | None:
-    """The values of the whole, of which this is a part, where they wait for an engine on this rank."""
-    whole: Tensor | None = vars(parameter).get(_WHOLE)
+def whole_of(parameter: Tensor) -> nn.Parameter | None:
+    """What this is a part of, as long as it waits for an engine."""
+    whole: nn.Parameter | None = vars(parameter).get(_WHOLE)
     return whole
 
 

@@ -20,7 +20,7 @@ class Expert(ParallelPattern):
     """The experts of a mixture, in one module whose parameters have a first dimension over the experts. Tokens are sent
     to the ranks that have their experts, and results come back; the router, outside of it, stays whole.
 
-    The module is called with, or by these positions: tokens `[n, width]`, the numbers of their experts `[n, k]`, and
+    The module is called with tokens `[n, width]`, the numbers of their experts `[n, k]`, and
     the experts' weights `[n, k]`; it returns `[n, width]`, the sum over a token's experts of what each makes of the
     token with its weight. transformers' experts (Mixtral, Qwen3-MoE and others) are such modules. Each rank calls it
     with what has come to it and `k` 1, with its own experts numbered from 0. Some ranks may get no tokens at all.
@@ -30,9 +30,11 @@ class Expert(ParallelPattern):
 
     def cuts(self, module: nn.Module) -> Mapping[str, int]:
         parameters = dict(module.named_parameters())
-        numbers = {p.shape[0] if p.dim() else 0 for p in parameters.values()}
+        # Of modules below, each of which may be an expert, nothing is known.
+        has_own_alone = len(list(module.parameters(recurse=False))) == len(parameters)
+        numbers = {p.shape[0] if p.dim() and has_own_alone else 0 for p in parameters.values()}
         told = getattr(module, "num_experts", None)
-        if len(numbers) != 1 or (isinstance(told, int) and told not in numbers):
+        if len(numbers) != 1 or 0 in numbers or (isinstance(told, int) and told not in numbers):
             raise PlanError(
                 f"Expert is for a module whose parameters have the experts as their first dimension;"
                 f" {type(module).__name__} has {', '.join(f'{n} {list(p.shape)}' for n, p in parameters.items())}"
@@ -90,11 +92,10 @@ class Expert(ParallelPattern):
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, their experts and the weights, which come by position or in this order."""
-    values = (*args, *kwargs.values())
-    if len(values) != 3:
+    """Tokens, their experts and the weights."""
+    if len(args) != 3 or kwargs:
         raise PlanError(
             "a module with Expert is called with tokens, the numbers of their experts and the experts' weights, and got"
             f" {len(args)} arguments and {', '.join(kwargs) or 'none by name'}"
         )
-    return values
+    return args

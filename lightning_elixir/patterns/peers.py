@@ -42,6 +42,9 @@ class Wire(Protocol):
     def sum_over_ranks(self, axis: str, tensor: Tensor) -> None:
         """In place."""
 
+    def gather(self, axis: str, flat: Tensor) -> None:
+        """In place: each rank's slice of a 1-D tensor goes to all."""
+
     def exchange_rows(
         self, axis: str, received: Tensor, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int]
     ) -> None:
@@ -86,16 +89,16 @@ class Peers:
         """All ranks' tensors, of one shape, one after the other along a dimension."""
         if is_without_values(tensor):
             return torch.cat([tensor] * self.size, dim)
-        wire, numel = self._bound, tensor.numel()
+        wire = self._bound
         wire.meet(self.axis, [Exchange.GATHER, *tensor.shape])
-        sent = tensor.contiguous().view(1, numel).expand(self.size, numel).contiguous()
-        received = torch.empty_like(sent)
-        ones = [1] * self.size
-        wire.exchange_rows(self.axis, received, sent, ones, ones)
-        return torch.cat([row.view(tensor.shape) for row in received], dim)
+        every = tensor.new_empty((self.size, *tensor.shape))
+        every[self.rank].copy_(tensor)
+        wire.gather(self.axis, every.view(-1))
+        return torch.cat(every.unbind(0), dim)
 
     def sum_of_parts(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part, of equal ones along a dimension, of the sum over the ranks, added up in rank order."""
+        """This rank's part, of equal ones along a dimension, of the sum over the ranks, added up in rank order, in fp32
+        at least."""
         parts = torch.stack(tensor.chunk(self.size, dim))
         if is_without_values(tensor):
             return parts[0]
@@ -103,10 +106,10 @@ class Peers:
         wire.meet(self.axis, [Exchange.GATHER, *parts.shape])
         received, ones = torch.empty_like(parts), [1] * self.size
         wire.exchange_rows(self.axis, received, parts, ones, ones)
-        total = received[0].clone()
+        total = received[0].to(torch.promote_types(torch.float32, tensor.dtype), copy=True)
         for part in received[1:]:
             total.add_(part)
-        return total
+        return total.to(tensor.dtype)
 
     def count_rows(self, num_sent: Sequence[int], width: int) -> list[int]:
         """Tell each rank how many rows it is going to get.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
 from lightning_elixir.errors import PlanError
 
@@ -77,7 +76,10 @@ class Mesh:
     def sharing(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that hold the same part of what is cut along these axes; in each, and among each other,
         in rank order."""
-        return self._grouped(axes)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            groups.setdefault(self.part(rank, axes), []).append(rank)
+        return tuple(tuple(ranks) for ranks in groups.values())
 
     def along(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ along one axis alone, in the order of their coordinates."""
@@ -90,13 +92,7 @@ class Mesh:
             for own in range(self.tensor)
         )
 
-    def _grouped(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            groups.setdefault(self.part(rank, axes), []).append(rank)
-        return tuple(tuple(ranks) for ranks in groups.values())
-
-    @cached_property
+    @property
     def num_batches(self) -> int:
         """How many different batches the ranks have at a time."""
         return self.world_size // self.tensor

@@ -59,6 +59,12 @@ def param_specs(
         ],
     )
     _refuse(
+        "are DTensors, as parallelize_module() and fully_shard() make them, and chunks cut parameters between ranks"
+        " themselves. Leave those calls out; ElixirStrategy(tensor_parallel_size=..., patterns={...}) does what"
+        " parallelize_module() does",
+        [fqns[0] for fqns, p in named if type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor"],
+    )
+    _refuse(
         "cannot be held in chunks: a tensor subclass with a __torch_dispatch__ of its own keeps its elements in its own"
         " way, and a chunk has plain ones. Replace it with a plain nn.Parameter of its values, or register it as a"
         " buffer if it is not trained: buffers stay as they are",

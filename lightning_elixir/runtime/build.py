@@ -99,7 +99,8 @@ class Builder:
         self._comm = groups.world
         self._named = dict(module.named_parameters(remove_duplicate=False))
         # On rank 0, of the parameters that are cut, until their chunk is filled
-        self._wholes = {name: whole for name, p in self._named.items() if (whole := whole_of(p)) is not None}
+        wholes = {name: whole_of(p) for name, p in self._named.items()}
+        self._wholes = {name: w.detach() for name, w in wholes.items() if w is not None and not w.is_meta}
         for parameter in self._named.values():
             forget_whole(parameter)
         check_names(plan, self._named)

@@ -50,11 +50,6 @@ class Groups:
         """The ranks that share a chunk."""
         return self._by_axes[spec.axes]
 
-    @property
-    def is_one(self) -> bool:
-        """Whether all chunks are shared by all ranks."""
-        return len(self._by_axes) == 1
-
     def connect(self, chunks: Iterable[ChunkSpec]) -> None:
         """Make the connections that fetches and reductions of these chunks need, group by group."""
         largest: dict[tuple[str, ...], int] = {}
@@ -96,12 +91,6 @@ class Groups:
         """What this rank's slice holds of one member; None: nothing."""
         comm = self.of(spec)
         return segment_of(spec, index, comm.rank, comm.world_size)
-
-    def share_of(self, spec: ChunkSpec, rank: int) -> int:
-        """Which slice of its own part of a chunk any rank has."""
-        if not spec.axes:
-            return rank
-        return next(ranks.index(rank) for ranks in self.mesh.sharing(spec.axes) if rank in ranks)
 
     # Parts of whole parameters
 

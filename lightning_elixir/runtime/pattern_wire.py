@@ -94,6 +94,10 @@ class PatternWire:
         """See `Wire.sum_over_ranks`."""
         self._comms[axis].sum_over_ranks(tensor)
 
+    def gather(self, axis: str, flat: Tensor) -> None:
+        """See `Wire.gather`."""
+        self._comms[axis].all_gather(flat)
+
     def exchange_rows(
         self, axis: str, received: Tensor, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int]
     ) -> None:

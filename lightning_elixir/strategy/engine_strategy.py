@@ -97,8 +97,9 @@ class EngineStrategy(StrategyOptions):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Ranks of one tensor-parallel group get the same data."""
-        kwargs, size = super().distributed_sampler_kwargs, self._config.tensor_parallel_size
-        return {"num_replicas": kwargs["num_replicas"] // size, "rank": kwargs["rank"] // size}
+        of_ranks = super().distributed_sampler_kwargs
+        mesh = self._config.mesh(of_ranks["num_replicas"])
+        return {"num_replicas": mesh.num_batches, "rank": mesh.batch_of(of_ranks["rank"])}
 
     def _check_files(self) -> None:
         self._config.given_hardware()

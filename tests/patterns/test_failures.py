@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_elixir.errors import DivergenceError, PeerLostError
 from tests.helpers.dist import run_ranks
 from tests.helpers.patterns import Case, batch, build
+from tests.helpers.tiers import full
 
 TIGHT = {"placement_policy": "cpu", "chunk_size": 6000}
 CASE = Case(tensor=2, plan=TIGHT)
@@ -53,7 +54,7 @@ def fails_inside(where: str) -> tuple[str, str]:
     return outcome_of(step)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", full("backward")])
 def test_a_rank_that_raises_alone(where: str) -> None:
     first, second = run_ranks(fails_inside, 2, where, fresh=True)
     assert first[0] == PeerLostError.__name__
@@ -81,6 +82,7 @@ def leaves_one_out() -> tuple[str, str]:
     return outcome_of(lambda: optimizer.backward(module(batch(0, 0))))
 
 
+@pytest.mark.full
 def test_a_module_that_one_rank_does_not_run() -> None:
     for kind, _ in run_ranks(leaves_one_out, 2, fresh=True):
         assert kind == DivergenceError.__name__

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_elixir import ElixirStrategy, HybridAdam
+from lightning_elixir import ElixirStrategy, HybridAdam, pretrained
 from lightning_elixir._lightning import LightningModule, Trainer
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns import Column, Expert, Row
 from tests.helpers.dist import RankError, run_ranks
-from tests.helpers.patterns import difference
+from tests.helpers.patterns import STEPS, Case, difference, new_optimizer, train_plain
+from tests.helpers.patterns import batch as batch_of
 from tests.helpers.tiers import telling
 
 CLOSE = 1e-5
@@ -262,3 +267,70 @@ def too_few() -> None:
 def test_a_number_of_ranks_that_the_sizes_do_not_divide() -> None:
     with pytest.raises(RankError, match="multiple of 2, and there are 3"):
         run_ranks(too_few, 3, init_group=False)
+
+
+def by_fabric(tensor: int, expert: int, path: str) -> None:
+    fabric_module = pytest.importorskip("lightning.fabric")
+    from lightning_elixir.fabric import ElixirStrategy as FabricStrategy
+
+    case = Case(tensor=tensor, expert=expert)
+    strategy = FabricStrategy(
+        placement_policy="cpu",
+        chunk_size=6000,
+        tensor_parallel_size=tensor,
+        expert_parallel_size=expert,
+        patterns=case.patterns,
+    )
+    fabric = fabric_module.Fabric(strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]))
+    fabric.launch()
+    made = case.make()
+    model, optimizer = fabric.setup(made, new_optimizer(made.parameters()))
+    for step in range(STEPS):
+        fabric.backward(model(batch_of(step, fabric.global_rank // tensor)))
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.save(path, {"model": model})
+
+
+def test_under_fabric(tmp_path: Path) -> None:
+    run_ranks(by_fabric, 4, 2, 2, str(tmp_path / "saved.ckpt"), init_group=False)
+    _, _, expected = train_plain(Case(tensor=2, expert=2), 2)
+    assert difference(torch.load(tmp_path / "saved.ckpt", weights_only=False)["model"], expected) < CLOSE
+
+
+class Elsewhere(Plain):
+    """Weights that are not there yet, in a way that patterns cannot do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def configure_model(self) -> None:
+        if self.how == "compiled":
+            self.up.compile(backend="eager")
+        elif self.how == "dtensor":
+            mesh = init_device_mesh("cpu", (2,))
+            self.up.weight = nn.Parameter(distribute_tensor(self.up.weight.detach(), mesh, [Shard(0)]))
+        else:
+            self.net = pretrained(lambda: nn.Sequential(nn.Linear(8, 8)), self.how)
+
+
+def refuses_elsewhere(how: str) -> str:
+    patterns = {"down": Row(splits=True)}
+    trainer = trainer_of(ElixirStrategy(tensor_parallel_size=2, patterns=patterns), int(os.environ["WORLD_SIZE"]))
+    try:
+        trainer.fit(Elsewhere(how), DataLoader(torch.randn(8, 8), batch_size=4))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", telling(["compiled", "dtensor", "pretrained"], "dtensor"))
+def test_what_cannot_be_combined_is_refused_on_every_rank(how: str, tmp_path: Path) -> None:
+    told = {"compiled": "torch.compile", "dtensor": "are DTensors", "pretrained": r"pretrained\(\)"}[how]
+    if how == "pretrained":
+        safetensors = pytest.importorskip("safetensors.torch")
+        how = str(tmp_path / "model.safetensors")
+        safetensors.save_file({"0.weight": torch.zeros(8, 8), "0.bias": torch.zeros(8)}, how)
+    for text in run_ranks(refuses_elsewhere, 2, how, init_group=False):
+        assert re.search(told, text)
