@@ -265,9 +265,13 @@ class Builder:
         comm, spec = self._comm, chunk.spec
         dtype = self._precision.master_of(spec) or chunk.dtype
         numel = self._groups.numel(spec)
-        if spec.axes:
-            return self._own_part(chunk, numel, dtype)
         is_read = [member.fqn in self._sources for member in spec.members]
+        if spec.axes and not all(is_read):
+            piece = self._own_part(chunk, numel, dtype)
+            if any(is_read):
+                piece = piece.to("cpu")
+                self._read_sources(chunk, piece)
+            return piece
         if all(is_read) or comm.world_size == 1:
             is_near = master is not None and spec.optim_tier is Tier.CPU
             piece = master if master is not None and is_near else self._staged(numel, dtype)
@@ -294,6 +298,8 @@ class Builder:
             for ranks in groups.parts(spec):
                 flat = torch.zeros(spec.numel, dtype=dtype, device=device)
                 for index, member in enumerate(spec.members):
+                    if member.fqn in self._sources:
+                        continue
                     chunk.view_of(flat, index).copy_(groups.part_of(member, self._wholes[member.fqn], ranks[0]))
                 rows[torch.tensor(ranks, device=device)] = flat.view(len(ranks), numel)
             rows = rows.view(-1)

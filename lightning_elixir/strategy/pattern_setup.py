@@ -8,8 +8,10 @@ from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.apply import put_in, take_out
+from lightning_elixir.patterns.cuts import cuts_of, whole_of
 from lightning_elixir.patterns.model_plans import own_patterns
-from lightning_elixir.runtime.sources import source_of
+from lightning_elixir.plan.mesh import offsets_in_whole
+from lightning_elixir.runtime.sources import set_source, source_of
 from lightning_elixir.strategy.config import ElixirConfig
 
 
@@ -40,16 +42,15 @@ def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None
     if mesh.is_trivial and config.patterns is None:
         take_out(module)  # those of an earlier run
         return
-    sources = [name for name, p in module.named_parameters() if source_of(p) is not None]
-    if sources and not mesh.is_trivial:
-        raise PlanError(
-            f"{sources[0]} and {len(sources) - 1} other parameters are read from files by each rank (pretrained()),"
-            " which patterns do not do yet: load the model with from_pretrained() in configure_model, which rank 0"
-            " alone does"
-        )
     if compiled_regions(module) and not mesh.is_trivial:
         raise PlanError(
             "modules that torch.compile has compiled cannot have parallel patterns yet: leave out torch.compile, or"
             " tensor_parallel_size and expert_parallel_size"
         )
     put_in(module, own_patterns(module, mesh) if config.patterns is None else config.patterns, mesh, comm.rank)
+    for parameter in module.parameters():
+        cuts, whole = cuts_of(parameter), whole_of(parameter)
+        source = None if whole is None else source_of(whole)
+        if source is not None:  # each rank reads its part
+            shape = tuple(parameter.shape)
+            set_source(parameter, source.part(shape, offsets_in_whole(shape, cuts, mesh, comm.rank)))

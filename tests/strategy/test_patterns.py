@@ -21,7 +21,7 @@ from lightning_elixir.patterns import Column, Expert, Row
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.patterns import STEPS, Case, difference, new_optimizer, train_plain
 from tests.helpers.patterns import batch as batch_of
-from tests.helpers.tiers import telling
+from tests.helpers.tiers import full, telling
 
 CLOSE = 1e-5
 TIGHT = {"placement_policy": "cpu", "chunk_size": 9000}
@@ -195,6 +195,44 @@ def test_evaluation() -> None:
         assert losses == pytest.approx([sum(own) / len(own)], abs=CLOSE)
 
 
+class FromFiles(Model):
+    """Each rank reads its parts from a file."""
+
+    def __init__(self, kind: str, path: str) -> None:
+        super().__init__(kind)
+        self.path = path
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = pretrained(lambda: make(self.kind), self.path)
+
+
+def fit_from_files(kind: str, tensor: int, expert: int, path: str) -> dict[str, Tensor]:
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    strategy = ElixirStrategy(tensor_parallel_size=tensor, expert_parallel_size=expert, **TIGHT)
+    sampler = DistributedSampler(Tokens(), num_replicas=world // tensor, rank=rank // tensor, shuffle=False)
+    trainer = trainer_of(strategy, world, gradient_clip_val=1.0)
+    trainer.fit(FromFiles(kind, path), DataLoader(Tokens(), batch_size=2, sampler=sampler))
+    return {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "expert"), [("llama", 2, 1), full("qwen3_moe", 2, 2), full("mixtral", 1, 2)]
+)
+def test_weights_from_files(kind: str, tensor: int, expert: int, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    world = max(2, tensor * expert)
+    state = {n: p.detach() + 0.01 for n, p in make(kind).named_parameters()}  # others than those that are drawn
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    model = Model(kind)
+    model.configure_model()
+    model.net.load_state_dict(state, strict=False)
+    trainer = trainer_of("auto", 1, gradient_clip_val=1.0)
+    trainer.fit(model, DataLoader(Tokens(), batch_size=2 * world // tensor))
+    found = run_ranks(fit_from_files, world, kind, tensor, expert, str(tmp_path), init_group=False)[0]
+    assert difference(found, model.state_dict()) < CLOSE
+
+
 # What is refused
 
 
@@ -308,11 +346,9 @@ class Elsewhere(Plain):
     def configure_model(self) -> None:
         if self.how == "compiled":
             self.up.compile(backend="eager")
-        elif self.how == "dtensor":
+        else:
             mesh = init_device_mesh("cpu", (2,))
             self.up.weight = nn.Parameter(distribute_tensor(self.up.weight.detach(), mesh, [Shard(0)]))
-        else:
-            self.net = pretrained(lambda: nn.Sequential(nn.Linear(8, 8)), self.how)
 
 
 def refuses_elsewhere(how: str) -> str:
@@ -325,12 +361,8 @@ def refuses_elsewhere(how: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("how", telling(["compiled", "dtensor", "pretrained"], "dtensor"))
-def test_what_cannot_be_combined_is_refused_on_every_rank(how: str, tmp_path: Path) -> None:
-    told = {"compiled": "torch.compile", "dtensor": "are DTensors", "pretrained": r"pretrained\(\)"}[how]
-    if how == "pretrained":
-        safetensors = pytest.importorskip("safetensors.torch")
-        how = str(tmp_path / "model.safetensors")
-        safetensors.save_file({"0.weight": torch.zeros(8, 8), "0.bias": torch.zeros(8)}, how)
+@pytest.mark.parametrize("how", telling(["compiled", "dtensor"], "dtensor"))
+def test_what_cannot_be_combined_is_refused_on_every_rank(how: str) -> None:
+    told = {"compiled": "torch.compile", "dtensor": "are DTensors"}[how]
     for text in run_ranks(refuses_elsewhere, 2, how, init_group=False):
         assert re.search(told, text)
