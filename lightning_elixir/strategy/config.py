@@ -144,8 +144,8 @@ class ElixirConfig(LossScaling):
                 raise PlanError(f"{name} must be a number of ranks, at least 1, got {size!r}")
         if self.use_fused_kernels is True and self.fused_choice is False:
             raise PlanError(
-                "use_fused_kernels=True cannot be had with tensor_parallel_size or expert_parallel_size: fused operators"
-                " would pass the patterns by. Leave it out, or give 'auto', which swaps nothing there"
+                "use_fused_kernels=True cannot be had with tensor_parallel_size or expert_parallel_size: fused"
+                " operators would pass the patterns by. Leave it out, or give 'auto', which swaps nothing there"
             )
         patterns = self.patterns
         if patterns is None:
