@@ -18,8 +18,8 @@ from lightning_elixir.core.module_hooks import without_hooks
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.fused import FusedChoice, fuse
 from lightning_elixir.memory_limits import ModuleLimits
-from lightning_elixir.patterns.apply import pattern_forwards
 from lightning_elixir.optimizer import ElixirOptimizer
+from lightning_elixir.patterns.apply import pattern_forwards
 from lightning_elixir.plan.ignored import ignored_in_fp32, with_ignored
 from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
 from lightning_elixir.plan.types import Plan

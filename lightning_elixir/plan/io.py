@@ -310,7 +310,8 @@ def _chunk(content: object, index: int) -> ChunkSpec:
 def _member(content: object, where: str) -> Member:
     fields = _Fields(content, where)
     fields.check_keys(_MEMBER_KEYS)
-    return Member(fqn=fields.text("fqn"), shape=_shape(fields, where), offset=fields.integer("offset", least=0))
+    shape = _shape(fields, where)
+    return Member(fields.text("fqn"), shape, fields.integer("offset", least=0), _cuts(content, list(shape), where))
 
 
 def _shape(fields: _Fields, where: str) -> tuple[int, ...]:
