@@ -26,6 +26,7 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.ignored import ignored_bytes
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.memory import Budget, host_share
+from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.packing import DEFAULT_N_GRIDS, ChunkSizes, PackedChunk, packed_chunks
 from lightning_elixir.plan.placing.fallbacks import plan_with_fallbacks
 from lightning_elixir.plan.placing.fates_tried import FatesTried, with_alternatives
@@ -81,6 +82,7 @@ def make_plan(
     budget: Budget = Budget(),
     regime: TrainingRegime = TrainingRegime(),
     world_size: int = 1,
+    mesh: Mesh | None = None,
     compute_dtype: torch.dtype | None = None,
     keep_fp32: Collection[str] = (),
     ignored: Collection[IgnoredParam] | None = None,
@@ -97,7 +99,8 @@ def make_plan(
         budget: What one rank may use. "auto": states may take the NVMe space where the host's memory is short, and
             parameters where it is short even so. Activations count as in a `profile`, where there is one.
         regime: What training is like.
-        world_size: Ranks that share a chunk.
+        world_size: All ranks; not used with a `mesh`.
+        mesh: The ranks where patterns cut parameters between them; None: nothing is cut.
         compute_dtype: Dtype of forward and backward; None: each parameter keeps its own.
         keep_fp32: Names of parameters that are computed with in fp32 all the same; with a `layout`, as that has it.
         ignored: Parameters that are left out of chunks, from `ignored_parameters`; None: frozen ones that no chunk can
@@ -123,6 +126,9 @@ def make_plan(
     specs = param_specs(model, compute_dtype, keep_fp32 if layout is None else kept_in(layout), names)
     blocks = blocks_of(model, request.activations) if layout is None else layout.activations
     main_dtype = _main_dtype(specs, compute_dtype)
+    mesh = mesh or Mesh(world_size)
+    world_size = mesh.world_size
+    mesh.check()
     problem = Problem(
         request=replace(request, accesses=module_accesses(model)),
         budget=budget,
@@ -132,6 +138,8 @@ def make_plan(
         is_time_guessed=profile is None,
         blocks=blocks,
         activation_host_bytes=None if layout is None else layout.activation_host_bytes,
+        tensor_parallel_size=mesh.tensor,
+        expert_parallel_size=mesh.expert,
     )
     problem.check()
     if layout is not None:

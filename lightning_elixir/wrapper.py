@@ -20,6 +20,7 @@ from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.fused import FusedChoice, fuse
 from lightning_elixir.memory_limits import ModuleLimits
 from lightning_elixir.optimizer import ElixirOptimizer
+from lightning_elixir.patterns.apply import pattern_forwards
 from lightning_elixir.plan.ignored import ignored_in_fp32, with_ignored
 from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
 from lightning_elixir.plan.types import Plan
@@ -117,6 +118,8 @@ class ElixirModule(nn.Module):
         tell_of_unchunked(model, plan.ignored)
         precision = Precision(torch.float32 if is_half and master_weights else None)
         disk = DiskOptions(nvme_offload_dir, nvme_backend, nvme_checksums)
+        if use_fused_kernels and any(pattern_forwards(model)):
+            raise PlanError("fused operators would pass parallel patterns by: leave out use_fused_kernels")
         with fuse(model, use_fused_kernels, runtime_device.torch_device) as self._swapped:
             self.engine = Engine(model, plan, runtime_device, comm, precision, reduce_dtype, prefetch, disk)
         self.module = model
@@ -231,13 +234,13 @@ class ElixirModule(nn.Module):
         fqns = {id(p): m.fqn for c in engine.chunks for p, m in zip(c.parameters, c.spec.members, strict=True)}
         named = self.module.named_parameters(remove_duplicate=False)
         targets = {name: p for name, p in named if id(p) in fqns}  # ignored ones load as buffers do
+        shapes = {m.fqn: engine.groups.whole_shape(m) for c in engine.chunks for m in c.spec.members}
         values: dict[str, Tensor] = {}
         for name, target in targets.items():
             if name in state:
-                if state[name].shape != target.shape:
-                    raise PlanError(
-                        f"state dict: {name} has shape {tuple(state[name].shape)}, the model has {tuple(target.shape)}"
-                    )
+                shape = shapes[fqns[id(target)]]
+                if tuple(state[name].shape) != shape:
+                    raise PlanError(f"state dict: {name} has shape {tuple(state[name].shape)}, the model has {shape}")
                 values[fqns[id(target)]] = state[name]
         missing = [name for name in targets if name not in state]
         # Everything else (buffers, extra state, states of metrics) the modules load by themselves.
@@ -273,6 +276,12 @@ class ElixirModule(nn.Module):
             unknown = [name for name in wanted if name not in members and name not in beside]
             if unknown:
                 raise StateError(f"not parameters of this model: {', '.join(unknown[:5])}")
+            parts = [name for name in wanted if name in members and members[name][0].spec.axes]
+            if parts:
+                raise StateError(
+                    f"{', '.join(parts[:3])} are cut between ranks by a pattern, so no rank has them whole: name"
+                    " others, or take all from full_state_dict() (lightning_module_state_dict())"
+                )
             ids = tuple(dict.fromkeys(members[name][0].id for name in wanted if name in members))
             with engine.writes.resident(ids, modify=modify):
                 yield {

@@ -22,19 +22,20 @@ ARROWS: dict[str, set[str]] = {
     "storage": {"core", "plan"},
     "optim": {"core", "plan", "kernels", "storage"},
     "fused": {"core"},
-    "profiling": {"core", "fused", "plan", "storage", "kernels", "optim"},  # the optimizer whose speed is measured
+    "patterns": {"plan"},
+    "profiling": {"core", "fused", "plan", "patterns", "storage", "kernels", "optim"},  # the optimizer that is measured
     "checkpoint": {"core", "storage"},
-    "runtime": {"core", "plan", "storage", "optim"},
+    "runtime": {"core", "plan", "patterns", "storage", "optim"},
     "report": {"plan"},
     "planning": {"core", "fused", "plan", "profiling"},
     "memory_limits": {"core", "plan", "planning", "runtime"},
     "stepping": {"core", "plan", "optim", "runtime"},
     "optimizer": {"core", "plan", "optim", "runtime", "stepping", "wrapper"},
-    "wrapper": {"core", "fused", "plan", "profiling", "runtime", "storage", "optimizer", "memory_limits"},
+    "wrapper": {"core", "fused", "patterns", "plan", "profiling", "runtime", "storage", "optimizer", "memory_limits"},
     # Lightning itself comes in through `_lightning` alone.
     "_lightning": set(),
     "strategy": {"_lightning", "wrapper", "optimizer", "planning", "report", "runtime", "checkpoint", "profiling"}
-    | {"optim", "storage", "core", "fused", "plan", "memory_limits"},
+    | {"patterns", "optim", "storage", "core", "fused", "plan", "memory_limits"},
     "registration": {"_lightning", "strategy"},
     "cli": {"_lightning", "registration", "strategy", "planning", "report", "checkpoint", "profiling", "plan"},
     "fabric": {"strategy"},
@@ -53,6 +54,7 @@ DEFERRED = {
     "runtime/forwards.py": {"Forwards.enter_module", "Forwards.exit_module"},
     "runtime/offloading.py": {"Offloader._settle", "Offloader.pack", "Offloader.unpack"},
     "runtime/param_reads.py": {"ParamReads.submit"},
+    "runtime/pattern_wire.py": {"PatternWire.meet"},
     "runtime/spans.py": {"Span.__enter__", "Span.__exit__"},
     "runtime/turns.py": {"Held.__enter__", "Held.__exit__"},
     "runtime/user_writes.py": {"UserWrites.resident"},

@@ -52,6 +52,9 @@ class Extent:
     begin: int
     """First element of the run."""
     numel: int
+    offsets: Shape = ()
+    """Where the tensor begins in a larger one, to which the boxes then belong, along each dimension; empty: it is no
+    part of another."""
 
     def boxes(self, most: int | None = None) -> list[Box]:
         """The run, cut up, in its order.
@@ -63,7 +66,10 @@ class Extent:
         most = max(1, self.numel if most is None else most)
         cut = _cut(tuple(self.shape[d] for d in order), self.begin, self.begin + self.numel, most)
         back = [order.index(d) for d in range(len(order))]
-        return [Box(tuple(o[i] for i in back), tuple(s[i] for i in back)) for o, s in cut]
+        begins = self.offsets or (0,) * len(order)
+        return [
+            Box(tuple(o[i] + b for i, b in zip(back, begins, strict=True)), tuple(s[i] for i in back)) for o, s in cut
+        ]
 
     def views(self, run: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """The boxes, each with its values.

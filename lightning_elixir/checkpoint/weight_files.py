@@ -57,7 +57,8 @@ class StoredWeight:
         """Fill a run of elements.
 
         Args:
-            extent: Which, in which memory order. Contiguous ones are read by themselves; in another order, whole rows.
+            extent: Which, in which memory order. Contiguous ones are read by themselves; in another order, or of a part
+                of the tensor, whole rows.
             target: 1-D, `[extent.numel]`, in host memory.
             via: Dtypes that the values are cast to on the way to the target's.
 
@@ -66,7 +67,7 @@ class StoredWeight:
         """
         try:
             with self.path.open("rb", buffering=0) as file:
-                if extent.stride is not None:
+                if extent.stride is not None or extent.offsets:
                     for box, part in extent.views(target):
                         part.copy_(_cast(self._read_box(file, box), via))
                     return

@@ -26,6 +26,10 @@ it can be closed beside the user's default group, and Lightning's reductions go 
 aborted: kernels end that wait for a peer, and what the device has computed then goes nowhere, since the next message
 raises. Groups over some of the ranks cannot be made again after a rank has left: torch would give them their old names.
 
+Ranks that share only some of the chunks, or that cut operators between them, get comms of their own (`part`), made of
+the same parts. All of them leave together: a rank that waits in one of them for a peer would not hear what that peer
+was told in another. They cannot be made again then, so what was built over them has to be built anew.
+
 A reduce-scatter is an exchange of slices and a local sum in rank order, in fp32 for 16-bit gradients: a ring starts at
 another rank for every slice, so its sums would depend on where in a chunk an element lies (seen with three gloo ranks:
 other bits for other chunk sizes).
@@ -132,6 +136,28 @@ class Comm(Protocol):
     def apart(self) -> Comm:
         """The same ranks, for messages (`exchange_objects`) of another thread. Collective."""
 
+    def part(self, groups: Sequence[Sequence[int]], *, has_reductions: bool) -> Comm:
+        """Those of the ranks that are in one group with this one; it leaves when this does, and the other way round.
+        Collective.
+
+        Args:
+            groups: The same on every rank; all of one size, and each rank in one of them.
+            has_reductions: Whether gradients will be reduced over it, which takes a group, and memory of the device.
+        """
+
+    def sum_over_ranks(self, tensor: Tensor) -> None:
+        """In place, over the data group; the same bits on every rank."""
+
+    def exchange_rows(
+        self, received: Tensor, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int]
+    ) -> None:
+        """Rows (of the first dimension) of contiguous tensors go from each rank to each, over the data group.
+
+        Args:
+            num_received: How many rows come from each rank; `received` has room for all of them, in rank order.
+            num_sent: How many of `sent` go to each rank, in rank order.
+        """
+
     def lent(self, call: Call) -> AbstractContextManager[dist.ProcessGroup | None]:
         """When all ranks have come here, a group of them for collectives that others (Lightning) issue inside; None:
         the default one, if there is any. Raises as `exchange` does."""
@@ -197,6 +223,17 @@ class SoloComm:
     def apart(self) -> Comm:
         return self
 
+    def part(self, groups: Sequence[Sequence[int]], *, has_reductions: bool) -> Comm:
+        return self
+
+    def sum_over_ranks(self, tensor: Tensor) -> None:
+        return
+
+    def exchange_rows(
+        self, received: Tensor, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int]
+    ) -> None:
+        received.copy_(sent)
+
     def lent(self, call: Call) -> AbstractContextManager[dist.ProcessGroup | None]:
         return nullcontext()
 
@@ -214,6 +251,8 @@ class SoloComm:
 # second round.
 _MESSAGE_NUMEL = 64
 _HEADER_NUMEL = 2
+
+_OF_PATTERN = Call("an exchange of a parallel pattern", is_routine=True, is_of_batch=True)
 
 # How long a host waits for others before it looks around.
 _SLICE = timedelta(seconds=0.25)
@@ -300,10 +339,24 @@ class GroupComm:
             group as well, since each takes memory of the device; with gloo, the data group can be closed by itself.
         device: Where collectives of the data and reduce groups take their tensors.
         timeout: How long control messages wait for the slowest rank; None: torch's default of the backend.
+        beside: All groups that are made at this point, by all ranks of the default group, this one among them. None:
+            only the ranks of this group make it.
+        has_reductions: See `part`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        beside: Sequence[list[int]] | None = None,
+        *,
+        has_reductions: bool = True,
+    ) -> None:
         self._given = group
+        self._beside = beside
+        self._has_reductions = has_reductions
+        self._linked: weakref.WeakSet[GroupComm] = weakref.WeakSet()  # they leave with this one
         self._device = device
         self._timeout = timeout
         self._backend = dist.get_backend(group)
@@ -335,9 +388,11 @@ class GroupComm:
     def _open_groups(self) -> None:
         if not self._is_apart:
             is_own = self._backend == "gloo"
-            self._data = _new_group(self._ranks, self._timeout, self._backend) if is_own else self._given
-            self._reduce = _new_group(self._ranks, self._timeout, self._backend)
-        self._control = _new_group(self._ranks, self._timeout, "gloo")
+            self._data = _new_group(self._ranks, self._timeout, self._backend, self._beside) if is_own else self._given
+            self._reduce = self._data
+            if self._has_reductions:
+                self._reduce = _new_group(self._ranks, self._timeout, self._backend, self._beside)
+        self._control = _new_group(self._ranks, self._timeout, "gloo", self._beside)
         # Names come again where a process group is made anew over the same store, with what was written there.
         told = self._exchange_values((Process.this(), uuid.uuid4().hex))
         self._roster = Roster(f"{self._control.group_name}/{told[0][1]}", self.rank)
@@ -568,6 +623,33 @@ class GroupComm:
             other._open()
         return other
 
+    def part(self, groups: Sequence[Sequence[int]], *, has_reductions: bool) -> Comm:
+        if len(groups[0]) == 1:
+            return SoloComm()
+        named = [[self._ranks[rank] for rank in ranks] for ranks in groups]
+        own = next(ranks for ranks in named if self._ranks[self.rank] in ranks)
+        beside = named if self.world_size == dist.get_world_size() else None
+        with self.collective():
+            group = _new_group(own, self._timeout, self._backend, beside)
+        made = GroupComm(group, self._device, self._timeout, beside, has_reductions=has_reductions)
+        for other in (self, *self._linked):
+            made._linked.add(other)
+            other._linked.add(made)
+        return made
+
+    def sum_over_ranks(self, tensor: Tensor) -> None:
+        with self.collective(_OF_PATTERN):
+            self._on_data(lambda is_async: dist.all_reduce(tensor, group=self._data, async_op=is_async))
+
+    def exchange_rows(
+        self, received: Tensor, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int]
+    ) -> None:
+        splits = list(num_received), list(num_sent)
+        with self.collective(_OF_PATTERN):
+            self._on_data(
+                lambda is_async: dist.all_to_all_single(received, sent, *splits, group=self._data, async_op=is_async)
+            )
+
     @contextmanager
     def lent(self, call: Call) -> Iterator[dist.ProcessGroup | None]:
         with self.collective(call):
@@ -607,6 +689,7 @@ class GroupComm:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> PeerLostError:
+        is_news = False
         with self._lock:
             if self._loss is None:
                 self._roster.tell()
@@ -624,13 +707,27 @@ class GroupComm:
                 self._loss = PeerLostError(text, ranks=sorted(causes))
                 if causes:
                     self._roster.tell(heard=why)
-                self._roster.linger()
-            return PeerLostError(str(self._loss), ranks=self._loss.ranks)
+                is_news = True
+            loss = PeerLostError(str(self._loss), ranks=self._loss.ranks)
+        if is_news:
+            self._end_of_all(loss)
+        return loss
 
     def leave(self, error: BaseException) -> None:
+        if self._leave(error):
+            self._end_of_all(error)
+
+    def _end_of_all(self, error: BaseException) -> None:
+        """This has been left: so are the others, and then this rank may end."""
+        for other in list(self._linked):
+            other._leave(error)
+        self._roster.linger()
+
+    def _leave(self, error: BaseException) -> bool:
+        """Returns whether this was not left yet."""
         with self._lock:
             if self._loss is not None:
-                return
+                return False
             if isinstance(error, PeerLostError):
                 self._loss = error.with_traceback(None)
                 self._roster.tell(heard=str(error))
@@ -639,7 +736,7 @@ class GroupComm:
                 self._loss = PeerLostError(f"rank {self.rank} has failed itself ({text})", ranks=[self.rank])
                 self._roster.tell(failed=text)
             self._disconnect()
-            self._roster.linger()
+            return True
 
     def loss_of_reduction(self) -> PeerLostError:
         """The error of a reduction that was under way when this rank left."""
@@ -676,7 +773,8 @@ class GroupComm:
                 _leave_open(self._reduce, work)
         if self._data is not self._given:
             _destroy(self._data)
-        _destroy(self._reduce)
+        if self._has_reductions:
+            _destroy(self._reduce)
         del self._data, self._reduce
 
     def _open_again(self) -> None:
@@ -705,7 +803,8 @@ class GroupComm:
             return
         self._roster.tell_closed(self._place.count)
         if dist.get_world_size() == self.world_size:
-            for group in (self._reduce, self._control, *([self._data] if self._data is not self._given else [])):
+            own = [self._control, *([self._reduce] if self._has_reductions else [])]
+            for group in (*own, *([self._data] if self._data is not self._given else [])):
                 dist.destroy_process_group(group)
 
 
@@ -756,7 +855,12 @@ def _destroy(group: dist.ProcessGroup) -> None:
         return  # it is gone, or was aborted
 
 
-def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
+def _new_group(
+    ranks: list[int], timeout: timedelta | None, backend: str, beside: Sequence[list[int]] | None = None
+) -> dist.ProcessGroup:
+    if beside is not None:  # NCCL makes the communicators of a part with the help of all ranks of the whole
+        made = [dist.new_group(one, timeout=timeout, backend=backend) for one in beside]
+        return cast(dist.ProcessGroup, made[list(beside).index(ranks)])
     # torch numbers groups that all ranks make. Those of some it names after the groups that there are: made again after
     # it was destroyed, one would get its old name, and find the addresses of the old one in the store.
     is_partial = len(ranks) < dist.get_world_size()

@@ -38,6 +38,13 @@ def explain(plan: Plan) -> str:
         f" {len(plan.chunks)} chunks of up to {format_bytes(_largest_bytes(plan))}{_blocks_text(plan)}",
         f"  {describe_placement(plan.chunks, plan.rcache_blocks, plan.prefetch_depth)}",
     ]
+    if not plan.mesh.is_trivial:
+        cut = sum(c.nbytes for c in plan.chunks if c.axes)
+        lines.append(
+            f"  parallel patterns: tensor {plan.tensor_parallel_size}, expert {plan.expert_parallel_size};"
+            f" {format_bytes(cut)} of the {format_bytes(sum(c.nbytes for c in plan.chunks))} of parameters that a rank"
+            " computes with are its parts of cut ones"
+        )
     updates = describe_updates(plan)
     if updates:
         lines.append(f"  updates of states beside the GPU run {updates}")

@@ -12,6 +12,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.activations import Fate, ModelBlock
 from lightning_elixir.plan.files import read_json
 from lightning_elixir.plan.memory import problem_of_places
+from lightning_elixir.plan.mesh import AXES, AxisCut, axes_of
 from lightning_elixir.plan.types import (
     ALIGN_NUMEL,
     DTYPE_BYTES,
@@ -32,6 +33,8 @@ _PLAN_KEYS = (
     "schema",
     "policy",
     "world_size",
+    "tensor_parallel_size",
+    "expert_parallel_size",
     "compute_dtype",
     "block_bytes",
     "rcache_blocks",
@@ -59,7 +62,7 @@ _CHUNK_KEYS = (
     "members",
 )
 _BLOCK_KEYS = ("name", "fate")
-_MEMBER_KEYS = ("fqn", "shape", "offset")
+_MEMBER_KEYS = ("fqn", "shape", "offset", "cuts")
 
 _IGNORED_KEYS = ("fqn", "shape", "dtype", "requires_grad", "nbytes")
 
@@ -75,6 +78,8 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
         "schema": plan.schema,
         "policy": plan.policy,
         "world_size": plan.world_size,
+        "tensor_parallel_size": plan.tensor_parallel_size,
+        "expert_parallel_size": plan.expert_parallel_size,
         "compute_dtype": plan.compute_dtype,
         "block_bytes": plan.block_bytes,
         "rcache_blocks": plan.rcache_blocks,
@@ -97,12 +102,19 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
                 "is_persistent": c.is_persistent,
                 "is_update_streamed": c.is_update_streamed,
                 "has_spare_states": c.has_spare_states,
-                "members": [{"fqn": m.fqn, "shape": list(m.shape), "offset": m.offset} for m in c.members],
+                "members": [_member_to_dict(m) for m in c.members],
             }
             for c in plan.chunks
         ],
         "ignored": [{**asdict(p), "shape": list(p.shape)} for p in plan.ignored],
     }
+
+
+def _member_to_dict(member: Member) -> dict[str, object]:
+    content: dict[str, object] = {"fqn": member.fqn, "shape": list(member.shape), "offset": member.offset}
+    if member.cuts:  # most plans have none
+        content["cuts"] = {cut.axis: cut.dim for cut in member.cuts}
+    return content
 
 
 def plan_from_dict(content: object) -> Plan:
@@ -120,6 +132,8 @@ def plan_from_dict(content: object) -> Plan:
         schema=schema,
         policy=fields.text("policy"),
         world_size=fields.integer("world_size", least=1),
+        tensor_parallel_size=fields.integer("tensor_parallel_size", least=1),
+        expert_parallel_size=fields.integer("expert_parallel_size", least=1),
         compute_dtype=fields.choice("compute_dtype", TRAINED_DTYPES),
         block_bytes=fields.integer("block_bytes", least=1),
         rcache_blocks=fields.integer("rcache_blocks", least=0),
@@ -310,7 +324,8 @@ def _chunk(content: object, index: int) -> ChunkSpec:
 def _member(content: object, where: str) -> Member:
     fields = _Fields(content, where)
     fields.check_keys(_MEMBER_KEYS)
-    return Member(fqn=fields.text("fqn"), shape=_shape(fields, where), offset=fields.integer("offset", least=0))
+    shape = _shape(fields, where)
+    return Member(fields.text("fqn"), shape, fields.integer("offset", least=0), _cuts(content, list(shape), where))
 
 
 def _shape(fields: _Fields, where: str) -> tuple[int, ...]:
@@ -323,10 +338,21 @@ def _shape(fields: _Fields, where: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def _cuts(content: object, shape: list[int], where: str) -> tuple[AxisCut, ...]:
+    told = content.get("cuts", {}) if isinstance(content, Mapping) else {}
+    fields = _Fields(told, f"{where}, cuts")
+    fields.check_keys(AXES)
+    cuts = tuple(AxisCut(axis, fields.integer(axis, least=0)) for axis in AXES if axis in told)
+    if len({cut.dim for cut in cuts}) < len(cuts) or any(cut.dim >= len(shape) for cut in cuts):
+        raise PlanError(f"{where}: cuts must name different dimensions of shape {shape}, got {told!r}")
+    return cuts
+
+
 def _check_layout(plan: Plan) -> None:
     """What the runtime relies on and JSON types cannot say."""
     if plan.grad_reuses_compute_shard and plan.update_timing is UpdateTiming.INSIDE_BACKWARD:
         raise PlanError("grad_reuses_compute_shard and updates inside backward exclude each other")
+    plan.mesh.check()
     problem = problem_of_places(plan)
     if problem is not None:
         raise PlanError(problem)
@@ -346,6 +372,8 @@ def _check_layout(plan: Plan) -> None:
             raise PlanError(f"chunk {index} has {chunk.numel} elements, not a multiple of {multiple}")
         if not chunk.is_persistent:
             needed_blocks = max(needed_blocks, plan.blocks_of(index))
+        if any(axes_of(member.cuts) != chunk.axes for member in chunk.members):
+            raise PlanError(f"chunk {index} holds parameters that are cut along different axes")
         end = 0
         for member in chunk.members:
             if member.fqn in seen:
@@ -373,7 +401,8 @@ def _render(value: object, indent: str = "") -> str:
 
 
 def _is_leaf(value: dict[str, object] | list[object]) -> bool:
-    """Whether it is a member (its shape is its only container) or a list of scalars."""
+    """Whether it is a member (its shape and cuts are its only containers) or a list of scalars."""
     if isinstance(value, list):
         return not any(isinstance(item, (dict, list)) for item in value)
-    return set(value) in (set(_MEMBER_KEYS), set(_BLOCK_KEYS))
+    is_member = {"fqn", "shape", "offset"} <= set(value) <= set(_MEMBER_KEYS)
+    return is_member or set(value) == set(_BLOCK_KEYS)

@@ -48,7 +48,7 @@ def with_dtypes(plan: Plan, dtypes: Mapping[str, str]) -> Plan:
         return plan
     filled: list[_Open] = []
     moved: list[_Open] = []
-    open_chunks: dict[ChunkSpec, _Open] = {}
+    open_chunks: dict[tuple[ChunkSpec, tuple[str, ...]], _Open] = {}
     for chunk in plan.chunks:
         staying = [m for m in chunk.members if dtypes.get(m.fqn, chunk.dtype) == chunk.dtype]
         if len(staying) == len(chunk.members):
@@ -64,9 +64,9 @@ def with_dtypes(plan: Plan, dtypes: Mapping[str, str]) -> Plan:
             if dtype == chunk.dtype:
                 continue
             kind = replace(chunk, id=0, dtype=dtype, numel=0, members=(), has_spare_states=False)
-            target = open_chunks.get(kind)
+            target = open_chunks.get((kind, chunk.axes))
             if target is None or not target.has_room(member, plan.block_bytes):
-                target = open_chunks[kind] = _Open(kind)
+                target = open_chunks[kind, chunk.axes] = _Open(kind)
                 filled.append(target)
                 moved.append(target)
             target.add(member)

@@ -7,12 +7,13 @@ on the device what is persistent, and on the host staging buffers where gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from lightning_elixir.plan.device_words import DeviceWords
+from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.regime import ModelDataBytes, TrainingRegime, UpdateMode
 from lightning_elixir.plan.tables import Table
 from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Plan, Tier, UpdateTiming
@@ -70,16 +71,18 @@ def param_buffers(param_bytes: Iterable[int]) -> tuple[int, int]:
     return min(PARAM_BUFFERS, len(sizes)), max(sizes, default=0)
 
 
-def grad_staging(chunks: Iterable[ChunkSpec], world_size: int, itemsize: int | None = None) -> tuple[int, int]:
+def grad_staging(
+    chunks: Iterable[ChunkSpec], num_sharing: Callable[[ChunkSpec], int], itemsize: int | None = None
+) -> tuple[int, int]:
     """How many of those buffers there are, and the bytes of each: of the largest gradient shard.
 
     Args:
         chunks: With their tiers.
-        world_size: Ranks that share them.
+        num_sharing: How many ranks share a chunk.
         itemsize: Of a gradient's element as it comes down; None: of the compute dtype.
     """
     sizes = [
-        c.numel // world_size * (itemsize or DTYPE_BYTES[c.dtype])
+        c.numel // num_sharing(c) * (itemsize or DTYPE_BYTES[c.dtype])
         for c in chunks
         if c.requires_grad and c.optim_tier is not Tier.GPU
     ]
@@ -225,6 +228,21 @@ class Scheme:
     updates: UpdateMode = UpdateMode()
     activation_host_bytes: int = 0
     """Host memory that activations may take."""
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """How the ranks stand to each other."""
+        return Mesh(self.world_size, self.tensor_parallel_size, self.expert_parallel_size)
+
+    def num_sharing(self, chunk: ChunkSpec) -> int:
+        """How many ranks share a chunk: those that hold the same parts of its parameters."""
+        return self.mesh.num_sharing(chunk.axes) if chunk.axes else self.world_size
+
+    def shard_numel(self, chunk: ChunkSpec) -> int:
+        """Elements of one rank's slice of a chunk."""
+        return chunk.numel // self.num_sharing(chunk)
 
     @cached_property
     def data_bytes(self) -> Mapping[str, ModelDataBytes]:
@@ -268,10 +286,10 @@ class Scheme:
         return max(streamed, self.regime.whole_update_bytes)
 
     def param_shard_bytes(self, chunk: ChunkSpec) -> int:
-        return chunk.nbytes if self.is_shard_whole else chunk.nbytes // self.world_size
+        return chunk.nbytes if self.is_shard_whole else chunk.nbytes // self.num_sharing(chunk)
 
     def grad_shard_bytes(self, chunk: ChunkSpec) -> int:
-        return chunk.numel // self.world_size * self.data_bytes[chunk.dtype].grad if chunk.requires_grad else 0
+        return self.shard_numel(chunk) * self.data_bytes[chunk.dtype].grad if chunk.requires_grad else 0
 
     def host_grad_bytes(self, chunk: ChunkSpec) -> int:
         """What gradients take in host memory beside the compute shard."""
@@ -285,7 +303,7 @@ class Scheme:
         on_nvme = [c for c in chunks if self.chunk_bytes(c).uses_nvme and c.requires_grad and has_params_on_nvme(c)]
         if not self.regime.accumulates and not on_nvme:
             return 0
-        number, nbytes = grad_staging(chunks, self.world_size)
+        number, nbytes = grad_staging(chunks, self.num_sharing)
         sums = 2 * max(map(self.nvme_grad_bytes, on_nvme), default=0) if self.regime.accumulates else 0
         return number * nbytes + sums
 
@@ -293,7 +311,7 @@ class Scheme:
         """What gradients have reserved on NVMe: they may become sums in fp32."""
         if not chunk.requires_grad or not has_params_on_nvme(chunk):
             return 0
-        return chunk.numel // self.world_size * max(4, self.data_bytes[chunk.dtype].compute)
+        return self.shard_numel(chunk) * max(4, self.data_bytes[chunk.dtype].compute)
 
     def nvme_bytes(self, chunk: ChunkSpec) -> int:
         """All that a chunk takes on NVMe."""
@@ -318,7 +336,7 @@ class Scheme:
     def state_bytes(self, chunk: ChunkSpec) -> int:
         """Master and optimizer states of one rank."""
         data = self.data_bytes[chunk.dtype]
-        return chunk.numel // self.world_size * (data.master + data.states) if chunk.requires_grad else 0
+        return self.shard_numel(chunk) * (data.master + data.states) if chunk.requires_grad else 0
 
     def spare_bytes(self, chunk: ChunkSpec) -> int:
         """The second set of master and states, and the memory for new values, where the chunk has them."""
@@ -339,7 +357,7 @@ class Scheme:
         return self.updates.timing is UpdateTiming.INSIDE_BACKWARD and self.regime.needs_global_norm
 
     def _value_bytes(self, chunk: ChunkSpec) -> int:
-        return chunk.numel // self.world_size * self.data_bytes[chunk.dtype].compute
+        return self.shard_numel(chunk) * self.data_bytes[chunk.dtype].compute
 
     def grad_block_bytes(self, chunks: Sequence[ChunkSpec]) -> int:
         """The blocks that gradients are gathered in."""

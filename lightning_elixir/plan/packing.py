@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.mesh import axes_of
 from lightning_elixir.plan.types import ALIGN_NUMEL, DTYPE_BYTES, Member, ParamSpec, Plan
 
 MIN_CHUNK_BYTES = 32 * 2**20
@@ -35,6 +36,11 @@ class PackedChunk:
     numel: int
     """Elements of the flat tensor, padding included; a multiple of `world_size * ALIGN_NUMEL`."""
     members: tuple[Member, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Along which its parameters are cut."""
+        return axes_of(self.members[0].cuts) if self.members else ()
 
     @property
     def nbytes(self) -> int:
@@ -108,8 +114,8 @@ def pack(
 ) -> tuple[PackedChunk, ...]:
     """Pack parameters into chunks, in the order given.
 
-    A parameter joins the last open chunk of its kind (dtype, requires_grad) if it fits, else it opens a new one. A
-    parameter larger than a chunk gets a chunk of its own. Chunks are numbered by their first parameter.
+    A parameter joins the last open chunk of its kind (dtype, requires_grad, axes of its cuts) if it fits, else it opens
+    a new one. A parameter larger than a chunk gets a chunk of its own. Chunks are numbered by their first parameter.
 
     Args:
         specs: The parameters in registration order, each once.
@@ -128,9 +134,9 @@ def pack(
         raise PlanError(f"chunk_numel and world_size must be at least 1, got {chunk_numel} and {world_size}")
     _check_specs(specs)
     filled: list[_Open] = []
-    open_chunks: dict[tuple[str, bool], _Open] = {}
+    open_chunks: dict[_Kind, _Open] = {}
     for spec in specs:
-        kind = (spec.dtype, spec.requires_grad)
+        kind = _kind(spec)
         numel = spec.numel
         capacity = _capacity_of(spec.dtype, chunk_numel, world_size, compute_dtype)
         chunk = open_chunks.get(kind)
@@ -280,22 +286,31 @@ def _packed_bytes(specs: Sequence[ParamSpec], chunk_numel: int, world_size: int)
     return sum(round_up(c.nbytes, block_bytes) for c in packed)
 
 
+_Kind = tuple[str, bool, tuple[str, ...]]
+"""What all parameters of a chunk have in common: dtype, requires_grad, axes of their cuts."""
+
+
+def _kind(spec: ParamSpec) -> _Kind:
+    return spec.dtype, spec.requires_grad, axes_of(spec.cuts)
+
+
 class _Open:
     """A chunk that is being filled."""
 
-    def __init__(self, kind: tuple[str, bool]) -> None:
+    def __init__(self, kind: _Kind) -> None:
         self.kind = kind
         self.end = 0  # where the next member would start
         self.members: list[Member] = []
 
     def add(self, spec: ParamSpec) -> None:
-        self.members.append(Member(spec.fqn, spec.shape, self.end))
+        self.members.append(Member(spec.fqn, spec.shape, self.end, spec.cuts))
         self.end = round_up(self.end + spec.numel, ALIGN_NUMEL)
 
     def close(self, world_size: int) -> PackedChunk:
         # A chunk of empty parameters only still gets a storage, so that resident and released stay different states.
         numel = round_up(max(1, self.end), world_size * ALIGN_NUMEL)
-        return PackedChunk(*self.kind, numel, tuple(self.members))
+        dtype, requires_grad, _ = self.kind
+        return PackedChunk(dtype, requires_grad, numel, tuple(self.members))
 
 
 def _check_specs(specs: Sequence[ParamSpec]) -> None:
@@ -310,11 +325,11 @@ def _check_specs(specs: Sequence[ParamSpec]) -> None:
 
 def _aligned_ends(specs: Sequence[ParamSpec]) -> list[tuple[int, list[int]]]:
     """Per kind of chunk: (bytes per element, running sum of the aligned sizes of its parameters)."""
-    numels: dict[tuple[str, bool], list[int]] = {}
+    numels: dict[_Kind, list[int]] = {}
     for spec in specs:
         if spec.numel:
-            numels.setdefault((spec.dtype, spec.requires_grad), []).append(round_up(spec.numel, ALIGN_NUMEL))
-    return [(DTYPE_BYTES[dtype], list(accumulate(sizes))) for (dtype, _), sizes in numels.items()]
+            numels.setdefault(_kind(spec), []).append(round_up(spec.numel, ALIGN_NUMEL))
+    return [(DTYPE_BYTES[dtype], list(accumulate(sizes))) for (dtype, _, _), sizes in numels.items()]
 
 
 def _blocks_bytes(kinds: list[tuple[int, list[int]]], capacity: int, world_size: int) -> int:

@@ -52,7 +52,7 @@ class Problem:
     request: PlacementRequest
     budget: Budget = Budget()
     world_size: int = 1
-    """Ranks that share a chunk."""
+    """All ranks; they share a chunk whose parameters are not cut."""
     regime: TrainingRegime = TrainingRegime()
     hardware: HardwareSpec = field(default_factory=HardwareSpec.nominal)
     is_time_guessed: bool = False
@@ -65,6 +65,8 @@ class Problem:
     """What becomes of whose activations."""
     activation_host_bytes: int | None = 0
     """Host memory that they may take; a profile that was made for `blocks` says more. None: what the host has."""
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
 
     def check(self) -> None:
         """Raises `PlanError` for an unknown policy or an option out of its range."""
@@ -87,9 +89,15 @@ class Problem:
 
     def scheme(self, block_bytes: int) -> Scheme:
         """What training does to chunks that are fetched into such blocks."""
-        host_bytes = self.activation_host_bytes or 0
         return Scheme(
-            self.world_size, self.request.distributed_storage, block_bytes, self.regime, self.updates, host_bytes
+            self.world_size,
+            self.request.distributed_storage,
+            block_bytes,
+            self.regime,
+            self.updates,
+            self.activation_host_bytes or 0,
+            self.tensor_parallel_size,
+            self.expert_parallel_size,
         )
 
     def with_updates(self, updates: UpdateMode) -> Problem:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_elixir.plan.activations import ModelBlock
+from lightning_elixir.plan.mesh import AxisCut, Mesh, axes_of
 
 SCHEMA = 6
 
@@ -67,6 +68,8 @@ class ParamSpec:
     requires_grad: bool
     aliases: tuple[str, ...] = ()
     """Further names of the same (tied) parameter."""
+    cuts: tuple[AxisCut, ...] = ()
+    """How it is cut between ranks by a pattern; `shape` is that of one part."""
 
     @property
     def numel(self) -> int:
@@ -81,6 +84,8 @@ class Member:
     shape: tuple[int, ...]
     offset: int
     """First element inside the chunk's flat tensor, a multiple of `ALIGN_NUMEL`."""
+    cuts: tuple[AxisCut, ...] = ()
+    """How the parameter is cut between ranks by a pattern; `shape` is that of one part."""
 
     @cached_property
     def numel(self) -> int:
@@ -102,7 +107,8 @@ class IgnoredParam:
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """A fixed-numel group of parameters moved as one; homogeneous in dtype and requires_grad."""
+    """A fixed-numel group of parameters moved as one; homogeneous in dtype, requires_grad and the axes of cuts. Ranks
+    that hold the same parts share it (`Mesh.sharing`)."""
 
     id: int
     dtype: str
@@ -127,6 +133,11 @@ class ChunkSpec:
     def nbytes(self) -> int:
         """Bytes of the whole replica in the compute dtype."""
         return self.numel * DTYPE_BYTES[self.dtype]
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Along which its parameters are cut."""
+        return axes_of(self.members[0].cuts) if self.members else ()
 
     def __str__(self) -> str:
         names = [m.fqn for m in self.members]
@@ -214,6 +225,10 @@ class Plan:
     """Host memory that activations may take; what finds no room there stays on the device. None: what the host has."""
     policy: str = "cpu"
     """Which placement policy made the plan."""
+    tensor_parallel_size: int = 1
+    """Ranks between which patterns cut operators; they share a batch."""
+    expert_parallel_size: int = 1
+    """Ranks between which patterns cut experts."""
     notes: dict[str, float | int | str] = field(default_factory=dict, compare=False)
     """Predicted bytes by kind, for people; never read by the runtime and outside the fingerprint."""
     forecast: Forecast | None = field(default=None, compare=False)
@@ -221,6 +236,15 @@ class Plan:
     ignored: tuple[IgnoredParam, ...] = ()
     """Parameters that are in no chunk of the plan."""
     schema: int = SCHEMA
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """How the ranks stand to each other."""
+        return Mesh(self.world_size, self.tensor_parallel_size, self.expert_parallel_size)
+
+    def num_sharing(self, chunk: ChunkSpec) -> int:
+        """How many ranks share a chunk: those that hold the same parts of its parameters."""
+        return self.mesh.num_sharing(chunk.axes) if chunk.axes else self.world_size
 
     def blocks_of(self, chunk_id: int) -> int:
         """Blocks that this chunk's replica takes (more than one only for a parameter larger than a chunk)."""
@@ -259,10 +283,12 @@ class Plan:
     def layout_fingerprint(self) -> str:
         """Like `fingerprint`, over the chunk layout alone: two plans of one layout differ only in placement."""
         layout = [
-            [c.dtype, c.requires_grad, c.numel, [[m.fqn, m.shape, m.offset] for m in c.members]] for c in self.chunks
+            [c.dtype, c.requires_grad, c.numel, [[m.fqn, m.shape, m.offset, _listed(m.cuts)] for m in c.members]]
+            for c in self.chunks
         ]
+        sizes = [self.world_size, self.tensor_parallel_size, self.expert_parallel_size]
         ignored = [[p.fqn, p.shape, p.dtype, p.requires_grad] for p in self.ignored]
-        return hashlib.sha256(json.dumps([self.world_size, layout, ignored]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([sizes, layout, ignored]).encode()).hexdigest()
 
 
 def resident_chunks(ignored: Sequence[IgnoredParam], world_size: int, first_id: int) -> tuple[ChunkSpec, ...]:
@@ -304,6 +330,10 @@ def resident_chunks(ignored: Sequence[IgnoredParam], world_size: int, first_id: 
 
 def _aligned(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def _listed(cuts: tuple[AxisCut, ...]) -> list[list[str | int]]:
+    return [[cut.axis, cut.dim] for cut in cuts]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.errors import PlanError
+from lightning_elixir.patterns.cuts import cuts_of
 from lightning_elixir.plan.types import DTYPE_BYTES, TRAINED_DTYPES, ParamSpec
 
 
@@ -58,6 +59,12 @@ def param_specs(
         ],
     )
     _refuse(
+        "are DTensors, as parallelize_module() and fully_shard() make them, and chunks cut parameters between ranks"
+        " themselves. Leave those calls out; ElixirStrategy(tensor_parallel_size=..., patterns={...}) does what"
+        " parallelize_module() does",
+        [fqns[0] for fqns, p in named if type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor"],
+    )
+    _refuse(
         "cannot be held in chunks: a tensor subclass with a __torch_dispatch__ of its own keeps its elements in its own"
         " way, and a chunk has plain ones. Replace it with a plain nn.Parameter of its values, or register it as a"
         " buffer if it is not trained: buffers stay as they are",
@@ -79,6 +86,7 @@ def param_specs(
             dtype=_dtype_in_chunk(p, torch.float32 if kept.intersection(fqns) else compute_dtype),
             requires_grad=p.requires_grad,
             aliases=tuple(fqns[1:]),
+            cuts=cuts_of(p),
         )
         for fqns, p in named
     )

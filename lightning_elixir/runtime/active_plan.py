@@ -45,10 +45,10 @@ class ActivePlan:
             and any(c.requires_grad and c.optim_tier is not Tier.GPU for c in plan.chunks)
         )
         """Whether a forward meets parameters that may not be there yet."""
-        self.agreement = Agreement(engine.comm, self)
-        on_nvme = (c.nbytes // plan.world_size for c in plan.chunks if has_params_on_nvme(c))
+        self.agreement = Agreement(engine.comm, self, plan.mesh)
+        on_nvme = (c.nbytes // plan.num_sharing(c) for c in plan.chunks if has_params_on_nvme(c))
         reads = ParamReads(engine.device, *param_buffers(on_nvme))
-        transport = Transport(engine.device, engine.comm, store, plan.is_storage_distributed, engine.moved)
+        transport = Transport(engine.device, engine.groups, store, plan.is_storage_distributed, engine.moved)
         self.fetcher: Fetcher = Fetcher(transport, reads)
         self.residency: Residency = Residency(
             plan,

@@ -22,6 +22,8 @@ not told: their own, and Lightning's before each batch. A rank that waited for a
 wait for ever there. So whether ranks meet at a read rests on the calls alone, which are the same on all: they do at the
 first use of a chunk, whoever has it, and then all keep it, as far as the plan has room (`Residency.acquire_outside`).
 That costs a message for each chunk, also where nothing is missing.
+
+The exchanges of parallel patterns come between all that: see [Note: patterns between collectives].
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ from typing import Protocol
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.waits import Call
+from lightning_elixir.plan.mesh import AXES, Mesh
 
 
 class Meeting(enum.IntEnum):
-    """Points that every rank passes in the same order. The first two are none: they tell how far the gradients are, and
-    ask for chunks."""
+    """Points that every rank passes in the same order. The first three are none: at an exchange of a pattern only its
+    peers meet, and the others tell how far the gradients are, and ask for chunks."""
 
+    PATTERN = -2
     READY = -1
     WANT = 0
     FORWARD_END = 1
@@ -96,6 +100,7 @@ def _of_batch(words: str) -> Call:
 
 _READ = _call("a read of a parameter", cure="read parameters")  # which any forward or meeting of the others serves
 _CALLS = {
+    Meeting.PATTERN: _of_batch("an exchange of a parallel pattern"),
     Meeting.READY: _of_batch("a backward"),
     Meeting.WANT: _of_batch("a forward or a backward"),
     Meeting.FORWARD_END: _of_batch("the end of a forward"),
@@ -159,11 +164,13 @@ class Agreement:
     Args:
         comm: The ranks.
         work: What this rank does for them.
+        mesh: Which of them are peers of each other in patterns; None: none are.
     """
 
-    def __init__(self, comm: Comm, work: RankWork) -> None:
+    def __init__(self, comm: Comm, work: RankWork, mesh: Mesh | None = None) -> None:
         self._comm = comm
         self._work = work
+        self._mesh = mesh or Mesh(comm.world_size)
 
     def want(self, ids: Sequence[int], candidates: Sequence[int]) -> tuple[int, ...]:
         """Gather `ids`, with all ranks' help.
@@ -206,9 +213,46 @@ class Agreement:
             kinds = [Meeting(row[0]) for row in rows]
             if all(kind is meeting for kind in kinds):
                 return [row[1:] for row in rows]
-            if Meeting.WANT not in kinds and Meeting.READY not in kinds:
+            if not self._goes_on(rows):
                 raise self._comm.diverged(meeting.call)
             self._serve(rows, ())
+
+    def meet_along(self, axis: int, peers: Sequence[int], message: Sequence[int]) -> list[list[int]]:
+        """Wait here, serving the others, until all peers along an axis have come to an exchange of a pattern.
+
+        Args:
+            axis: Its number in `AXES`.
+            peers: This rank and its peers, in the order of their coordinates.
+            message: For them.
+
+        Returns:
+            The message of each of them.
+
+        Raises:
+            DivergenceError: If no rank can go on.
+            PeerLostError: If one is gone.
+        """
+        call = Meeting.PATTERN.call
+        while True:
+            rows = self._comm.exchange([Meeting.PATTERN, self._work.num_ready, axis, *message], call)
+            self._serve(rows, ())
+            if all(rows[rank][0] == Meeting.PATTERN and rows[rank][2] == axis for rank in peers):
+                return [rows[rank][3:] for rank in peers]
+            if not self._goes_on(rows):
+                raise self._comm.diverged(call)
+
+    def _goes_on(self, rows: Sequence[Sequence[int]]) -> bool:
+        """Whether some rank goes on after this message, though the ranks have not come to one point: it is served, or
+        it and all its peers have come to an exchange of theirs."""
+        if any(row[0] in (Meeting.WANT, Meeting.READY) for row in rows):
+            return True
+        waiting = {rank: row[2] for rank, row in enumerate(rows) if row[0] == Meeting.PATTERN}
+        return any(
+            all(waiting.get(rank) == number for rank in group)
+            for number, axis in enumerate(AXES)
+            if number in waiting.values()
+            for group in self._mesh.along(axis)
+        )
 
     def _serve(self, rows: Sequence[Sequence[int]], mine: Collection[int]) -> None:
         wanted = {i for row in rows if row[0] == Meeting.WANT for i in row[3 : 3 + row[2]]}

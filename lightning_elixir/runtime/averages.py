@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_elixir.plan.shard_segments import segments_of
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
@@ -141,7 +140,7 @@ class Averages:
         with engine.meeting(Meeting.STATE):
             for chunk in self._chunks:
                 home = self._home(chunk)
-                for segment in segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size):
+                for segment in engine.groups.segments(chunk.spec):
                     if segment.fqn in values:
                         flat = in_memory_order(chunk, segment.member_index, values[segment.fqn])
                         home[segment.in_shard].copy_(flat[segment.in_param])

@@ -23,15 +23,16 @@ from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device
 from lightning_elixir.core.host_memory import Extent, bytes_of
 from lightning_elixir.errors import PlanError, StateError, StorageError
+from lightning_elixir.patterns.cuts import forget_whole, whole_of
 from lightning_elixir.plan.memory import (
     has_params_on_nvme,
     is_on_nvme,
     problem_of_places,
     uses_nvme,
 )
-from lightning_elixir.plan.shard_segments import segments_of
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
+from lightning_elixir.runtime.groups import Groups
 from lightning_elixir.runtime.host_room import HostRoom
 from lightning_elixir.runtime.resident import ResidentParameters, has_plain_class, place_beside, placed, send_from_first
 from lightning_elixir.runtime.sources import Source, forget_source, source_of
@@ -83,18 +84,25 @@ class Builder:
     Args:
         module: The model; parameters of ranks other than 0 may be on `meta`, and on all ranks those that have a source.
         plan: The chunks.
+        groups: The ranks that share them.
 
     Raises:
         PlanError: If plan and model do not fit, rank 0 has parameters on `meta` without a source, or another rank has
             no source where rank 0 has one.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, device: Device, comm: Comm) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, device: Device, groups: Groups) -> None:
         self._module = module
         self._plan = plan
         self._device = device
-        self._comm = comm
+        self._groups = groups
+        self._comm = groups.world
         self._named = dict(module.named_parameters(remove_duplicate=False))
+        # On rank 0, of the parameters that are cut, until their chunk is filled
+        wholes = {name: whole_of(p) for name, p in self._named.items()}
+        self._wholes = {name: w.detach() for name, w in wholes.items() if w is not None and not w.is_meta}
+        for parameter in self._named.values():
+            forget_whole(parameter)
         check_names(plan, self._named)
         _check_modules(module)
         problem = problem_of_places(plan)
@@ -173,7 +181,9 @@ class Builder:
             source = source_of(self._named[name])
             if source is not None:
                 own[name] = source
-        empty = sorted(name for name, p in self._named.items() if p.is_meta and source_of(p) is None)
+        empty = sorted(
+            name for name, p in self._named.items() if p.is_meta and source_of(p) is None and name not in self._wholes
+        )
         is_first = self._comm.rank == 0
         without_values, wanted = self._comm.exchange_objects((empty, list(own)) if is_first else None)[0]
         if without_values:
@@ -238,7 +248,7 @@ class Builder:
         self._fill_shard(spec, shard, piece)
         if spec.is_persistent:
             chunk.allocate()
-            self._fill_whole(chunk.flat, piece)
+            self._fill_whole(spec, chunk.flat, piece)
             chunk.to_state(ChunkState.RESIDENT)
         del piece
         chunk.bind([self._named[member.fqn] for member in spec.members], self._refuse)
@@ -254,8 +264,14 @@ class Builder:
         where that is host memory, which begins as zeros, and the values come from no other rank."""
         comm, spec = self._comm, chunk.spec
         dtype = self._precision.master_of(spec) or chunk.dtype
-        numel = spec.numel // comm.world_size
+        numel = self._groups.numel(spec)
         is_read = [member.fqn in self._sources for member in spec.members]
+        if spec.axes and not all(is_read):
+            piece = self._own_part(chunk, numel, dtype)
+            if any(is_read):
+                piece = piece.to("cpu")
+                self._read_sources(chunk, piece)
+            return piece
         if all(is_read) or comm.world_size == 1:
             is_near = master is not None and spec.optim_tier is Tier.CPU
             piece = master if master is not None and is_near else self._staged(numel, dtype)
@@ -270,6 +286,27 @@ class Builder:
         if any(is_read):
             piece = piece.to("cpu")
             self._read_sources(chunk, piece)
+        return piece
+
+    def _own_part(self, chunk: Chunk, numel: int, dtype: torch.dtype) -> Tensor:
+        """As `_own_values`, of a chunk whose parameters are cut between ranks: rank 0 makes every part and sends each
+        rank its slice of its own."""
+        comm, groups, spec, device = self._comm, self._groups, chunk.spec, self._device.torch_device
+        rows = None
+        if comm.rank == 0:
+            rows = torch.zeros((comm.world_size, numel), dtype=dtype, device=device)
+            for ranks in groups.parts(spec):
+                flat = torch.zeros(spec.numel, dtype=dtype, device=device)
+                for index, member in enumerate(spec.members):
+                    if member.fqn in self._sources:
+                        continue
+                    chunk.view_of(flat, index).copy_(groups.part_of(member, self._wholes[member.fqn], ranks[0]))
+                rows[torch.tensor(ranks, device=device)] = flat.view(len(ranks), numel)
+            rows = rows.view(-1)
+        piece = torch.empty(numel, dtype=dtype, device=device)
+        comm.scatter_from_first(piece, rows)
+        for member in spec.members:
+            self._wholes.pop(member.fqn, None)
         return piece
 
     def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -294,7 +331,7 @@ class Builder:
         if self._read_error is not None:
             return
         try:
-            for segment in segments_of(chunk.spec, self._comm.rank, self._comm.world_size):
+            for segment in self._groups.segments(chunk.spec):
                 source = self._sources.get(segment.fqn)
                 if source is None:
                     continue
@@ -339,15 +376,15 @@ class Builder:
             _put(shard.param, piece)
         else:
             whole = torch.empty(spec.numel, dtype=dtype, device=self._device.torch_device)
-            self._fill_whole(whole, piece)
+            self._fill_whole(spec, whole, piece)
             shard.param.copy_(whole)
 
-    def _fill_whole(self, whole: Tensor, piece: Tensor) -> None:
+    def _fill_whole(self, spec: ChunkSpec, whole: Tensor, piece: Tensor) -> None:
         """Put the ranks' slices together, on the compute device."""
-        rank, numel = self._comm.rank, piece.numel()
-        _put(whole[rank * numel : (rank + 1) * numel], piece)
-        if self._comm.world_size > 1:
-            self._comm.all_gather(whole)
+        comm = self._groups.of(spec)
+        _put(self._groups.mine(spec, whole), piece)
+        if comm.world_size > 1:
+            comm.all_gather(whole)
 
 
 def _put(target: Tensor, values: Tensor) -> None:
@@ -367,7 +404,7 @@ def states_on_nvme(plan: Plan, precision: Precision) -> dict[int, StateSpec]:
         if uses_nvme(spec):
             master = precision.master_of(spec)
             found[spec.id] = StateSpec(
-                spec.numel // plan.world_size,
+                spec.numel // plan.num_sharing(spec),
                 master or dtype_of(spec),
                 master is not None,
                 dtype_of(spec) if has_params_on_nvme(spec) else None,

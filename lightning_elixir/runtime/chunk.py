@@ -202,11 +202,6 @@ class Chunk:
             return self.slice_of(flat, index).view(member.shape)
         return flat.as_strided(member.shape, stride, member.offset)
 
-    def shard_of(self, flat: Tensor, rank: int, world_size: int) -> Tensor:
-        """Rank `rank`'s slice of a flat tensor of this chunk's length."""
-        numel = self.spec.numel // world_size
-        return flat[rank * numel : (rank + 1) * numel]
-
     def allocate(self) -> None:
         """Give the storage its bytes (on the compute stream). Without memory for them the chunk stays released."""
         if self._storage.nbytes() == 0:

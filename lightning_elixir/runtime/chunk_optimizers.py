@@ -14,7 +14,7 @@ from lightning_elixir.optim.segments import SegmentOptimizer
 from lightning_elixir.optim.whole_parameters import Layout, WholeParameters
 from lightning_elixir.plan.memory import is_on_nvme
 from lightning_elixir.plan.owners import owners_of, whole_update_bytes
-from lightning_elixir.plan.shard_segments import Segment, segments_of
+from lightning_elixir.plan.shard_segments import Segment
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.chunk import Chunk
 
@@ -46,6 +46,12 @@ class ChunkOptimizers:
         self.members: dict[int, set[int]] = {}
         """Members that have a parameter group, by chunk id."""
         self._lost: set[int] = set()
+        cut = [c for c in engine.plan.chunks if c.axes and c.requires_grad]
+        if maker.is_whole and cut:
+            raise PlanError(
+                f"an optimizer that updates parameters as a whole cannot have those that a pattern cuts between ranks,"
+                f" such as {cut[0].members[0].fqn}: use an element-wise one, such as HybridAdam, or no pattern there"
+            )
         self.owners = owners_of(engine.plan.chunks, engine.comm.world_size) if maker.is_whole else {}
         """Where parameters are updated as a whole: the rank that does, by chunk id and member index."""
         self.check_plan(engine.plan)
@@ -155,13 +161,13 @@ class ChunkOptimizers:
         """Of which parameters, and of what of them, a rank has states; offsets in its shard say nothing where
         parameters are updated as a whole."""
         if not self.maker.is_whole:
-            return segments_of(chunk.spec, rank, self._engine.comm.world_size)
+            return self._engine.groups.segments(chunk.spec, rank)
         members = enumerate(chunk.spec.members)
         return tuple(Segment(m.fqn, i, 0, 0, m.numel) for i, m in members if self.owners.get((chunk.id, i)) == rank)
 
     def _made(self, chunk: Chunk) -> SegmentOptimizer:
         engine, group_of = self._engine, self._group_of
-        segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
+        segments = engine.groups.segments(chunk.spec)
         self.segments[chunk.id] = segments
         self.members[chunk.id] = self._members_of(chunk)
         places = [

@@ -17,7 +17,9 @@ from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device, beside_dispatch_modes, release_cached_memory
 from lightning_elixir.core.host_memory import HostMemory
 from lightning_elixir.core.signals import deferred
-from lightning_elixir.errors import ElixirError, StateError, StorageError
+from lightning_elixir.errors import ElixirError, PlanError, StateError, StorageError
+from lightning_elixir.patterns.apply import bind_peers, pattern_forwards
+from lightning_elixir.patterns.cuts import cuts_of
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import AccessTrace, Drop, Plan
@@ -30,10 +32,12 @@ from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.dtype_clash import explain_dtype_clash
 from lightning_elixir.runtime.forwards import Forwards
 from lightning_elixir.runtime.gradients import Gradients
+from lightning_elixir.runtime.groups import Groups
 from lightning_elixir.runtime.hooks import Hooks, SavedTensors
 from lightning_elixir.runtime.host_room import HostRoom
 from lightning_elixir.runtime.interception import Interception
 from lightning_elixir.runtime.iterations import Iterations
+from lightning_elixir.runtime.pattern_wire import PatternWire
 from lightning_elixir.runtime.phases import Phase, Phases
 from lightning_elixir.runtime.reducer import Reducer
 from lightning_elixir.runtime.replan import check_layout, move_chunks
@@ -57,7 +61,7 @@ class Engine:
         module: The model. Its parameters are bound to chunks for good.
         plan: What to obey.
         device: Where to compute.
-        comm: The ranks that share the chunks.
+        comm: All ranks.
         precision: Master dtype.
         reduce_dtype: What gradients are cast to for reduction; None: as they are.
         prefetch: False: fetch on demand only, whatever the plan's depth.
@@ -81,8 +85,10 @@ class Engine:
     ) -> None:
         _check_unmanaged(module)
         check_same_on_all_ranks(comm, plan)
-        comm.connect(max((c.nbytes for c in plan.all_chunks), default=0))
+        self.groups = Groups(comm, plan)
+        self.groups.connect(plan.all_chunks)
         self.module = module
+        self._check_patterns(plan)
         self.device = device
         self.comm = comm
         self.precision = precision
@@ -99,7 +105,7 @@ class Engine:
         self._holders: list[weakref.WeakMethod[Callable[[], dict[str, int]]]] = []
         self.store = self._new_store(plan, self._open_states(plan))
         try:
-            builder = Builder(module, plan, device, comm)
+            builder = Builder(module, plan, device, self.groups)
             self.ignored = builder.place_ignored()
             """Frozen parameters that are in no chunk."""
             self.chunks = builder.build(self.store, precision)
@@ -124,6 +130,22 @@ class Engine:
             trainable = [c for c in self.chunks if c.spec.requires_grad]
             self._hooks = Hooks(self.forwards, self.backwards, self.interception, trainable)
             self._adopt(ActivePlan(self, plan, self.store))
+        self._wire = PatternWire(self)
+        bind_peers(module, self._wire)
+
+    def _check_patterns(self, plan: Plan) -> None:
+        """Raises `PlanError` if modules have peers that the plan does not know, or parts that are in no chunk."""
+        ignored = {p.fqn for p in plan.ignored}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name in ignored and cuts_of(parameter):
+                raise PlanError(f"{name} is in `ignored`, and a pattern cuts it: leave it out of one of the two")
+        for forward in pattern_forwards(self.module):
+            peers = forward.peers
+            if self.groups.mesh.size(peers.axis) != peers.size:
+                raise PlanError(
+                    f"the model has patterns for {peers.axis}_parallel_size={peers.size}, and the plan was made for"
+                    f" {self.groups.mesh.size(peers.axis)}: make the plan with the same sizes"
+                )
 
     def _adopt(self, active: ActivePlan) -> None:
         """Take up a plan whose chunks and shards are in place."""
@@ -169,7 +191,7 @@ class Engine:
         return ShardStore(
             self.device,
             self.host_memory,
-            self.comm.world_size,
+            plan.num_sharing,
             plan.is_storage_distributed,
             plan.grad_reuses_compute_shard,
             states,
@@ -286,6 +308,7 @@ class Engine:
         self.phases.check_open()
         self.phases.check_idle("make_room", "call it when the error is caught")
         self.writes.absorb()
+        self._wire.note_rerun()
         is_lower = self.iterations.growth.shortage()
         num_blocks = self.rcache.used_blocks
         residency, resident = self.active.residency, self.rcache.resident_ids
@@ -456,7 +479,7 @@ class Engine:
 
     def own_shard(self, chunk: Chunk) -> Tensor:
         """This rank's up-to-date values of a chunk, 1-D: what an optimizer updates. Not a copy."""
-        return own_values(self.store, chunk, self.comm)
+        return own_values(self.store, chunk, self.groups)
 
     # Sampling, statistics, end
 
@@ -541,6 +564,7 @@ class Engine:
         self.device.synchronize()
         self._hooks.remove()
         self.activations.close()
+        bind_peers(self.module, None)
         self.phases.close()
         self.interception.guard_all()
         for chunk in self.chunks:
@@ -551,7 +575,7 @@ class Engine:
         self.interception.written.clear()
         self.store.close()
         self.host_memory.drop()
-        self.comm.close()
+        self.groups.close()
 
     def whole_values(self, on_all_ranks: bool = True, *, has_met: bool = False) -> dict[str, Tensor]:
         """Whole parameters on the CPU, in the model's own dtypes, by FQN. Collective.

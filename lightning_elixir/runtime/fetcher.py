@@ -27,14 +27,14 @@ class Fetcher:
     def __init__(self, transport: Transport, reads: ParamReads) -> None:
         self._reads = reads
         self._device = transport.device
-        self._comm = transport.comm
+        self._groups = transport.groups
         self._store = transport.store
         self._is_distributed = transport.is_distributed
         self._moved = transport.moved
 
     def is_collective(self, chunk: Chunk) -> bool:
         """Whether fetching needs the other ranks."""
-        if self._comm.world_size == 1:
+        if self._groups.of(chunk.spec).world_size == 1:
             return False
         return self._is_distributed or self._store[chunk.id].is_param_outdated
 
@@ -127,7 +127,7 @@ class Fetcher:
     def gather_in_place(self, chunk: Chunk) -> None:
         """Bring a persistent replica's other slices up to date. Collective."""
         with self._device.fetch_lane.issue():
-            self._comm.all_gather(chunk.flat)
+            self._groups.of(chunk.spec).all_gather(chunk.flat)
             chunk.ready = self._device.fetch_lane.record()
         self._moved.gathered += chunk.spec.nbytes
         chunk.to_state(ChunkState.RESIDENT)
@@ -142,7 +142,7 @@ class Fetcher:
         param = shard.read_param()  # with its peers, a rank reads when they have met
         if param is None:
             return
-        comm, spec = self._comm, chunk.spec
+        groups, spec = self._groups, chunk.spec
         is_upload = spec.param_tier is not Tier.GPU
         if shard.is_param_overwritten and shard.master is not None:
             param = shard.master.to(chunk.dtype)  # the same bits; rare, so from memory that is not page-locked
@@ -150,11 +150,11 @@ class Fetcher:
             flat.copy_(param, non_blocking=True)
             self._moved.h2d += param.nbytes if is_upload else 0
             return
-        mine = chunk.shard_of(flat, comm.rank, comm.world_size)
-        own = param if self._is_distributed else chunk.shard_of(param, comm.rank, comm.world_size)
+        mine = groups.mine(spec, flat)
+        own = param if self._is_distributed else groups.mine(spec, param)
         mine.copy_(own, non_blocking=True)
         self._moved.h2d += own.nbytes if is_upload else 0
-        comm.all_gather(flat)
+        groups.of(spec).all_gather(flat)
         self._moved.gathered += spec.nbytes
         if not self._is_distributed:
             param.copy_(flat, non_blocking=True)

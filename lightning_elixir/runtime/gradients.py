@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_elixir.core.storages import storage_use_count
 from lightning_elixir.errors import DivergenceError, StateError
-from lightning_elixir.plan.shard_segments import Segment, segment_of
+from lightning_elixir.plan.shard_segments import segment_of
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.whole import in_memory_order
@@ -228,9 +228,6 @@ class Gradients:
                 "on_before_optimizer_step, for which updates wait, or use update_timing='behind_forward'"
             )
 
-    def _segment(self, chunk: Chunk, index: int, rank: int) -> Segment | None:
-        return segment_of(chunk.spec, index, rank, self._engine.comm.world_size)
-
     def _shown(self, chunk: Chunk, index: int, part: Tensor) -> Tensor:
         """Part of a gradient shard as users see it; 1-D, compute dtype, perhaps `part` itself."""
         change = self._engine.steps.change_of_gradient(chunk.id, index)
@@ -246,7 +243,7 @@ class Gradients:
         engine, chunk = self._engine, self._engine.chunks[chunk_id]
         if chunk.dtype.itemsize >= 4:
             return
-        own, grad = self._segment(chunk, index, engine.comm.rank), engine.store[chunk_id].read_grad()
+        own, grad = engine.groups.segment(chunk.spec, index), engine.store[chunk_id].read_grad()
         if own is not None and grad is not None:
             whole, flat = self._new_whole(chunk, index)
             flat.copy_(in_memory_order(chunk, index, value))
@@ -271,9 +268,10 @@ class Gradients:
             engine.reducer.landing.wait(chunk.id)
             grad = engine.store[chunk.id].read_grad()
         whole, flat = self._new_whole(chunk, index)
-        of_ranks = [self._segment(chunk, index, rank) for rank in range(engine.comm.world_size)]
-        own = of_ranks[engine.comm.rank]
-        if engine.comm.world_size == 1:
+        comm = engine.groups.of(chunk.spec)
+        of_ranks = [segment_of(chunk.spec, index, rank, comm.world_size) for rank in range(comm.world_size)]
+        own = of_ranks[comm.rank]
+        if comm.world_size == 1:
             if own is not None and grad is not None:
                 flat.copy_(self._shown(chunk, index, grad[own.in_shard]))
             else:
@@ -282,7 +280,7 @@ class Gradients:
         sent = torch.zeros(max(s.numel if s is not None else 0 for s in of_ranks), dtype=chunk.dtype)
         if own is not None and grad is not None:
             sent[: own.numel].copy_(self._shown(chunk, index, grad[own.in_shard]))
-        for segment, row in zip(of_ranks, engine.comm.gather_host(sent, on_all_ranks=True) or (), strict=True):
+        for segment, row in zip(of_ranks, comm.gather_host(sent, on_all_ranks=True) or (), strict=True):
             if segment is not None:
                 flat[segment.in_param].copy_(row[: segment.numel])
         return whole
@@ -295,7 +293,7 @@ class Gradients:
         flat = in_memory_order(chunk, index, value)
         key = (chunk_id, index)
         is_new = grad is None and not engine.reducer.has_grad(*key)
-        own = self._segment(chunk, index, engine.comm.rank)
+        own = engine.groups.segment(chunk.spec, index)
         values = flat[own.in_param] if own is not None else flat[:0]
         changed = torch.ones_like(values, dtype=torch.bool)
         if own is not None and not is_new:

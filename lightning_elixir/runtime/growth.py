@@ -276,7 +276,7 @@ class Growth:
         if spec.optim_tier is not Tier.GPU or not spec.requires_grad:
             return 0
         itemsize = self._grad_itemsize or DTYPE_BYTES[spec.dtype]
-        numel = spec.numel // plan.world_size
+        numel = spec.numel // plan.num_sharing(spec)
         if has_earlier_grads:  # they become fp32 when more is added
             return numel * max(0, 4 - itemsize)
         return numel * itemsize

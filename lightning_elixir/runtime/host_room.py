@@ -50,7 +50,7 @@ class HostRoom:
         Raises:
             CapacityError: A host has too little left. Raised on all ranks.
         """
-        self._num_elements += spec.numel // plan.world_size
+        self._num_elements += spec.numel // plan.num_sharing(spec)
         self._wanted += nbytes
         if self._num_elements >= _BETWEEN_LOOKS:
             self.look(plan, held_bytes)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch._guards import CompileContext
 
 from lightning_elixir.errors import StateError
-from lightning_elixir.plan.shard_segments import segment_of, segments_of
 from lightning_elixir.runtime import released
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.aliases import Aliases
@@ -410,7 +409,7 @@ class Interception:
             )
         shard = engine.store.settle(chunk.id)
         with torch.no_grad():
-            mine = chunk.shard_of(chunk.flat, engine.comm.rank, engine.comm.world_size)
+            mine = engine.groups.mine(chunk.spec, chunk.flat)
             if shard.is_param_on_disk and _is_same(mine, shard.read_param()):
                 return
             master = self._master_to_change(chunk, shard, mine)
@@ -428,7 +427,7 @@ class Interception:
         """Bring a shard's values to its master, where they are not that, rounded (`changed`)."""
         engine = self._engine
         has_changed = False
-        for segment in segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size):
+        for segment in engine.groups.segments(chunk.spec):
             at = slice(segment.shard_offset, segment.shard_offset + segment.numel)
             if bool(changed[at].any()):  # and not only padding, which holds anything
                 if not has_changed:
@@ -472,7 +471,7 @@ class Interception:
                 exact = torch.empty_strided(chunk.spec.members[index].shape, stride, dtype=master.dtype)
             exact.copy_(value)
             flat = exact.as_strided((exact.numel(),), (1,))
-            segment = segment_of(chunk.spec, index, engine.comm.rank, engine.comm.world_size)
+            segment = engine.groups.segment(chunk.spec, index)
             if segment is not None:
                 part, own = flat[segment.in_param], master[segment.in_shard]
                 if is_rounded:

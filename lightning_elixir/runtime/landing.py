@@ -39,7 +39,9 @@ class Landing:
         self._store = transport.store
         self._reduce_dtype = reduce_dtype
         itemsize = None if reduce_dtype is None else reduce_dtype.itemsize
-        num_buffers, nbytes = grad_staging((c.spec for c in chunks), transport.comm.world_size, itemsize)
+        num_buffers, nbytes = grad_staging(
+            (c.spec for c in chunks), lambda c: transport.groups.of(c).world_size, itemsize
+        )
         if any(has_params_on_nvme(c.spec) for c in chunks):
             nbytes = aligned(nbytes)  # the disk takes whole blocks
         self._sums = HostSums(transport.device, num_buffers, nbytes)

@@ -42,7 +42,7 @@ from lightning_elixir.core.labels import label
 from lightning_elixir.errors import PeerLostError, StateError
 from lightning_elixir.optim.scaling import square_sums
 from lightning_elixir.plan.memory import GRAD_BLOCKS
-from lightning_elixir.plan.shard_segments import Segment, segment_of, segments_of
+from lightning_elixir.plan.shard_segments import Segment
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.landing import Landing
@@ -65,7 +65,7 @@ class _Collected:
 class _InFlight:
     chunk: Chunk
     block: Tensor
-    result: Tensor  # 1D, [shard numel]; the block itself with one rank
+    result: Tensor  # 1D, [shard numel]; the block itself where no other rank has the chunk
     work: Work | None
     event: Event | None
     is_late: bool
@@ -114,7 +114,8 @@ class Reducer:
         """Whether the ranks have agreed on `order` after a first backward."""
         self.landing = Landing(transport, chunks, reduce_dtype)
         self._device = transport.device
-        self._comm = transport.comm
+        self._groups = transport.groups
+        self._has_peers = transport.groups.world.world_size > 1
         self._store = transport.store
         self._moved = transport.moved
         self._reduce_dtype = reduce_dtype
@@ -345,7 +346,7 @@ class Reducer:
 
             def write(shard: Tensor, chunk: Chunk = chunk, members: Collection[int] = members) -> None:
                 for index in members:
-                    segment = segment_of(chunk.spec, index, self._comm.rank, self._comm.world_size)
+                    segment = self._groups.segment(chunk.spec, index)
                     if segment is not None:
                         shard[segment.in_shard].zero_()
 
@@ -486,7 +487,7 @@ class Reducer:
 
     def _advance(self, chunk_id: int) -> None:
         """A chunk is complete. One rank reduces it at once; several agree on what is complete everywhere, in order."""
-        if self._comm.world_size == 1:
+        if not self._has_peers:
             self._reduce(self._chunks[chunk_id], is_late=False)
             return
         before = self._num_ready
@@ -506,8 +507,10 @@ class Reducer:
                 chunk.slice_of(collected.block, index).zero_()
         self._reduced_now.add(chunk.id)
         is_whole = not is_late and collected.arrived >= self._trainable[chunk.id]
-        if self._comm.world_size == 1:
-            item = _InFlight(chunk, collected.block, collected.block, None, None, is_late, is_whole)
+        if self._groups.of(chunk.spec).world_size == 1:
+            block = collected.block
+            result = block if self._reduce_dtype is None else block.to(self._reduce_dtype)
+            item = _InFlight(chunk, block, result, None, None, is_late, is_whole)
         else:
             item = self._start_reduction(chunk, collected.block, is_late, is_whole)
         if item.work is None:
@@ -518,9 +521,9 @@ class Reducer:
 
     def _start_reduction(self, chunk: Chunk, block: Tensor, is_late: bool, is_whole: bool) -> _InFlight:
         sent = block if self._reduce_dtype is None else block.to(self._reduce_dtype)
-        result = torch.empty(chunk.spec.numel // self._comm.world_size, dtype=sent.dtype, device=block.device)
+        result = torch.empty(self._groups.numel(chunk.spec), dtype=sent.dtype, device=block.device)
         with self._device.reduce_lane.issue():
-            work = self._comm.reduce_scatter_mean(result, sent)
+            work = self._groups.of(chunk.spec).reduce_scatter_mean(result, sent)
             if work is not None and not self._device.is_synchronous:
                 work.wait()  # the lane, not the host
                 work = None
@@ -564,10 +567,10 @@ class Reducer:
             watcher.gradients_landed(chunk)
 
     def _segments(self, chunk: Chunk) -> Sequence[Segment]:
-        return segments_of(chunk.spec, self._comm.rank, self._comm.world_size)
+        return self._groups.segments(chunk.spec)
 
     def _new_block(self, chunk: Chunk) -> Tensor:
-        if self._comm.world_size == 1 and chunk.spec.optim_tier is Tier.GPU:
+        if self._groups.of(chunk.spec).world_size == 1 and chunk.spec.optim_tier is Tier.GPU:
             # It becomes the gradient shard, and stays while activations go: it comes from the memory that they leave.
             return torch.empty(chunk.spec.numel, dtype=chunk.dtype, device=self._device.torch_device)
         block = torch.empty(0, dtype=chunk.dtype, device=self._device.torch_device)

@@ -77,11 +77,11 @@ def _change(engine: Engine, old: ChunkSpec, new: ChunkSpec) -> tuple[int, int]:
 def _spare_bytes(engine: Engine, spec: ChunkSpec) -> int:
     master = engine.precision.master_of(spec)
     each = 0 if master is None else (1 + _NUM_MOMENTS) * master.itemsize + dtype_of(spec).itemsize
-    return spec.numel // engine.comm.world_size * each
+    return engine.groups.numel(spec) * each
 
 
 def _bytes_on(engine: Engine, spec: ChunkSpec, tier: Tier) -> int:
-    nbytes, shard_numel = 0, spec.numel // engine.comm.world_size
+    nbytes, shard_numel = 0, engine.groups.numel(spec)
     master = engine.precision.master_of(spec)
     if spec.requires_grad and spec.optim_tier is tier:
         nbytes += _NUM_MOMENTS * shard_numel * (master or dtype_of(spec)).itemsize
@@ -95,7 +95,7 @@ def _bytes_on(engine: Engine, spec: ChunkSpec, tier: Tier) -> int:
 
 
 def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, before: ShardStore) -> None:
-    old, store, comm = before[chunk.id], engine.store, engine.comm
+    old, store, groups = before[chunk.id], engine.store, engine.groups
     new = store.add(spec)
     # All values first: the replica may be their only copy, and stop being it.
     if spec.is_persistent and not chunk.is_usable:
@@ -110,9 +110,9 @@ def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, before: Sha
             before.settle(chunk.id)
             new.on_disk.copy_from(old.on_disk, MASTER)
         elif new.on_disk is not None:
-            new.on_disk.write(MASTER, own_values(before, chunk, comm))
+            new.on_disk.write(MASTER, own_values(before, chunk, groups))
         else:
-            source = own_values(before, chunk, comm)
+            source = own_values(before, chunk, groups)
             new.master = store.empty(source.numel(), master_dtype, spec.optim_tier)
             new.master.copy_(source)
     if spec.has_spare_states:  # those of a chunk that gets them now are made in its step
@@ -124,7 +124,7 @@ def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, before: Sha
         elif not new.is_param_on_disk or new.on_disk != old.on_disk:
             param = old.read_param()
             whole = chunk.flat if param is None else param
-            own = chunk.shard_of(whole, comm.rank, comm.world_size) if whole.numel() != numel else whole
+            own = groups.mine(chunk.spec, whole) if whole.numel() != numel else whole
             if new.is_param_on_disk:
                 new.keep_param(own)
             else:

@@ -188,7 +188,7 @@ class Residency:
         for chunk_id in ids:
             if chunk_id in mine:
                 self.fetch(chunk_id)
-            elif self._is_shared:
+            elif self._is_shared and self._fetcher.is_collective(self._chunks[chunk_id]):
                 self._fetcher.serve(self._chunks[chunk_id])
 
     def absorb(self, ids: Iterable[int]) -> None:

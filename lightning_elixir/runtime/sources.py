@@ -32,6 +32,14 @@ class Source(Protocol):
             StorageError: They cannot be read.
         """
 
+    def part(self, shape: tuple[int, ...], offsets: tuple[int, ...]) -> Source:
+        """Where the values of a part of the parameter are.
+
+        Args:
+            shape: Of the part.
+            offsets: Where it begins in the parameter, along each dimension.
+        """
+
 
 def set_source(parameter: nn.Parameter, source: Source) -> None:
     """Say where the values of a `meta` parameter are."""

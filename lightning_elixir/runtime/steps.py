@@ -141,14 +141,15 @@ class Steps:
             chunk = engine.chunks[chunk_id]
             chunk.note_written(updated[chunk_id])
             if chunk.spec.is_persistent:
+                is_shared = engine.groups.of(chunk.spec).world_size > 1
                 if engine.comm.world_size > 1 or chunk_id in self._aliased_ids:
                     engine.store.settle(chunk_id)
                     chunk.wait_ready()
-                if engine.comm.world_size > 1:
+                if is_shared:
                     chunk.to_state(ChunkState.STALE)
                     engine.active.fetcher.gather_in_place(chunk)
                 continue
-            if not engine.plan.is_storage_distributed and engine.comm.world_size > 1:
+            if not engine.plan.is_storage_distributed and engine.groups.of(chunk.spec).world_size > 1:
                 engine.store[chunk_id].is_param_outdated = True
             if chunk_id in self._aliased_ids:
                 self._refresh(chunk)

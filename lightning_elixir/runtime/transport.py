@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device
+from lightning_elixir.runtime.groups import Groups
 from lightning_elixir.storage.shards import ShardStore
 
 
@@ -37,8 +37,8 @@ class Transport:
 
     device: Device
     """Lanes and storages."""
-    comm: Comm
-    """The ranks that share the chunks."""
+    groups: Groups
+    """The ranks that share each chunk."""
     store: ShardStore
     """The shards."""
     is_distributed: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -10,10 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_elixir.core.comm import Comm
 from lightning_elixir.errors import StateError
-from lightning_elixir.plan.shard_segments import segment_of
 from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.groups import Groups
 from lightning_elixir.storage.nvme import MappedMemory
 from lightning_elixir.storage.shards import ShardStore
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
 
 
-def own_values(store: ShardStore, chunk: Chunk, comm: Comm) -> Tensor:
-    """This rank's current values of a chunk, 1-D, `[chunk.numel / world_size]`: master, else compute shard. No copy,
-    unless it is on a disk."""
+def own_values(store: ShardStore, chunk: Chunk, groups: Groups) -> Tensor:
+    """This rank's current values of its slice of a chunk, 1-D: master, else compute shard. No copy, unless it is on a
+    disk."""
     shard = store.settle(chunk.id)
     master = shard.read_master()
     if master is not None:
@@ -32,7 +32,7 @@ def own_values(store: ShardStore, chunk: Chunk, comm: Comm) -> Tensor:
     whole = chunk.flat if param is None else param
     if whole.numel() == store.optim_numel(chunk.spec):
         return whole
-    return chunk.shard_of(whole, comm.rank, comm.world_size)
+    return groups.mine(chunk.spec, whole)
 
 
 def gather_whole(
@@ -50,7 +50,7 @@ def gather_whole(
         memory: Of the result; None: host memory.
 
     Returns:
-        FQN -> CPU tensor in the parameter's shape, of memory of its own; empty where not asked for.
+        FQN -> CPU tensor in the shape of the whole parameter, of memory of its own; empty where not asked for.
     """
     try:
         return _gather_whole(engine, pieces, on_all_ranks, memory)
@@ -69,10 +69,24 @@ def _gather_whole(
         rows = engine.comm.gather_host(piece.detach().to("cpu"), on_all_ranks)
         if rows is None:
             continue
-        flat = rows[0] if len(rows) == 1 else torch.cat(rows)
+        flats = engine.groups.flats(chunk.spec, rows)
         for index, member in enumerate(chunk.spec.members):
-            found[member.fqn] = _copied(chunk.view_of(flat, index), memory)
+            found[member.fqn] = _put_together(engine.groups, chunk, index, flats, memory)
     return found
+
+
+def _put_together(
+    groups: Groups, chunk: Chunk, index: int, flats: list[tuple[int, Tensor]], memory: MappedMemory | None
+) -> Tensor:
+    """A whole parameter out of the chunk's flat tensors (`Groups.flats`), in memory of its own."""
+    member = chunk.spec.members[index]
+    if not member.cuts:
+        return _copied(chunk.view_of(flats[0][1], index), memory)
+    shape, dtype = groups.whole_shape(member), flats[0][1].dtype
+    whole = torch.empty(shape, dtype=dtype) if memory is None else memory.empty(math.prod(shape), dtype).view(shape)
+    for rank, flat in flats:
+        groups.part_of(member, whole, rank).copy_(chunk.view_of(flat, index))
+    return whole
 
 
 def _copied(value: Tensor, memory: MappedMemory | None) -> Tensor:
@@ -103,8 +117,8 @@ def whole_value(engine: Engine, chunk: Chunk, index: int) -> Tensor:
     """One parameter of a chunk as `whole_values` gives it, on every rank, in memory of its own. Collective."""
     with engine.telling():  # the shard may come from a disk
         rows = engine.comm.gather_host(engine.own_shard(chunk).detach().to("cpu"), on_all_ranks=True) or []
-    flat = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return chunk.view_of(flat, index).to(chunk.original_dtypes[index], copy=True)
+    flats = engine.groups.flats(chunk.spec, rows)
+    return _put_together(engine.groups, chunk, index, flats, None).to(chunk.original_dtypes[index])
 
 
 def whole_grads(engine: Engine, factor: float) -> dict[str, Tensor]:
@@ -131,7 +145,10 @@ def whole_grads(engine: Engine, factor: float) -> dict[str, Tensor]:
         wide = torch.promote_types(chunk.dtype, torch.float32)
         for index in sorted(used.get(chunk.id, ())):
             member = chunk.spec.members[index]
-            grads[member.fqn] = found[member.fqn] if member.fqn in found else torch.zeros(member.shape, dtype=wide)
+            if member.fqn in found:
+                grads[member.fqn] = found[member.fqn]
+            else:
+                grads[member.fqn] = torch.zeros(engine.groups.whole_shape(member), dtype=wide)
     return grads
 
 
@@ -139,7 +156,7 @@ def write_whole(engine: Engine, values: Mapping[str, Tensor]) -> None:
     """Overwrite parameters with whole values, the same on every rank. Chunks with a replica are released or refilled.
 
     Args:
-        values: FQN -> tensor of the parameter's shape, any device and floating dtype.
+        values: FQN -> tensor of the whole parameter's shape, any device and floating dtype.
 
     Raises:
         StateError: For a name that is not a managed parameter.
@@ -150,7 +167,8 @@ def write_whole(engine: Engine, values: Mapping[str, Tensor]) -> None:
         raise StateError(f"not managed parameters of this model: {', '.join(unknown[:5])}")
     with engine.telling():
         for chunk in engine.chunks:
-            named = [(i, values[m.fqn]) for i, m in enumerate(chunk.spec.members) if m.fqn in values]
+            of_chunk = [(i, m) for i, m in enumerate(chunk.spec.members) if m.fqn in values]
+            named = [(i, engine.groups.part_of(m, values[m.fqn])) for i, m in of_chunk]
             if named:
                 engine.interception.written.forget({chunk.id: [index for index, _ in named]})
                 _write_chunk(engine, chunk, named)
@@ -158,12 +176,12 @@ def write_whole(engine: Engine, values: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def _write_chunk(engine: Engine, chunk: Chunk, named: list[tuple[int, Tensor]]) -> None:
-    shard, comm = engine.store.settle(chunk.id), engine.comm
+    shard = engine.store.settle(chunk.id)
     chunk.wait_ready()
     master = shard.read_master()
     stored = shard.read_param() if shard.is_param_on_disk else None
     for index, value in named:
-        member, segment = chunk.spec.members[index], segment_of(chunk.spec, index, comm.rank, comm.world_size)
+        member, segment = chunk.spec.members[index], engine.groups.segment(chunk.spec, index)
         flat = in_memory_order(chunk, index, value)
         has_param = engine.plan.is_storage_distributed and not shard.is_param_overwritten
         for target in (master, stored, shard.param if has_param else None):
@@ -190,7 +208,7 @@ def own_shard_writer(engine: Engine, chunk: Chunk, values: Tensor) -> Callable[[
     Returns:
         To be called: it sends nothing, and may fail on one rank alone.
     """
-    comm = engine.comm
+    comm = engine.groups.of(chunk.spec)
     engine.interception.written.forget({chunk.id: range(len(chunk.spec.members))})
     is_whole_kept = comm.world_size > 1 and not engine.plan.is_storage_distributed
     if is_whole_kept or any(row[0] for row in comm.exchange([int(chunk.is_usable)])):

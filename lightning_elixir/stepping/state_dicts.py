@@ -17,6 +17,7 @@ from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
 from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.runtime.groups import Groups
 from lightning_elixir.runtime.whole import gather_whole, in_memory_order
 
 Described = dict[tuple[int, int], dict[str, tuple[str, Any]]]
@@ -226,11 +227,12 @@ class StateDicts:
     def _reading(self, saved: Mapping[int, Mapping[str, Any]]) -> ReadSegment:
         """Reads what `load` wants out of whole states, by the `id` of their parameters."""
         if not self._states.maker.is_whole:
-            return _reading_segments(saved)
+            return _reading_segments(saved, self._engine.groups)
         return lambda chunk, segment: saved.get(id(chunk.parameters[segment.member_index]), {})
 
 
-def _reading_segments(saved: Mapping[int, Mapping[str, Any]]) -> ReadSegment:
+def _reading_segments(saved: Mapping[int, Mapping[str, Any]], groups: Groups) -> ReadSegment:
+    """Reads segments out of whole states, by the `id` of their parameters."""
 
     def read(chunk: Chunk, segment: Segment) -> Mapping[str, Any]:
         member = chunk.spec.members[segment.member_index]
@@ -240,9 +242,11 @@ def _reading_segments(saved: Mapping[int, Mapping[str, Any]]) -> ReadSegment:
             if is_scalar_state(key, value, member.shape):
                 loaded[key] = value.clone() if isinstance(value, Tensor) else value
                 continue
-            if tuple(value.shape) != member.shape:
-                raise PlanError(f"{key} of {member.fqn} has shape {tuple(value.shape)}, expected {member.shape}")
-            loaded[key] = in_memory_order(chunk, segment.member_index, value)[segment.in_param]
+            shape = groups.whole_shape(member)
+            if tuple(value.shape) != shape:
+                raise PlanError(f"{key} of {member.fqn} has shape {tuple(value.shape)}, expected {shape}")
+            part = groups.part_of(member, value)
+            loaded[key] = in_memory_order(chunk, segment.member_index, part)[segment.in_param]
         return loaded
 
     return read

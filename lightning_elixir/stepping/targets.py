@@ -19,7 +19,7 @@ def target_of(engine: Engine, chunk: Chunk) -> Tensor | None:
         return shard.on_disk.param_stand_in()
     target = chunk.flat if shard.param is None else shard.param
     if target.numel() != engine.store.optim_numel(chunk.spec):
-        target = chunk.shard_of(target, engine.comm.rank, engine.comm.world_size)
+        target = engine.groups.mine(chunk.spec, target)
     return target
 
 

@@ -25,7 +25,7 @@ from lightning_elixir.storage.nvme import GRAD, MASTER, PARAM, ChunkStates, Mapp
 
 @dataclass
 class Shard:
-    """What this rank keeps of one chunk. Numel is `chunk.numel / world_size` unless said otherwise."""
+    """What this rank keeps of one chunk. Numel is that of a rank's slice of the chunk unless said otherwise."""
 
     param: Tensor | None = None
     """1-D, compute dtype, on the parameter tier. None where the replica itself is the shard (persistent chunks on the
@@ -129,7 +129,7 @@ class ShardStore:
     Args:
         device: The compute device.
         memory: Gives host memory.
-        world_size: Ranks that share the chunks.
+        num_sharing: How many ranks share a chunk.
         is_distributed: False: parameter shards are whole on every rank.
         is_param_reused: Gradients land in the memory of the compute shard, where that lies beside a master on the host.
         states: Of the chunks that have them on NVMe.
@@ -139,7 +139,7 @@ class ShardStore:
         self,
         device: Device,
         memory: HostMemory,
-        world_size: int,
+        num_sharing: Callable[[ChunkSpec], int],
         is_distributed: bool,
         is_param_reused: bool = False,
         states: StateFile | None = None,
@@ -148,7 +148,7 @@ class ShardStore:
         self.memory = memory
         self._device = device
         self._is_param_reused = is_param_reused
-        self._world_size = world_size
+        self._num_sharing = num_sharing
         self._is_distributed = is_distributed
         self._shards: dict[int, Shard] = {}
         self._specs: dict[int, ChunkSpec] = {}
@@ -164,10 +164,10 @@ class ShardStore:
         return shard
 
     def param_numel(self, spec: ChunkSpec) -> int:
-        return spec.numel // self._world_size if self._is_distributed else spec.numel
+        return self.optim_numel(spec) if self._is_distributed else spec.numel
 
     def optim_numel(self, spec: ChunkSpec) -> int:
-        return spec.numel // self._world_size
+        return spec.numel // self._num_sharing(spec)
 
     def empty(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
         """1-D uninitialised tensor on `tier`; for NVMe one without memory, on `meta`."""

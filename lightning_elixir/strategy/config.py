@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -12,9 +12,11 @@ import torch
 from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import FusedChoice, check_fused_choice
 from lightning_elixir.optim.scaling import LossScaling
+from lightning_elixir.patterns.base import ParallelPattern
 from lightning_elixir.plan.activations import ActivationRequest
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware
 from lightning_elixir.plan.io import load_plan
+from lightning_elixir.plan.mesh import AXES, Mesh
 from lightning_elixir.plan.packing import DEFAULT_N_GRIDS, ChunkSizes
 from lightning_elixir.plan.problem import DEFAULT_PREFETCH_DEPTH, PlacementRequest
 from lightning_elixir.plan.selection import Entry, entries_of
@@ -30,6 +32,7 @@ ActivationsOption = Literal["auto"] | FateName | dict[str, FateName] | None
 
 if TYPE_CHECKING:
     KeepOption = Entry | Collection[Entry] | None
+    PatternsOption = Mapping[str | type, ParallelPattern] | None
     PlanOption = Plan | str | os.PathLike[str] | None
     HardwareOption = HardwareSpec | str | os.PathLike[str] | None
 else:
@@ -37,6 +40,7 @@ else:
     # names, and hand over what it finds there as text.
     PlanOption = HardwareOption = str | os.PathLike[str] | None
     KeepOption = str | list[str] | None
+    PatternsOption = dict[str, ParallelPattern] | None
 
 _FRACTIONS = (
     "shard_param_frac",
@@ -88,6 +92,9 @@ class ElixirConfig(LossScaling):
     async_save: bool = field(default=False, compare=False)
     reduce_dtype: torch.dtype | str | None = None
     use_fused_kernels: FusedChoice = False
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    patterns: PatternsOption = None
     init_step: bool = False
 
     def __post_init__(self) -> None:
@@ -113,6 +120,7 @@ class ElixirConfig(LossScaling):
         if self.ignored is not None:
             entries_of("ignored", self.ignored)
         ActivationRequest.of(self.activations)
+        self._check_patterns()
         self._check_paths()
         self._check_nvme()
         self._check_checkpoints()
@@ -133,6 +141,57 @@ class ElixirConfig(LossScaling):
                     f"{name} belongs to placement_policy 'const' (or 'static'), but the policy is"
                     f" {self.placement_policy!r}"
                 )
+
+    def _check_patterns(self) -> None:
+        for name in ("tensor_parallel_size", "expert_parallel_size"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise PlanError(f"{name} must be a number of ranks, at least 1, got {size!r}")
+        if self.use_fused_kernels is True and self.fused_choice is False:
+            raise PlanError(
+                "use_fused_kernels=True cannot be had with tensor_parallel_size or expert_parallel_size: fused"
+                " operators would pass the patterns by. Leave it out, or give 'auto', which swaps nothing there"
+            )
+        if self.activations is not None and (self.tensor_parallel_size, self.expert_parallel_size) != (1, 1):
+            raise PlanError(
+                "activations= is not there yet beside tensor_parallel_size or expert_parallel_size: leave it out, and"
+                " have the model checkpoint its activations by itself"
+            )
+        patterns = self.patterns
+        if patterns is None:
+            return
+        if not isinstance(patterns, Mapping):
+            raise PlanError(f"patterns must be a dict of patterns by module names or classes, got {patterns!r:.60}")
+        for key, pattern in patterns.items():
+            if not (isinstance(key, type) or (isinstance(key, str) and key)):
+                raise PlanError(f"patterns: a key is a module name, a glob or a class, got {key!r:.60}")
+            if not isinstance(pattern, ParallelPattern):
+                hint = f": write {pattern.__name__}()" if isinstance(pattern, type) else ""
+                raise PlanError(f"patterns: {key!r} must have a ParallelPattern, got {pattern!r:.60}{hint}")
+            if pattern.axis not in AXES:
+                raise PlanError(f"patterns: {pattern!r} is for an axis {pattern.axis!r}; there are {', '.join(AXES)}")
+        for axis in AXES:
+            size = getattr(self, f"{axis}_parallel_size")
+            if size > 1 and all(pattern.axis != axis for pattern in patterns.values()):
+                raise PlanError(
+                    f"{axis}_parallel_size={size}, but no pattern is for it: all {size} ranks would do the same. Give"
+                    " one, or leave the size out"
+                )
+
+    @property
+    def fused_choice(self) -> FusedChoice:
+        """`use_fused_kernels`; none beside parallel patterns, whose modules they would pass by."""
+        return self.use_fused_kernels if self.tensor_parallel_size == self.expert_parallel_size == 1 else False
+
+    def mesh(self, world_size: int) -> Mesh:
+        """How so many ranks stand to each other.
+
+        Raises:
+            PlanError: They do not make up a box of these sizes.
+        """
+        mesh = Mesh(world_size, self.tensor_parallel_size, self.expert_parallel_size)
+        mesh.check()
+        return mesh
 
     def _check_nvme(self) -> None:
         if self.nvme_backend not in get_args(NvmeBackendName):

@@ -490,6 +490,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         if self._sharded.is_open and "state_dict" not in checkpoint:
             self._sharded.load_model(None if handle is None else handle.engine, strict)
             return
+        if handle is not None and not handle.engine.plan.mesh.is_trivial:  # modules know parts of parameters only
+            handle.engine.load_full_state_dict(checkpoint["state_dict"], strict)
+            return
         is_empty = handle is None and self.is_global_zero and bool(meta_parameter_names(module))
         with warnings.catch_warnings():
             # Before there is an engine, ranks that hold no values only check the names: the values come from rank 0.

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_elixir.core.module_hooks import without_hooks
 from lightning_elixir.memory_limits import MemoryLimits
+from lightning_elixir.patterns.apply import take_out
 from lightning_elixir.plan.memory import Budget
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.strategy.config import ElixirConfig
@@ -108,14 +109,16 @@ class EngineHandle:
         inner = self.engine.engine
         with inner.meeting(Meeting.DISSOLVE):
             values = inner.whole_values(on_all_ranks=False, has_met=True)
+        shapes = {m.fqn: inner.groups.whole_shape(m) for c in inner.chunks for m in c.spec.members}
         plain: dict[int, nn.Parameter] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if parameter in inner.ignored:
                 continue
             value = values.get(name)
             if value is None:
-                value = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                value = torch.empty(shapes[name], dtype=parameter.dtype, device="meta")
             plain[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         self.engine.close()
         vars(self.engine.module).pop(_ATTRIBUTE, None)
+        take_out(self.engine.module)
         replace_parameters(self.engine.module, plain)

@@ -37,7 +37,7 @@ from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.state_layout import is_scalar_state
 from lightning_elixir.optim.whole_parameters import Layout
 from lightning_elixir.optimizer import ElixirOptimizer
-from lightning_elixir.plan.shard_segments import Segment, segments_of
+from lightning_elixir.plan.shard_segments import Segment
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.engine import Engine
@@ -82,8 +82,9 @@ class StandIns:
     known: dict[int, tuple[Tensor, _Source]] = field(default_factory=dict)
     """By `id`; keeps them, so that no other tensor gets it."""
 
-    def make(self, chunk: Chunk, member_index: int, state: _State | None, dtype: torch.dtype) -> Tensor:
-        value = torch.empty(chunk.spec.members[member_index].shape, dtype=dtype, device="meta")
+    def make(self, engine: Engine, chunk: Chunk, member_index: int, state: _State | None, dtype: torch.dtype) -> Tensor:
+        shape = engine.groups.whole_shape(chunk.spec.members[member_index])
+        value = torch.empty(shape, dtype=dtype, device="meta")
         self.known[id(value)] = (value, _Source(chunk, member_index, state, dtype))
         return value
 
@@ -101,7 +102,7 @@ def model_state(module: ElixirModule, stand_ins: StandIns) -> dict[str, Any]:
 
 def _named_model(engine: Engine, stand_ins: StandIns) -> dict[str, Any]:
     values = {
-        member.fqn: stand_ins.make(chunk, index, None, _saved_dtype(engine, chunk, index))
+        member.fqn: stand_ins.make(engine, chunk, index, None, _saved_dtype(engine, chunk, index))
         for chunk in engine.chunks
         for index, member in enumerate(chunk.spec.members)
     }
@@ -134,7 +135,7 @@ def optimizer_state(optimizer: ElixirOptimizer, engine: Engine, stand_ins: Stand
     for (chunk_id, index), entries in described.items():
         chunk = engine.chunks[chunk_id]
         state[chunk.spec.members[index].fqn] = {
-            key: stand_ins.make(chunk, index, _State(optimizer, key), value) if kind == "tensor" else value
+            key: stand_ins.make(engine, chunk, index, _State(optimizer, key), value) if kind == "tensor" else value
             for key, (kind, value) in entries.items()
         }
     more = _TORCH_SETTINGS if isinstance(optimizer.optimizer, HybridAdam) else {}
@@ -205,16 +206,16 @@ class SavePlan:
             return
         keys[index] = key
         ranks = range(engine.comm.world_size)
-        segments = [s for rank in ranks for s in self._segments(chunk, source.state, rank) if s.member_index == index]
-        extents = [_extent(chunk, segment) for segment in segments]
-        shape = chunk.spec.members[index].shape
+        of_ranks = [(s, r) for r in ranks for s in self._segments(chunk, source.state, r) if s.member_index == index]
+        extents = [_extent(engine, chunk, segment, rank) for segment, rank in of_ranks]
+        shape = engine.groups.whole_shape(chunk.spec.members[index])
         empty = Extent(shape, None, 0, 0)
         self.contents.tensors[key] = TensorPlan(shape, source.dtype, tuple(extents) or (empty,))
 
     def _segments(self, chunk: Chunk, state: _State | None, rank: int) -> tuple[Segment, ...]:
         """What a rank writes of a chunk's parameters (None), or of a state."""
         if state is None:
-            return segments_of(chunk.spec, rank, self._engine.comm.world_size)
+            return self._engine.groups.segments(chunk.spec, rank)
         return state.optimizer.state_segments(chunk, rank)
 
     def _add_alias(self, key: str, source: str, path: tuple[str | int, ...]) -> None:
@@ -262,12 +263,15 @@ class SavePlan:
             runs = state.optimizer.state_runs(chunk, state.key, dtypes[wanted[0].member_index])
         for segment in wanted:
             index = segment.member_index
-            writer.add_run(keys[index], _extent(chunk, segment), runs[index], dtypes[index])
+            writer.add_run(keys[index], _extent(engine, chunk, segment), runs[index], dtypes[index])
 
 
-def _extent(chunk: Chunk, segment: Segment) -> Extent:
+def _extent(engine: Engine, chunk: Chunk, segment: Segment, rank: int | None = None) -> Extent:
+    """What a rank's segment is of the whole parameter; None: this rank's."""
     index = segment.member_index
-    return Extent(chunk.spec.members[index].shape, chunk.strides[index], segment.param_offset, segment.numel)
+    member, stride = chunk.spec.members[index], chunk.strides[index]
+    offsets = engine.groups.offsets(member, rank) if member.cuts else ()
+    return Extent(member.shape, stride, segment.param_offset, segment.numel, offsets)
 
 
 def load_model(module: ElixirModule, index: CheckpointIndex, strict: bool = True, root: str = "") -> None:
@@ -318,7 +322,7 @@ def _read_parameters(
     engine: Engine, index: CheckpointIndex, chunk: Chunk, keys: Mapping[int, str], memory: _Reused
 ) -> Tensor:
     own = engine.own_shard(chunk).detach()
-    segments = segments_of(chunk.spec, engine.comm.rank, engine.comm.world_size)
+    segments = engine.groups.segments(chunk.spec)
     wanted = [segment for segment in segments if segment.member_index in keys]
     values = memory.empty("values", own.numel(), own.dtype)
     if len(wanted) < len(segments):
@@ -330,7 +334,9 @@ def _read_parameters(
             end = segment.shard_offset + segment.numel
         values[end:].zero_()
     runs = [values[segment.shard_offset : segment.shard_offset + segment.numel] for segment in wanted]
-    index.read_runs([(keys[s.member_index], _extent(chunk, s), run) for s, run in zip(wanted, runs, strict=True)])
+    index.read_runs(
+        [(keys[s.member_index], _extent(engine, chunk, s), run) for s, run in zip(wanted, runs, strict=True)]
+    )
     return values
 
 
@@ -445,17 +451,17 @@ def _load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoin
             stored = index.tensors.get(key)
             if stored is None:
                 found[state] = index.read_object(key)
-            elif _is_value(optimizer, state, stored.shape, _shape(chunk, segment)):
+            elif _is_value(optimizer, state, stored.shape, _shape(engine, chunk, segment)):
                 found[state] = index.read_whole(key)
-            elif stored.shape != _shape(chunk, segment):
-                shape = list(_shape(chunk, segment))
+            elif stored.shape != _shape(engine, chunk, segment):
+                shape = list(_shape(engine, chunk, segment))
                 raise PlanError(f"{state} of {segment.fqn} has shape {list(stored.shape)}, expected {shape}")
             else:
                 found[state] = memory.empty(state, segment.numel, stored.dtype)
-                runs.append((key, _extent(chunk, segment), found[state]))
+                runs.append((key, _extent(engine, chunk, segment), found[state]))
         index.read_runs(runs)
         if optimizer.is_whole:
-            layout = Layout(_shape(chunk, segment), chunk.strides[segment.member_index])
+            layout = Layout(_shape(engine, chunk, segment), chunk.strides[segment.member_index])
             runs_of = {id(run) for _, _, run in runs}
             return {key: layout.view(value) if id(value) in runs_of else value for key, value in found.items()}
         return found
@@ -469,8 +475,9 @@ def _is_value(optimizer: ElixirOptimizer, state: str, stored: Sequence[int], sha
     return is_of_other_shape or is_scalar_state(state, torch.empty(tuple(stored), device="meta"), shape)
 
 
-def _shape(chunk: Chunk, segment: Segment) -> tuple[int, ...]:
-    return chunk.spec.members[segment.member_index].shape
+def _shape(engine: Engine, chunk: Chunk, segment: Segment) -> tuple[int, ...]:
+    """Of the whole parameter."""
+    return engine.groups.whole_shape(chunk.spec.members[segment.member_index])
 
 
 def has_optimizer(index: CheckpointIndex) -> bool:

@@ -30,6 +30,7 @@ from lightning_elixir.strategy.engine_handle import BuildOptions, EngineHandle
 from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import materialise, skeleton_of
 from lightning_elixir.strategy.options import StrategyOptions
+from lightning_elixir.strategy.pattern_setup import check_mesh, put_patterns_in
 from lightning_elixir.strategy.precision import ElixirPrecision
 from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
 from lightning_elixir.strategy.shared_plans import ALONE, Neighbours, Planner, disk_options, host_bytes_of
@@ -89,8 +90,16 @@ class EngineStrategy(StrategyOptions):
         self._threads = thread_plan(self.local_rank, max(1, self.num_processes))
         apply_threads(self._threads)
         # Before the model takes memory
+        run_together(self._comm, lambda: check_mesh(self._config, self._comm.world_size))
         run_together(self._comm, self._check_files if self._comm.rank == 0 else lambda: None)
         run_together(self._comm, self._check_disk)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks of one tensor-parallel group get the same data."""
+        of_ranks = super().distributed_sampler_kwargs
+        mesh = self._config.mesh(of_ranks["num_replicas"])
+        return {"num_replicas": mesh.num_batches, "rank": mesh.batch_of(of_ranks["rank"])}
 
     def _check_files(self) -> None:
         self._config.given_hardware()
@@ -160,8 +169,9 @@ class EngineStrategy(StrategyOptions):
         plugin.convert_module(module, kept, [p.fqn for p in left_out])
         planner.check_model(module, is_training=is_training)
         budget = planner.budget(host_bytes_of(module))
+        run_together(self._comm, lambda: put_patterns_in(module, config, self._comm))
         # Before the plan, which counts what they save
-        with run_together(self._comm, lambda: fuse(module, config.use_fused_kernels, self.root_device)):
+        with run_together(self._comm, lambda: fuse(module, config.fused_choice, self.root_device)):
             plan, is_final = planner.first_plan(module, budget, is_training=is_training)
             skeleton, disk = skeleton_of(module), disk_options(config)
             engine = ElixirModule(
@@ -169,7 +179,7 @@ class EngineStrategy(StrategyOptions):
                 plan,
                 prefetch=config.prefetch,
                 dtype=plugin.compute_dtype,
-                use_fused_kernels=config.use_fused_kernels,
+                use_fused_kernels=config.fused_choice,
                 master_weights=plugin.is_mixed,
                 keep_fp32=config.keep_fp32 if plugin.compute_dtype is not None else None,
                 ignored=[p.fqn for p in plan.ignored],

@@ -16,6 +16,7 @@ from lightning_elixir.strategy.config import (
     HardwareOption,
     KeepOption,
     NvmeBackendName,
+    PatternsOption,
     PlanOption,
     PolicyName,
     StateDictType,
@@ -61,6 +62,9 @@ class StrategyOptions(Processes):
         async_save: bool = False,
         reduce_dtype: torch.dtype | str | None = None,
         use_fused_kernels: FusedChoice = False,
+        tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        patterns: PatternsOption = None,
         init_step: bool = False,
         initial_scale: float = 2.0**16,
         min_scale: float = 0.0,
@@ -155,6 +159,12 @@ class StrategyOptions(Processes):
                 GeGLU), and, with kernels, rotary embeddings. By the kernels of `liger-kernel` where that is installed,
                 on a GPU; by torch's operators elsewhere. No number changes beyond rounding. The log has a table.
                 "auto": where there are any; with True a model that has none is an error.
+            tensor_parallel_size: Ranks between which single layers are cut; they have the same batch. What is cut, and
+                how, say `patterns`, or else the model's own `tp_plan` (transformers).
+            expert_parallel_size: Ranks between which the experts of mixtures are spread; each has a batch of its own.
+                Likewise, by the model's own `ep_plan`.
+            patterns: How to share the work of which modules: a dict from names of modules (globs, such as
+                "*.experts") or classes to patterns of `lightning_elixir.patterns`. Default: the model's own.
             init_step: Allocate optimizer states and staging memory at setup instead of in the first step.
             initial_scale: Loss scale at the start (fp16 mixed precision).
             min_scale: Smallest loss scale.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -111,10 +111,17 @@ class _FileSource:
     weight: StoredWeight
     dtype: torch.dtype
     """Of the parameter when it was made."""
+    shape: tuple[int, ...] | None = None
+    """Of a part of it; None: all of it."""
+    offsets: tuple[int, ...] = ()
+    """Where that begins."""
 
     def read_run(self, stride: tuple[int, ...] | None, begin: int, target: Tensor, dtype: torch.dtype) -> None:
-        extent = Extent(self.weight.shape, stride, begin, target.numel())
+        extent = Extent(self.shape or self.weight.shape, stride, begin, target.numel(), self.offsets)
         self.weight.read_run(extent, target, (self.dtype, dtype))
+
+    def part(self, shape: tuple[int, ...], offsets: tuple[int, ...]) -> _FileSource:
+        return replace(self, shape=shape, offsets=offsets)
 
 
 def _built(build: Callable[[], M]) -> tuple[M, bool]:

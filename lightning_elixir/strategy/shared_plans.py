@@ -572,7 +572,7 @@ class Planner:
             chunk_sizes=self.config.chunk_sizes,
             budget=budget,
             regime=regime,
-            world_size=self.comm.world_size,
+            mesh=self.config.mesh(self.comm.world_size),
             compute_dtype=self.compute_dtype,
             keep_fp32=self.kept_fp32(model) if layout is None else (),
             ignored=self.ignored(model) if layout is None else None,

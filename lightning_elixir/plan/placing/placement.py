@@ -319,6 +319,8 @@ class Placer:
             activations=self.blocks,
             activation_host_bytes=self._activation_host_bytes,
             policy=policy,
+            tensor_parallel_size=self.scheme.tensor_parallel_size,
+            expert_parallel_size=self.scheme.expert_parallel_size,
         )
 
     # Limits

@@ -85,40 +85,44 @@ class Costs:
         )
 
     def _fetch(self, chunk: ChunkSpec, *, is_outdated: bool) -> FetchCosts:
-        upload_s, is_gathered = self.upload_s(chunk, is_outdated=is_outdated), self.is_gathered(is_outdated)
+        upload_s, is_gathered = self.upload_s(chunk, is_outdated=is_outdated), self.is_gathered(chunk, is_outdated)
         return FetchCosts(
             upload_s=upload_s,
             gather_s=self.gather_s(chunk, is_outdated=is_outdated),
             refresh_s=self.refresh_s(chunk, is_outdated=is_outdated),
             is_gathered=is_gathered,
-            host_bytes=chunk.nbytes // (self.scheme.world_size if is_gathered else 1) if upload_s else 0,
+            host_bytes=chunk.nbytes // (self.scheme.num_sharing(chunk) if is_gathered else 1) if upload_s else 0,
         )
 
     def upload_s(self, chunk: ChunkSpec, *, is_outdated: bool = False) -> float:
         """The host's part of a fetch: this rank's slice where the rest is gathered, else the whole chunk."""
         if chunk.param_tier is Tier.GPU:
             return 0.0
-        is_slice = self.is_gathered(is_outdated)
-        return self.hardware.h2d.seconds(chunk.nbytes // self.scheme.world_size if is_slice else chunk.nbytes)
+        is_slice = self.is_gathered(chunk, is_outdated)
+        return self.hardware.h2d.seconds(chunk.nbytes // self.scheme.num_sharing(chunk) if is_slice else chunk.nbytes)
 
     def gather_s(self, chunk: ChunkSpec, *, is_outdated: bool = False) -> float:
         """The ranks' part of a fetch."""
-        if not self.is_gathered(is_outdated) or self.hardware.all_gather is None:
+        if not self.is_gathered(chunk, is_outdated) or self.hardware.all_gather is None:
             return 0.0
         return self.hardware.all_gather.seconds(chunk.nbytes)
 
     def refresh_s(self, chunk: ChunkSpec, *, is_outdated: bool) -> float:
         """Whole shards on the host take the gathered values, so that later fetches need no peers."""
-        if self.scheme.is_storage_distributed or chunk.param_tier is Tier.GPU or not self.is_gathered(is_outdated):
+        if (
+            self.scheme.is_storage_distributed
+            or chunk.param_tier is Tier.GPU
+            or not self.is_gathered(chunk, is_outdated)
+        ):
             return 0.0
         return self.hardware.d2h.seconds(chunk.nbytes)
 
-    def is_gathered(self, is_outdated: bool) -> bool:
-        return self.scheme.world_size > 1 and (self.scheme.is_storage_distributed or is_outdated)
+    def is_gathered(self, chunk: ChunkSpec, is_outdated: bool) -> bool:
+        return self.scheme.num_sharing(chunk) > 1 and (self.scheme.is_storage_distributed or is_outdated)
 
     def reduce_s(self, chunk: ChunkSpec) -> float:
         """Reduction of a chunk's gradients over the ranks."""
-        if self.scheme.world_size == 1 or self.hardware.reduce_scatter is None:
+        if self.scheme.num_sharing(chunk) == 1 or self.hardware.reduce_scatter is None:
             return 0.0
         return self.hardware.reduce_scatter.seconds(chunk.nbytes)
 
@@ -126,12 +130,12 @@ class Costs:
         """Reduced gradients on their way to the host."""
         if chunk.optim_tier is Tier.GPU:
             return 0.0
-        return self.hardware.d2h.seconds(chunk.nbytes // self.scheme.world_size)
+        return self.hardware.d2h.seconds(chunk.nbytes // self.scheme.num_sharing(chunk))
 
     def update_s(self, chunk: ChunkSpec) -> float:
         """Adam over this rank's shard, where the plan has it run; of states on NVMe, what the host does."""
         hardware = self.hardware
-        numel = chunk.numel // self.scheme.world_size
+        numel = self.scheme.shard_numel(chunk)
         if chunk.optim_tier is Tier.GPU:
             return numel / hardware.gpu_adam_numel_per_s
         if chunk.is_update_streamed:
@@ -142,7 +146,7 @@ class Costs:
         """A streamed update that shares the bus: in how many pieces, and how long one of them has the bus up and
         down; no longer than the measured rate allows."""
         data = self.scheme.data_bytes[chunk.dtype]
-        numel = chunk.numel // self.scheme.world_size
+        numel = self.scheme.shard_numel(chunk)
         piece_numel = min(numel, max(1, SLOT_BYTES // (data.optim + data.compute)))
         most_s = piece_numel / self.hardware.streamed_adam_numel_per_s
         down = data.optim - data.grad + (data.compute if chunk.param_tier is not Tier.GPU else 0)
@@ -161,7 +165,7 @@ class Costs:
             each += -data.compute if chunk.is_update_streamed else data.compute
         if is_on_nvme(chunk):  # the disk writes them to host memory, and reads them there
             each += 2 * (data.master + data.states)
-        return (each + data.compute) * (chunk.numel // self.scheme.world_size)
+        return (each + data.compute) * self.scheme.shard_numel(chunk)
 
     def handling_s(self, chunk: ChunkSpec) -> float:
         """The host's work to have a chunk moved and updated in a step, as far as threads of Python do it, at most: a
@@ -203,10 +207,10 @@ class Costs:
         """New values of an update on the host, on their way to a parameter shard or replica on the device."""
         if chunk.optim_tier is Tier.GPU or chunk.is_update_streamed or chunk.param_tier is not Tier.GPU:
             return 0.0
-        return self.hardware.h2d.seconds(chunk.nbytes // self.scheme.world_size)
+        return self.hardware.h2d.seconds(chunk.nbytes // self.scheme.num_sharing(chunk))
 
     def spread_s(self, chunk: ChunkSpec) -> float:
         """All slices of an updated chunk that every rank keeps whole on the device."""
-        if self.scheme.world_size == 1 or not chunk.is_persistent or self.hardware.all_gather is None:
+        if self.scheme.num_sharing(chunk) == 1 or not chunk.is_persistent or self.hardware.all_gather is None:
             return 0.0
         return self.hardware.all_gather.seconds(chunk.nbytes)

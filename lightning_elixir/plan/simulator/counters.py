@@ -93,7 +93,7 @@ class _Run:
         updated = [c.id for c in plan.chunks if c.requires_grad and not c.is_persistent]
         self.resident_bytes -= self._replica_bytes(self.rcache.release(updated))
         if plan.world_size > 1 and not plan.is_storage_distributed:
-            self.outdated = set(updated)
+            self.outdated = {i for i in updated if plan.num_sharing(plan.chunks[i]) > 1}
 
     def _move(self, evict: Iterable[int], fetch: tuple[int, ...]) -> None:
         self.resident_bytes += self._replica_bytes(fetch) - self._replica_bytes(evict)
@@ -107,7 +107,7 @@ class _Run:
         is_upload = chunk.param_tier is not Tier.GPU
         is_gathered = self._is_gathered(chunk_id)
         if is_upload:
-            self.h2d_bytes += chunk.nbytes // plan.world_size if is_gathered else chunk.nbytes
+            self.h2d_bytes += chunk.nbytes // plan.num_sharing(chunk) if is_gathered else chunk.nbytes
         if not is_gathered:
             return
         self.gathered_bytes += chunk.nbytes
@@ -116,7 +116,8 @@ class _Run:
             self.d2h_bytes += chunk.nbytes if is_upload else 0
 
     def _is_gathered(self, chunk_id: int) -> bool:
-        return self.plan.world_size > 1 and (self.plan.is_storage_distributed or chunk_id in self.outdated)
+        is_shared = self.plan.num_sharing(self.plan.chunks[chunk_id]) > 1
+        return is_shared and (self.plan.is_storage_distributed or chunk_id in self.outdated)
 
     def _replica_bytes(self, ids: Iterable[int]) -> int:
         return sum(self.plan.chunks[i].nbytes for i in ids)

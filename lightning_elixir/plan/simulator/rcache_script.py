@@ -96,7 +96,8 @@ def drive(
         decision, ahead = rcache.acquire(event.ids, pin=event.is_pinned, held=event.held), _NOTHING
         fetched = decision.fetch
         # Ranks meet, and so agree on what to prefetch, only where they gather something on demand.
-        is_met = bool(fetched) if plan.is_storage_distributed else any(i in outdated for i in fetched)
+        shared = [i for i in fetched if plan.num_sharing(plan.chunks[i]) > 1]
+        is_met = bool(shared) if plan.is_storage_distributed else any(i in outdated for i in shared)
         if plan.world_size == 1 or is_met:
             held = {*event.held, *event.ids}
             candidates = rcache.prefetch_candidates(held)
@@ -109,7 +110,7 @@ def drive(
 def _step(plan: Plan, trace: AccessTrace, rcache: RCache, policy: CachePolicy) -> tuple[ScriptedAccess, ...]:
     trained = [c for c in plan.chunks if c.requires_grad]
     is_outdating = plan.world_size > 1 and not plan.is_storage_distributed
-    outdated = {c.id for c in trained} if is_outdating else set()
+    outdated = {c.id for c in trained if plan.num_sharing(c) > 1} if is_outdating else set()
     rcache.begin(policy)
     accesses = []
     there: set[int] = set()  # waited for

@@ -48,8 +48,16 @@ __all__ = [
 def scheme_of(plan: Plan, regime: TrainingRegime) -> Scheme:
     """The scheme that a plan was made under."""
     updates = UpdateMode(plan.update_timing, plan.grad_reuses_compute_shard)
-    host_bytes = plan.activation_host_bytes or 0
-    return Scheme(plan.world_size, plan.is_storage_distributed, plan.block_bytes, regime, updates, host_bytes)
+    return Scheme(
+        plan.world_size,
+        plan.is_storage_distributed,
+        plan.block_bytes,
+        regime,
+        updates,
+        plan.activation_host_bytes or 0,
+        plan.tensor_parallel_size,
+        plan.expert_parallel_size,
+    )
 
 
 def simulate_step(

@@ -184,7 +184,7 @@ class Updates:
         kinds_s = self._kinds_s()
         if not all(kinds_s):
             return 1.0
-        numel = sum(c.numel // self._plan.world_size for c in self.beside_device)
+        numel = sum(c.numel // self._plan.num_sharing(c) for c in self.beside_device)
         return max(1.0, numel / joint_adam_numel_per_s / max(kinds_s))
 
     def _kinds_s(self) -> list[float]:

@@ -1,0 +1,227 @@
+"""Patterns into a model: whose parameters become parts, and whose modules talk to their peers.
+
+[Note: patterns] A module keeps its class, its names and its hooks. Its `forward` becomes an attribute that asks the
+pattern (`PatternForward`), which calls the class's own; each parameter that is cut becomes one on `meta` in the shape
+of a part, with its cuts, and on the rank that has the values with the whole (`patterns/cuts.py`). The engine fills
+parts from that. All of it can be taken back (`take_out`), as a further run may have other patterns.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.patterns.base import ParallelPattern
+from lightning_elixir.patterns.cuts import set_cuts, whole_of
+from lightning_elixir.patterns.peers import Peers, Wire
+from lightning_elixir.plan.mesh import AxisCut, Mesh
+from lightning_elixir.plan.selection import matching, near_misses
+
+Patterns = Mapping[str | type, ParallelPattern]
+
+
+class PatternForward:
+    """What a module with a pattern has as its `forward`.
+
+    Args:
+        module: Whose.
+        pattern: What to ask.
+        peers: The ranks that share its work.
+    """
+
+    def __init__(self, module: nn.Module, pattern: ParallelPattern, peers: Peers) -> None:
+        self.module = module
+        self.pattern = pattern
+        self.peers = peers
+        self.compute: Callable[..., Any] = module.forward
+        functools.update_wrapper(self, self.compute)
+        self.replaced: dict[str, Any] = {}
+        """Attributes of the module as they were."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:  # patterns look at arguments by their positions
+            bound = inspect.signature(self.compute).bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        return self.pattern.forward(self.module, self.compute, self.peers, args, kwargs)
+
+
+def pattern_forwards(model: nn.Module) -> Iterator[PatternForward]:
+    """Those in a model."""
+    for module in model.modules():
+        found = vars(module).get("forward")
+        if isinstance(found, PatternForward):
+            yield found
+
+
+def bind_peers(model: nn.Module, wire: Wire | None) -> None:
+    """Connect the peers of all patterns in a model; None: have them talk to nobody any more."""
+    for forward in pattern_forwards(model):
+        forward.peers.bind(wire)
+
+
+def take_out(model: nn.Module) -> None:
+    """Have modules be as they were, and parameters that no engine has taken over."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            whole = None if parameter is None else whole_of(parameter)
+            if whole is not None:
+                setattr(module, name, whole)
+    for forward in list(pattern_forwards(model)):
+        del forward.module.forward
+        for name, value in forward.replaced.items():
+            setattr(forward.module, name, value)
+
+
+def put_in(model: nn.Module, patterns: Patterns, mesh: Mesh, rank: int) -> None:
+    """Put patterns into a model. The same on every rank.
+
+    Args:
+        model: With whole parameters; on ranks other than 0 they may be on `meta`.
+        patterns: By globs over names of modules, or by classes.
+        mesh: The ranks. Patterns along an axis of one rank do nothing.
+        rank: This one.
+
+    Raises:
+        PlanError: A key means no module, a module has two patterns, or a parameter cannot be cut.
+    """
+    take_out(model)
+    peers = {axis: Peers(axis, mesh.size(axis), mesh.coordinate(rank, axis)) for axis in ("tensor", "expert")}
+    chosen = _chosen(model, patterns)
+    active = {name: pattern for name, pattern in chosen.items() if peers[pattern.axis].size > 1}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    cuts = _cuts_of(active, modules, mesh)
+    _check_ties(model, cuts, active)
+    done: set[int] = set()
+    for name, pattern in active.items():
+        module = modules[name]
+        if id(module) in done:
+            continue
+        done.add(id(module))
+        forward = PatternForward(module, pattern, peers[pattern.axis])
+        for key, value in pattern.attributes(module, forward.peers).items():
+            forward.replaced[key] = getattr(module, key)
+            setattr(module, key, value)
+        module.forward = forward
+    _replace(model, cuts, mesh)
+
+
+def _chosen(model: nn.Module, patterns: Patterns) -> dict[str, ParallelPattern]:
+    """Name of a module -> its pattern, after each has told which modules it is for."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, tuple[ParallelPattern, str | type]] = {}
+    for key, pattern in patterns.items():
+        names = _meant(key, modules)
+        for name in names:
+            for below, own in _targets(pattern, name, modules[name]).items():
+                target = f"{name}.{below}" if name and below else name or below
+                known = found.get(target)
+                if known is not None and known[0] != own:
+                    raise PlanError(
+                        f"patterns: {target} has two, {known[0]!r} by {_shown(known[1])} and {own!r} by {_shown(key)}:"
+                        " give each module one"
+                    )
+                found[target] = own, key
+    return {name: pattern for name, (pattern, _) in found.items()}
+
+
+def _targets(pattern: ParallelPattern, name: str, module: nn.Module) -> Mapping[str, ParallelPattern]:
+    try:
+        return pattern.targets(module)
+    except PlanError as error:
+        raise PlanError(f"patterns: {name}: {error}") from error
+
+
+def _shown(key: str | type) -> str:
+    return repr(key) if isinstance(key, str) else key.__name__
+
+
+def _meant(key: str | type, modules: Mapping[str, nn.Module]) -> list[str]:
+    if isinstance(key, type):
+        names = [name for name, module in modules.items() if isinstance(module, key)]
+    else:
+        names = matching(key, modules)
+    if not names:
+        close = near_misses(key, modules) if isinstance(key, str) else []
+        hint = f"; close to it are {', '.join(close)}" if close else ""
+        raise PlanError(f"patterns: the model has no module {_shown(key)}{hint}")
+    return names
+
+
+def _cuts_of(
+    active: Mapping[str, ParallelPattern], modules: Mapping[str, nn.Module], mesh: Mesh
+) -> dict[int, tuple[AxisCut, ...]]:
+    """By `id` of the parameter."""
+    found: dict[int, tuple[AxisCut, ...]] = {}
+    for name, pattern in active.items():
+        module = modules[name]
+        own = dict(module.named_parameters(remove_duplicate=False))
+        try:
+            dims = pattern.cuts(module)
+        except PlanError as error:
+            raise PlanError(f"patterns: {name}: {error}") from error
+        for below, dim in dims.items():
+            if below not in own:
+                raise PlanError(f"patterns: {name}: {pattern!r} cuts a parameter {below}, which is not there")
+            parameter, whole = own[below], f"{name}.{below}" if name else below
+            size = mesh.size(pattern.axis)
+            if not 0 <= dim < parameter.dim() or parameter.shape[dim] % size:
+                raise PlanError(
+                    f"patterns: {whole} {list(parameter.shape)} cannot be cut into {size} equal parts along dimension"
+                    f" {dim} ({pattern.axis}_parallel_size={size}): pad the model to a multiple, or give the module no"
+                    " pattern"
+                )
+            known = found.get(id(parameter), ())
+            cut = AxisCut(pattern.axis, dim)
+            if any(c != cut and (c.axis == cut.axis or c.dim == cut.dim) for c in known):
+                raise PlanError(f"patterns: {whole} would be cut in two ways: give modules that share it one pattern")
+            if cut not in known:
+                found[id(parameter)] = (*known, cut)
+    return found
+
+
+def _check_ties(
+    model: nn.Module, cuts: Mapping[int, tuple[AxisCut, ...]], active: Mapping[str, ParallelPattern]
+) -> None:
+    """A parameter that is cut must not be used by a module without a pattern."""
+    for name, module in model.named_modules():
+        if any(name == top or name.startswith(f"{top}.") for top in active if top):
+            continue
+        for below, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in cuts and name not in active:
+                other = next(n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter)
+                raise PlanError(
+                    f"patterns: {name}.{below} is the same parameter as {other}, which a pattern cuts: give both"
+                    " modules the pattern (Vocabulary, for an embedding that is the output layer as well), or none"
+                )
+
+
+def _replace(model: nn.Module, cuts: Mapping[int, tuple[AxisCut, ...]], mesh: Mesh) -> None:
+    """Put parts in the places of whole parameters."""
+    parts: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or id(parameter) not in cuts:
+                continue
+            part = parts.get(id(parameter))
+            if part is None:
+                part = parts[id(parameter)] = _part_of(parameter, cuts[id(parameter)], mesh)
+            setattr(module, name, part)
+
+
+def _part_of(parameter: nn.Parameter, cuts: tuple[AxisCut, ...], mesh: Mesh) -> nn.Parameter:
+    shape = list(parameter.shape)
+    for cut in cuts:
+        shape[cut.dim] //= mesh.size(cut.axis)
+    data = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    part = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    if type(parameter) is not nn.Parameter:
+        part.__class__ = type(parameter)
+    part.__dict__.update(parameter.__dict__)
+    set_cuts(part, cuts, parameter)
+    return part

@@ -1,0 +1,101 @@
+"""Expert: each rank along "expert" has its own experts of a mixture, and tokens travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.patterns.base import Compute, ParallelPattern
+from lightning_elixir.patterns.exchanges import ExchangedRows, Permuted
+from lightning_elixir.patterns.peers import Exchange, Peers, is_without_values
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class Expert(ParallelPattern):
+    """The experts of a mixture, in one module whose parameters have a first dimension over the experts. Tokens are sent
+    to the ranks that have their experts, and results come back; the router, outside of it, stays whole.
+
+    The module is called with tokens `[n, width]`, the numbers of their experts `[n, k]`, and
+    the experts' weights `[n, k]`; it returns `[n, width]`, the sum over a token's experts of what each makes of the
+    token with its weight. transformers' experts (Mixtral, Qwen3-MoE and others) are such modules. Each rank calls it
+    with what has come to it and `k` 1, with its own experts numbered from 0. Some ranks may get no tokens at all.
+    """
+
+    axis = "expert"
+
+    def cuts(self, module: nn.Module) -> Mapping[str, int]:
+        parameters = dict(module.named_parameters())
+        # Of modules below, each of which may be an expert, nothing is known.
+        has_own_alone = len(list(module.parameters(recurse=False))) == len(parameters)
+        numbers = {p.shape[0] if p.dim() and has_own_alone else 0 for p in parameters.values()}
+        told = getattr(module, "num_experts", None)
+        if len(numbers) != 1 or 0 in numbers or (isinstance(told, int) and told not in numbers):
+            raise PlanError(
+                f"Expert is for a module whose parameters have the experts as their first dimension;"
+                f" {type(module).__name__} has {', '.join(f'{n} {list(p.shape)}' for n, p in parameters.items())}"
+                f"{f' and {told} experts' if told is not None else ''}: put the experts' weights into one parameter"
+                " [experts, ...] of each kind"
+            )
+        return dict.fromkeys(parameters, 0)
+
+    def attributes(self, module: nn.Module, peers: Peers) -> Mapping[str, Any]:
+        number = next(module.parameters()).shape[0]
+        return {name: number // peers.size for name in _COUNTS if getattr(module, name, None) == number}
+
+    def forward(
+        self, module: nn.Module, compute: Compute, peers: Peers, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        tokens, experts, weights = _named(args, kwargs)
+        number = next(module.parameters()).shape[0]
+        if is_without_values(tokens):
+            return compute(tokens, experts % number, weights)  # foreseen: as if all tokens stayed here
+        width, k = tokens.shape[-1], experts.shape[-1]
+        flat = experts.reshape(-1)
+        order = torch.argsort(flat, stable=True)  # by expert, and so by rank
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.numel(), device=order.device)
+        owners = torch.bincount(flat // number, minlength=peers.size)
+        num_sent: list[int] = owners.tolist()
+        num_received = peers.count_rows(num_sent, width)
+
+        rows = tokens.reshape(-1, 1, width).expand(-1, k, width).reshape(-1, width)
+        token = torch.zeros(1, device=tokens.device, requires_grad=torch.is_grad_enabled())
+
+        def sent(values: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+            sorted_values = Permuted.apply(values, order, inverse)  # type: ignore[no-untyped-call]
+            found: tuple[Tensor, Tensor] = ExchangedRows.apply(  # type: ignore[no-untyped-call]
+                sorted_values, token, peers, num_received, num_sent, (1.0, float(peers.size))
+            )
+            return found
+
+        here, token = sent(rows, token)
+        here_weights, token = sent(weights.reshape(-1, 1), token)
+        numbers = peers.exchange_rows((flat % number)[order].unsqueeze(1), num_received, num_sent)
+        results = compute(here, numbers, here_weights) if here.shape[0] else here
+        peers.meet(Exchange.ROWS, width)  # on its way through the experts a rank may have needed the others
+        # The mean over the ranks that have the same experts leaves out that each gets tokens of `size` batches.
+        back, _ = ExchangedRows.apply(  # type: ignore[no-untyped-call]
+            results, token, peers, num_sent, num_received, (1.0 / peers.size, 1.0)
+        )
+        home = Permuted.apply(back, inverse, order).view(-1, k, width)  # type: ignore[no-untyped-call]
+        by_expert = torch.argsort(experts.reshape(-1, k), dim=1, stable=True)
+        home = home.gather(1, by_expert.unsqueeze(-1).expand(-1, -1, width))
+        total = home[:, 0]
+        for place in range(1, k):  # in the order of the experts, as a module that goes through them adds up
+            total = total + home[:, place]
+        return total.view(tokens.shape)
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their experts and the weights."""
+    if len(args) != 3 or kwargs:
+        raise PlanError(
+            "a module with Expert is called with tokens, the numbers of their experts and the experts' weights, and got"
+            f" {len(args)} arguments and {', '.join(kwargs) or 'none by name'}"
+        )
+    return args

@@ -1,0 +1,126 @@
+"""Patterns that models bring along: the `tp_plan` and `ep_plan` of transformers' models."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_elixir.errors import PlanError
+from lightning_elixir.patterns.base import ParallelPattern
+from lightning_elixir.patterns.expert import Expert
+from lightning_elixir.patterns.linear import Column, Row
+from lightning_elixir.patterns.sequence import PartialGradients
+from lightning_elixir.patterns.vocabulary import Vocabulary
+from lightning_elixir.plan.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+_TENSOR: dict[str, ParallelPattern] = {
+    "colwise": Column(),
+    "rowwise": Row(),
+    "rowwise_split_input": Row(splits=True),
+    "colwise_gather_output": Vocabulary(),
+    "embedding_rowwise": Vocabulary(),
+    "replicated_with_grad_allreduce": PartialGradients(),
+}
+_EXPERT: dict[str, ParallelPattern] = {"ep_dispatch_experts": Expert()}
+_LEFT_WHOLE = {"replicate", "moe_tp_experts", "grouped_gemm"}
+"""Styles of modules and parameters that every rank along the axis keeps, or that the module above them is for."""
+
+
+def own_patterns(model: nn.Module, mesh: Mesh) -> dict[str | type, ParallelPattern]:
+    """Module name -> pattern, for the axes of more than one rank.
+
+    Args:
+        model: With models of transformers in it, perhaps wrapped by peft.
+        mesh: The ranks.
+
+    Raises:
+        PlanError: An axis for which no model brings a plan, or a plan asks for what there is no pattern for.
+    """
+    found: dict[str | type, ParallelPattern] = {}
+    for name, inner in _models(model):
+        prefix = f"{name}." if name else ""
+        if mesh.tensor > 1:
+            _check_heads(inner, mesh.tensor)
+            chosen = _resolved(inner, "tp_plan", _TENSOR)
+            found |= {prefix + at: one for at, one in _without_uneven_vocabulary(inner, chosen, mesh.tensor).items()}
+        if mesh.expert > 1:
+            found |= {prefix + at: one for at, one in _resolved(inner, "ep_plan", _EXPERT).items()}
+    for axis, plan in (("tensor", "tp_plan"), ("expert", "ep_plan")):
+        if mesh.size(axis) > 1 and not any(one.axis == axis for one in found.values()):
+            raise PlanError(
+                f"{axis}_parallel_size={mesh.size(axis)}, but no patterns say what to cut, and the model brings no"
+                f" {plan} as models of transformers do: give ElixirStrategy patterns={{name of a module: pattern}}"
+            )
+    return found
+
+
+def _models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules that bring plans along."""
+    seen: list[str] = []
+    for name, module in model.named_modules():
+        is_inside = any(name == one or not one or name.startswith(f"{one}.") for one in seen)
+        if not is_inside and isinstance(getattr(type(module), "tp_plan", None), property):
+            seen.append(name)
+            yield name, module
+
+
+def _resolved(model: nn.Module, kind: str, known: Mapping[str, ParallelPattern]) -> dict[str, ParallelPattern]:
+    plan: Mapping[str, str] = getattr(model, kind, None) or {}
+    modules = dict(model.named_modules())
+    # A star stands for one part of a name.
+    meant = {key: re.compile(re.escape(key).replace(r"\*", r"[^.]+")) for key in plan}
+    whole = [
+        name for name in modules for key, rule in meant.items() if plan[key] in _LEFT_WHOLE and rule.fullmatch(name)
+    ]
+    found: dict[str, ParallelPattern] = {}
+    for key, style in plan.items():
+        names = [name for name in modules if meant[key].fullmatch(name)]
+        parameters = [name for name, _ in model.named_parameters() if meant[key].fullmatch(name)]
+        is_handled = all(any(name.startswith(f"{top}.") for top in [*whole, *found]) for name in parameters)
+        if style in _LEFT_WHOLE or (not names and is_handled):
+            continue
+        if style not in known or parameters:
+            raise PlanError(
+                f"the model's own {kind} has {style!r} for {key}, for which there is no pattern: give ElixirStrategy"
+                " the patterns of this model (patterns=...)"
+            )
+        found |= dict.fromkeys(names, known[style])
+    return found
+
+
+def _check_heads(model: nn.Module, size: int) -> None:
+    config: Any = getattr(model, "config", None)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        number = getattr(config, name, None)
+        if isinstance(number, int) and number % size:
+            raise PlanError(
+                f"the model's {name} is {number}, which cannot be cut into {size} equal parts: choose a"
+                " tensor_parallel_size that divides it"
+            )
+
+
+def _without_uneven_vocabulary(
+    model: nn.Module, found: dict[str, ParallelPattern], size: int
+) -> dict[str, ParallelPattern]:
+    """A vocabulary that cannot be cut into equal parts stays whole, as does one that is tied to a layer without a
+    pattern."""
+    modules = dict(model.named_modules())
+    of_vocabulary = {name: modules[name] for name, one in found.items() if isinstance(one, Vocabulary)}
+    uses: dict[int, set[str]] = {}
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            uses.setdefault(id(parameter), set()).add(name)
+    left = set()
+    for module in of_vocabulary.values():
+        for parameter in module.parameters(recurse=False):
+            if parameter.shape[0] % size or not uses[id(parameter)] <= set(of_vocabulary):
+                left |= uses[id(parameter)]
+    if left:
+        log.info("the vocabulary stays whole on every rank: it cannot be cut into %d equal parts", size)
+    return {name: one for name, one in found.items() if name not in left}

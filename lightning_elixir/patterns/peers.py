@@ -1,0 +1,151 @@
+"""The ranks between which one axis cuts operators, as patterns see them.
+
+A pattern is put into a model before there is an engine, so its peers are known by number only at first; the engine
+binds them to what messages go over (`runtime/pattern_wire.py`). On fake and `meta` tensors nothing is sent: what comes
+out has the right shapes, for the step that is foreseen.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_elixir.errors import StateError
+
+
+class Exchange(enum.IntEnum):
+    """What ranks do together."""
+
+    SUM = 1
+    GATHER = 2
+    ROWS = 3
+
+
+class Wire(Protocol):
+    """What messages go over: made by an engine."""
+
+    def meet(self, axis: str, message: Sequence[int]) -> list[list[int]]:
+        """Wait until all ranks along the axis have come to the same exchange, serving all others meanwhile.
+
+        Args:
+            message: The kind of exchange first, then what must be equal on all of them, a -1, and what need not be.
+
+        Returns:
+            What each of them has told, in the order of their coordinates.
+        """
+
+    def sum_over_ranks(self, axis: str, tensor: Tensor) -> None:
+        """In place."""
+
+    def gather(self, axis: str, flat: Tensor) -> None:
+        """In place: each rank's slice of a 1-D tensor goes to all."""
+
+    def exchange_rows(
+        self, axis: str, received: Tensor, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int]
+    ) -> None:
+        """As of `Comm`."""
+
+
+class Peers:
+    """The ranks that differ from this one along one axis alone, and this rank among them.
+
+    Args:
+        axis: "tensor" or "expert".
+        size: How many they are.
+        rank: The coordinate of this one.
+    """
+
+    def __init__(self, axis: str, size: int, rank: int) -> None:
+        self.axis = axis
+        self.size = size
+        self.rank = rank
+        self._wire: Wire | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Peers:
+        return self  # copies of a module talk to the same ranks
+
+    def __reduce__(self) -> Any:
+        return Peers, (self.axis, self.size, self.rank)
+
+    def bind(self, wire: Wire | None) -> None:
+        """Have messages go over this from now on; None: there are none any more."""
+        self._wire = wire
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, the same bits on all of them; in memory of its own."""
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        if not is_without_values(tensor):
+            wire = self._bound
+            wire.meet(self.axis, [Exchange.SUM, *tensor.shape])
+            wire.sum_over_ranks(self.axis, total)
+        return total
+
+    def gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """All ranks' tensors, of one shape, one after the other along a dimension."""
+        if is_without_values(tensor):
+            return torch.cat([tensor] * self.size, dim)
+        wire = self._bound
+        wire.meet(self.axis, [Exchange.GATHER, *tensor.shape])
+        every = tensor.new_empty((self.size, *tensor.shape))
+        every[self.rank].copy_(tensor)
+        wire.gather(self.axis, every.view(-1))
+        return torch.cat(every.unbind(0), dim)
+
+    def sum_of_parts(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part, of equal ones along a dimension, of the sum over the ranks, added up in rank order, in fp32
+        at least."""
+        parts = torch.stack(tensor.chunk(self.size, dim))
+        if is_without_values(tensor):
+            return parts[0]
+        wire = self._bound
+        wire.meet(self.axis, [Exchange.GATHER, *parts.shape])
+        received, ones = torch.empty_like(parts), [1] * self.size
+        wire.exchange_rows(self.axis, received, parts, ones, ones)
+        total = received[0].to(torch.promote_types(torch.float32, tensor.dtype), copy=True)
+        for part in received[1:]:
+            total.add_(part)
+        return total.to(tensor.dtype)
+
+    def count_rows(self, num_sent: Sequence[int], width: int) -> list[int]:
+        """Tell each rank how many rows it is going to get.
+
+        Args:
+            num_sent: For each rank.
+            width: Elements of a row, the same everywhere.
+
+        Returns:
+            How many come from each rank.
+        """
+        told = self._bound.meet(self.axis, [Exchange.ROWS, width, -1, *num_sent])
+        return [row[self.rank] for row in told]
+
+    def exchange_rows(self, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int]) -> Tensor:
+        """Rows from each rank to each, in rank order; the ranks have met."""
+        received = sent.new_empty((sum(num_received), *sent.shape[1:]))
+        if is_without_values(sent):
+            return received
+        self._bound.exchange_rows(self.axis, received, sent.contiguous(), num_received, num_sent)
+        return received
+
+    def meet(self, kind: Exchange, width: int) -> None:
+        """As before an exchange of rows of which the counts are known."""
+        self._bound.meet(self.axis, [kind, width])
+
+    @property
+    def _bound(self) -> Wire:
+        if self._wire is None:
+            raise StateError(
+                "a module with a parallel pattern was called where no engine connects the ranks: call it during fit,"
+                " validate, test or predict, on every rank"
+            )
+        return self._wire
+
+
+def is_without_values(tensor: Tensor) -> bool:
+    """Whether it only stands for a tensor, in a step that is foreseen."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -1,0 +1,105 @@
+"""What parallel patterns talk over, in the engine's order.
+
+[Note: patterns between collectives] A rank that waits in a pattern's exchange serves nobody. So it goes there when all
+its peers do: before each exchange they meet over the messages of all ranks (`Agreement.meet_along`), where a rank that
+wants chunks, or has gradients to reduce, is served until then. What must be equal on all peers is told there, too:
+ranks of one tensor-parallel group that have batches of other shapes learn so, in place of an error of the network.
+
+Where every chunk is resident no rank wants any in a forward, so that hosts need not meet there. They do so for the
+first exchanges all the same, to compare.
+
+A rank that runs a batch again alone, as its memory ran out, would come to the exchanges of that batch anew while its
+peers wait in the middle of it, and values would be mixed. So exchanges are numbered, and a run that begins again breaks
+the count: all ranks raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_elixir.core.signals import deferred
+from lightning_elixir.errors import DivergenceError
+from lightning_elixir.plan.mesh import AXES
+from lightning_elixir.runtime.agreement import Meeting
+from lightning_elixir.runtime.phases import Phase
+
+if TYPE_CHECKING:
+    from lightning_elixir.runtime.engine import Engine
+
+_NUM_COMPARED = 64
+_END = -1
+_RERUN = 2**40
+
+
+class PatternWire:
+    """Between the ranks of one engine.
+
+    Args:
+        engine: Whose collectives the exchanges come between.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._comms = engine.groups.along
+        rank, mesh = engine.comm.rank, engine.groups.mesh
+        self._ranks = {axis: next(g for g in mesh.along(axis) if rank in g) for axis in self._comms}
+        self._num_met = dict.fromkeys(self._comms, 0)
+
+    def meet(self, axis: str, message: Sequence[int]) -> list[list[int]]:
+        """See `Wire.meet`.
+
+        Raises:
+            DivergenceError: The peers have come to another exchange, or not all of them come.
+        """
+        engine = self._engine
+        self._num_met[axis] += 1
+        message = [self._num_met[axis], *message]
+        own = message[message.index(_END) + 1 :] if _END in message else []
+        is_free = engine.phase is Phase.FORWARD and not engine.active.needs_agreement
+        if is_free and not own and self._num_met[axis] > _NUM_COMPARED:
+            return []
+        turn = engine.turn
+        with deferred() if turn.is_mine() else turn.call(Meeting.PATTERN.call.words), engine.telling():
+            rows = engine.active.agreement.meet_along(AXES.index(axis), self._ranks[axis], message)
+        common = [row[: row.index(_END)] if _END in row else row for row in rows]
+        if any(one != common[0] for one in common):
+            error = self._divergence(axis, common)
+            engine.comm.leave(error)
+            raise error
+        return [row[row.index(_END) + 1 :] if _END in row else [] for row in rows]
+
+    def note_rerun(self) -> None:
+        """This rank runs a batch from its beginning again."""
+        for axis in self._num_met:
+            self._num_met[axis] += _RERUN
+
+    def _divergence(self, axis: str, common: list[list[int]]) -> DivergenceError:
+        if len({one[0] // _RERUN for one in common}) > 1:
+            return DivergenceError(
+                f"a rank ran its batch again, since its memory had run out, while others waited for it in an exchange"
+                f" along {axis!r}: that cannot be put together. Leave more memory to activations (gpu_memory_limit, a"
+                " smaller batch, activation checkpointing)"
+            )
+        told = ", ".join(f"rank {rank}: {one}" for rank, one in zip(self._ranks[axis], common, strict=True))
+        return DivergenceError(
+            f"ranks that share the work of an operator along {axis!r} came to different exchanges (number, kind and"
+            f" shape; {told}). Ranks of one tensor-parallel group must have the same batch, and all must run the same"
+            " modules: use the Trainer's sampler, or one with num_replicas=ranks/tensor_parallel_size"
+        )
+
+    def sum_over_ranks(self, axis: str, tensor: Tensor) -> None:
+        """See `Wire.sum_over_ranks`."""
+        self._comms[axis].sum_over_ranks(tensor)
+
+    def gather(self, axis: str, flat: Tensor) -> None:
+        """See `Wire.gather`."""
+        self._comms[axis].all_gather(flat)
+
+    def exchange_rows(
+        self, axis: str, received: Tensor, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int]
+    ) -> None:
+        """See `Wire.exchange_rows`."""
+        self._comms[axis].exchange_rows(received, sent, num_received, num_sent)

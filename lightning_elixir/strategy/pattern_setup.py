@@ -1,0 +1,56 @@
+"""Parallel patterns, from a strategy's options into a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.compiled_modules import compiled_regions
+from lightning_elixir.errors import PlanError
+from lightning_elixir.patterns.apply import put_in, take_out
+from lightning_elixir.patterns.cuts import cuts_of, whole_of
+from lightning_elixir.patterns.model_plans import own_patterns
+from lightning_elixir.plan.mesh import offsets_in_whole
+from lightning_elixir.runtime.sources import set_source, source_of
+from lightning_elixir.strategy.config import ElixirConfig
+
+
+def check_mesh(config: ElixirConfig, world_size: int) -> None:
+    """Whether so many ranks can be what the options say, before the model takes memory.
+
+    Raises:
+        PlanError: They cannot, or a plan that was given is for others.
+    """
+    mesh, given = config.mesh(world_size), config.given_plan()
+    if given is not None and given.mesh != mesh:
+        raise PlanError(
+            f"the given plan is for {given.mesh}, and this Trainer has {mesh}: give the same tensor_parallel_size,"
+            " expert_parallel_size and number of devices, or leave out `plan`"
+        )
+
+
+def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None:
+    """Have a model's modules share their work, where the options say so; the same on every rank.
+
+    Args:
+        module: As the user built it, and not in an engine.
+
+    Raises:
+        PlanError: It cannot have these patterns.
+    """
+    mesh = config.mesh(comm.world_size)
+    if mesh.is_trivial and config.patterns is None:
+        take_out(module)  # those of an earlier run
+        return
+    if compiled_regions(module) and not mesh.is_trivial:
+        raise PlanError(
+            "modules that torch.compile has compiled cannot have parallel patterns yet: leave out torch.compile, or"
+            " tensor_parallel_size and expert_parallel_size"
+        )
+    put_in(module, own_patterns(module, mesh) if config.patterns is None else config.patterns, mesh, comm.rank)
+    for parameter in module.parameters():
+        cuts, whole = cuts_of(parameter), whole_of(parameter)
+        source = None if whole is None else source_of(whole)
+        if source is not None:  # each rank reads its part
+            shape = tuple(parameter.shape)
+            set_source(parameter, source.part(shape, offsets_in_whole(shape, cuts, mesh, comm.rank)))

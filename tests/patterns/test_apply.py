@@ -1,0 +1,112 @@
+"""Patterns into models, and out again."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.patterns import Column, Expert, ParallelPattern, Row, Vocabulary
+from lightning_elixir.patterns.apply import pattern_forwards, put_in, take_out
+from lightning_elixir.patterns.cuts import cuts_of
+from lightning_elixir.plan.mesh import AxisCut, Mesh
+from tests.helpers.patterns import Case, Experts, Language
+
+
+def pair() -> nn.Module:
+    return nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
+
+
+def test_in_and_out_leaves_a_model_as_it_was() -> None:
+    model = Case(options={"is_tied": True}).make()
+    before = dict(model.named_parameters())
+    twice = copy.deepcopy(model.state_dict())
+    for tensor, expert in ((2, 2), (4, 1), (2, 1)):
+        put_in(model, Case().patterns, Mesh(4, tensor, expert), 3)
+    assert cuts_of(model.layers[0].attention.q.weight) == (AxisCut("tensor", 0),)
+    assert model.head.weight is model.embedding.weight
+    assert model.embedding.num_embeddings == 12
+    take_out(model)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert all(torch.equal(value, twice[name]) for name, value in model.state_dict().items())
+    assert not list(pattern_forwards(model))
+    assert model.embedding.num_embeddings == 24
+
+
+def test_an_axis_of_one_rank_changes_nothing() -> None:
+    model = Case().make()
+    before = list(model.parameters())
+    put_in(model, Case().patterns, Mesh(2), 0)
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_without_an_engine_there_is_nobody_to_talk_to() -> None:
+    model = pair()
+    put_in(model, {"down": Row(splits=True)}, Mesh(2, 2), 0)
+    with pytest.raises(StateError, match="no engine connects the ranks"):
+        model["down"].forward(torch.randn(2, 16))
+
+
+def test_foreseen_steps_have_the_right_shapes() -> None:
+    model = Case(options={"is_tied": True}).make()
+    put_in(model, Case().patterns, Mesh(4, 2, 2), 0)
+    model.to("meta")
+    x = torch.empty(2, 8, 16, device="meta")
+    assert model.layers[0](x).shape == x.shape
+    assert model.layers[0].attention(x).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("make", "patterns", "told"),
+    [
+        (pair, {"upp": Column()}, "no module 'upp'; close to it are up"),
+        (pair, {nn.Conv2d: Column()}, "no module Conv2d"),
+        (pair, {"up": Column(), "*p": Column(gathers=True)}, "has two"),
+        (lambda: nn.ModuleDict({"norm": nn.LayerNorm(8)}), {"norm": Column()}, "Column is for linear layers"),
+        (lambda: nn.ModuleDict({"odd": nn.Linear(8, 3)}), {"odd": Column()}, "cannot be cut into 2 equal parts"),
+        (lambda: nn.ModuleDict({"conv": nn.Conv2d(1, 1, 1)}), {"conv": Vocabulary()}, "Vocabulary is for"),
+        (lambda: Language(is_tied=True), {"head": Vocabulary()}, "give both"),
+        (lambda: Language(is_tied=True), {"head": Row(), "embedding": Vocabulary()}, "cut in two ways"),
+        (lambda: nn.CrossEntropyLoss(label_smoothing=0.1), {nn.CrossEntropyLoss: Vocabulary()}, "label_smoothing"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(make: Any, patterns: Any, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        put_in(make(), patterns, Mesh(2, 2), 0)
+
+
+def test_experts_that_are_modules_of_their_own_are_refused() -> None:
+    experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    with pytest.raises(PlanError, match="put the experts' weights into one parameter"):
+        put_in(nn.ModuleDict({"experts": experts}), {"experts": Expert()}, Mesh(2, 1, 2), 0)
+
+
+class Late(ParallelPattern):
+    def cuts(self, module: nn.Module) -> dict[str, int]:
+        return {"bias": 0}
+
+
+def test_a_pattern_that_cuts_what_is_not_there() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(8, 16, bias=False)})
+    with pytest.raises(PlanError, match="cuts a parameter bias, which is not there"):
+        put_in(model, {"up": Late()}, Mesh(2, 2), 0)
+
+
+def test_arguments_by_name_come_by_position() -> None:
+    seen: list[Any] = []
+
+    class Looks(ParallelPattern):
+        def inputs(self, args: Any, kwargs: Any, peers: Any) -> Any:
+            seen.append((len(args), kwargs))
+            return args, kwargs
+
+    model = nn.ModuleDict({"experts": Experts()})
+    put_in(model, {"experts": Looks()}, Mesh(2, 2), 0)
+    tokens, numbers, weights = torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
+    result: Tensor = model["experts"](weights=weights, experts=numbers, tokens=tokens)
+    assert result.shape == tokens.shape
+    assert seen == [(3, {})]

@@ -1,0 +1,159 @@
+"""Ranks that share operators and come apart: all of them learn it, soon."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_elixir.errors import DivergenceError, PeerLostError
+from tests.helpers.dist import run_ranks
+from tests.helpers.patterns import Case, batch, build
+from tests.helpers.tiers import full
+
+TIGHT = {"placement_policy": "cpu", "chunk_size": 6000}
+CASE = Case(tensor=2, plan=TIGHT)
+SOON_S = 20.0
+
+
+def outcome_of(run: Any) -> tuple[str, str]:
+    begin = time.monotonic()
+    try:
+        run()
+    except Exception as error:
+        assert time.monotonic() - begin < SOON_S
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def fails_inside(where: str) -> tuple[str, str]:
+    """Rank 1 raises in the middle of a forward, or of a backward, after which it leaves as a Trainer has it do."""
+    module, optimizer, _ = build(CASE)
+
+    def fail(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("a test wants it so")
+
+    layer = module.module.layers[1]
+    if where == "forward":
+        layer.register_forward_pre_hook(fail)
+    else:
+        layer.register_full_backward_hook(fail)
+
+    def step() -> None:
+        try:
+            optimizer.backward(module(batch(0, 0)))
+        except Exception as error:
+            module.engine.comm.leave(error)
+            raise
+
+    return outcome_of(step)
+
+
+@pytest.mark.parametrize("where", ["forward", full("backward")])
+def test_a_rank_that_raises_alone(where: str) -> None:
+    first, second = run_ranks(fails_inside, 2, where, fresh=True)
+    assert first[0] == PeerLostError.__name__
+    assert "a test wants it so" in first[1]
+    assert second == ("RuntimeError", "a test wants it so")
+
+
+def has_another_batch() -> tuple[str, str]:
+    module, optimizer, _ = build(CASE)
+    own = batch(0, 0)[:, : 8 - 2 * dist.get_rank()]
+    return outcome_of(lambda: optimizer.backward(module(own)))
+
+
+def test_batches_of_other_shapes_in_one_tensor_parallel_group() -> None:
+    for kind, text in run_ranks(has_another_batch, 2, fresh=True):
+        assert kind == DivergenceError.__name__
+        assert "must have the same batch" in text
+
+
+def leaves_one_out() -> tuple[str, str]:
+    """Rank 1 does not run a module of which the work is shared."""
+    module, optimizer, _ = build(CASE)
+    if dist.get_rank() == 1:
+        module.module.layers[0].feed.forward = lambda x: x
+    return outcome_of(lambda: optimizer.backward(module(batch(0, 0))))
+
+
+@pytest.mark.full
+def test_a_module_that_one_rank_does_not_run() -> None:
+    for kind, _ in run_ranks(leaves_one_out, 2, fresh=True):
+        assert kind == DivergenceError.__name__
+
+
+def runs_again_alone() -> tuple[str, str]:
+    """As after memory ran out on rank 1 in the middle of a forward."""
+    module, optimizer, _ = build(CASE)
+    if dist.get_rank() == 1:
+
+        def stop(*_: Any) -> None:
+            raise torch.OutOfMemoryError("a test wants it so")
+
+        handle = module.module.layers[1].register_forward_pre_hook(stop)
+        with pytest.raises(torch.OutOfMemoryError):
+            module(batch(0, 0))
+        handle.remove()
+        module.engine.make_room()
+    return outcome_of(lambda: optimizer.backward(module(batch(0, 0))))
+
+
+def test_a_batch_that_one_rank_runs_again_is_not_mixed_up() -> None:
+    for kind, text in run_ranks(runs_again_alone, 2, fresh=True):
+        assert kind == DivergenceError.__name__
+        assert "ran its batch again" in text
+
+
+class Branching(nn.Module):
+    """Ranks with batches of their own may take other branches: only peers have to come to the same exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Case(options={"is_mixture": False}).make()
+        self.beside = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, tokens: Tensor, branch: int) -> Tensor:
+        loss = self.net(tokens)
+        for layer in self.beside[: branch + 1]:
+            loss = loss + layer(loss.expand(16)).mean()
+        return loss if branch else loss + self.net(tokens)
+
+
+def branches() -> tuple[float, dict[str, Tensor]]:
+    from lightning_elixir.patterns.apply import put_in
+    from lightning_elixir.plan.mesh import Mesh
+    from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+    from tests.helpers.patterns import TENSOR
+    from tests.helpers.plans import make_plan
+
+    mesh, rank = Mesh(4, 2), dist.get_rank()
+    torch.manual_seed(0)
+    model = Branching()
+    put_in(model, {f"net.{k}" if k[0] != "*" else k: v for k, v in TENSOR.items()}, mesh, rank)
+    module = ElixirModule(model, make_plan(model, mesh=mesh, **TIGHT))
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.backward(module(batch(0, mesh.batch_of(rank)), mesh.batch_of(rank)))
+    optimizer.step()
+    state = {k: v.clone() for k, v in module.full_state_dict(rank0_only=False).items()}
+    evictions = module.stats().evictions
+    module.close()
+    return evictions, state
+
+
+def test_groups_that_branch_apart() -> None:
+    from tests.helpers.patterns import difference
+
+    torch.manual_seed(0)
+    model = Branching()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.stack([model(batch(0, of), of) for of in range(2)]).mean().backward()
+    optimizer.step()
+    for evictions, state in run_ranks(branches, 4):
+        assert evictions > 0
+        assert difference(state, model.state_dict()) < 1e-5

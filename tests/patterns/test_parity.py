@@ -1,0 +1,173 @@
+"""Engines whose ranks share operators, and plain PyTorch on one process with all batches.
+
+Sums are taken in another order where a matrix product is cut, where a mean over ranks takes the place of one over a
+larger batch, and where tokens travel: fp32 results agree to a few units in the last place, and 1e-5 is far above that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_elixir.patterns import Column, Expert, Row, Sequence, Vocabulary
+from tests.helpers.dist import run_ranks
+from tests.helpers.once import computed_once
+from tests.helpers.patterns import Case, Language, difference, train_plain, train_ranks
+from tests.helpers.tiers import telling
+
+TIGHT = {"placement_policy": "cpu", "chunk_size": 6000}
+CLOSE = 1e-5
+
+CASES: dict[str, tuple[int, Case]] = {
+    "tensor": (2, Case(tensor=2, plan=TIGHT, options={"is_mixture": False})),
+    "tensor_tied": (2, Case(tensor=2, plan=TIGHT, options={"is_tied": True})),
+    "tensor_frozen": (2, Case(tensor=2, plan=TIGHT, frozen=("layers.0", "embedding"))),
+    "tensor_beside_data": (4, Case(tensor=2, plan=TIGHT, options={"is_mixture": False})),
+    "expert": (2, Case(expert=2, plan=TIGHT)),
+    "expert_without_tokens": (4, Case(expert=4, plan=TIGHT, is_empty=True)),
+    "expert_checkpointed": (2, Case(expert=2, plan=TIGHT, is_empty=True, options={"is_checkpointed": True})),
+    "expert_frozen": (2, Case(expert=2, plan=TIGHT, frozen=("layers.1.feed.experts.up", "embedding", "layers.0"))),
+    "experts_all_frozen": (2, Case(expert=2, plan=TIGHT, frozen=("layers.1.feed", "embedding", "layers.0"))),
+    "expert_beside_data": (4, Case(expert=2, plan=TIGHT, is_empty=True)),
+    "both": (4, Case(tensor=2, expert=2, plan=TIGHT)),
+    "both_checkpointed": (4, Case(tensor=2, expert=2, plan=TIGHT, is_empty=True, options={"is_checkpointed": True})),
+    "both_accumulated_clipped": (4, Case(tensor=2, expert=2, plan=TIGHT, micro_batches=2, clip_norm=0.3)),
+    "both_whole_shards": (4, Case(tensor=2, expert=2, plan={**TIGHT, "enable_distributed_storage": False})),
+    "both_mixed_tiers": (
+        4,
+        Case(
+            tensor=2,
+            expert=2,
+            plan={"placement_policy": "const", "shard_param_frac": 0.5, "offload_optim_frac": 0.5, "chunk_size": 6000},
+        ),
+    ),
+}
+
+
+@computed_once
+def plain_of(name: str) -> Any:
+    world, case = CASES[name]
+    return train_plain(case, world // case.tensor)
+
+
+@pytest.mark.parametrize(
+    "name",
+    telling(CASES, "tensor_tied", "expert_without_tokens", "expert_checkpointed", "both_accumulated_clipped"),
+)
+def test_equals_one_process_with_all_batches(name: str) -> None:
+    world, case = CASES[name]
+    losses, norms, state = plain_of(name)
+    runs = run_ranks(train_ranks, world, case)
+    for run in runs:
+        assert run[0] == pytest.approx(losses, abs=CLOSE)
+        assert run[1] == pytest.approx(norms, abs=CLOSE)
+        assert difference(run[2], state) < CLOSE
+        assert difference(run[2], runs[0][2]) == 0
+        assert run[3]["evictions"] > 0
+
+
+def test_the_same_placement_gives_the_same_bits_again() -> None:
+    first, second = (run_ranks(train_ranks, 2, CASES["expert"][1]) for _ in range(2))
+    assert first[0][:2] == second[0][:2]
+    assert difference(first[0][2], second[0][2]) == 0
+
+
+RESIDENT = {"placement_policy": "cuda", "chunk_size": 6000}
+
+
+def test_numbers_do_not_depend_on_the_placement() -> None:
+    tight = run_ranks(train_ranks, 2, Case(tensor=2, plan=TIGHT))
+    resident = run_ranks(train_ranks, 2, Case(tensor=2, plan=RESIDENT))
+    assert resident[0][3]["evictions"] == 0
+    assert difference(tight[0][2], resident[0][2]) == 0
+
+
+def test_mixed_precision_is_close() -> None:
+    """bf16 has 8 bits: sums in another order differ by that in every product."""
+    case = Case(tensor=2, plan={**TIGHT, "master_weights": True}, dtype=torch.bfloat16)
+    losses, norms, state = train_plain(case, 1)
+    for run in run_ranks(train_ranks, 2, case):
+        assert run[0] == pytest.approx(losses, rel=0.02)
+        assert run[1] == pytest.approx(norms, rel=0.05)
+        assert difference(run[2], state) < 0.05
+
+
+class InParts(Case):
+    """Between `Row` and `Column` every rank has its part of the sequence alone."""
+
+    @property
+    def patterns(self) -> dict[Any, Any]:
+        return {
+            "*.attention.[qkv]": Column(),
+            "*.attention.o": Row(),
+            "*.second": Sequence(gathers=False),
+            "*.feed.up": Column(sequence_dim=1),
+            "*.feed.down": Row(),
+            "norm": Sequence(),
+            "head": Column(gathers=True),
+        }
+
+
+def test_sequences_in_parts() -> None:
+    case = InParts(tensor=2, plan=TIGHT, options={"is_mixture": False})
+    losses, norms, state = train_plain(case, 1)
+    for run in run_ranks(train_ranks, 2, case):
+        assert run[0] == pytest.approx(losses, abs=CLOSE)
+        assert run[1] == pytest.approx(norms, abs=CLOSE)
+        assert difference(run[2], state) < CLOSE
+
+
+class Chain(nn.Module):
+    """Row gives its result in parts, and the next block begins with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm, self.last = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.down(self.up(x).relu()))).square().mean()
+
+
+def chain(world: int) -> list[torch.Tensor]:
+    import torch.distributed as dist
+
+    from lightning_elixir.patterns.apply import put_in
+    from lightning_elixir.plan.mesh import Mesh
+    from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+    from tests.helpers.plans import make_plan
+
+    torch.manual_seed(1)
+    model, x = Chain(), torch.randn(2, 6, 8)
+    if world > 1:
+        patterns = {
+            "up": Column(),
+            "down": Row(sequence_dim=1),
+            "norm": Sequence(splits=False, gathers=False),
+            "last": Column(sequence_dim=1, gathers=True),
+        }
+        mesh = Mesh(world, world)
+        put_in(model, patterns, mesh, dist.get_rank())
+        module = ElixirModule(model, make_plan(model, mesh=mesh, **TIGHT))
+        optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer.backward(module(x))
+        found = module.full_grads()
+        module.close()
+        return [found[name] for name, _ in model.named_parameters()]
+    model(x).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_a_result_in_parts_goes_on_in_parts() -> None:
+    plain = chain(1)
+    for grads in run_ranks(chain, 2, 2):
+        assert [g.shape for g in grads] == [p.shape for p in plain]
+        assert max(float((g - p).abs().max()) for g, p in zip(grads, plain, strict=True)) < 1e-6
+
+
+def test_every_pattern_is_in_the_cases() -> None:
+    known = {type(pattern) for _, case in CASES.values() for pattern in case.patterns.values()}
+    assert known == {Column, Row, Vocabulary, Sequence, Expert}
+    assert isinstance(CASES["both"][1].make(), Language)

@@ -1,0 +1,153 @@
+"""Checkpoints of ranks that share operators: names and shapes are those of the whole model, whoever had what part."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_elixir import ElixirStrategy, HybridAdam
+from lightning_elixir._lightning import LightningModule, Trainer
+from lightning_elixir.checkpoint.consolidate import consolidate
+from tests.helpers.dist import run_ranks
+from tests.helpers.patterns import EXPERT, TENSOR, TOKENS, VOCABULARY, Case, difference
+from tests.helpers.tiers import telling
+
+CLOSE = 1e-5
+PATTERNS = {f"net.{key}" if str(key)[0] != "*" else key: value for key, value in {**TENSOR, **EXPERT}.items()}
+
+
+class Tokens(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 8  # two batches: a run is resumed at the end of an epoch
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(index))
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = Case().make()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        assert self.net is not None
+        return self.net(batch)
+
+    def configure_optimizers(self) -> Any:
+        return HybridAdam(self.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.05)
+
+
+@functools.cache  # Lightning takes the variables away when a run is over
+def place() -> tuple[int, int]:
+    """Ranks, and which one this is."""
+    return int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+
+
+def fit(
+    mesh: tuple[int, int], steps: int, resume: str | None, save: str | None, sharded: bool = False, plain: bool = False
+) -> dict[str, Tensor]:
+    """Train on all ranks, with as many samples a step whatever the mesh is; returns the whole model on rank 0."""
+    tensor, expert = mesh
+    world, rank = (1, 0) if plain else place()
+    batches, own = (1, 0) if plain else (world // tensor, rank // tensor)
+    model = Model()
+    strategy: Any = "auto"
+    if not plain:
+        strategy = ElixirStrategy(
+            placement_policy="cpu",
+            chunk_size=6000,
+            tensor_parallel_size=tensor,
+            expert_parallel_size=expert,
+            patterns=PATTERNS if max(mesh) > 1 else None,
+            state_dict_type="sharded" if sharded else "full",
+        )
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1 if plain else world,
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=1.0,
+        use_distributed_sampler=False,
+    )
+    sampler = DistributedSampler(Tokens(), num_replicas=batches, rank=own, shuffle=False)
+    # Samples in the order that the ranks together have them in, so that each step has the same ones.
+    trainer.fit(model, DataLoader(Tokens(), batch_size=4 // batches, sampler=sampler), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    state = trainer.strategy.lightning_module_state_dict()
+    if sharded:
+        return {}
+    return {k: v.detach().clone() for k, v in state.items()}
+
+
+def resumed(first: Sequence[int], second: Sequence[int], path: str, sharded: bool) -> dict[str, Tensor]:
+    """Two steps under one mesh, a checkpoint, and two more under the other."""
+    place.cache_clear()
+    environment = dict(os.environ)
+    fit(tuple(first), 2, None, path, sharded)
+    os.environ.update(environment)
+    return fit(tuple(second), 4, path, None)
+
+
+MESHES = [
+    pytest.param((2, 1), (1, 2), id="tensor_to_expert"),
+    pytest.param((1, 2), (2, 1), id="expert_to_tensor"),
+    pytest.param((1, 1), (2, 1), id="data_to_tensor"),
+    pytest.param((1, 2), (1, 1), id="expert_to_data"),
+]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])
+@pytest.mark.parametrize(("first", "second"), telling(MESHES, "tensor_to_expert"))
+def test_saved_under_one_mesh_and_loaded_under_another(
+    first: tuple[int, int], second: tuple[int, int], sharded: bool, tmp_path: Path
+) -> None:
+    plain = str(tmp_path / "plain.ckpt")
+    fit((1, 1), 2, None, plain, plain=True)
+    expected = fit((1, 1), 4, plain, None, plain=True)  # which Lightning begins with other batches than one run has
+    found = run_ranks(resumed, 2, first, second, str(tmp_path / "saved"), sharded, init_group=False)[0]
+    assert difference(found, expected) < CLOSE
+
+
+def test_plain_pytorch_and_consolidation_read_what_a_2x2_mesh_has_saved(tmp_path: Path) -> None:
+    whole, folder = str(tmp_path / "whole.ckpt"), tmp_path / "folder"
+    run_ranks(_both_kinds, 4, whole, str(folder), init_group=False)
+    expected = fit((1, 1), 2, None, str(tmp_path / "plain.ckpt"), plain=True)
+    saved = torch.load(whole, weights_only=False)
+    plain = torch.load(tmp_path / "plain.ckpt", weights_only=False)
+    assert difference(saved["state_dict"], expected) < CLOSE
+    ours, theirs = saved["optimizer_states"][0]["state"], plain["optimizer_states"][0]["state"]
+    assert ours.keys() == theirs.keys()
+    for number, state in ours.items():
+        assert (state["exp_avg"] - theirs[number]["exp_avg"]).abs().max() < CLOSE
+    found = fit((1, 1), 4, whole, None, plain=True)  # goes on in plain PyTorch
+    assert difference(found, fit((1, 1), 4, str(tmp_path / "plain.ckpt"), None, plain=True)) < CLOSE
+    consolidate(folder, tmp_path / "one.ckpt", max_file_bytes=2**30)
+    one = torch.load(tmp_path / "one.ckpt", weights_only=False)
+    assert difference(one["state_dict"], saved["state_dict"]) == 0
+    model = Case().make()
+    model.load_state_dict({k.removeprefix("net."): v for k, v in one["state_dict"].items()})
+
+
+def _both_kinds(whole: str, folder: str) -> None:
+    place.cache_clear()
+    environment = dict(os.environ)
+    fit((2, 2), 2, None, whole)
+    os.environ.update(environment)
+    fit((2, 2), 2, None, folder, sharded=True)

@@ -1,0 +1,369 @@
+"""`ElixirStrategy` whose ranks share operators, and the plain Trainer on one process with all batches."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_elixir import ElixirStrategy, HybridAdam, pretrained
+from lightning_elixir._lightning import LightningModule, Trainer
+from lightning_elixir.errors import PlanError
+from lightning_elixir.patterns import Column, Expert, Row
+from tests.helpers.dist import RankError, run_ranks
+from tests.helpers.patterns import STEPS, Case, difference, new_optimizer, train_plain
+from tests.helpers.patterns import batch as batch_of
+from tests.helpers.tiers import full, telling
+
+CLOSE = 1e-5
+TIGHT = {"placement_policy": "cpu", "chunk_size": 9000}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+
+
+def make(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    if kind == "mixtral":
+        config = transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
+        return transformers.MixtralForCausalLM(config)
+    if kind == "qwen3_moe":
+        more = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
+        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL, **more))
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**SMALL, "vocab_size": 63 if kind == "uneven" else 64}, tie_word_embeddings=True)
+    )
+    if kind != "lora":
+        return model
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "o_proj", "down_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+
+
+class Tokens(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randint(0, 63, (8,), generator=torch.Generator().manual_seed(index))
+
+
+class Model(LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.net: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = make(self.kind)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        assert self.net is not None
+        loss: Tensor = self.net(input_ids=batch, labels=batch).loss
+        return loss
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.log("loss", self.training_step(batch, index), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return HybridAdam(trained, lr=1e-2, eps=1e-3, weight_decay=0.05)
+
+
+def trainer_of(strategy: Any, devices: int, **options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet |= {"enable_model_summary": False, "use_distributed_sampler": False}
+    return Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=2, **{**quiet, **options})
+
+
+def fit_plain(kind: str, batches: int, **options: Any) -> dict[str, Tensor]:
+    model = Model(kind)
+    trainer_of("auto", 1, gradient_clip_val=1.0, **options).fit(model, DataLoader(Tokens(), batch_size=2 * batches))
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def fit(kind: str, tensor: int, expert: int, options: dict[str, Any], of_trainer: dict[str, Any]) -> Any:
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    model, folder = Model(kind), options.pop("report_dir", None)
+    strategy = ElixirStrategy(
+        tensor_parallel_size=tensor, expert_parallel_size=expert, report_dir=folder, **{**TIGHT, **options}
+    )
+    sampler = DistributedSampler(Tokens(), num_replicas=world // tensor, rank=rank // tensor, shuffle=False)
+    trainer = trainer_of(strategy, world, gradient_clip_val=1.0, **of_trainer)
+    trainer.fit(model, DataLoader(Tokens(), batch_size=2, sampler=sampler))
+    evictions = strategy.stats().evictions
+    return {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}, evictions
+
+
+KINDS = [
+    pytest.param("mixtral", 1, 2, id="mixtral-experts"),
+    pytest.param("mixtral", 2, 1, id="mixtral-tensor"),
+    pytest.param("qwen3_moe", 1, 2, id="qwen3_moe-experts"),
+    pytest.param("qwen3_moe", 2, 1, id="qwen3_moe-tensor"),
+    pytest.param("qwen3_moe", 2, 2, id="qwen3_moe-both"),
+    pytest.param("llama", 2, 1, id="llama"),
+    pytest.param("uneven", 2, 1, id="llama-vocabulary-left-whole"),
+    pytest.param("lora", 2, 1, id="llama-lora"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft, of transformers' attribute
+@pytest.mark.parametrize(("kind", "tensor", "expert"), telling(KINDS, "qwen3_moe-both", "llama-lora"))
+def test_models_of_transformers_by_their_own_plans(kind: str, tensor: int, expert: int) -> None:
+    world = max(2, tensor * expert)
+    expected = fit_plain(kind, world // tensor)
+    found, evictions = run_ranks(fit, world, kind, tensor, expert, {}, {}, init_group=False)[0]
+    assert evictions > 0
+    assert difference(found, expected) < CLOSE
+
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "auto_in_little_memory": ({"placement_policy": "auto", "gpu_memory_limit": "250KiB"}, {}),
+    "accumulated": ({}, {"accumulate_grad_batches": 2}),
+    "states_on_nvme": ({"nvme_offload_fraction": 0.5, "nvme_offload_dir": "states"}, {}),
+    "parameters_on_nvme": (
+        {"nvme_offload_fraction": 1.0, "nvme_offload_param_fraction": 1.0, "nvme_offload_dir": "states"},
+        {},
+    ),
+    "reduced_in_fp32": ({"reduce_dtype": "float32"}, {}),
+    "init_step": ({"init_step": True}, {}),
+    "whole_shards": ({"enable_distributed_storage": False}, {}),
+}
+
+
+@pytest.mark.parametrize("way", telling(WAYS, "auto_in_little_memory", "states_on_nvme"))
+def test_with_other_options(way: str) -> None:
+    options, of_trainer = WAYS[way]
+    expected = fit_plain("mixtral", 2, **of_trainer)
+    found, _ = run_ranks(fit, 2, "mixtral", 1, 2, options, of_trainer, init_group=False)[0]
+    assert difference(found, expected) < CLOSE
+
+
+def other_patterns_later(kind: str) -> dict[str, Tensor]:
+    """Three fits of one model, with other sizes each time."""
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    environment, model = dict(os.environ), Model(kind)
+    strategy: Any = None
+    for tensor, expert in ((2, 1), (1, 1), (1, 2)):
+        os.environ.update(environment)
+        strategy = ElixirStrategy(tensor_parallel_size=tensor, expert_parallel_size=expert, **TIGHT)
+        sampler = DistributedSampler(Tokens(), num_replicas=world // tensor, rank=rank // tensor, shuffle=False)
+        loader = DataLoader(Tokens(), batch_size=4 // (world // tensor), sampler=sampler)
+        trainer_of(strategy, world).fit(model, loader)
+    return {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}
+
+
+def test_one_model_with_other_sizes_in_every_fit() -> None:
+    model = Model("mixtral")
+    for _ in range(3):
+        trainer_of("auto", 1).fit(model, DataLoader(Tokens(), batch_size=4))
+    found = run_ranks(other_patterns_later, 2, "mixtral", init_group=False)[0]
+    assert difference(found, model.state_dict()) < CLOSE
+
+
+def evaluated(kind: str) -> list[float]:
+    world = int(os.environ["WORLD_SIZE"])
+    model = Model(kind)
+    strategy = ElixirStrategy(expert_parallel_size=2, **TIGHT)
+    found = trainer_of(strategy, world).validate(model, DataLoader(Tokens(), batch_size=2), verbose=False)
+    return [float(found[0]["loss"])]
+
+
+def test_evaluation() -> None:
+    model = Model("mixtral")
+    model.configure_model()
+    with torch.no_grad():
+        own = [float(model.training_step(batch, 0)) for batch in DataLoader(Tokens(), batch_size=2)]
+    for losses in run_ranks(evaluated, 2, "mixtral", init_group=False):
+        assert losses == pytest.approx([sum(own) / len(own)], abs=CLOSE)
+
+
+class FromFiles(Model):
+    """Each rank reads its parts from a file."""
+
+    def __init__(self, kind: str, path: str) -> None:
+        super().__init__(kind)
+        self.path = path
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = pretrained(lambda: make(self.kind), self.path)
+
+
+def fit_from_files(kind: str, tensor: int, expert: int, path: str) -> dict[str, Tensor]:
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    strategy = ElixirStrategy(tensor_parallel_size=tensor, expert_parallel_size=expert, **TIGHT)
+    sampler = DistributedSampler(Tokens(), num_replicas=world // tensor, rank=rank // tensor, shuffle=False)
+    trainer = trainer_of(strategy, world, gradient_clip_val=1.0)
+    trainer.fit(FromFiles(kind, path), DataLoader(Tokens(), batch_size=2, sampler=sampler))
+    return {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "expert"), [("llama", 2, 1), full("qwen3_moe", 2, 2), full("mixtral", 1, 2)]
+)
+def test_weights_from_files(kind: str, tensor: int, expert: int, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    world = max(2, tensor * expert)
+    state = {n: p.detach() + 0.01 for n, p in make(kind).named_parameters()}  # others than those that are drawn
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    model = Model(kind)
+    model.configure_model()
+    model.net.load_state_dict(state, strict=False)
+    trainer = trainer_of("auto", 1, gradient_clip_val=1.0)
+    trainer.fit(model, DataLoader(Tokens(), batch_size=2 * world // tensor))
+    found = run_ranks(fit_from_files, world, kind, tensor, expert, str(tmp_path), init_group=False)[0]
+    assert difference(found, model.state_dict()) < CLOSE
+
+
+# What is refused
+
+
+def test_ranks_of_a_tensor_parallel_group_get_the_same_data() -> None:
+    strategy = ElixirStrategy(tensor_parallel_size=2, patterns={"*": Column()})
+    strategy.num_nodes, strategy.parallel_devices = 2, [torch.device("cpu")] * 4
+    assert strategy.distributed_sampler_kwargs["num_replicas"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a number of ranks"),
+        ({"expert_parallel_size": True}, "expert_parallel_size must be a number of ranks"),
+        ({"patterns": [Column()]}, "patterns must be a dict"),
+        ({"patterns": {3: Column()}}, "a key is a module name"),
+        ({"patterns": {"*.up": Column}}, r"write Column\(\)"),
+        ({"tensor_parallel_size": 2, "patterns": {"*.experts": Expert()}}, "no pattern is for it"),
+        ({"tensor_parallel_size": 2, "use_fused_kernels": True}, "would pass the patterns by"),
+    ],
+)
+def test_options_that_cannot_be_used(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        ElixirStrategy(**options)
+
+
+class Plain(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.odd = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 3)
+        self.norm = nn.LayerNorm(8)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.odd(self.norm(self.down(self.up(batch)))).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no_such_module": ({"*.upp": Column()}, "the model has no module"),
+    "not_linear": ({"norm": Column()}, "Column is for linear layers"),
+    "uneven": ({"odd": Column()}, "cannot be cut into 2 equal parts"),
+    "two": ({"up": Column(), "*p": Column(gathers=True)}, "has two"),
+    "no_plan": ({}, "the model brings no tp_plan"),
+}
+
+
+def refused(name: str) -> str:
+    patterns, _ = REFUSED[name]
+    strategy = ElixirStrategy(tensor_parallel_size=2, patterns=patterns or None)
+    trainer = trainer_of(strategy, int(os.environ["WORLD_SIZE"]))
+    try:
+        trainer.fit(Plain(), DataLoader(torch.randn(8, 8), batch_size=4))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", telling(REFUSED, "uneven", "no_plan"))
+def test_patterns_that_do_not_fit_the_model_are_refused_on_every_rank(name: str) -> None:
+    told = run_ranks(refused, 2, name, init_group=False)
+    assert all(REFUSED[name][1] in text for text in told)
+
+
+def too_few() -> None:
+    strategy = ElixirStrategy(tensor_parallel_size=2, patterns={"up": Column(), "down": Row()})
+    trainer_of(strategy, 3).fit(Plain(), DataLoader(torch.randn(8, 8), batch_size=4))
+
+
+def test_a_number_of_ranks_that_the_sizes_do_not_divide() -> None:
+    with pytest.raises(RankError, match="multiple of 2, and there are 3"):
+        run_ranks(too_few, 3, init_group=False)
+
+
+def by_fabric(tensor: int, expert: int, path: str) -> None:
+    fabric_module = pytest.importorskip("lightning.fabric")
+    from lightning_elixir.fabric import ElixirStrategy as FabricStrategy
+
+    case = Case(tensor=tensor, expert=expert)
+    strategy = FabricStrategy(
+        placement_policy="cpu",
+        chunk_size=6000,
+        tensor_parallel_size=tensor,
+        expert_parallel_size=expert,
+        patterns=case.patterns,
+    )
+    fabric = fabric_module.Fabric(strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]))
+    fabric.launch()
+    made = case.make()
+    model, optimizer = fabric.setup(made, new_optimizer(made.parameters()))
+    for step in range(STEPS):
+        fabric.backward(model(batch_of(step, fabric.global_rank // tensor)))
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.save(path, {"model": model})
+
+
+def test_under_fabric(tmp_path: Path) -> None:
+    run_ranks(by_fabric, 4, 2, 2, str(tmp_path / "saved.ckpt"), init_group=False)
+    _, _, expected = train_plain(Case(tensor=2, expert=2), 2)
+    assert difference(torch.load(tmp_path / "saved.ckpt", weights_only=False)["model"], expected) < CLOSE
+
+
+class Elsewhere(Plain):
+    """Weights that are not there yet, in a way that patterns cannot do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def configure_model(self) -> None:
+        if self.how == "compiled":
+            self.up.compile(backend="eager")
+        else:
+            mesh = init_device_mesh("cpu", (2,))
+            self.up.weight = nn.Parameter(distribute_tensor(self.up.weight.detach(), mesh, [Shard(0)]))
+
+
+def refuses_elsewhere(how: str) -> str:
+    patterns = {"down": Row(splits=True)}
+    trainer = trainer_of(ElixirStrategy(tensor_parallel_size=2, patterns=patterns), int(os.environ["WORLD_SIZE"]))
+    try:
+        trainer.fit(Elsewhere(how), DataLoader(torch.randn(8, 8), batch_size=4))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", telling(["compiled", "dtensor"], "dtensor"))
+def test_what_cannot_be_combined_is_refused_on_every_rank(how: str) -> None:
+    told = {"compiled": "torch.compile", "dtensor": "are DTensors"}[how]
+    for text in run_ranks(refuses_elsewhere, 2, how, init_group=False):
+        assert re.search(told, text)
