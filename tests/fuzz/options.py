@@ -24,15 +24,25 @@ if TYPE_CHECKING:
 
 _MODEL = "it is the program itself"
 _PROCESSES = "how processes begin: no number of a step depends on it, and each way takes seconds (tests/strategy)"
+_BLOCKS = "needs layers that repeat; tests/runtime/ and tests/strategy/test_activations.py have all values"
+_LEFT_OUT = "changes which chunks there are; tests/runtime/ and tests/strategy/test_bases.py have all kinds"
+_PARALLEL = "cuts a model that is drawn for one rank; tests/patterns/ compares such models with plain PyTorch"
 _PACKAGE = "a package of others', compiled on the spot; tests/runtime/test_nvme.py has both back ends"
 NOT_DRAWN: dict[str, dict[str, str]] = {
     "ElixirModule": {
         "model": _MODEL,
         "search_result": "the plan, of which `Program.plan` has the arguments",
+        "activations": _BLOCKS,
+        "ignored": _LEFT_OUT,
         "nvme_backend": _PACKAGE,
     },
     "ElixirOptimizer": {"module": _MODEL, "optimizer": "`Program.optimizer` names it"},
     "ElixirStrategy": {
+        "activations": _BLOCKS,
+        "ignored": _LEFT_OUT,
+        "tensor_parallel_size": _PARALLEL,
+        "expert_parallel_size": _PARALLEL,
+        "patterns": _PARALLEL,
         "nvme_backend": _PACKAGE,
         "accelerator": _PROCESSES,
         "parallel_devices": _PROCESSES,

@@ -129,7 +129,7 @@ def test_a_block_holds_every_regular_chunk() -> None:
     ("specs", "message"),
     [
         ([spec("w", 1), spec("w", 1)], "w is listed twice"),
-        ([spec("w", 1, dtype="int8")], "w has dtype int8; supported are float64"),
+        ([spec("w", 1, dtype="quint8")], "w has dtype quint8; supported are float64"),
     ],
 )
 def test_bad_parameters(specs: list[ParamSpec], message: str) -> None:

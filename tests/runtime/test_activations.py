@@ -335,6 +335,7 @@ def test_writes_to_what_was_saved_are_an_error() -> None:
     loss = module(torch.randn(ROWS, 16)).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+    module.close()
 
 
 class _Odd(nn.Module):

@@ -684,6 +684,9 @@ def _from_a_file(values: torch.Tensor) -> nn.Parameter:
         def read_run(self, stride: Any, begin: int, target: torch.Tensor, dtype: torch.dtype) -> None:
             target.copy_(values.flatten()[begin : begin + target.numel()])
 
+        def part(self, shape: tuple[int, ...], offsets: tuple[int, ...]) -> File:
+            raise NotImplementedError
+
     parameter = nn.Parameter(torch.empty_like(values, device="meta"))
     set_source(parameter, File())
     return parameter

@@ -180,11 +180,11 @@ class LongerNet(Net):
             self.extra = nn.Linear(3, 3)
 
 
-class IntegerNet(Net):
+class ComplexNet(Net):
     def __init__(self) -> None:
         super().__init__()
         if os.environ["LOCAL_RANK"] == "0":
-            self.table = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+            self.table = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ class IntegerNet(Net):
             ["number 14 is layers.2.up.weight [64, 32] float32 on rank 0 and layers.2.up.weight [48, 32]"] * 2,
         ),
         (LongerNet, ["number 26 is missing on rank 0 and extra.weight [3, 3] float32 on rank 1"] * 2),
-        (IntegerNet, ["table (torch.int64", "rank 0 failed: PlanError: table (torch.int64"]),
+        (ComplexNet, ["table (torch.complex64", "rank 0 failed: PlanError: table (torch.complex64"]),
     ],
 )
 def test_different_models_are_an_error_on_every_rank(make_model: Any, matches: list[str]) -> None:
