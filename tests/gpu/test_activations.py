@@ -67,8 +67,8 @@ def test_as_much_memory_is_taken_as_was_foreseen(fate: Fate) -> None:
         torch.cuda.synchronize()
     blocks = module.stats().held_bytes["grad_block"]
     taken = torch.cuda.max_memory_allocated() - before - blocks
-    # Gradients come while activations go; the engine's blocks for them are counted as activations here.
-    assert taken == pytest.approx(foreseen.activation_bytes, rel=0.15)
+    # Gradients come while activations go, and stay on the device here: at the highest moment there may be all of them.
+    assert 0.9 * foreseen.activation_bytes < taken < 1.05 * foreseen.activation_bytes + foreseen.grad_bytes
     stats = module.stats()
     if fate.is_offloaded:
         assert stats.activations_left_bytes == 0
