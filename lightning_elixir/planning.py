@@ -177,7 +177,18 @@ def place_anew(
         CapacityError: A limit cannot hold what the policy needs.
     """
     hardware = hardware or HardwareSpec.nominal(budget.gpu_bytes, budget.cpu_bytes or 0)
-    problem = Problem(request, budget, layout.world_size, regime, hardware, is_time_guessed=True)
+    problem = Problem(
+        request,
+        budget,
+        layout.world_size,
+        regime,
+        hardware,
+        is_time_guessed=True,
+        blocks=layout.activations,
+        activation_host_bytes=layout.activation_host_bytes,
+        tensor_parallel_size=layout.tensor_parallel_size,
+        expert_parallel_size=layout.expert_parallel_size,
+    )
     one = Layout(packed_chunks(layout), layout.block_bytes, layout.compute_dtype)
     return _decided([one], problem, None, layout.ignored)
 

@@ -123,6 +123,8 @@ class ElixirModule(nn.Module):
         with fuse(model, use_fused_kernels, runtime_device.torch_device) as self._swapped:
             self.engine = Engine(model, plan, runtime_device, comm, precision, reduce_dtype, prefetch, disk)
         self.module = model
+        self.memory_planner: str | None = None
+        """What else moves this module from plan to plan, so that limits are not to be set here."""
         self._limits = ModuleLimits(plan, None if nvme_offload_dir is None else str(disk.existing_folder()))
         self.needs_loss_scale = self.dtype is torch.float16 and master_weights
         self._device_type = runtime_device.torch_device.type
@@ -327,6 +329,11 @@ class ElixirModule(nn.Module):
             StateError: Inside forward or backward, or while gradients wait for a step.
             DivergenceError: Another rank is in another call.
         """
+        if self.memory_planner is not None:
+            raise PlanError(
+                f"set_memory_limit: {self.memory_planner} plans this module's memory, and would undo a limit that is"
+                " set here: give it gpu_memory_limit and cpu_memory_limit"
+            )
         self._limits.set(self.engine, self.module, gpu, cpu)
 
     def peak_activation_bytes(self) -> int:

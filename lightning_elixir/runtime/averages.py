@@ -142,5 +142,7 @@ class Averages:
                 home = self._home(chunk)
                 for segment in engine.groups.segments(chunk.spec):
                     if segment.fqn in values:
-                        flat = in_memory_order(chunk, segment.member_index, values[segment.fqn])
+                        member = chunk.spec.members[segment.member_index]
+                        part = engine.groups.part_of(member, values[segment.fqn])
+                        flat = in_memory_order(chunk, segment.member_index, part)
                         home[segment.in_shard].copy_(flat[segment.in_param])

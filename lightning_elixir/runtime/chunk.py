@@ -80,6 +80,7 @@ class Chunk:
         self.state = ChunkState.RELEASED
         self.ready: Event | None = None  # end of the transfer that fills the storage, until it is waited for
         self._device = device
+        self._is_on_host = device.torch_device.type == "cpu"  # storages elsewhere count as shared always
         self.storage_bytes = storage_bytes
         self._storage = self.flat.untyped_storage()
         # Nothing asks them: `torch.utils.swap_tensors` refuses what is weakly referenced, and would take the parameters
@@ -162,8 +163,7 @@ class Chunk:
     def _can_go(self) -> bool:
         """Whether the storage may be emptied. Torch refuses that once numpy has seen it; one in shared memory
         (`share_memory_()`) it empties, and then crashes where it is to be filled again."""
-        is_on_host = self._storage.device.type == "cpu"  # others count as shared always
-        return self._storage.resizable() and not (is_on_host and self._storage.is_shared())
+        return self._storage.resizable() and not (self._is_on_host and self._storage.is_shared())
 
     def take_replaced(self) -> list[int]:
         """Members that were given other memory since this was last asked (`p.data = x` and `module.half()`, where

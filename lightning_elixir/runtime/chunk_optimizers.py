@@ -52,7 +52,7 @@ class ChunkOptimizers:
                 f"an optimizer that updates parameters as a whole cannot have those that a pattern cuts between ranks,"
                 f" such as {cut[0].members[0].fqn}: use an element-wise one, such as HybridAdam, or no pattern there"
             )
-        self.owners = owners_of(engine.plan.chunks, engine.comm.world_size) if maker.is_whole else {}
+        self.owners = owners_of(engine.plan.all_chunks, engine.comm.world_size) if maker.is_whole else {}
         """Where parameters are updated as a whole: the rank that does, by chunk id and member index."""
         self.check_plan(engine.plan)
         self.group_by(groups)
@@ -80,7 +80,7 @@ class ChunkOptimizers:
     def whole_update_bytes(self) -> int:
         """Device memory that a step takes where parameters are updated as a whole, else 0; the same on every rank."""
         engine = self._engine
-        return whole_update_bytes(engine.plan.chunks, self.members, engine.comm.world_size) if self.owners else 0
+        return whole_update_bytes(engine.plan.all_chunks, self.members, engine.comm.world_size) if self.owners else 0
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of optimizer states on this rank, by tier; spare ones apart."""

@@ -72,6 +72,7 @@ class FabricRun:
         """Whether a forward with gradients has come since the last step."""
         engine = handle.engine
         engine.engine.set_memory_limit(handle.budget.gpu_bytes)
+        engine.memory_planner = "Fabric's strategy"
         self._hook = engine.register_forward_pre_hook(self._before_forward)
 
     @property

@@ -35,11 +35,12 @@ def check_disjoint(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 def regime_with(regime: TrainingRegime, optimizers: Sequence[ElixirOptimizer], num_averages: int = 0) -> TrainingRegime:
     """What training is like with these optimizers, as they are now: states come with their first steps. A plan says of
     no chunk whose it is, so it counts the most states that one has, and streams only what all can; averages of weights
-    are states more."""
+    are states more, in fp32: two of parameters in 16 bits without masters."""
+    states_of_averages = num_averages * (1 if regime.master_weights else 2)
     return with_optimizer(
         regime,
         can_stream=all(optimizer.can_stream for optimizer in optimizers),
-        num_states=max((optimizer.num_states for optimizer in optimizers), default=0) + num_averages,
+        num_states=max((optimizer.num_states for optimizer in optimizers), default=0) + states_of_averages,
         whole_update_bytes=max((optimizer.whole_update_bytes for optimizer in optimizers), default=0),
     )
 

@@ -375,6 +375,8 @@ class Planner:
         given = self.config.given_plan()
         if given is not None:
             given = with_ignored(with_kept(given, kept_in(current), is_exact=True), current.ignored)
+            host_bytes = current.activation_host_bytes
+            given = replace(given, activations=current.activations, activation_host_bytes=host_bytes)
 
         def make(limits: Budget) -> Plan:
             if shared is None:

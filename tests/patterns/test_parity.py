@@ -10,9 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_elixir.patterns import Column, Expert, Row, Sequence, Vocabulary
+from lightning_elixir.patterns.apply import put_in
+from lightning_elixir.plan.memory import Budget
+from lightning_elixir.plan.mesh import Mesh
+from lightning_elixir.plan.problem import PlacementRequest
+from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.planning import make_plan, place_anew
+from lightning_elixir.profiling.parameters import module_accesses
+from lightning_elixir.runtime.averages import Averages
+from lightning_elixir.wrapper import ElixirModule
 from tests.helpers.dist import run_ranks
 from tests.helpers.once import computed_once
 from tests.helpers.patterns import Case, Language, difference, train_plain, train_ranks
@@ -171,3 +181,31 @@ def test_every_pattern_is_in_the_cases() -> None:
     known = {type(pattern) for _, case in CASES.values() for pattern in case.patterns.values()}
     assert known == {Column, Row, Vocabulary, Sequence, Expert}
     assert isinstance(CASES["both"][1].make(), Language)
+
+
+def _averages_that_come_back() -> tuple[dict[str, bool], bool]:
+    """Whether whole averages that are loaded come out again, and whether another placement keeps the layout."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 16, bias=False))
+    whole = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    mesh = Mesh(2, tensor=2)
+    put_in(model, {"0": Column(), "2": Row()}, mesh, rank)
+    budget = Budget(cpu_bytes=10**9)
+    plan = make_plan(model, PlacementRequest("cpu"), mesh=mesh, budget=budget, compute_dtype=torch.float32)
+    module = ElixirModule(model, plan, device="cpu")
+    averages = Averages(module.engine, lambda average, value, count: average)
+    averages.load(whole)
+    found = averages.whole()
+    module.close()
+    moved = place_anew(plan, PlacementRequest("cuda", accesses=module_accesses(model)), budget, TrainingRegime())
+    same_layout = moved.layout_fingerprint() == plan.layout_fingerprint()
+    return {name: torch.equal(value, whole[name]) for name, value in found.items()}, same_layout
+
+
+def test_averages_are_loaded_by_parts_and_places_change_by_them() -> None:
+    """Loading had taken a rank's offsets for those of whole parameters, and places were found as if nothing was cut."""
+    (first, same), (_, other) = run_ranks(_averages_that_come_back, 2)
+    assert first == {"0.weight": True, "2.weight": True}
+    assert same
+    assert other

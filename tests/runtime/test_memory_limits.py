@@ -178,3 +178,17 @@ def test_between_steps_only() -> None:
     training.optimizer.step()
     training.module.set_memory_limit(SMALL)
     training.close()
+
+
+def test_blocks_are_recomputed_as_before() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)))
+    plan = make_plan(model, placement_policy="cuda", chunk_size=4 * WIDTH * WIDTH + 2048)
+    module = ElixirModule(model, plan, device="cpu", activations="recompute")
+    before = module.plan.activations
+    assert len(before) == DEPTH
+    module.set_memory_limit(SMALL)
+    assert module.plan.activations == before
+    module(torch.ones(2, WIDTH)).sum().backward()
+    assert module.stats().recomputed_blocks == DEPTH
+    module.close()

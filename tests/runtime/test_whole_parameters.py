@@ -16,6 +16,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.memory import Scheme
 from lightning_elixir.plan.owners import owners_of, whole_update_bytes
 from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.profiling.ignored import ignored_parameters
 from lightning_elixir.strategy.regimes import with_optimizer
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import optimizers
@@ -201,3 +202,25 @@ def test_beside_plain_torch(name: str) -> None:
     """What tests/gpu does on a GPU. Modes of schedule-free optimizers round on their way there and back."""
     difference = optimizers.largest_difference(name, "offloaded", torch.device("cpu"))
     assert difference <= (1e-6 if "Hybrid" in name or name == "ScheduleFree" else 0.0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor])
+def test_beside_parameters_that_are_ignored(kind: type[torch.optim.Optimizer]) -> None:
+    """They lie in chunks behind those of the plan, where the owners of parameters were looked for."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+    model = copy.deepcopy(plain)
+    plan = make_plan(model, placement_policy="cpu", chunk_size=2048, ignored=ignored_parameters(model, ["1"]))
+    module = ElixirModule(model, plan, device="cpu", ignored=["1"])
+    oracle = kind(plain.parameters(), lr=0.02)
+    optimizer = ElixirOptimizer(module, kind(model.parameters(), lr=0.02))
+    for seed in range(2):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
+        for net, step in ((plain, oracle), (module, optimizer)):
+            loss = net(x).square().mean()
+            step.backward(loss) if isinstance(step, ElixirOptimizer) else loss.backward()
+            step.step()
+            step.zero_grad()
+    state = module.full_state_dict()
+    module.close()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
