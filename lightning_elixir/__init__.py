@@ -101,8 +101,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "fabric":  # a module, which Fabric's users alone need
-        return import_module(f"{__name__}.fabric")
+    if name in ("fabric", "patterns"):  # modules, which some users alone need
+        return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -320,7 +320,7 @@ class ElixirModule(nn.Module):
 
         Args:
             gpu: What each device may hold, chunks and a step's activations together: bytes or "16GiB". On the CPU it
-                limits what would be on a device. None: as when this was built.
+                limits what would be on a device. None: what there is.
             cpu: The same of each host. None: what is free.
 
         Raises:

@@ -47,16 +47,28 @@ def kernels() -> Kernels | None:
         )
         return Kernels(
             loss.fused_linear_cross_entropy_forward,
-            norm.LigerRMSNormFunction,
+            _once(norm.LigerRMSNormFunction),
             silu.swiglu_forward,
             silu.swiglu_backward,
             gelu.geglu_forward,
             gelu.geglu_backward,
-            rope.LigerRopeFunction,
+            _once(rope.LigerRopeFunction),
         )
     except (ImportError, AttributeError) as error:
         log.debug("no kernels of liger-kernel", exc_info=error)
         return None
+
+
+def _once(function: Any) -> Any:
+    """The same function, whose derivatives cannot be differentiated again: its kernels write where autograd does not
+    see it, so a second derivative would be wrong without a word. They may write over the gradients that come, too,
+    which can be those of other branches."""
+
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return function.backward(ctx, *(grad.clone() for grad in grads))
+
+    return type(function.__name__, (function,), {"backward": staticmethod(backward)})
 
 
 def runs_on(device: torch.device) -> bool:

@@ -172,6 +172,14 @@ for ours, x in zip(turned, (query, key)):
     a, = torch.autograd.grad((ours * weights).sum(), x, retain_graph=True)
     b, = torch.autograd.grad((plain_rope(x) * weights).sum(), x)
     torch.testing.assert_close(a, b)
+turned = operators.rope(query, key, cos, sin)
+first, = torch.autograd.grad((turned[0] ** 3).sum(), query, create_graph=True)
+try:
+    (first**2).sum().backward()
+except RuntimeError as error:
+    assert "once_differentiable" in str(error), error
+else:
+    raise AssertionError("a second derivative, which the kernel has not got")
 """
 
 

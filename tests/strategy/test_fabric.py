@@ -636,4 +636,4 @@ def test_a_limit_that_would_be_undone_is_refused() -> None:
     fabric.launch()
     model = fabric.setup(nn.Linear(4, 4))
     with pytest.raises(PlanError, match="Fabric's strategy plans this module's memory"):
-        model.module.set_memory_limit(gpu="1MiB")
+        fabric.strategy.engine_of(model).set_memory_limit(gpu="1MiB")
