@@ -140,7 +140,7 @@ class _Loss:
 
 
 class Logits:
-    """Stands for the outputs of a linear layer, and computes them when somebody looks. See [Note: logits on demand]."""
+    """Stands for the outputs of a linear layer, and computes them when they are read. See [Note: logits on demand]."""
 
     def __init__(self, layer: Any, hidden: Tensor) -> None:
         self._layer = layer

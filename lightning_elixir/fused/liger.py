@@ -4,7 +4,7 @@ Only its operators are used. What it does to models (it replaces classes and fun
 process) is not: `swapping` does that, for one model.
 
 Some of its operators write their results over operands that autograd has saved. Those are called here in a way that
-leaves operands alone wherever somebody could still read them.
+leaves operands alone wherever they can still be read.
 """
 
 from __future__ import annotations

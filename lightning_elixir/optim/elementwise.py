@@ -1,6 +1,6 @@
 """Which optimizers update element by element, and what runs over segments in the place of a user's optimizer.
 
-A class is element-wise or is not, whoever uses it. So what `register_elementwise` has found is kept for the whole
+A class is element-wise or is not, in every program. So what `register_elementwise` has found is kept for the whole
 process, by class, in `_registered` below; nothing of it belongs to an engine.
 """
 

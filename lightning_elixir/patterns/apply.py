@@ -60,7 +60,7 @@ def pattern_forwards(model: nn.Module) -> Iterator[PatternForward]:
 
 
 def bind_peers(model: nn.Module, wire: Wire | None) -> None:
-    """Connect the peers of all patterns in a model; None: have them talk to nobody any more."""
+    """Connect the peers of all patterns in a model; None: disconnect them."""
     for forward in pattern_forwards(model):
         forward.peers.bind(wire)
 

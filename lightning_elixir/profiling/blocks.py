@@ -94,7 +94,7 @@ def _inside_compiled(model: nn.Module) -> set[int]:
 
 def blocks_of(model: nn.Module, request: ActivationRequest) -> tuple[ModelBlock, ...]:
     """The blocks of a model that a plan says something of, in the order of registration. Where the plan is to choose,
-    everything is kept for now.
+    they begin as kept.
 
     Args:
         model: With the classes that it was built of.

@@ -55,7 +55,7 @@ def ignored_parameters(model: nn.Module, ignored: Ignored) -> tuple[IgnoredParam
 
 
 def tell_of_unchunked(model: nn.Module, ignored: Collection[IgnoredParam]) -> None:
-    """Log once which frozen parameters stay on the device, though nobody asked for that."""
+    """Log once which frozen parameters stay on the device, though `ignored` does not name them."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     unchunked = [p for p in ignored if not p.requires_grad and _is_unchunkable(parameters[p.fqn])]
     if unchunked:

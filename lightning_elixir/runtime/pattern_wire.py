@@ -1,6 +1,6 @@
 """What parallel patterns talk over, in the engine's order.
 
-[Note: patterns between collectives] A rank that waits in a pattern's exchange serves nobody. So it goes there when all
+[Note: patterns between collectives] A rank that waits in a pattern's exchange serves none. So it goes there when all
 its peers do: before each exchange they meet over the messages of all ranks (`Agreement.meet_along`), where a rank that
 wants chunks, or has gradients to reduce, is served until then. What must be equal on all peers is told there, too:
 ranks of one tensor-parallel group that have batches of other shapes learn so, in place of an error of the network.
