@@ -349,6 +349,7 @@ def test_device_is_no_gpu_where_the_cpu_computes() -> None:
     ("seconds", "shown"),
     [
         (0.0, "0 us"),
+        (2e-14, "0 us"),
         (1.234e-5, "12.3 us"),
         (0.0123, "12.3 ms"),
         (0.99996, "1.00 s"),

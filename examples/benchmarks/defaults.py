@@ -84,12 +84,13 @@ _LLAMA = Case("llama-7b", 4, 2048, 40 * GIB)
 _GPT = Case("5b", 16, 1024, 40 * GIB)
 _MOE = Case("moe", 4, 2048, 32 * GIB)
 _LLAMA_3 = Case("llama-3-8b", 2, 2048, 40 * GIB)
+_CONV = Case("conv", 16, 3 * 224 * 224, 40 * GIB)
 _TOY = Case("toy", 2, 32, 6 * 2**20)
 
 CASES = {
     "llama": _LLAMA,
     "llama_clip": replace(_LLAMA, clip=1e6),
-    "llama_clip_each": replace(_LLAMA, clip=1e-3),
+    "llama_clip_each": replace(_LLAMA, clip=1e-3, num_steps=20),
     "llama_clip_108": replace(_LLAMA, clip=1e6, cpu_limit=108 * GIB),
     "llama_clip_64": replace(_LLAMA, clip=1e6, cpu_limit=64 * GIB),
     "llama_24": replace(_LLAMA, gpu_limit=24 * GIB, clip=1e6),
@@ -98,12 +99,14 @@ CASES = {
     "gpt": _GPT,
     "gpt_clip": replace(_GPT, clip=1e6),
     "gpt_16": replace(_GPT, batch=8, gpu_limit=16 * GIB),
+    "conv": _CONV,
     "moe": _MOE,
     "moe_clip": replace(_MOE, clip=1e6),
     "llama_compiled": replace(_LLAMA, is_compiled=True),
     "llama_compiled_8": replace(_LLAMA, batch=8, is_compiled=True),
     "gpt_no_autocast": replace(_GPT, autocast=False),
     "toy": _TOY,
+    "toy_conv": Case("toy-conv", 2, 3 * 32 * 32, 4 * 2**20),
     "toy_clip": replace(_TOY, clip=1e6),
     "toy_llama": replace(_TOY, model="toy-llama", gpu_limit=12 * 2**20),
     "toy_compiled": replace(_TOY, is_compiled=True),
@@ -127,7 +130,7 @@ CASES["gpt_autocast_plain"] = replace(_GPT, gpu_limit=None, is_plain=True)
 SUITES = {
     "edges": [
         *("llama", "llama_clip", "llama_clip_each", "llama_clip_108", "llama_clip_64", "llama_24", "llama_fp16"),
-        *("llama_accumulate", "gpt", "gpt_clip", "gpt_16", "moe", "moe_clip"),
+        *("llama_accumulate", "gpt", "gpt_clip", "gpt_16", "moe", "moe_clip", "conv"),
     ],
     "first": ["llama_plain", "llama_whole", "llama", "gpt_16"],
     "speed": ["llama_plain", "llama", "llama_clip", "llama_clip_each"],
@@ -154,6 +157,10 @@ _LLAMA_SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
     },
 }
+_CONV_SHAPES: dict[str, dict[str, Any]] = {
+    "conv": {"hidden_sizes": [2048, 4096, 8192, 16384], "depths": [3, 4, 23, 3]},  # 2.8e9 parameters
+    "toy-conv": {"hidden_sizes": [64, 128, 256, 512], "depths": [1, 1, 1, 1]},
+}
 
 # ------------------------------------------------------------------------------------------- one case's process
 
@@ -169,6 +176,20 @@ class Causal(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         loss: Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return loss
+
+
+class Classifier(nn.Module):
+    """A model of transformers as one from tokens, which stand for pixels, to a loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        side = round((tokens.shape[1] / 3) ** 0.5)
+        pixels = tokens.view(-1, 3, side, side) / tokens.max().clamp(min=1) - 0.5
+        loss: Tensor = self.model(pixel_values=pixels, labels=tokens[:, 0] % 1000).loss
         return loss
 
 
@@ -192,6 +213,13 @@ def make_model(case: Case) -> nn.Module:
             gpt = GPT(replace(PRESETS[case.model], seq=case.seq))
         gpt.is_checkpointed = case.is_recomputed
         model: nn.Module = gpt.to_empty(device="cpu")
+    elif case.model in _CONV_SHAPES:
+        import transformers
+        from transformers.initialization import no_init_weights
+
+        resnet: Any = transformers.AutoConfig.for_model("resnet", num_labels=1000, **_CONV_SHAPES[case.model])
+        with no_init_weights():
+            model = Classifier(transformers.ResNetForImageClassification(resnet))
     else:
         import transformers
         from transformers.initialization import no_init_weights

@@ -28,6 +28,7 @@ read before the step are the master, cast: the same bits. Chunks without a maste
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -61,7 +62,7 @@ class UpdateTimes:
     update_s: float
     """From `step` until the last result was there. Of updates where the device keeps the states, only the launches."""
     adam_s: float
-    """The host's own arithmetic."""
+    """The host's own arithmetic: how long at least one of its threads was at it."""
     gpu_numel: int
     """Parameters updated on the device, where their states live."""
     streamed_numel: int
@@ -76,13 +77,14 @@ class UpdateRecord:
     def __init__(self) -> None:
         self._start_s = time.perf_counter()
         self._end_s = self._start_s
-        self._adam_s: list[float] = []
+        self._adam_s: list[tuple[float, float]] = []  # begin, end
         self._adopted: list[UpdateRecord] = []
         self._tasks: list[Task] = []
         self.gpu_numel = self.streamed_numel = self.cpu_numel = 0
 
-    def note_adam(self, seconds: float) -> None:
-        self._adam_s.append(seconds)
+    def note_adam(self, begin_s: float, end_s: float) -> None:
+        """The host has updated from one moment of `time.perf_counter` to another."""
+        self._adam_s.append((begin_s, end_s))
 
     def adopt(self, other: UpdateRecord) -> None:
         """What another record has of updates that turn out to be this step's."""
@@ -123,7 +125,7 @@ class UpdateRecord:
             return None
         return UpdateTimes(
             update_s=self._end_s - self._start_s,
-            adam_s=sum(sum(record._adam_s) for record in (self, *self._adopted)),
+            adam_s=_covered_s(span for record in (self, *self._adopted) for span in record._adam_s),
             gpu_numel=self.gpu_numel,
             streamed_numel=self.streamed_numel,
             cpu_numel=self.cpu_numel,
@@ -398,7 +400,7 @@ class UpdateRunner:
         start_s = time.perf_counter()
         for piece in _bounded(update):
             piece.run(num_threads=self._num_threads)
-        record.note_adam(time.perf_counter() - start_s)
+        record.note_adam(start_s, time.perf_counter())
 
     # On the compute stream
 
@@ -424,6 +426,15 @@ class UpdateRunner:
         else:
             with self._staging:
                 self._uploads.upload(master, target)
+
+
+def _covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie within any of the spans (begin, end): two threads may be at it at once."""
+    total_s, until_s = 0.0, -math.inf
+    for begin_s, end_s in sorted(spans):
+        total_s += max(0.0, end_s - max(begin_s, until_s))
+        until_s = max(until_s, end_s)
+    return total_s
 
 
 def _has_come(event: Event) -> bool:

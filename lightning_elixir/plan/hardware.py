@@ -6,7 +6,7 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.files import read_json
 
 HARDWARE_SCHEMA = 2
+_AS_SEEN = ", the host's updates as seen in training"
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,17 @@ class HardwareSpec:
             return None
         moved = 1 / (12 / self.nvme_read_bytes_per_s + 12 / self.nvme_write_bytes_per_s)
         return min(moved, self.cpu_adam_numel_per_s)
+
+    def with_host_slower(self, factor: float) -> HardwareSpec:
+        """The same machine where all that the host's memory limits takes so many times as long; below 1: less long."""
+        rate = self.host_bytes_per_s
+        return replace(
+            self,
+            name=self.name.removesuffix(_AS_SEEN) + _AS_SEEN,
+            cpu_adam_numel_per_s=self.cpu_adam_numel_per_s / factor,
+            joint_adam_numel_per_s=self.joint_adam_numel_per_s / factor,
+            host_bytes_per_s=None if rate is None else rate / factor,
+        )
 
     @classmethod
     def nominal(cls, gpu_bytes: int | None = None, host_bytes: int = 0) -> HardwareSpec:

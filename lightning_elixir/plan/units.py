@@ -62,9 +62,9 @@ def format_bytes(value: int, *, is_rounded_up: bool = False) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """0.0123 -> "12.3 ms", 2.5 -> "2.50 s"."""
+    """0.0123 -> "12.3 ms", 2.5 -> "2.50 s"; what rounding leaves of nothing is 0."""
     if value >= 0.9995:
         return f"{value:.2f} s" if value < 99.995 else f"{value:.0f} s"
     if value >= 0.9995e-3:
         return f"{value * 1e3:.3g} ms"
-    return f"{value * 1e6:.3g} us" if value else "0 s"
+    return f"{value * 1e6:.3g} us" if value >= 0.5e-9 else "0 s"

@@ -42,7 +42,8 @@ def number(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """0.0123 -> "12.3 ms"."""
+    """0.0123 -> "12.3 ms"; what rounding leaves of nothing is 0."""
+    seconds = 0.0 if abs(seconds) < 0.5e-9 else seconds
     for unit, scale, limit in (("us", 1e6, 0.9995e-3), ("ms", 1e3, 0.9995)):
         if abs(seconds) < limit:
             return f"{_three_digits(seconds * scale)} {unit}"

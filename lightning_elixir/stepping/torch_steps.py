@@ -64,7 +64,7 @@ class TorchSteps:
             self._update_chunk(chunk, members, grad, target, change)
             numel = sum(p.numel for p in inner.places if p.member_index in members)
             if chunk.spec.optim_tier is Tier.CPU:
-                record.note_adam(time.perf_counter() - begin_s)
+                record.note_adam(begin_s, time.perf_counter())
                 record.cpu_numel += numel
             else:
                 record.gpu_numel += numel

@@ -22,7 +22,7 @@ from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.reservation import Reservation
-from lightning_elixir.strategy.several_optimizers import regime_with
+from lightning_elixir.strategy.several_optimizers import last_times, regime_with
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.warm_up import WarmUp
 from lightning_elixir.wrapper import ElixirModule
@@ -104,7 +104,7 @@ class FabricRun:
         optimizer.prepare()
 
     def _start_warm_up(self) -> None:
-        self._warm_up = WarmUp(self.handle, self._planner, self._regime)
+        self._warm_up = WarmUp(self.handle, self._planner, self._regime, lambda: last_times(self.optimizers))
         self._reservation = Reservation(self.handle, self._warm_up, lambda: self.optimizers)
 
     def _regime(self) -> TrainingRegime:

@@ -88,7 +88,8 @@ class FitRun:
         engine = handle.engine.engine
         engine.set_memory_limit(handle.budget.gpu_bytes)
         engine.reducer.landing.expect_accumulation(module.automatic_optimization and _most_backwards(trainer) > 1)
-        self.warm_up = WarmUp(handle, planner, self._regime)
+        self._optimizers = tuple(optimizers)
+        self.warm_up = WarmUp(handle, planner, self._regime, partial(last_times, self._optimizers))
         self._reservation = Reservation(handle, self.warm_up, lambda: optimizers)
         if self.warm_up.stage is Stage.NEW:
             least = planner.least_host_bytes(engine.plan, handle.budget, self._regime())
@@ -97,7 +98,6 @@ class FitRun:
                 optimizer.prepare(most)
         self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.start_over)
         self._meter: StepMeter | None = None
-        self._optimizers = tuple(optimizers)
         self._waiting: tuple[Plan, Plan] | None = None  # a plan, and the same with a forecast of steps that wait
         self._has_told_of_waiting = False
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -146,7 +146,7 @@ class FitRun:
     def end_step(self) -> None:
         """What the Trainer counts as one step is over: under manual optimization that is a batch."""
         if self._meter is not None:
-            self._meter.end_step()
+            self._meter.end_step(is_settled=self.warm_up.stage is Stage.DONE)
 
     def metrics(self) -> dict[str, float]:
         """See `StepMeter.metrics`."""

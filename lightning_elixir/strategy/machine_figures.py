@@ -40,6 +40,8 @@ class MachineFigures:
         self._computing_only: HardwareSpec | None = None if earlier is None else earlier._computing_only
         self.is_nominal: bool = False
         """Whether they are round figures, but for the disk's."""
+        self.is_measured: bool = earlier is not None and earlier.is_measured
+        """Whether those that are known are this machine's, from now or an earlier run, and not given by the user."""
         self.is_pending = False
         """Whether measuring was put off until a plan depends on it."""
 
@@ -49,6 +51,7 @@ class MachineFigures:
         config, comm = self._config, self._comm
         found = run_together(comm, config.given_hardware if comm.rank == 0 else lambda: None)
         given: HardwareSpec | None = comm.exchange_objects(found)[0]
+        self.is_measured = self.is_measured and given is None
         self.known = given or self.known
         is_reported = config.report_dir is not None
         is_needed = is_training and (config.is_placement_searched or is_reported)
@@ -69,6 +72,7 @@ class MachineFigures:
         if self.known is None and self._computing_only is None:
             probe = self._probe()
             self.known = probe.find_kept()
+            self.is_measured = self.known is not None
             if self.known is None:
                 self._computing_only = probe.with_computing_rates(self.best)
         self.is_pending = self.is_pending and self.known is None
@@ -76,8 +80,13 @@ class MachineFigures:
     def measure(self) -> None:
         """Have all figures. Collective."""
         if self.known is None:
-            self.known = self._probe().find().spec
+            self.known, self.is_measured = self._probe().find().spec, True
         self.is_pending = False
+
+    def take_host_slower(self, factor: float) -> None:
+        """The host's updates take so many times as long in training as measured; the same on every rank."""
+        if self.known is not None and self.is_measured:
+            self.known = self.known.with_host_slower(factor)
 
     def _probe(self) -> HardwareProbe:
         ranks = self._num_local_ranks

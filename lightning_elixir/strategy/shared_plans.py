@@ -356,6 +356,19 @@ class Planner:
 
         return self._share(decide)
 
+    def expected(self, current: Plan, profile: StepProfile, regime: TrainingRegime) -> Plan:
+        """The plan in force with what is expected of it by what is known now. Collective. Arguments as for
+        `final_plan`."""
+        shared = self._shared_profile(profile, current, is_seen=True)
+        forecast = current.forecast
+        if forecast is None or not self.can_predict(current):
+            return current
+        return self._share(
+            lambda: with_times(
+                current, self.simulated(current, shared, regime), forecast.binding, forecast.alternatives
+            )
+        )
+
     def limited_plan(
         self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile | None, regime: TrainingRegime
     ) -> Callable[[], Plan]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_elixir.optim.execution import UpdateTimes
+from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.report import Measured
 from lightning_elixir.runtime.engine import Engine
@@ -94,12 +95,13 @@ class StepMeter:
         self._is_reporting = is_reporting
         self._is_read = is_read
         self._steady: _Steady | None = None
+        self._was_settled = False  # when the step before was over
         self._since_s: float | None = None  # when the step under way began
         self._is_timed = False
         self._wall_s = _Mean()  # since the last metrics
         self._counted: dict[str, float] = {}  # in steps since the last metrics
         self._counters: dict[str, float] = {}  # when the batch under way began, or was counted last
-        self._plan: Plan = engine.plan  # then
+        self._rcache: RCache = engine.rcache  # then
         self._seen_times: UpdateTimes | None = None  # so that no step's update counts twice
         self._stats: Stats | None = None  # of the last step that was timed
 
@@ -117,7 +119,7 @@ class StepMeter:
         """
         if self._since_s is None:
             self._since_s = time.perf_counter()
-        self._counters, self._plan = self._read_counters(), self._engine.plan
+        self._counters, self._rcache = self._read_counters(), self._engine.rcache
         if self._is_reporting and self._steady is not None:
             is_wanted |= self._steady.num_steps < _REPORT_TIMED_STEPS
         self._set_timed(is_wanted)
@@ -131,10 +133,14 @@ class StepMeter:
         if self._steady is not None:
             self._steady.see_bytes(self._engine.held_bytes())  # with the gradients
 
-    def end_step(self) -> None:
-        """The optimizer has stepped."""
+    def end_step(self, *, is_settled: bool) -> None:
+        """The optimizer has stepped.
+
+        Args:
+            is_settled: The warm-up is over: steps under the plan in force are alike from the next one on.
+        """
         self._count()
-        self._note_end()
+        self._note_end(is_settled=is_settled)
         if self._is_timed and self._is_read:
             self._stats = self._engine.stats()
             self._see(self._stats)
@@ -148,18 +154,20 @@ class StepMeter:
             self._is_timed = is_timed
             self._time_steps(is_timed)
 
-    def _note_end(self) -> None:
+    def _note_end(self, *, is_settled: bool) -> None:
         now_s, since_s = time.perf_counter(), self._since_s
         self._since_s = now_s  # until the next step ends: data loading is part of a step
         plan = self._engine.plan
         steady = self._steady
-        if steady is None or steady.plan is not plan:
+        if steady is None or not (self._was_settled and _is_same_placement(steady.plan, plan)):
             # The first step under a plan allocates, and may record; it is not like the others.
             self._steady = _Steady(plan)
             self._seen_times = self._update_times()  # of that step, or of one under an earlier plan
         elif since_s is not None:
+            steady.plan = plan  # with what is expected now
             steady.num_steps += 1
             steady.step_s.append(now_s - since_s)
+        self._was_settled = is_settled
         if since_s is not None:
             self._wall_s.add(now_s - since_s)
 
@@ -176,7 +184,7 @@ class StepMeter:
     def _count(self) -> None:
         """Between batches users may reset counters, and validation counts as well; so look at both ends of a batch's
         work."""
-        has_new_rcache = self._engine.plan is not self._plan
+        has_new_rcache = self._engine.rcache is not self._rcache
         counters = self._read_counters()
         for name, value in counters.items():
             start = 0 if has_new_rcache and name in _RCACHE_COUNTERS else self._counters.get(name, 0)
@@ -184,7 +192,7 @@ class StepMeter:
             self._counted[name] = self._counted.get(name, 0) + added
             if self._steady is not None:
                 self._steady.counters[name] = self._steady.counters.get(name, 0) + added
-        self._counters, self._plan = counters, self._engine.plan
+        self._counters, self._rcache = counters, self._engine.rcache
 
     def _see(self, stats: Stats) -> None:
         steady = self._steady
@@ -241,6 +249,11 @@ class StepMeter:
             counters=_per_step(steady),
         )
         return measured, dict(sorted(steady.held_bytes.items()))
+
+
+def _is_same_placement(one: Plan, other: Plan) -> bool:
+    """Two plans may say the same and expect other times of it."""
+    return one is other or one.fingerprint() == other.fingerprint()
 
 
 def _per_step(steady: _Steady) -> dict[str, int | float]:

@@ -5,7 +5,8 @@ chunks, and when, and how long it computes. With that the final plan is made, be
 watched: where it takes more than was foreseen, the plan is made anew. First times are too long, since kernels are
 loaded and memory is obtained; so the second step is timed, or the first after it in which no model is compiled. If
 another placement then promises to be faster by more than `LEAST_GAIN`, or the one in force turns out too large, the
-engine moves once more.
+engine moves once more. Some steps later training has settled, and what is expected of a step is brought up to date
+(`strategy/steady_look.py`).
 
 Where there can be no dry run, the first step runs with as little as possible on the device, and is watched; the plan is
 made before the second one, and the third one is timed.
@@ -27,6 +28,7 @@ from dataclasses import replace
 
 from lightning_elixir.core.compiled_modules import num_compiled_graphs
 from lightning_elixir.errors import StateError
+from lightning_elixir.optim.execution import UpdateTimes
 from lightning_elixir.plan.profile import MemoryProfile, StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import AccessTrace, Plan
@@ -34,7 +36,8 @@ from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.graceful_stop import NEXT_BATCH
-from lightning_elixir.strategy.shared_plans import Planner
+from lightning_elixir.strategy.shared_plans import LEAST_GAIN, Planner
+from lightning_elixir.strategy.steady_look import SteadyLook
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,8 @@ _FORESEEN_WITHIN = 0.1
 _MOST_STEPS_WATCHED = 3
 # So many steps are timed at most until one comes in which nothing is compiled.
 _MOST_STEPS_TIMED = 4
+# Updates that take another time than was foreseen, by less than this part, are as they should be.
+_AS_FORESEEN_WITHIN = 0.03
 _LINES_LOGGED = 5
 _WAITING = "the norm: gradients are clipped, or overflow, so often that updates wait for all of them"
 # With several ranks, looking whether any of them wants another plan takes a message.
@@ -90,6 +95,7 @@ class WarmUp:
         handle: Whose engine it is, and how far it has come in earlier fits.
         planner: Makes the plans.
         regime: What training is like; asked when a plan is made, since states come with the first step.
+        update_times: See `StepMeter`.
     """
 
     def __init__(
@@ -97,8 +103,11 @@ class WarmUp:
         handle: EngineHandle,
         planner: Planner,
         regime: Callable[[], TrainingRegime],
+        update_times: Callable[[], UpdateTimes | None],
     ) -> None:
         self._handle = handle
+        self._update_times = update_times
+        self._look: SteadyLook | None = None  # under way
         self._planner = planner
         self._comm = planner.comm
         self._regime = regime
@@ -132,8 +141,12 @@ class WarmUp:
             may_move: More of the fit comes, and nothing more of this batch; otherwise the next batch is waited for.
         """
         self._num_steps += 1
-        if may_move and self.stage is not Stage.NEW and self.stage is not Stage.DONE:
+        if not may_move or self.stage is Stage.NEW:
+            return
+        if self.stage is not Stage.DONE:
             self._advance()
+        elif self._look is not None:
+            self._look_again(self._look)
 
     def while_waiting(self, plan: Plan) -> Plan:
         """The plan in force with a forecast of steps whose updates wait for the norm, though it has some begin in
@@ -184,6 +197,7 @@ class WarmUp:
 
     def _enter(self, stage: Stage) -> None:
         self.stage, self._num_steps, self._num_graphs = stage, 0, num_compiled_graphs()
+        self._look = SteadyLook(self._update_times) if stage is Stage.DONE and self.profile is not None else None
         self._watch()
         self._engine.host_room.look(self._engine.plan, self._engine.host_bytes)
 
@@ -239,6 +253,8 @@ class WarmUp:
     @property
     def _is_timed(self) -> bool:
         """Whether this stage is about times."""
+        if self._look is not None:
+            return self._look.is_at_last_step
         is_only_foreseen = self.stage is Stage.SETTLING and not self._handle.has_memory_samples
         return self.stage in (Stage.WATCHED, Stage.TIMED) or is_only_foreseen
 
@@ -344,8 +360,7 @@ class WarmUp:
         )
         self.profile = profile if foreseen is None else self._planner.over_chunks(foreseen, plan)
         handle.is_warm = True
-        # Where everything is on the device nothing can be gained; and fixed policies leave nothing to choose.
-        handle.is_refinable = is_known and plan.policy == "auto" and not plan.is_all_resident
+        handle.is_refinable = is_known and self._is_placed_by_times(plan)
         self._move_to(plan)
         log.info("the plan from now on: %s", _first_lines(plan))
 
@@ -356,20 +371,77 @@ class WarmUp:
         is_known = all(self._comm.exchange_objects(profile is not None))
         if profile is not None:
             self.profile = profile = _with_peak(profile, self._least_bytes)
-        if not handle.is_refinable or profile is None or not is_known:
+        if profile is None or not is_known:
+            return
+        if not handle.is_refinable:
+            self._expect(profile)
             return
         handle.is_refinable = False
-        before = engine.plan.fingerprint()
-        plan = self._planner.refined_plan(handle.skeleton, engine.plan, handle.budget, profile, self._regime())
+        self._place_anew(profile)
+
+    def _place_anew(self, profile: StepProfile) -> None:
+        """Move to another plan, if one is better by what a later step has shown."""
+        handle, before = self._handle, self._engine.plan
+        plan = self._planner.refined_plan(handle.skeleton, before, handle.budget, profile, self._regime())
         self._move_to(plan)
-        if plan.fingerprint() != before:
+        if plan.fingerprint() != before.fingerprint():
             log.info("by what a later step has shown, another plan is better: %s", _first_lines(plan))
+
+    def _is_placed_by_times(self, plan: Plan) -> bool:
+        """Where everything is on the device nothing can be gained; and fixed policies leave nothing to choose."""
+        return self._is_searched and plan.policy == "auto" and not plan.is_all_resident
+
+    def _look_again(self, look: SteadyLook) -> None:
+        """One of the steps of a look at settled training is over."""
+        if look.after_step():
+            self._look = None
+            profile = self._engine.step_profile()
+            if all(self._comm.exchange_objects(profile is not None)) and profile is not None:
+                self.profile = profile = _with_peak(profile, self._least_bytes)
+                is_corrected, before = self._correct_host(look.host_update_s, profile), self._engine.plan
+                self._expect(profile)
+                is_otherwise = is_corrected and _has_other_time(before, self._engine.plan)
+                if is_otherwise and self._is_placed_by_times(before):
+                    self._place_anew(profile)
+        self._watch()
+
+    def _correct_host(self, seen_s: float | None, profile: StepProfile) -> bool:
+        """Correct the machine's figures where the host's updates take another time than they say, on the slowest rank.
+
+        Args:
+            seen_s: Seconds of a step's updates by the host; None: nothing to go by.
+            profile: What a step does.
+
+        Returns:
+            Whether they were wrong.
+        """
+        if not self._planner.figures.is_measured:
+            return False
+        foreseen_s = self._planner.simulated(self._engine.plan, profile, self._regime()).host_update_s
+        slower = seen_s / foreseen_s if seen_s is not None and foreseen_s else None
+        found = [factor for factor in self._comm.exchange_objects(slower) if factor is not None]
+        if not found or abs(max(found) - 1) <= _AS_FORESEEN_WITHIN:
+            return False
+        log.info("updates on the host take %.2f times as long in training as foreseen", max(found))
+        self._planner.figures.take_host_slower(max(found))
+        return True
+
+    def _expect(self, profile: StepProfile) -> None:
+        """Bring up to date what is expected of a step under the plan in force."""
+        self._engine.take_forecast(self._planner.expected(self._engine.plan, profile, self._regime()))
 
     def _move_to(self, plan: Plan) -> None:
         if plan.fingerprint() != self._engine.plan.fingerprint():
             self._handle.engine.replan(plan)
         else:
             self._engine.take_forecast(plan)
+
+
+def _has_other_time(before: Plan, after: Plan) -> bool:
+    """Whether steps of a plan are expected to take another time, by more than moves are worth."""
+    if before.forecast is None or after.forecast is None:
+        return False
+    return abs(after.forecast.times.total_s / before.forecast.times.total_s - 1) > LEAST_GAIN
 
 
 def _first_lines(plan: Plan) -> str:

@@ -50,6 +50,8 @@ class Timeline:
     """Empty unless asked for. Where updates run behind forward, those of the step before are at the beginning."""
     memory: tuple[MemoryPoint, ...] = ()
     """Empty unless asked for."""
+    host_update_s: float = 0.0
+    """How long the host's own updates take together, beside all else; streamed ones not counted."""
 
     @property
     def end_s(self) -> float:

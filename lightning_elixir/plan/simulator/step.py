@@ -35,6 +35,7 @@ class SimulatedStep:
 
     times: StepTimes
     backward_end_s: float
+    host_update_s: float
     peak_blocks: int
     spans: tuple[Span, ...]
     memory: tuple[MemoryPoint, ...]
@@ -134,7 +135,7 @@ class _Steps:
         busy.nvme_s += updates.nvme_s
         busy.h2d_s += updates.write_back_s
         backward_end_s = clocks.now_s
-        adam_s = updates.adam_s
+        adam_s, host_update_s = updates.adam_s, updates.host_s
         updates.run(begin_s)
         step_s = clocks.now_s - backward_end_s
         compute_s = self._num_backwards * self._profile.compute_s
@@ -158,6 +159,7 @@ class _Steps:
         return SimulatedStep(
             times,
             backward_end_s - begin_s,
+            host_update_s,
             self._script.peak_blocks,
             record.spans(begin_s, clocks.now_s),
             record.memory(begin_s),

@@ -85,7 +85,7 @@ def simulate_step(
     step = StepSimulator(profile, hardware, scheme).run(plan, is_detailed=is_detailed)
     beside = beside_rcache_bytes(plan.chunks, moments(profile), scheme, memory_use(plan.chunks, 0, scheme))
     peak = beside + max(plan.rcache_blocks, step.peak_blocks) * plan.block_bytes
-    return Timeline(step.times, peak, step.backward_end_s, step.spans, step.memory)
+    return Timeline(step.times, peak, step.backward_end_s, step.spans, step.memory, step.host_update_s)
 
 
 def with_times(plan: Plan, timeline: Timeline, binding: str, alternatives: tuple[Alternative, ...] = ()) -> Plan:

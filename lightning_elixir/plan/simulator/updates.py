@@ -64,6 +64,11 @@ class Updates:
         """All of a step, wherever they run."""
         return sum(self._update_s.values())
 
+    @property
+    def host_s(self) -> float:
+        """Of the host's own arithmetic, one update after the other."""
+        return self._kinds_s()[0]
+
     def share_memory(self, copied_bytes_per_s: float, host_bytes_per_s: float) -> None:
         """From now on updates beside the device take as much longer as they and the copies over the bus together ask
         more of the host's memory than it gives.
