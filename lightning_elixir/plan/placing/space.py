@@ -120,16 +120,17 @@ class Space:
     def _shares(self) -> tuple[float, ...]:
         if not self.problem.regime.can_stream:
             return (0.0,)
-        balanced = self._balanced_share()
-        return (0.0, balanced * 0.8, balanced, 0.5 * (1 + balanced), 1.0)
+        balanced, hardware = self._balanced_share(), self.problem.hardware
+        # Where the two hardly run at the same time, the stream is as fast as alone.
+        apart = _share(hardware.streamed_adam_numel_per_s, hardware.cpu_adam_numel_per_s)
+        return tuple(sorted({0.0, balanced / 2, balanced, (balanced + apart) / 2, apart, (1 + apart) / 2, 1.0}))
 
     def _balanced_share(self) -> float:
         """Both the host and the stream end at the same time."""
         if not self.problem.regime.can_stream:
             return 0.0
         hardware = self.problem.hardware
-        streamed, host = hardware.streamed_adam_numel_per_s, hardware.cpu_adam_numel_per_s
-        return round(streamed / (streamed + host), 3)
+        return _share(hardware.streamed_beside(hardware.cpu_adam_numel_per_s), hardware.cpu_adam_numel_per_s)
 
     def _most_resident(self, base: Choice) -> int:
         """The largest number of resident chunks that fits beside the smallest rCache."""
@@ -264,3 +265,8 @@ def rank(outcome: Outcome) -> tuple[float, int, int, int, int]:
 
 def is_all_on_gpu(chunks: Sequence[ChunkSpec]) -> bool:
     return all(c.is_persistent and (not c.requires_grad or c.optim_tier is Tier.GPU) for c in chunks)
+
+
+def _share(one: float, other: float) -> float:
+    """What the one does of all that both do."""
+    return round(one / (one + other), 3)

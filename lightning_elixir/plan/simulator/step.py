@@ -89,7 +89,7 @@ class _Steps:
             script.order_of_need,
             self._clocks,
             needs_global_norm=scheme.regime.needs_global_norm,
-            joint_adam_numel_per_s=hardware.joint_adam_numel_per_s,
+            hardware=hardware,
         )
         self._forward_backward = ForwardBackward(
             plan,

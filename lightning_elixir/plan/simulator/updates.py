@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import has_params_on_nvme
 from lightning_elixir.plan.simulator.backlog import Work
 from lightning_elixir.plan.simulator.clocks import Clocks
@@ -21,7 +22,7 @@ class Updates:
         needed: The order in which forward needs the chunks.
         clocks: Of the simulated step.
         needs_global_norm: See `TrainingRegime`.
-        joint_adam_numel_per_s: What the host and the stream reach together.
+        hardware: Measured figures of one rank.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Updates:
         clocks: Clocks,
         *,
         needs_global_norm: bool,
-        joint_adam_numel_per_s: float,
+        hardware: HardwareSpec,
     ) -> None:
         self._plan, self._costs, self._clocks = plan, costs, clocks
         self._timing, self._needed = timing, needed
@@ -50,7 +51,8 @@ class Updates:
         }  # updates that begin inside backward
         # Of each update: first with all that it uses to itself, then beside those of the other kind.
         self._update_s = {c.id: costs[c.id].update_s for c in self.trained}
-        self._update_s = self._alone_s = self._slowed(self._joint_slowdown(joint_adam_numel_per_s))
+        streamed = {c.id for c in self.beside_device if c.is_update_streamed}
+        self._update_s = self._alone_s = self._slowed(self._stream_slowdown(hardware), streamed)
         self.nvme_s = sum(sum(costs[c.id].nvme_s) for c in self.beside_device)
         """The disk reads and writes for them."""
         self.write_back_s = sum(costs[c.id].write_back_s for c in self.trained)
@@ -81,12 +83,12 @@ class Updates:
         alone_s = max(self._kinds_s())
         if alone_s:
             asked = self.traffic_bytes / alone_s
-            self._update_s = self._slowed(max(1.0, (asked + copied_bytes_per_s) / max(host_bytes_per_s, asked)))
+            factor = max(1.0, (asked + copied_bytes_per_s) / max(host_bytes_per_s, asked))
+            self._update_s = self._slowed(factor, {c.id for c in self.beside_device})
 
-    def _slowed(self, factor: float) -> dict[int, float]:
-        """Seconds of each update, where those beside the device take so many times as long."""
-        beside = {c.id for c in self.beside_device}
-        return {i: seconds * (factor if i in beside else 1.0) for i, seconds in self._update_s.items()}
+    def _slowed(self, factor: float, ids: Collection[int]) -> dict[int, float]:
+        """Seconds of each update, where those of some chunks take so many times as long."""
+        return {i: seconds * (factor if i in ids else 1.0) for i, seconds in self._update_s.items()}
 
     @property
     def is_overlapped(self) -> bool:
@@ -184,13 +186,18 @@ class Updates:
             now_s += seconds
         return now_s
 
-    def _joint_slowdown(self, joint_adam_numel_per_s: float) -> float:
-        """How much longer updates by the host and streamed ones take beside each other."""
-        kinds_s = self._kinds_s()
-        if not all(kinds_s):
+    def _stream_slowdown(self, hardware: HardwareSpec) -> float:
+        """How much longer streamed updates take beside the host's own."""
+        host_s, streamed_s = self._kinds_s()
+        if not host_s or not streamed_s:
             return 1.0
-        numel = sum(c.numel // self._plan.num_sharing(c) for c in self.beside_device)
-        return max(1.0, numel / joint_adam_numel_per_s / max(kinds_s))
+        host_numel, streamed_numel = (
+            sum(c.numel // self._plan.num_sharing(c) for c in self.beside_device if c.is_update_streamed is kind)
+            for kind in (False, True)
+        )
+        beside = hardware.streamed_beside(host_numel / host_s)
+        done = min(streamed_numel, beside * host_s)
+        return (done / beside + (streamed_numel - done) * streamed_s / streamed_numel) / streamed_s
 
     def _kinds_s(self) -> list[float]:
         """All updates by the host, and all streamed ones, one after the other."""
