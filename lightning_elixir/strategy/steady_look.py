@@ -1,8 +1,10 @@
-"""One more look, when training has settled, at how fast the host updates.
+"""One more look, when training has settled, at what steps compute and how fast the host updates.
 
-What a machine can do was measured before, once, with nothing else at work. In training the host's memory also serves
-the user's own processes and, on virtual machines, other guests; and its share of that may be another one today. So some
-steps after the plan has become final, what the host's updates have taken is held against what was predicted.
+The first steps that were timed are slower than others, since kernels are loaded and memory is obtained. And what a
+machine can do was measured before, once, with nothing else at work; in training the host's memory also serves the
+user's own processes and, on virtual machines, other guests, and its share of that may be another one today. So some
+steps after the plan has become final, both are taken as they are by then: predictions follow, the plan stays (seen on
+H200s: figures that changed a step by up to a third led to no other, and looking for one took seconds of a step).
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import statistics
 from collections.abc import Callable
 
 from lightning_elixir.optim.execution import UpdateTimes
+from lightning_elixir.plan.profile import StepProfile
 
 # Steps looked at: the first ones still touch memory, and one may be disturbed.
 _NUM_STEPS = 5
 
 
 class SteadyLook:
-    """Collects what the host's updates take in some steps that follow each other.
+    """Collects what some steps that follow each other compute, and what the host's updates take in them.
 
     Args:
         update_times: See `StepMeter`.
@@ -27,22 +30,30 @@ class SteadyLook:
         self._update_times = update_times
         self._last = update_times()  # of a step before
         self._seen: list[tuple[float, int]] = []  # seconds, parameters
+        self._profiles: list[StepProfile] = []
         self._num_steps = 0
 
-    def after_step(self) -> bool:
-        """Another step is over. Returns whether it was the last one to look at: the same on every rank."""
+    def after_step(self, profile: StepProfile | None) -> bool:
+        """Another step is over. Returns whether it was the last one to look at: the same on every rank.
+
+        Args:
+            profile: What it did, if that is known.
+        """
         times = self._update_times()
         if times is not None and times != self._last:
             self._last = times
             if times.cpu_numel and times.adam_s > 0:
                 self._seen.append((times.adam_s, times.cpu_numel))
+        if profile is not None:
+            self._profiles.append(profile)
         self._num_steps += 1
         return self._num_steps >= _NUM_STEPS
 
     @property
-    def is_at_last_step(self) -> bool:
-        """Whether the step under way is the last one to look at."""
-        return self._num_steps == _NUM_STEPS - 1
+    def profile(self) -> StepProfile | None:
+        """What a usual step does: that with the median time of computing; None: unknown."""
+        ordered = sorted(self._profiles, key=lambda profile: profile.compute_s)
+        return ordered[len(ordered) // 2] if ordered else None
 
     @property
     def host_update_s(self) -> float | None:

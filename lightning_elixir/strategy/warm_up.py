@@ -55,9 +55,6 @@ _MOST_STEPS_WATCHED = 3
 _MOST_STEPS_TIMED = 4
 # Updates that take another time than was foreseen, by less than this part, are as they should be.
 _AS_FORESEEN_WITHIN = 0.03
-# Weighing all plans anew takes up to some seconds of a step, which is to be worth it: seen on H200s, figures that changed
-# a step by 5 to 20% did not lead to another plan.
-_WORTH_WEIGHING_ANEW = 0.3
 _LINES_LOGGED = 5
 _WAITING = "the norm: gradients are clipped, or overflow, so often that updates wait for all of them"
 # With several ranks, looking whether any of them wants another plan takes a message.
@@ -257,7 +254,7 @@ class WarmUp:
     def _is_timed(self) -> bool:
         """Whether this stage is about times."""
         if self._look is not None:
-            return self._look.is_at_last_step
+            return True
         is_only_foreseen = self.stage is Stage.SETTLING and not self._handle.has_memory_samples
         return self.stage in (Stage.WATCHED, Stage.TIMED) or is_only_foreseen
 
@@ -380,11 +377,7 @@ class WarmUp:
             self._expect(profile)
             return
         handle.is_refinable = False
-        self._place_anew(profile)
-
-    def _place_anew(self, profile: StepProfile) -> None:
-        """Move to another plan, if one is better by what a later step has shown."""
-        handle, before = self._handle, self._engine.plan
+        before = engine.plan
         plan = self._planner.refined_plan(handle.skeleton, before, handle.budget, profile, self._regime())
         self._move_to(plan)
         if plan.fingerprint() != before.fingerprint():
@@ -396,38 +389,30 @@ class WarmUp:
 
     def _look_again(self, look: SteadyLook) -> None:
         """One of the steps of a look at settled training is over."""
-        if look.after_step():
+        if look.after_step(self._engine.step_profile()):
             self._look = None
-            profile = self._engine.step_profile()
+            profile = look.profile
             if all(self._comm.exchange_objects(profile is not None)) and profile is not None:
                 self.profile = profile = _with_peak(profile, self._least_bytes)
-                is_corrected, before = self._correct_host(look.host_update_s, profile), self._engine.plan
+                self._correct_host(look.host_update_s, profile)
                 self._expect(profile)
-                is_otherwise = is_corrected and _has_other_time(before, self._engine.plan)
-                if is_otherwise and self._is_placed_by_times(before):
-                    self._place_anew(profile)
-        self._watch()
+            self._watch()
 
-    def _correct_host(self, seen_s: float | None, profile: StepProfile) -> bool:
+    def _correct_host(self, seen_s: float | None, profile: StepProfile) -> None:
         """Correct the machine's figures where the host's updates take another time than they say, on the slowest rank.
 
         Args:
             seen_s: Seconds of a step's updates by the host; None: nothing to go by.
             profile: What a step does.
-
-        Returns:
-            Whether they were wrong.
         """
         if not self._planner.figures.is_measured:
-            return False
+            return
         foreseen_s = self._planner.simulated(self._engine.plan, profile, self._regime()).host_update_s
         slower = seen_s / foreseen_s if seen_s is not None and foreseen_s else None
         found = [factor for factor in self._comm.exchange_objects(slower) if factor is not None]
-        if not found or abs(max(found) - 1) <= _AS_FORESEEN_WITHIN:
-            return False
-        log.info("updates on the host take %.2f times as long in training as foreseen", max(found))
-        self._planner.figures.take_host_slower(max(found))
-        return True
+        if found and abs(max(found) - 1) > _AS_FORESEEN_WITHIN:
+            log.info("updates on the host take %.2f times as long in training as foreseen", max(found))
+            self._planner.figures.take_host_slower(max(found))
 
     def _expect(self, profile: StepProfile) -> None:
         """Bring up to date what is expected of a step under the plan in force."""
@@ -438,13 +423,6 @@ class WarmUp:
             self._handle.engine.replan(plan)
         else:
             self._engine.take_forecast(plan)
-
-
-def _has_other_time(before: Plan, after: Plan) -> bool:
-    """Whether steps of a plan are expected to take quite another time."""
-    if before.forecast is None or after.forecast is None:
-        return False
-    return abs(after.forecast.times.total_s / before.forecast.times.total_s - 1) > _WORTH_WEIGHING_ANEW
 
 
 def _first_lines(plan: Plan) -> str:
