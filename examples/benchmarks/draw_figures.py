@@ -31,6 +31,13 @@ SYSTEMS = {
     "deepspeed_zero2": "DeepSpeed ZeRO-2, offload",
     "torchao": "torchao, CPU offload",
 }
+DEFAULTS = "defaults_looked_at_again_h200_2026-11-25.json"
+MODELS = {
+    "llama-7b": "Llama-7B",
+    "5b": "GPT of 4.8B",
+    "moe": "Qwen3-MoE of 5.1B",
+    "conv": "ResNet of 2.7B",
+}
 PEERS = ("fsdp2", "deepspeed_zero2", "torchao")
 
 
@@ -199,6 +206,33 @@ def checkpoint_table() -> str:
     return table(head, rows)
 
 
+def defaults_table() -> str:
+    rows = []
+    for run in load(DEFAULTS)["runs"]:
+        plain = {c["case"]["model"]: c["step_s"] for c in run["cases"].values() if c["case"]["is_plain"]}
+        for found in run["cases"].values():
+            case = found["case"]
+            if not case["is_plain"]:
+                of_plain = seconds(plain.get(case["model"])) if case["accumulate"] == 1 else "-"
+                measured = [seconds(found["step_s"]), seconds(found["predicted_s"]), of_plain]
+                rows.append([case_words(case), *measured, f"{found['first_step_s']:.0f}", run["commit"]])
+    return table(
+        ["case", "step, s", "predicted, s", "plain, whole card, s", "first step done after, s", "commit"], rows
+    )
+
+
+def case_words(case: dict[str, Any]) -> str:
+    """A case of `defaults.py`."""
+    size = f"{case['batch']} images" if case["model"] == "conv" else f"{case['batch']} x {case['seq']}"
+    limit = case["gpu_limit"]
+    words = [MODELS[case["model"]], size, "whole GPU" if limit is None else f"{limit // GIB} GiB of GPU"]
+    words += [f"{case['cpu_limit'] // GIB} GiB of host"] if case["cpu_limit"] else []
+    words += ["fp16"] if case["precision"] == "16-mixed" else []
+    words += [f"{case['accumulate']} micro-batches"] if case["accumulate"] > 1 else []
+    words += [f"clipped {'never' if case['clip'] > 1 else 'in every step'}"] if case["clip"] else []
+    return ", ".join(words)
+
+
 def profiler_table() -> str:
     name = "profiler_h200_2026-11-21.json"
     cases = [case for case in load(name)["cases"] if case.get("measured_bytes")]
@@ -232,6 +266,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": peers_table,
     "memory": memory_table,
     "history": history_table,
+    "defaults": defaults_table,
     "adam": adam_table,
     "checkpoints": checkpoint_table,
     "profiler": profiler_table,
