@@ -338,6 +338,7 @@ BILLIONS = {
 }
 
 
+@pytest.mark.full
 def test_shapes_have_the_size_of_their_name() -> None:
     from lightning_elixir.cli.transformers_subject import _built, _config
 
@@ -683,6 +684,7 @@ def _bench_rank(folder: str) -> None:
         assert main(["bench-hardware", "--out", f"{folder}/{rank}.json"]) == 0
 
 
+@pytest.mark.full
 def test_bench_under_torchrun_speaks_once(tmp_path: Path) -> None:
     run_ranks(_bench_rank, 2, str(tmp_path))
     assert [path.name for path in tmp_path.glob("*.json")] == ["0.json"]

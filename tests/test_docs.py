@@ -228,6 +228,7 @@ def test_the_site_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert [page.name for page in pages if loads.search(page.read_text(encoding="utf-8"))] == []
 
 
+@pytest.mark.full
 def test_table_of_what_fits_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     """Its cheapest row."""
     pytest.importorskip("transformers")

@@ -11,6 +11,7 @@ import pytest
 from lightning_elixir.core.waits import Call, line_of_process
 from lightning_elixir.errors import DivergenceError
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import full
 
 LATE_S = 4.0
 """Longer than it takes a rank to look whether it waits in vain."""
@@ -43,6 +44,6 @@ def _open_twice(first_try_of: str) -> bool:
         return True
 
 
-@pytest.mark.parametrize("first_try_of", ["this rank", "the other rank"])
+@pytest.mark.parametrize("first_try_of", ["this rank", full("the other rank")])
 def test_what_was_found_out_of_a_first_try_says_nothing_of_the_second(first_try_of: str) -> None:
     assert run_ranks(_open_twice, 1, first_try_of, timeout_s=40.0) == [True]

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ def run_interrupted(program: Program) -> Outcome:
     rng, outcome = random.Random(program.seed), Outcome(program.seed)
     if isinstance(expected := run_plain(program), Outcome):
         return expected
+    before = frozenset(threading.enumerate())
     with surroundings():
         states = _states_of_steps(Player(program, Plain(program, 0)))
     with surroundings(), tempfile.TemporaryDirectory(prefix="fuzz_") as folder, poisoned_storage():
@@ -59,7 +61,7 @@ def run_interrupted(program: Program) -> Outcome:
         del whole
         with _handlers():
             outcome.verdict, outcome.detail, outcome.counters = _bombard(program, folder, states, rng, usual_s)
-    left = left_behind(is_interrupted=True)
+    left = left_behind(before, is_interrupted=True)
     if left and not outcome.is_finding:
         outcome.verdict, outcome.detail = "different", f"left behind: {left}"
     return outcome

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +109,7 @@ def run_engine(program: Program, expected: Sequence[Note], folder: str | None = 
     """
     outcome = Outcome(program.seed)
     found: list[Note] = []
+    before = frozenset(threading.enumerate())
     with surroundings(), tempfile.TemporaryDirectory(prefix="fuzz_") as own, poisoned_storage():
         try:
             outcome.counters = _by_engine(program, folder or own, found)
@@ -119,7 +120,7 @@ def run_engine(program: Program, expected: Sequence[Note], folder: str | None = 
         except Exception as error:
             outcome.verdict, outcome.detail = "failed", f"{type(error).__name__}: {error}\n{_where(error)}"
     judge(program, outcome, expected, found)
-    left = left_behind()
+    left = left_behind(before)
     if left and (not outcome.is_finding or outcome.doubt):
         outcome.verdict, outcome.detail = "different", f"left behind: {left}; {outcome.detail}"
         outcome.doubt = None
@@ -140,9 +141,13 @@ def _by_engine(program: Program, folder: str, found: list[Note]) -> dict[str, in
     return dict(backend.counters)
 
 
-def left_behind(*, is_interrupted: bool = False) -> list[str]:
+def left_behind(before: Collection[threading.Thread], *, is_interrupted: bool = False) -> list[str]:
     """What a run must not leave in its process; it is taken away for the next one. A signal may leave on hooks of the
-    user's, and modes of checkpointing's: torch's contexts do not defer it where they end."""
+    user's, and modes of checkpointing's: torch's contexts do not defer it where they end.
+
+    Args:
+        before: Threads that were there already: a test that has failed keeps its engine, by its traceback.
+    """
     found = []
     while (pack := innermost_pack()) is not None:
         if not is_interrupted or type(getattr(pack, "__self__", None)).__module__.startswith("lightning_elixir"):
@@ -157,7 +162,7 @@ def left_behind(*, is_interrupted: bool = False) -> list[str]:
         torch.set_grad_enabled(True)
     gc.collect()
     end_s = time.monotonic() + 2.0
-    while names := [t.name for t in threading.enumerate() if "elixir" in t.name.lower()]:
+    while names := [t.name for t in threading.enumerate() if t not in before and "elixir" in t.name.lower()]:
         if time.monotonic() > end_s:
             found.append(f"threads {names}")
             break

@@ -68,6 +68,7 @@ def assert_same_values(actual: list[nn.Parameter], expected: list[nn.Parameter])
     adamw_mode=[True, False],
     weight_decay=[0.0, 0.1],
     betas=[(0.9, 0.999), (0.3, 0.95), (0.0, 0.9)],
+    together=1,
 )
 def test_close_to_torch_over_many_steps(
     betas: tuple[float, float], weight_decay: float, adamw_mode: bool, dtype: torch.dtype

@@ -58,7 +58,7 @@ def test_bits_are_those_of_keeping_everything(fate: str, placement: str, device:
 ZOO = ["gpt2", "llama", "checkpoint", "checkpoint_reentrant", "branching", "frozen"]
 
 
-@crossed(name=ZOO, fate=FATES[1:], accumulation=[1, 2])
+@crossed(name=ZOO, fate=FATES[1:], accumulation=[1, 2], together=1)
 def test_models_of_every_kind(name: str, fate: str, accumulation: int, everything_is_large: None) -> None:
     scheme = Scheme(micro_batches=accumulation, clip_norm=0.05, steps=2)
     options = {**PLACEMENTS["tight"], "chunk_size": 8192}
@@ -150,8 +150,7 @@ def test_a_large_buffer_that_would_be_written_twice_is_refused() -> None:
         module(torch.randn(4, 16))
 
 
-@pytest.mark.parametrize("how", ["inside", "around", "hooks", "reentrant"])
-@pytest.mark.parametrize("fate", FATES[1:])
+@crossed(how=["inside", "around", "hooks", "reentrant"], fate=FATES[1:], together=1)
 def test_the_users_own_checkpoints_and_hooks_win(fate: str, how: str) -> None:
     seen: list[int] = []
 

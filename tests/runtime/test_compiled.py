@@ -239,7 +239,7 @@ def assert_equal(actual: Trained, expected: Trained) -> None:
     assert actual.num_graphs == expected.num_graphs
 
 
-@crossed(form=FORMS, placement=PLACEMENTS, checkpointing=["no", "around", "inside"])
+@crossed(form=FORMS, placement=PLACEMENTS, checkpointing=["no", "around", "inside"], together=1)
 def test_as_compiled_plain_pytorch(form: Callable[[Net], nn.Module], placement: str, checkpointing: str) -> None:
     expected = steps(Plain(form(Net(checkpointing))))
     ours = Ours(form(Net(checkpointing)), placement)
@@ -264,6 +264,7 @@ def train_with_inductor() -> None:
         assert_equal(steps(Ours(compiled(), placement)), expected)
 
 
+@pytest.mark.full
 def test_placements_give_the_same_bits_with_the_compiler_that_people_use() -> None:
     code = "from tests.runtime.test_compiled import train_with_inductor; train_with_inductor()"
     assert run_processes(code, 1) == [0]
@@ -482,8 +483,7 @@ def most_in_use(trace: AccessTrace) -> int:
     return max(map(len, trace.in_use()))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("checkpointing", ["no", "around"])
+@crossed(form=FORMS, checkpointing=["no", "around"], together=1)
 def test_the_profile_knows_what_is_needed_at_once(form: Callable[[Net], nn.Module], checkpointing: str) -> None:
     model = form(Net(checkpointing))
     found = profile_memory(model, {"x": batch(0)}, lambda m, inp: m(inp["x"]).square().mean().backward())

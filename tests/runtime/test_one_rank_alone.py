@@ -231,7 +231,7 @@ def _code(call: str, others: str) -> str:
 @pytest.mark.parametrize(
     ("call", "where", "cure"),
     [
-        (
+        full(
             "state_dict",
             "state_dict() (ElixirModule.state_dict() at test_one_rank_alone.py:",
             "Every rank must call ElixirModule.state_dict()",
@@ -251,7 +251,7 @@ def test_where_the_other_has_ended(call: str, where: str, cure: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, full(signal.SIGTERM)])
-@pytest.mark.parametrize("call", telling(["state_dict", "forward", "backward", "step"], "backward"))
+@pytest.mark.parametrize("call", telling(["state_dict", "forward", "backward", "step"], "step"))
 def test_who_waits_heeds_signals(call: str, number: signal.Signals) -> None:
     processes = start_processes(_code(call, "slow"), 2)
     try:

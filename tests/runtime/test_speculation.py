@@ -194,7 +194,7 @@ def change_the_scale(training: Training) -> None:
     training[1].scaler.scale *= 0.5
 
 
-@pytest.mark.parametrize("name", telling(ACTIONS, *list(ACTIONS)[::2]))
+@pytest.mark.parametrize("name", telling(ACTIONS, *list(ACTIONS)[::4]))
 def test_what_happens_between_backward_and_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_action(name, How(), "mixed", CPU, monkeypatch)
 

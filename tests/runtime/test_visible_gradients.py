@@ -298,7 +298,7 @@ def _train_rank(action: Any, placement: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("placement", telling(["cpu", "cuda"], "cpu"))
 @pytest.mark.parametrize(
     "action",
-    telling([look, scale_in_place, assign, assign_to_some, drop_some, clip_norm], "assign_to_some", "drop_some"),
+    telling([look, scale_in_place, assign, assign_to_some, drop_some, clip_norm], "drop_some"),
 )
 def test_several_ranks(action: Any, placement: str) -> None:
     plain = make("gpt2")

@@ -18,6 +18,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
 from tests.helpers.fused import make_batch, make_lm
+from tests.helpers.tiers import crossed
 from tests.strategy.models import Net, make_data
 
 TIGHT = {"placement_policy": "cpu", "chunk_size": "16KiB", "gpu_memory_limit": "130KiB"}
@@ -76,8 +77,7 @@ def _losses(model: Lm, strategy: Any, precision: Any = "32-true", **options: Any
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor", "ignore:`is_gradient_checkpointing`:FutureWarning"
 )
-@pytest.mark.parametrize("change", ["", "lora", "compiled"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@crossed(change=["", "lora", "compiled"], precision=["32-true", "bf16-true", "bf16-mixed"], together=1)
 def test_losses(change: str, precision: Any) -> None:
     """Of fused runs all placements agree; with plain runs they agree within rounding."""
     torch._dynamo.reset()

@@ -52,7 +52,7 @@ def _heard(lengths: list[int], net: type[Net], options: dict[str, Any]) -> Any:
         full([6, 4], {}),
         full([4, 6], {"max_epochs": 2}),
         ([0, 3], {}),
-        ([6, 5], {"accumulate_grad_batches": 4}),
+        full([6, 5], {"accumulate_grad_batches": 4}),
     ],
 )
 def test_one_rank_has_more_batches(lengths: list[int], options: dict[str, Any]) -> None:

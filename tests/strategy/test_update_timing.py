@@ -18,7 +18,7 @@ from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.plan.hardware import HardwareSpec, save_hardware
 from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.stepping import speculation
-from lightning_elixir.strategy import ElixirStrategy, shared_plans
+from lightning_elixir.strategy import ElixirStrategy, shared_plans, steady_look
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import full
 from tests.helpers.update_timing import slow_updates
@@ -221,6 +221,7 @@ def test_the_forecast_tells_of_steps_that_wait_for_the_norm(monkeypatch: pytest.
     save_hardware(replace(HardwareSpec.nominal(), cpu_adam_numel_per_s=1e6), tmp_path / "slow.json")
     monkeypatch.setattr(speculation, "_STEPS_OFF", 4)
     monkeypatch.setattr(shared_plans, "LEAST_GAIN", 1.0)  # no move, whatever this machine takes for a step
+    monkeypatch.setattr(steady_look, "_NUM_STEPS", 1000)  # and no news of that
     with slow_updates(monkeypatch, 0.001):
         fit(
             ElixirStrategy(gpu_memory_limit="96KiB", hardware=tmp_path / "slow.json"),
