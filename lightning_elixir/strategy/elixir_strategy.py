@@ -33,7 +33,7 @@ from lightning_elixir._lightning import (
 from lightning_elixir.checkpoint import restore_previous
 from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.errors import PlanError, StateError
-from lightning_elixir.memory_limits import agree_on_limits, move_within
+from lightning_elixir.memory_limits import change_limits
 from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan
@@ -43,6 +43,7 @@ from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.engine_strategy import EngineStrategy, move_metrics
 from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients, count_averages
 from lightning_elixir.strategy.graceful_stop import GracefulStop
+from lightning_elixir.strategy.limited_handle import LimitedHandle
 from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import built_by_first_rank, meta_parameter_names
 from lightning_elixir.strategy.oom_retry import RepeatableStep
@@ -550,13 +551,8 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
             DivergenceError: Another rank is in another call.
         """
         handle, run = self._handle, self._fit_run
-        engine = handle.engine.engine
-        limits = agree_on_limits(engine, gpu, cpu)
-        planner = self._planner()
-        budget = planner.budget(engine.host_bytes(), earlier=handle.budget, limits=limits, is_live=True)
         profile, regime = (None, self._regime) if run is None else run.known_step()
-        move_within(engine, budget, planner.limited_plan(handle.skeleton, engine.plan, budget, profile, regime))
-        handle.limits, handle.budget = limits, budget
+        change_limits([LimitedHandle(handle, self._planner(), profile, regime)], gpu, cpu)
 
     # For `ElixirWeightAveraging`
 

@@ -20,6 +20,7 @@ from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import fuse
+from lightning_elixir.memory_limits import MemoryLimits
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
@@ -156,11 +157,20 @@ class EngineStrategy(StrategyOptions):
         plugin = self._plugin
         return BuildOptions(self._config, plugin.precision, plugin.has_autocast, self.root_device, self.world_size)
 
-    def _build(self, module: nn.Module, planner: Planner, *, is_training: bool, is_loaded: bool) -> EngineHandle:
+    def _build(
+        self,
+        module: nn.Module,
+        planner: Planner,
+        *,
+        is_training: bool,
+        is_loaded: bool,
+        limits: MemoryLimits | None = None,
+    ) -> EngineHandle:
         """An engine around a module. Collective.
 
         Args:
             is_loaded: The model's values come from a checkpoint, so that none need be drawn.
+            limits: In the place of the options; None: there are none.
         """
         plugin, config = self._plugin, self._config
         run_together(self._comm, lambda: materialise(module, is_loaded) if self._comm.rank == 0 else None)
@@ -168,7 +178,8 @@ class EngineStrategy(StrategyOptions):
         kept = run_together(self._comm, lambda: planner.kept_fp32(module))
         plugin.convert_module(module, kept, [p.fqn for p in left_out])
         planner.check_model(module, is_training=is_training)
-        budget = planner.budget(host_bytes_of(module))
+        limits = limits or MemoryLimits()
+        budget = planner.budget(host_bytes_of(module), limits=limits)
         run_together(self._comm, lambda: put_patterns_in(module, config, self._comm))
         # Before the plan, which counts what they save
         with run_together(self._comm, lambda: fuse(module, config.fused_choice, self.root_device)):
@@ -193,6 +204,7 @@ class EngineStrategy(StrategyOptions):
                 nvme_checksums=disk.has_checksums,
             )
         handle = EngineHandle(engine, self._build_options(), budget, skeleton, is_warm=is_final)
+        handle.limits = limits
         handle.attach()
         return handle
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir import CapacityError, ElixirPrecision, HybridAdam, PlanError, StateError, wrapper
-from lightning_elixir._lightning import Fabric
 from lightning_elixir.fabric import ElixirStrategy
 from lightning_elixir.plan.memory import fair_part
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -629,11 +628,3 @@ def test_custom_checkpoint_io_and_sharded_checkpoints_do_not_go_together() -> No
 
     with pytest.raises(PlanError, match="Own would have nothing to do"):
         make_fabric({**TIGHT, "state_dict_type": "sharded", "checkpoint_io": Own()})
-
-
-def test_a_limit_that_would_be_undone_is_refused() -> None:
-    fabric = Fabric(strategy=ElixirStrategy(**CHUNK), accelerator="cpu", devices=1)
-    fabric.launch()
-    model = fabric.setup(nn.Linear(4, 4))
-    with pytest.raises(PlanError, match="Fabric's strategy plans this module's memory"):
-        fabric.strategy.engine_of(model).set_memory_limit(gpu="1MiB")
