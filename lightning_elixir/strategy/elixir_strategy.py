@@ -558,10 +558,6 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
 
     def check_averaging(self) -> None:
         """Raises `PlanError` if averages of weights cannot be kept under these options."""
-        if self._is_sharded:
-            raise PlanError(
-                "ElixirWeightAveraging needs state_dict_type='full': sharded checkpoints have no place for averages"
-            )
         plan = self._config.given_plan()
         if self._config.nvme_offload_fraction > 0 or (plan is not None and needs_disk(plan)):
             raise PlanError("ElixirWeightAveraging keeps averages in memory: leave out what places states on NVMe")
@@ -570,15 +566,32 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         """Averages of the weights, which begin as the weights are now. Collective."""
         return Averages(self._engine.engine, average)
 
-    def saved_names(self) -> dict[str, str]:
-        """Names in the module's state dict -> names in the plan, of all parameters."""
-        engine = self._engine.engine
-        found: dict[str, str] = {}
+    def saved_averages(self, averages: Averages) -> dict[str, Tensor]:
+        """By names in the module's state dict: whole on rank 0, `{}` elsewhere; with `state_dict_type="sharded"` on
+        every rank tensors in their place, as `lightning_module_state_dict` has them. Collective."""
+        module, engine = self._engine, self._engine.engine
+        by_name = self._sharded.averages_state(module, averages) if self._is_sharded else averages.whole()
+        found: dict[str, Tensor] = {}
         for name, parameter in engine.module.named_parameters(remove_duplicate=False):
             home = engine.home_of(parameter)
-            if home is not None:
-                found[name] = home[0].spec.members[home[1]].fqn
+            fqn = None if home is None else home[0].spec.members[home[1]].fqn
+            if fqn in by_name:
+                found[name] = by_name[fqn]
         return found
+
+    @property
+    def has_saved_averages(self) -> bool:
+        """Whether a folder is being loaded that holds averages."""
+        return self._sharded.has_averages
+
+    def load_saved_weights(self, strict: bool) -> None:
+        """Of such a folder the weights, in the place of the averages. Collective."""
+        handle = EngineHandle.of(self._module)
+        self._sharded.load_weights(None if handle is None else handle.engine, strict)
+
+    def load_saved_averages(self, averages: Averages) -> dict[str, Tensor]:
+        """Of such a folder the averages; returns their buffers by name. Collective."""
+        return self._sharded.load_averages(self._engine, averages)
 
     # What users look at
 
