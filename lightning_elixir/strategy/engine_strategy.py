@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 P = TypeVar("P", bound=ElixirPrecision)
 
 
-class EngineStrategy(StrategyOptions):
+class EngineStrategy(StrategyOptions, ABC):
     """Builds engines, wraps optimizers, writes files. To be mixed into a `ParallelStrategy`, before it."""
 
     def _begin(self) -> None:
@@ -60,9 +61,9 @@ class EngineStrategy(StrategyOptions):
         }
 
     @property
+    @abstractmethod
     def _plugin(self) -> ElixirPrecision:
         """The precision plugin."""
-        raise NotImplementedError
 
     def _taken(self, given: Any, make: Callable[..., P]) -> P | None:
         """The plugin in the place of one that Lightning or the user came with.
@@ -78,9 +79,9 @@ class EngineStrategy(StrategyOptions):
         return plugin
 
     @property
+    @abstractmethod
     def _engine(self) -> ElixirModule:
         """The engine that users look at."""
-        raise NotImplementedError
 
     # Processes
 
@@ -282,9 +283,9 @@ class EngineStrategy(StrategyOptions):
     def reset_stats(self) -> None:
         self._engine.reset_stats()
 
+    @abstractmethod
     def _gradient_scale(self) -> float:
         """What the gradients in the shards are multiplied by."""
-        raise NotImplementedError
 
     def full_grads(self) -> dict[str, Tensor]:
         """Whole gradients by parameter name: fp32 (fp64 with `precision="64-true"`), on the CPU, unscaled and not

@@ -41,6 +41,7 @@ LOOPS = {
     "accumulated_clipped_by_value": Loop(micro_batches=2, clip_value=0.01),
     "64": Loop(precision="64-true"),
     "bf16_true": Loop(precision="bf16-true"),
+    "bf16_true_clipped_by_value": Loop(optimizer="hybrid", precision="bf16-true", clip_value=0.01),
 }
 
 
@@ -51,11 +52,13 @@ def _assert_same(actual: Run, expected: Run, *, is_tight: bool = True) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["plain", "one_by_one", "sgd_accumulated", "accumulated_clipped_by_value", "bf16_true", "64"]
+    "how",
+    ["plain", "one_by_one", "sgd_accumulated", "accumulated_clipped_by_value", "64", "bf16_true"]
+    + ["bf16_true_clipped_by_value"],
 )
 def test_same_as_plain(how: str) -> None:
     loop = LOOPS[how]
-    strategy = {**TIGHT, "chunk_size": "4KiB", "gpu_memory_limit": "48KiB"} if how == "bf16_true" else TIGHT
+    strategy = {**TIGHT, "chunk_size": "4KiB", "gpu_memory_limit": "48KiB"} if "bf16_true" in how else TIGHT
     _assert_same(train(strategy, loop), train("auto", loop))
 
 

@@ -1,4 +1,4 @@
-"""Muon, Adafactor and 8-bit optimizers under the Trainer: plain Lightning's numbers, on one and two ranks, in checkpoints."""
+"""Muon, Adafactor and 8-bit optimizers under the Trainer: plain Lightning's numbers, on ranks and in checkpoints."""
 
 from __future__ import annotations
 
