@@ -45,7 +45,7 @@ from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients, cou
 from lightning_elixir.strategy.graceful_stop import GracefulStop
 from lightning_elixir.strategy.limited_handle import LimitedHandle
 from lightning_elixir.strategy.machine_figures import MachineFigures
-from lightning_elixir.strategy.model_init import built_by_first_rank, meta_parameter_names
+from lightning_elixir.strategy.model_init import built_by_first_rank, make_for_loading, meta_parameter_names
 from lightning_elixir.strategy.oom_retry import RepeatableStep
 from lightning_elixir.strategy.precision import (
     ElixirPrecision,
@@ -67,6 +67,15 @@ log = logging.getLogger(__name__)
 
 class _Launcher(PreparedStart, MultiProcessingLauncher):
     """Starts processes out of this one."""
+
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
+        """The weights come back into this process's model, whose hooks have made layers in the others alone."""
+        if worker_output.weights_path is not None:
+            for name in ("configure_model", "configure_sharded_model"):
+                if is_overridden(name, trainer.lightning_module):
+                    make_for_loading(trainer.lightning_module, getattr(trainer.lightning_module, name))
+        super()._recover_results_in_main_process(worker_output, trainer)
 
 
 class ElixirStrategy(EngineStrategy, ParallelStrategy):
