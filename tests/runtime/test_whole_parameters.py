@@ -22,7 +22,7 @@ from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import optimizers
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
-from tests.helpers.tiers import crossed, telling
+from tests.helpers.tiers import crossed, full, telling
 
 STEPS = 4
 
@@ -179,7 +179,7 @@ def test_clipping() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"), [("adafactor", 2), ("adafactor", 3), ("muon", 2), ("muon", 3), ("AdamW8bit", 2)]
+    ("name", "world_size"), [("adafactor", 2), ("adafactor", 3), ("muon", 2), ("muon", 3), full("AdamW8bit", 2)]
 )
 def test_ddps_numbers_on_several_ranks(name: str, world_size: int) -> None:
     got = run_ranks(_trained_on_rank, world_size, name)
