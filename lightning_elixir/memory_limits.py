@@ -13,6 +13,7 @@ import shutil
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import nn
 
@@ -178,16 +179,50 @@ def with_or_without_activations(make: Callable[[Budget], Plan], budget: Budget) 
         return plan
 
 
-def move_within(engine: Engine, budget: Budget, find: Callable[[], Plan]) -> None:
-    """Move to the plan that `find` gives on rank 0, and give back what is not needed any more. Collective.
+class Limited(Protocol):
+    """An engine, and what plans it: one of those that share limits."""
+
+    @property
+    def engine(self) -> Engine:
+        """Between two steps."""
+
+    def budget(self, limits: MemoryLimits) -> Budget:
+        """What a rank may use of it within these limits. Collective."""
+
+    def finder(self, limits: MemoryLimits, budget: Budget) -> Callable[[], Plan]:
+        """What finds a plan within the budget on rank 0, or raises `CapacityError`. Collective, the call that it
+        returns not."""
+
+    def keep(self, limits: MemoryLimits, budget: Budget) -> None:
+        """They are in force."""
+
+
+def change_limits(models: Sequence[Limited], gpu: int | str | None, cpu: int | str | None) -> MemoryLimits:
+    """Move all engines to plans within these limits, and give back what is not needed any more. Collective.
 
     Args:
-        engine: As `agree_on_limits` left it.
-        budget: Has the device's limit.
-        find: Raises `CapacityError` where there is no plan: on all ranks then, and nothing changes.
+        models: At least one; the same on all ranks.
+        gpu: As users give it.
+        cpu: As users give it.
+
+    Raises:
+        CapacityError: One of them has no such plan: on all ranks, and nothing has changed.
+        PlanError, StateError, DivergenceError: As `agree_on_limits`.
     """
-    found = run_together(engine.comm, find if engine.comm.rank == 0 else lambda: None)
-    plan: Plan = engine.comm.exchange_objects(found)[0]
+    limits = [agree_on_limits(model.engine, gpu, cpu) for model in models][0]
+    found: list[tuple[Budget, Plan]] = []
+    for model in models:
+        budget, comm = model.budget(limits), model.engine.comm
+        find = model.finder(limits, budget)
+        plan = run_together(comm, find if comm.rank == 0 else lambda: None)
+        found.append((budget, comm.exchange_objects(plan)[0]))
+    for model, (budget, plan) in zip(models, found, strict=True):
+        _move(model.engine, budget, plan)
+        model.keep(limits, budget)
+    return limits
+
+
+def _move(engine: Engine, budget: Budget, plan: Plan) -> None:
     engine.set_memory_limit(budget.gpu_bytes)
     if plan.fingerprint() == engine.plan.fingerprint():
         engine.take_forecast(plan)
@@ -197,57 +232,62 @@ def move_within(engine: Engine, budget: Budget, find: Callable[[], Plan]) -> Non
     log.info("memory limits have changed; the plan from now on: %s", plan.explain().partition("\n")[0])
 
 
-class ModuleLimits:
-    """The limits of an engine that is used without Lightning.
+@dataclass(frozen=True)
+class LimitedModule:
+    """An engine that is used without Lightning."""
 
-    Args:
-        plan: What the engine was built with: it comes back wherever it fits.
-        nvme_folder: Where states may go; None: nowhere that the plan does not have them.
-    """
+    engine: Engine
+    model: nn.Module
+    """What is in it."""
+    built_plan: Plan
+    """What it was built with, which comes back wherever it fits."""
+    nvme_folder: str | None
+    """Where states may go; None: nowhere that the plan does not have them."""
 
-    def __init__(self, plan: Plan, nvme_folder: str | None) -> None:
-        self._plan = plan
-        self._folder = nvme_folder
+    def keep(self, limits: MemoryLimits, budget: Budget) -> None:
+        return  # no plan is made until the next call
 
-    def set(self, engine: Engine, model: nn.Module, gpu: int | str | None, cpu: int | str | None) -> None:
-        """See `ElixirModule.set_memory_limit`."""
-        limits = agree_on_limits(engine, gpu, cpu)
+    def budget(self, limits: MemoryLimits) -> Budget:
+        """See `Limited`."""
+        engine = self.engine
         own = RankMemory(
             socket.gethostname(),
             available_host_bytes(),
             engine.host_bytes(),
             current_device_memory_bytes(engine.device.torch_device),
-            0 if self._folder is None else shutil.disk_usage(self._folder).free,
+            0 if self.nvme_folder is None else shutil.disk_usage(self.nvme_folder).free,
         )
         is_cpu = engine.device.torch_device.type == "cpu"
         words = DeviceWords.of_a_cpu("gpu") if is_cpu else DeviceWords()
         budget = common_budget(engine.comm.exchange_objects(own), limits, words, is_begun=True)
-        regime = self._regime(engine)
-        if not regime.can_stream:
+        if not self._regime().can_stream:
             budget = replace(budget, nvme_bytes=0)
         seen = 0 if is_cpu else max(engine.comm.exchange_objects(engine.peak_non_model_bytes_seen))
-        budget = replace(budget, non_model_bytes=seen)
+        return replace(budget, non_model_bytes=seen)
+
+    def finder(self, limits: MemoryLimits, budget: Budget) -> Callable[[], Plan]:
+        """See `Limited`."""
+        plan, regime = self.built_plan, self._regime()
 
         def find() -> Plan:
-            is_as_built = limits == MemoryLimits()
-            if is_as_built or fits(self._plan, budget, regime):
-                return self._plan
+            if limits == MemoryLimits() or fits(plan, budget, regime):
+                return plan
             request = PlacementRequest(
-                distributed_storage=self._plan.is_storage_distributed,
-                accesses=module_accesses(model),
+                distributed_storage=plan.is_storage_distributed, accesses=module_accesses(self.model)
             )
             hardware = HardwareSpec.nominal(budget.gpu_bytes, budget.cpu_bytes or 0)
             if budget.nvme_bytes:  # a search that only has to find what fits asks for some figure
                 hardware = replace(hardware, nvme_read_bytes_per_s=_NOMINAL_DISK, nvme_write_bytes_per_s=_NOMINAL_DISK)
             return with_or_without_activations(
-                lambda within: place_anew(self._plan, request, within, regime, hardware), budget
+                lambda within: place_anew(plan, request, within, regime, hardware), budget
             )
 
-        move_within(engine, budget, find)
+        return find
 
-    def _regime(self, engine: Engine) -> TrainingRegime:
+    def _regime(self) -> TrainingRegime:
         """What training is like, by the first plan and the optimizers that there are."""
-        plan, states = self._plan, engine.steps.optimizers.states
+        engine, plan = self.engine, self.built_plan
+        states = engine.steps.optimizers.states
         return TrainingRegime(
             master_weights=engine.precision.master is not None,
             num_states=max((one.num_states for one in states), default=2),

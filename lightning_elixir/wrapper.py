@@ -18,7 +18,7 @@ from lightning_elixir.core.device import make_device
 from lightning_elixir.core.module_hooks import without_hooks
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.fused import FusedChoice, fuse
-from lightning_elixir.memory_limits import ModuleLimits
+from lightning_elixir.memory_limits import LimitedModule, change_limits
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.patterns.apply import pattern_forwards
 from lightning_elixir.plan.ignored import ignored_in_fp32, with_ignored
@@ -125,7 +125,8 @@ class ElixirModule(nn.Module):
         self.module = model
         self.memory_planner: str | None = None
         """What else moves this module from plan to plan, so that limits are not to be set here."""
-        self._limits = ModuleLimits(plan, None if nvme_offload_dir is None else str(disk.existing_folder()))
+        folder = None if nvme_offload_dir is None else str(disk.existing_folder())
+        self._limited = LimitedModule(self.engine, model, plan, folder)
         self.needs_loss_scale = self.dtype is torch.float16 and master_weights
         self._device_type = runtime_device.torch_device.type
         self._has_autocast = autocast and is_half
@@ -332,9 +333,9 @@ class ElixirModule(nn.Module):
         if self.memory_planner is not None:
             raise PlanError(
                 f"set_memory_limit: {self.memory_planner} plans this module's memory, and would undo a limit that is"
-                " set here: give it gpu_memory_limit and cpu_memory_limit"
+                " set here: call its set_memory_limit(), which has the same arguments"
             )
-        self._limits.set(self.engine, self.module, gpu, cpu)
+        change_limits([self._limited], gpu, cpu)
 
     def peak_activation_bytes(self) -> int:
         """Device bytes beyond chunks at the peak since sampling began; 0 where the device does not count."""

@@ -70,7 +70,8 @@ def named_hardware(name: str) -> HardwareSpec:
     if not Path(name).exists():
         raise PlanError(
             f"no machine {name!r}: it is neither a file nor one of {', '.join(known)}."
-            " `lightning-elixir bench-hardware --out FILE.json` writes a file"
+            " `lightning-elixir bench-hardware --out FILE.json` writes a file of this one. Without --hardware"
+            " round figures are taken: give --gpu-memory and --cpu-memory"
         )
     return load_hardware(name)
 

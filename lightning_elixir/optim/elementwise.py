@@ -50,7 +50,9 @@ _TAKEN_FROM_ELSEWHERE = {
     ("schedulefree", "RAdamScheduleFree"),
 }
 
-_WHOLE_FROM_ELSEWHERE = {("transformers", "Adafactor")}
+# Those of bitsandbytes scale their states in blocks of a parameter's elements, beginning anew with each parameter.
+_OF_BITSANDBYTES = ("Adam8bit", "AdamW8bit", "Lion8bit", "SGD8bit", "RMSprop8bit", "Adagrad8bit")
+_WHOLE_FROM_ELSEWHERE = {("transformers", "Adafactor"), *(("bitsandbytes", name) for name in _OF_BITSANDBYTES)}
 
 _registered: weakref.WeakSet[type[Optimizer]] = weakref.WeakSet()
 
@@ -187,10 +189,23 @@ def inner_maker(optimizer: Optimizer) -> InnerMaker:
     if known in _WHOLE:
         return InnerMaker(known, is_whole=True)
     if _place_of(known) in _WHOLE_FROM_ELSEWHERE:
+        _check_overrides(optimizer)
         return InnerMaker(known, optimizer, is_whole=True)
     maker = InnerMaker(known, optimizer)
     check_elementwise(maker.make, optimizer, optimizer.param_groups)
     return maker
+
+
+def _check_overrides(optimizer: Optimizer) -> None:
+    """Raises `PlanError` if bitsandbytes was told to treat some parameters otherwise: it knows them by their identity,
+    and what is updated here is another tensor over the same values."""
+    manager = getattr(optimizer, "mng", None)
+    if any(getattr(manager, name, None) for name in ("pid2config", "index2config", "module_weight_config_triple")):
+        raise PlanError(
+            f"{type(optimizer).__name__}: this process has set other bits for some parameters, with GlobalOptimManager"
+            " or modules such as StableEmbedding, which cannot be followed here. Leave that out, and give these"
+            " parameters an optimizer of their own"
+        )
 
 
 def _is_known(cls: type) -> bool:
@@ -203,6 +218,10 @@ def _place_of(cls: type) -> tuple[str, str]:
     return cls.__module__.partition(".")[0], cls.__name__
 
 
+def _keeps_blocks(cls: type) -> bool:
+    return cls.__name__ in {f"{name}{bits}" for name in ("Adam", "AdamW") for bits in ("8bit", "4bit", "Fp8")}
+
+
 def _why_not(optimizer: Optimizer) -> str:
     name = type(optimizer).__name__
     names = ", ".join(["HybridAdam", "CPUAdam", *(f"torch.optim.{c.__name__}" for c in (*_ELEMENTWISE, *_WHOLE))])
@@ -210,6 +229,17 @@ def _why_not(optimizer: Optimizer) -> str:
         return (
             f"{name} looks at whole parameters, at all of them together (it is not element-wise), and runs its closure"
             f" several times in a step: none of this is possible over shards. Use one of {names}"
+        )
+    package, hint = type(optimizer).__module__.partition(".")[0], "use bitsandbytes' AdamW8bit, or HybridAdam"
+    if getattr(optimizer, "is_paged", False) is True:
+        return (
+            f"{name} has the driver move its states between GPU and host, and here the plan does that: use"
+            f" {name.removeprefix('Paged')}, whose states may be offloaded"
+        )
+    if package == "torchao" and _keeps_blocks(type(optimizer)):
+        return (
+            f"{name} is not element-wise: it quantises states in blocks, and keeps them in a tensor subclass that can"
+            f" neither be cut into shards nor moved between memories piece by piece: {hint}"
         )
     return (
         f"{name} is not known to be element-wise: updates run over shards, which hold slices of parameters, so what "

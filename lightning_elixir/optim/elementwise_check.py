@@ -20,7 +20,8 @@ from lightning_elixir.optim.state_layout import is_scalar_state
 OptimizerMaker = Callable[[Sequence[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer from parameter groups that hold all settings."""
 
-_SHAPES = ((6, 4), (5,), (2, 3, 2))
+# The last is large enough for optimizers that quantise the states of larger tensors.
+_SHAPES = ((6, 4), (5,), (2, 3, 2), (80, 64))
 _NUM_STEPS = 5
 _UNUSED = {(2, 1), (0, 2)}  # step, tensor: it has no gradient then
 _CUT = 0.3  # where each tensor is cut

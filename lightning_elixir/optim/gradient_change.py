@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -49,6 +50,13 @@ class GradientChange:
     def change_grad(self) -> Callable[[Tensor], None] | None:
         """For `FlatUpdate`: what is no factor."""
         return None if self.is_factor else self.apply_
+
+    def in_dtype(self, dtype: torch.dtype) -> GradientChange:
+        """The same with limits as numbers of this dtype: what a clamp makes of a gradient in it."""
+        if dtype.itemsize >= 4 or self.is_factor:
+            return self
+        limits = (c.value if c.kind == "factor" else torch.tensor(c.value, dtype=dtype).item() for c in self.clips)
+        return replace(self, clips=tuple(Transform(c.kind, v) for c, v in zip(self.clips, limits, strict=True)))
 
     def apply_(self, grad: Tensor) -> None:
         """Change a gradient in place."""

@@ -217,6 +217,7 @@ class SegmentOptimizer:
             apart: 1-D, as `work`: receives the new values in its place, and the spare moments those of the moments.
         """
         hyper = {g: HybridAdam.hyper_parameters(groups[g]) for g in self._group_indices}
+        change = change.in_dtype(self.work.dtype)  # without a master, gradients are in the parameters' 16 bits
         updates = []
         for run in self._runs(members):
             first = self.places[run[0]]

@@ -82,6 +82,8 @@ class WholeParameters(SegmentOptimizer):
             one.state[parameter] = {key: self._near(v, value.device) for key, v in kept.items()}
         step = type(one).step
         getattr(step, "__wrapped__", step)(one)  # without hooks for all optimizers: this is a part of a step
+        if parameter.data_ptr() != value.data_ptr():  # it has made itself a contiguous copy
+            layout.view(value).copy_(parameter)
         state = one.state[parameter]
         if state:
             self._states[index] = {
@@ -125,7 +127,8 @@ class WholeParameters(SegmentOptimizer):
 
     def set_state(self, position: int, state: Mapping[str, Any], *, keeps_dtype: bool = False) -> None:
         index = self.places[position].member_index
-        taken = {key: self._taken(index, value, keeps_dtype) for key, value in state.items()}
+        kept = getattr(self._maker.prototype, "non_castable_tensor_keys", ())  # what bitsandbytes says of its own
+        taken = {key: self._taken(index, value, keeps_dtype or key in kept) for key, value in state.items()}
         self._states.pop(index, None)
         if taken:
             self._states[index] = taken

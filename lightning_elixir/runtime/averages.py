@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_elixir.plan.shard_segments import Segment
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
@@ -37,9 +38,10 @@ class Averages:
     def __init__(self, engine: Engine, average: Average) -> None:
         self._engine = engine
         self._average = average
-        self._held: dict[int, Tensor] = {}  # by chunk id; 1-D, fp32 at least, [numel of the shard]
+        self._held: dict[int, tuple[Tier, Tensor]] = {}  # by chunk id; 1-D, fp32 at least, [numel of the shard]
         self._aside: dict[int, Tensor] = {}  # parameters in whose place these are, where their memory did not change
         engine.on_held_bytes(self.held_bytes)
+        engine.on_move(self.follow)
         with engine.meeting(Meeting.STATE), torch.no_grad():
             for chunk in self._chunks:
                 self._home(chunk).copy_(engine.own_shard(chunk))
@@ -51,26 +53,25 @@ class Averages:
     def held_bytes(self) -> dict[str, int]:
         """Bytes on this rank, by tier and kind."""
         held: dict[str, int] = {}
-        tensors = [*self._held.values(), *self._aside.values()]
-        for tensor in tensors:
-            kind = "cpu_average" if tensor.device.type == "cpu" else "gpu_average"
+        for tier, tensor in [*self._held.values(), *((Tier.CPU, aside) for aside in self._aside.values())]:
+            kind = "cpu_average" if tier is Tier.CPU else "gpu_average"
             held[kind] = held.get(kind, 0) + tensor.nbytes
         return held
 
     def _home(self, chunk: Chunk) -> Tensor:
-        """The average of a shard, where the plan in force has its states."""
-        engine, earlier = self._engine, self._held.get(chunk.id)
-        values = engine.own_shard(chunk)
-        tier = Tier.GPU if chunk.spec.optim_tier is Tier.GPU else Tier.CPU
-        device = engine.device.torch_device if tier is Tier.GPU else torch.device("cpu")
-        if earlier is not None and earlier.device.type == device.type:
-            return earlier
-        dtype = torch.promote_types(torch.float32, values.dtype)
-        home = engine.store.zeros(values.numel(), dtype, tier)
-        if earlier is not None:
-            home.copy_(earlier)
-        self._held[chunk.id] = home
-        return home
+        """The average of a shard."""
+        if chunk.id not in self._held:
+            values, tier = self._engine.own_shard(chunk), _tier_of(chunk)
+            dtype = torch.promote_types(torch.float32, values.dtype)
+            self._held[chunk.id] = tier, self._engine.store.zeros(values.numel(), dtype, tier)
+        return self._held[chunk.id][1]
+
+    def follow(self, chunk: Chunk) -> None:
+        """Go where the plan in force has the chunk's states: what is left there is free when this returns."""
+        earlier, tier = self._held.get(chunk.id), _tier_of(chunk)
+        if earlier is not None and earlier[0] is not tier:
+            home = self._engine.store.zeros(earlier[1].numel(), earlier[1].dtype, tier)
+            self._held[chunk.id] = tier, home.copy_(earlier[1])
 
     @torch.no_grad()
     def update(self, num_earlier: int) -> None:
@@ -124,10 +125,15 @@ class Averages:
         in the dtypes of the model's own parameters, on rank 0; `{}` on others. Collective."""
         engine = self._engine
         with engine.meeting(Meeting.STATE), engine.store.checkpoint_memory() or nullcontext() as memory:
-            pieces = ((c, self._aside.get(c.id, self._home(c))) for c in self._chunks)
+            pieces = ((c, self.own(c)) for c in self._chunks)
             found = gather_whole(engine, pieces, on_all_ranks=False, memory=memory)
         dtypes = {m.fqn: d for c in self._chunks for m, d in zip(c.spec.members, c.original_dtypes, strict=True)}
         return {name: value.to(dtypes[name]) for name, value in found.items()}
+
+    def own(self, chunk: Chunk) -> Tensor:
+        """This rank's averages of a chunk that trains, 1-D (or, while these are in the parameters' place, what was
+        there). Not a copy."""
+        return self._aside.get(chunk.id, self._home(chunk))
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
@@ -136,13 +142,30 @@ class Averages:
         Args:
             values: Any device and floating dtype.
         """
-        engine = self._engine
-        with engine.meeting(Meeting.STATE):
-            for chunk in self._chunks:
-                home = self._home(chunk)
-                for segment in engine.groups.segments(chunk.spec):
-                    if segment.fqn in values:
-                        member = chunk.spec.members[segment.member_index]
-                        part = engine.groups.part_of(member, values[segment.fqn])
-                        flat = in_memory_order(chunk, segment.member_index, part)
-                        home[segment.in_shard].copy_(flat[segment.in_param])
+
+        def read(chunk: Chunk, segment: Segment, target: Tensor) -> None:
+            if segment.fqn in values:
+                part = self._engine.groups.part_of(chunk.spec.members[segment.member_index], values[segment.fqn])
+                target.copy_(in_memory_order(chunk, segment.member_index, part)[segment.in_param])
+
+        with self._engine.meeting(Meeting.STATE):
+            self.fill(read)
+
+    @torch.no_grad()
+    def fill(self, read: Callable[[Chunk, Segment, Tensor], None]) -> None:
+        """Have `read` fill this rank's averages, parameter by parameter; inside a meeting.
+
+        Args:
+            read: Gets a tensor in host memory, 1-D, `[segment.numel]`, with the average as it is.
+        """
+        for chunk in self._chunks:
+            home = self._home(chunk)
+            values = home.to("cpu")
+            for segment in self._engine.groups.segments(chunk.spec):
+                read(chunk, segment, values[segment.in_shard])
+            if values is not home:
+                home.copy_(values)
+
+
+def _tier_of(chunk: Chunk) -> Tier:
+    return Tier.GPU if chunk.spec.optim_tier is Tier.GPU else Tier.CPU

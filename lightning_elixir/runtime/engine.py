@@ -103,6 +103,7 @@ class Engine:
         self.host_memory = HostMemory(device, comm.world_size)
         self.host_room = HostRoom(comm, self.host_memory)
         self._holders: list[weakref.WeakMethod[Callable[[], dict[str, int]]]] = []
+        self._followers: list[weakref.WeakMethod[Callable[[Chunk], None]]] = []
         self.store = self._new_store(plan, self._open_states(plan))
         try:
             builder = Builder(module, plan, device, self.groups)
@@ -425,7 +426,8 @@ class Engine:
                 known.prepare_move()
             self.steps.hand_over_states(plan)
             before, self.store = self.store, self._new_store(plan, states)
-            move_chunks(self, plan, before, self.steps.optimizers.states)
+            others = [follow for reference in self._followers if (follow := reference()) is not None]
+            move_chunks(self, plan, before, [*(states.follow for states in self.steps.optimizers.states), *others])
             self.device.synchronize()  # uploads still read the shards that go now
             self._adopt(ActivePlan(self, plan, self.store, self.active))
             for known in self.steps.optimizers:
@@ -496,6 +498,12 @@ class Engine:
         """Have `held_bytes` include what `holder`, a bound method, reports, for as long as its object lives."""
         self._holders = [known for known in self._holders if known() is not None]
         self._holders.append(weakref.WeakMethod(holder))
+
+    def on_move(self, follow: Callable[[Chunk], None]) -> None:
+        """Have `follow`, a bound method, take what it keeps of a chunk to where the plan has its states now, right
+        after these have come there, for as long as its object lives."""
+        self._followers = [known for known in self._followers if known() is not None]
+        self._followers.append(weakref.WeakMethod(follow))
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes by tier and kind; `replica` and `grad_block` are on the compute device."""

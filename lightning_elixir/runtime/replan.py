@@ -9,7 +9,7 @@ for a moment both exist, so `auto` plans with half of the free space.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,6 @@ from lightning_elixir.plan.moving import order_of_moves
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.build import dtype_of, storage_bytes
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
-from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
 from lightning_elixir.runtime.whole import own_values
 from lightning_elixir.storage.nvme import MASTER
 from lightning_elixir.storage.shards import ShardStore
@@ -45,9 +44,10 @@ def check_layout(old: Plan, new: Plan) -> None:
         raise PlanError(problem)
 
 
-def move_chunks(engine: Engine, plan: Plan, before: ShardStore, moving: Sequence[ChunkOptimizers]) -> None:
-    """Move every chunk of `engine` to where `plan` wants it, out of `before` into the engine's store, and its optimizer
-    states with it. Collective; no replica may be in use, and no gradients wait.
+def move_chunks(engine: Engine, plan: Plan, before: ShardStore, followers: Sequence[Callable[[Chunk], None]]) -> None:
+    """Move every chunk of `engine` to where `plan` wants it, out of `before` into the engine's store, and with it, by
+    `followers`, what others keep of it, such as optimizer states. Collective; no replica may be in use, and no
+    gradients wait.
 
     They go one by one, in an order in which neither the device nor the host need hold both placements: what leaves a
     memory makes room for what comes to it. It is the same on every rank, since some moves are collective.
@@ -60,8 +60,8 @@ def move_chunks(engine: Engine, plan: Plan, before: ShardStore, moving: Sequence
         with torch.no_grad():
             _move(engine, chunk, plan.all_chunks[chunk.id], plan, before)
         before.vacate(chunk.id)
-        for states in moving:
-            states.follow(chunk)
+        for follow in followers:
+            follow(chunk)
         chunk.free_released()  # what an optimizer steps over was a part of the replica until now
 
 

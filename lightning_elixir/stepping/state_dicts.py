@@ -228,7 +228,15 @@ class StateDicts:
         """Reads what `load` wants out of whole states, by the `id` of their parameters."""
         if not self._states.maker.is_whole:
             return _reading_segments(saved, self._engine.groups)
-        return lambda chunk, segment: saved.get(id(chunk.parameters[segment.member_index]), {})
+        return lambda chunk, segment: _unwrapped(saved.get(id(chunk.parameters[segment.member_index]), {}))
+
+
+def _unwrapped(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """bitsandbytes saves a part of a parameter's states as a dictionary among the others."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        found |= value if isinstance(value, dict) else {key: value}
+    return found
 
 
 def _reading_segments(saved: Mapping[int, Mapping[str, Any]], groups: Groups) -> ReadSegment:

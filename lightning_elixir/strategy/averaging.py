@@ -32,8 +32,7 @@ class ElixirWeightAveraging(Callback):
             counts no more then.
 
     Raises:
-        PlanError: When `fit` begins: the Trainer has another strategy, checkpoints are sharded, states are on NVMe, or
-            `decay` is not in [0, 1].
+        PlanError: When `fit` begins: the Trainer has another strategy, states are on NVMe, or `decay` is not in [0, 1].
     """
 
     def __init__(
@@ -95,8 +94,11 @@ class ElixirWeightAveraging(Callback):
         self._buffers = {name: b.detach().clone() for name, b in pl_module.named_buffers()}
         self._is_swapped = False
         loaded, self._loaded = self._loaded, {}
-        if loaded:
+        if trainer.strategy.has_saved_averages:  # type: ignore[attr-defined]
+            loaded = trainer.strategy.load_saved_averages(self._averages)  # type: ignore[attr-defined]
+        elif loaded:
             self._averages.load(loaded)
+        if loaded:
             for name, value in self._buffers.items():
                 if name in loaded:
                     value.copy_(loaded[name])
@@ -186,11 +188,10 @@ class ElixirWeightAveraging(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._averages is None:  # training is over: the weights are the averages
             return
-        whole = self._averages.whole()
+        found = trainer.strategy.saved_averages(self._averages)  # type: ignore[attr-defined]
         here = checkpoint["state_dict"]
-        if trainer.is_global_zero:
-            names = trainer.strategy.saved_names()  # type: ignore[attr-defined]
-            averages = {name: whole[names[name]] for name in here if names.get(name) in whole}
+        if here:  # as the averages, it is not on other ranks where it is whole
+            averages = {name: value for name, value in found.items() if name in here}
             buffers = {name: b.detach().cpu().clone() for name, b in self._buffers.items() if name in here}
             aside = {**here, **buffers, **averages}
             checkpoint["state_dict"] = here if self._is_swapped else aside
@@ -199,9 +200,14 @@ class ElixirWeightAveraging(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        is_folder = trainer.strategy.has_saved_averages  # type: ignore[attr-defined]
         current = checkpoint.get("current_model_state")
-        if current is None or trainer.state.fn != "fit":
+        if trainer.state.fn != "fit" or (current is None and not is_folder):
             return  # of a run without averages: both begin as its weights
+        if is_folder:
+            self._num_updates = int(checkpoint["averaging_state"]["n_averaged"])
+            trainer.strategy.load_saved_weights(pl_module.strict_loading)  # type: ignore[attr-defined]
+            return
         self._loaded = {name: v for name, v in checkpoint["state_dict"].items() if isinstance(v, Tensor)}
         self._num_updates = int(checkpoint["averaging_state"]["n_averaged"])
         trainer.strategy.load_model_state_dict({"state_dict": current}, strict=pl_module.strict_loading)

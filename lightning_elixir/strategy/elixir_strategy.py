@@ -33,7 +33,7 @@ from lightning_elixir._lightning import (
 from lightning_elixir.checkpoint import restore_previous
 from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.errors import PlanError, StateError
-from lightning_elixir.memory_limits import agree_on_limits, move_within
+from lightning_elixir.memory_limits import change_limits
 from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan
@@ -43,8 +43,9 @@ from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.engine_strategy import EngineStrategy, move_metrics
 from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients, count_averages
 from lightning_elixir.strategy.graceful_stop import GracefulStop
+from lightning_elixir.strategy.limited_handle import LimitedHandle
 from lightning_elixir.strategy.machine_figures import MachineFigures
-from lightning_elixir.strategy.model_init import built_by_first_rank, meta_parameter_names
+from lightning_elixir.strategy.model_init import built_by_first_rank, make_for_loading, meta_parameter_names
 from lightning_elixir.strategy.oom_retry import RepeatableStep
 from lightning_elixir.strategy.precision import (
     ElixirPrecision,
@@ -67,15 +68,24 @@ log = logging.getLogger(__name__)
 class _Launcher(PreparedStart, MultiProcessingLauncher):
     """Starts processes out of this one."""
 
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
+        """The weights come back into this process's model, whose hooks have made layers in the others alone."""
+        if worker_output.weights_path is not None:
+            for name in ("configure_model", "configure_sharded_model"):
+                if is_overridden(name, trainer.lightning_module):
+                    make_for_loading(trainer.lightning_module, getattr(trainer.lightning_module, name))
+        super()._recover_results_in_main_process(worker_output, trainer)
+
 
 class ElixirStrategy(EngineStrategy, ParallelStrategy):
     """Trains models far larger than the GPU's memory: parameters, gradients and optimizer states live in chunks, spread
     over GPU and host memory and over the ranks, and come to the GPU when they are needed.
 
-    Optimizers are element-wise (`HybridAdam`, `CPUAdam`, those of torch, what `register_elementwise` takes), Muon or
-    Adafactor; several under manual optimization. Layers may be made in
-    `configure_model`, `configure_sharded_model` or `__init__`; where there are several ranks, in `configure_model` only
-    rank 0 holds the whole model.
+    Optimizers are element-wise (`HybridAdam`, `CPUAdam`, those of torch, what `register_elementwise` takes), Muon,
+    Adafactor or bitsandbytes' in 8 bits; several under manual optimization. Layers may be made in `configure_model`,
+    `configure_sharded_model` or `__init__`; where there are several ranks, in `configure_model` only rank 0 holds the
+    whole model.
     """
 
     strategy_name = "elixir"
@@ -550,22 +560,13 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
             DivergenceError: Another rank is in another call.
         """
         handle, run = self._handle, self._fit_run
-        engine = handle.engine.engine
-        limits = agree_on_limits(engine, gpu, cpu)
-        planner = self._planner()
-        budget = planner.budget(engine.host_bytes(), earlier=handle.budget, limits=limits, is_live=True)
         profile, regime = (None, self._regime) if run is None else run.known_step()
-        move_within(engine, budget, planner.limited_plan(handle.skeleton, engine.plan, budget, profile, regime))
-        handle.limits, handle.budget = limits, budget
+        change_limits([LimitedHandle(handle, self._planner(), profile, regime)], gpu, cpu)
 
     # For `ElixirWeightAveraging`
 
     def check_averaging(self) -> None:
         """Raises `PlanError` if averages of weights cannot be kept under these options."""
-        if self._is_sharded:
-            raise PlanError(
-                "ElixirWeightAveraging needs state_dict_type='full': sharded checkpoints have no place for averages"
-            )
         plan = self._config.given_plan()
         if self._config.nvme_offload_fraction > 0 or (plan is not None and needs_disk(plan)):
             raise PlanError("ElixirWeightAveraging keeps averages in memory: leave out what places states on NVMe")
@@ -574,15 +575,32 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         """Averages of the weights, which begin as the weights are now. Collective."""
         return Averages(self._engine.engine, average)
 
-    def saved_names(self) -> dict[str, str]:
-        """Names in the module's state dict -> names in the plan, of all parameters."""
-        engine = self._engine.engine
-        found: dict[str, str] = {}
+    def saved_averages(self, averages: Averages) -> dict[str, Tensor]:
+        """By names in the module's state dict: whole on rank 0, `{}` elsewhere; with `state_dict_type="sharded"` on
+        every rank tensors in their place, as `lightning_module_state_dict` has them. Collective."""
+        module, engine = self._engine, self._engine.engine
+        by_name = self._sharded.averages_state(module, averages) if self._is_sharded else averages.whole()
+        found: dict[str, Tensor] = {}
         for name, parameter in engine.module.named_parameters(remove_duplicate=False):
             home = engine.home_of(parameter)
-            if home is not None:
-                found[name] = home[0].spec.members[home[1]].fqn
+            fqn = None if home is None else home[0].spec.members[home[1]].fqn
+            if fqn in by_name:
+                found[name] = by_name[fqn]
         return found
+
+    @property
+    def has_saved_averages(self) -> bool:
+        """Whether a folder is being loaded that holds averages."""
+        return self._sharded.has_averages
+
+    def load_saved_weights(self, strict: bool) -> None:
+        """Of such a folder the weights, in the place of the averages. Collective."""
+        handle = EngineHandle.of(self._module)
+        self._sharded.load_weights(None if handle is None else handle.engine, strict)
+
+    def load_saved_averages(self, averages: Averages) -> dict[str, Tensor]:
+        """Of such a folder the averages; returns their buffers by name. Collective."""
+        return self._sharded.load_averages(self._engine, averages)
 
     # What users look at
 

@@ -39,6 +39,7 @@ from lightning_elixir.optim.whole_parameters import Layout
 from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.shard_segments import Segment
 from lightning_elixir.runtime.agreement import Meeting
+from lightning_elixir.runtime.averages import Averages
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.runtime.whole import own_shard_writer
@@ -49,6 +50,8 @@ _SECOND_NAME = "model"
 """What Lightning's FSDPStrategy, and its consolidate command, call the model."""
 OPTIMIZER = "optimizer_{}"
 """With the number of the optimizer, in the order of `configure_optimizers`."""
+CURRENT_MODEL = "current_model_state"
+"""What Lightning's `WeightAveraging` calls the weights, where the averages are in the model's place."""
 _MOST_FILES = 8
 """Of a rank. More threads came to nothing more on a disk of 2 GB/s, and in the system's cache, with 16 cores."""
 
@@ -64,13 +67,17 @@ class _State:
     key: str
 
 
+_Kept = _State | Averages | None
+"""An optimizer's state of a parameter, or its average; None: the parameter itself."""
+
+
 @dataclass(frozen=True)
 class _Source:
     """What a stand-in stands for."""
 
     chunk: Chunk
     member_index: int
-    state: _State | None
+    state: _Kept
     """None: the parameter."""
     dtype: torch.dtype
 
@@ -82,7 +89,7 @@ class StandIns:
     known: dict[int, tuple[Tensor, _Source]] = field(default_factory=dict)
     """By `id`; keeps them, so that no other tensor gets it."""
 
-    def make(self, engine: Engine, chunk: Chunk, member_index: int, state: _State | None, dtype: torch.dtype) -> Tensor:
+    def make(self, engine: Engine, chunk: Chunk, member_index: int, state: _Kept, dtype: torch.dtype) -> Tensor:
         shape = engine.groups.whole_shape(chunk.spec.members[member_index])
         value = torch.empty(shape, dtype=dtype, device="meta")
         self.known[id(value)] = (value, _Source(chunk, member_index, state, dtype))
@@ -120,6 +127,16 @@ def _named_model(engine: Engine, stand_ins: StandIns) -> dict[str, Any]:
         else:
             found[name] = value.detach().to("cpu", copy=True)
     return found
+
+
+def averages_state(averages: Averages, engine: Engine, stand_ins: StandIns) -> dict[str, Tensor]:
+    """Stand-ins for averages, by the plan's names."""
+    return {
+        member.fqn: stand_ins.make(engine, chunk, index, averages, _saved_dtype(engine, chunk, index))
+        for chunk in engine.chunks
+        if chunk.spec.requires_grad
+        for index, member in enumerate(chunk.spec.members)
+    }
 
 
 def _saved_dtype(engine: Engine, chunk: Chunk, index: int) -> torch.dtype:
@@ -161,6 +178,7 @@ class SavePlan:
         states: Of each, from `optimizer_state`; empty: none are saved.
         stand_ins: Those in `model` and `states`.
         names: Further names of the two.
+        current_model: As `model`, where that has averages: the weights. None: there are no averages.
     """
 
     def __init__(
@@ -171,14 +189,17 @@ class SavePlan:
         states: Sequence[Mapping[str, Any]],
         stand_ins: StandIns,
         names: Mapping[str, str] = MappingProxyType({}),
+        current_model: Mapping[str, Any] | None = None,
     ) -> None:
         self._engine = engine
         self._optimizers = tuple(optimizers)  # kept until all is written
         nested: dict[str, Any] = {_MODEL: model, **{OPTIMIZER.format(i): state for i, state in enumerate(states)}}
+        if current_model is not None:
+            nested[CURRENT_MODEL] = current_model
         flat, self._paths = flatten_state_dict(nested)
         self.contents = Contents(paths={key: tuple(path) for key, path in self._paths.items()})
         self._whole: dict[str, Any] = {}  # rank 0 writes them
-        self._runs: dict[int, dict[_State | None, dict[int, str]]] = {}  # chunk id -> state -> member index -> key
+        self._runs: dict[int, dict[_Kept, dict[int, str]]] = {}  # chunk id -> state -> member index -> key
         for key, value in flat.items():
             source = stand_ins.source_of(value)
             if source is None:
@@ -212,11 +233,11 @@ class SavePlan:
         empty = Extent(shape, None, 0, 0)
         self.contents.tensors[key] = TensorPlan(shape, source.dtype, tuple(extents) or (empty,))
 
-    def _segments(self, chunk: Chunk, state: _State | None, rank: int) -> tuple[Segment, ...]:
-        """What a rank writes of a chunk's parameters (None), or of a state."""
-        if state is None:
-            return self._engine.groups.segments(chunk.spec, rank)
-        return state.optimizer.state_segments(chunk, rank)
+    def _segments(self, chunk: Chunk, state: _Kept, rank: int) -> tuple[Segment, ...]:
+        """What a rank writes of a chunk."""
+        if isinstance(state, _State):
+            return state.optimizer.state_segments(chunk, rank)
+        return self._engine.groups.segments(chunk.spec, rank)
 
     def _add_alias(self, key: str, source: str, path: tuple[str | int, ...]) -> None:
         self.contents.aliases[key] = self.contents.aliases.get(source, source)
@@ -250,17 +271,17 @@ class SavePlan:
             for state, keys in self._runs.get(chunk.id, {}).items():
                 self._write_runs(writer, chunk, state, keys)
 
-    def _write_runs(self, writer: ShardWriter, chunk: Chunk, state: _State | None, keys: Mapping[int, str]) -> None:
+    def _write_runs(self, writer: ShardWriter, chunk: Chunk, state: _Kept, keys: Mapping[int, str]) -> None:
         engine = self._engine
         wanted = [s for s in self._segments(chunk, state, engine.comm.rank) if s.member_index in keys]
         if not wanted:
             return
         dtypes = {s.member_index: self.contents.tensors[keys[s.member_index]].dtype for s in wanted}
-        if state is None:
-            values = engine.own_shard(chunk)
-            runs = {s.member_index: values[s.shard_offset : s.shard_offset + s.numel] for s in wanted}
-        else:
+        if isinstance(state, _State):
             runs = state.optimizer.state_runs(chunk, state.key, dtypes[wanted[0].member_index])
+        else:
+            values = engine.own_shard(chunk) if state is None else state.own(chunk)
+            runs = {s.member_index: values[s.in_shard] for s in wanted}
         for segment in wanted:
             index = segment.member_index
             writer.add_run(keys[index], _extent(engine, chunk, segment), runs[index], dtypes[index])
@@ -338,6 +359,31 @@ def _read_parameters(
         [(keys[s.member_index], _extent(engine, chunk, s), run) for s, run in zip(wanted, runs, strict=True)]
     )
     return values
+
+
+def load_averages(averages: Averages, engine: Engine, index: CheckpointIndex) -> dict[str, Tensor]:
+    """Read what this rank keeps of averages, which the folder has in the model's place. Collective.
+
+    Returns:
+        The averages' buffers, by name.
+
+    Raises:
+        StorageError: As `load_model`.
+    """
+    one_name = _canonical_names(engine)
+    saved = {name: key for name, key in index.keys_below(index.model_root).items() if key in index.tensors}
+    keys = {one_name[name]: key for name, key in saved.items() if name in one_name}
+
+    def read(chunk: Chunk, segment: Segment, target: Tensor) -> None:
+        if segment.fqn in keys:
+            index.read_runs([(keys[segment.fqn], _extent(engine, chunk, segment), target)])
+
+    buffers = dict(engine.module.named_buffers())
+    with engine.meeting(Meeting.LOAD_CHECKPOINT):
+        run_together(engine.comm, partial(averages.fill, read))
+        return run_together(
+            engine.comm, lambda: {name: index.read_whole(saved[name]) for name in buffers if name in saved}
+        )
 
 
 class _Reused:

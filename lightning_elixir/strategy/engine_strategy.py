@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import fuse
+from lightning_elixir.memory_limits import MemoryLimits
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
@@ -41,7 +43,7 @@ log = logging.getLogger(__name__)
 P = TypeVar("P", bound=ElixirPrecision)
 
 
-class EngineStrategy(StrategyOptions):
+class EngineStrategy(StrategyOptions, ABC):
     """Builds engines, wraps optimizers, writes files. To be mixed into a `ParallelStrategy`, before it."""
 
     def _begin(self) -> None:
@@ -59,9 +61,9 @@ class EngineStrategy(StrategyOptions):
         }
 
     @property
+    @abstractmethod
     def _plugin(self) -> ElixirPrecision:
         """The precision plugin."""
-        raise NotImplementedError
 
     def _taken(self, given: Any, make: Callable[..., P]) -> P | None:
         """The plugin in the place of one that Lightning or the user came with.
@@ -77,9 +79,9 @@ class EngineStrategy(StrategyOptions):
         return plugin
 
     @property
+    @abstractmethod
     def _engine(self) -> ElixirModule:
         """The engine that users look at."""
-        raise NotImplementedError
 
     # Processes
 
@@ -156,11 +158,20 @@ class EngineStrategy(StrategyOptions):
         plugin = self._plugin
         return BuildOptions(self._config, plugin.precision, plugin.has_autocast, self.root_device, self.world_size)
 
-    def _build(self, module: nn.Module, planner: Planner, *, is_training: bool, is_loaded: bool) -> EngineHandle:
+    def _build(
+        self,
+        module: nn.Module,
+        planner: Planner,
+        *,
+        is_training: bool,
+        is_loaded: bool,
+        limits: MemoryLimits | None = None,
+    ) -> EngineHandle:
         """An engine around a module. Collective.
 
         Args:
             is_loaded: The model's values come from a checkpoint, so that none need be drawn.
+            limits: In the place of the options; None: there are none.
         """
         plugin, config = self._plugin, self._config
         run_together(self._comm, lambda: materialise(module, is_loaded) if self._comm.rank == 0 else None)
@@ -168,7 +179,8 @@ class EngineStrategy(StrategyOptions):
         kept = run_together(self._comm, lambda: planner.kept_fp32(module))
         plugin.convert_module(module, kept, [p.fqn for p in left_out])
         planner.check_model(module, is_training=is_training)
-        budget = planner.budget(host_bytes_of(module))
+        limits = limits or MemoryLimits()
+        budget = planner.budget(host_bytes_of(module), limits=limits)
         run_together(self._comm, lambda: put_patterns_in(module, config, self._comm))
         # Before the plan, which counts what they save
         with run_together(self._comm, lambda: fuse(module, config.fused_choice, self.root_device)):
@@ -193,6 +205,7 @@ class EngineStrategy(StrategyOptions):
                 nvme_checksums=disk.has_checksums,
             )
         handle = EngineHandle(engine, self._build_options(), budget, skeleton, is_warm=is_final)
+        handle.limits = limits
         handle.attach()
         return handle
 
@@ -270,9 +283,9 @@ class EngineStrategy(StrategyOptions):
     def reset_stats(self) -> None:
         self._engine.reset_stats()
 
+    @abstractmethod
     def _gradient_scale(self) -> float:
         """What the gradients in the shards are multiplied by."""
-        raise NotImplementedError
 
     def full_grads(self) -> dict[str, Tensor]:
         """Whole gradients by parameter name: fp32 (fp64 with `precision="64-true"`), on the CPU, unscaled and not

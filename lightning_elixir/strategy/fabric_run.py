@@ -21,6 +21,7 @@ from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.strategy.engine_handle import EngineHandle
+from lightning_elixir.strategy.limited_handle import LimitedHandle
 from lightning_elixir.strategy.reservation import Reservation
 from lightning_elixir.strategy.several_optimizers import last_times, regime_with
 from lightning_elixir.strategy.shared_plans import Planner
@@ -113,7 +114,7 @@ class FabricRun:
     def yield_memory(self) -> None:
         """Another module has come, and this one's part of the memory is smaller now: between steps. Collective."""
         handle, planner = self.handle, self._planner
-        budget = planner.budget(handle.engine.engine.host_bytes())
+        budget = planner.budget(handle.engine.engine.host_bytes(), limits=handle.limits)
         handle.budget = replace(budget, nvme_bytes=min(budget.nvme_bytes, handle.budget.nvme_bytes))
         handle.engine.engine.set_memory_limit(handle.budget.gpu_bytes)
         if planner.config.plan is not None:
@@ -124,6 +125,13 @@ class FabricRun:
         if planner.config.is_placement_searched and self._warm_up is not None:
             handle.is_warm = False
             self._start_warm_up()
+
+    def limited(self) -> LimitedHandle:
+        """For limits that change."""
+        has_optimizer = bool(self.optimizers)  # else plans have to leave room for the states of one that comes
+        regime = self._regime() if has_optimizer else self._planner.regime
+        profile = None if self._warm_up is None else self._warm_up.profile
+        return LimitedHandle(self.handle, self._planner, profile, regime, is_evaluated=not has_optimizer)
 
     def _before_forward(self, *_: Any) -> None:
         """A forward begins: perhaps that of a new step, and with another plan."""

@@ -31,6 +31,7 @@ from lightning_elixir._lightning import (
 from lightning_elixir.checkpoint import restore_previous
 from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.errors import CapacityError, PlanError, StateError
+from lightning_elixir.memory_limits import MemoryLimits, change_limits
 from lightning_elixir.optim.elementwise import inner_maker
 from lightning_elixir.strategy.blockwise import compile_by_blocks
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -89,12 +90,21 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
             )
         self._known: list[weakref.ref[FabricRun]] = []
         self._has_switches = False
+        self._limits = MemoryLimits()  # in the place of the options, also for modules that are set up later
         self._is_loading = False  # models were made without values, which a checkpoint will give
         self._in_place = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, also pickled ones: options, but nothing of a run."""
-        return vars(self) | self._without_run() | {"_known": [], "_in_place": contextlib.ExitStack()}
+        return (
+            vars(self)
+            | self._without_run()
+            | {
+                "_known": [],
+                "_limits": MemoryLimits(),
+                "_in_place": contextlib.ExitStack(),
+            }
+        )
 
     @property
     def num_nodes(self) -> int:
@@ -238,7 +248,9 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         planner = self._planner(share, is_training=is_training)
         earlier = self._runs
         try:
-            handle = self._build(module, planner, is_training=is_training, is_loaded=self._is_loading)
+            handle = self._build(
+                module, planner, is_training=is_training, is_loaded=self._is_loading, limits=self._limits
+            )
         except CapacityError as error:
             if not earlier:
                 raise
@@ -382,6 +394,30 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         if not path.is_dir():
             return super().load_checkpoint(path, state, strict, weights_only)
         return load_folder(self._sharded, path, state, self._comm, strict=strict, weights_only=weights_only)
+
+    # Memory
+
+    def set_memory_limit(self, gpu: int | str | None = None, cpu: int | str | None = None) -> None:
+        """Give memory back, or take it again: between two steps, move to the fastest placement of the same chunks that
+        keeps within these limits. Several modules share them, also with those that are set up later. No number changes
+        by it, as far as none depends on the placement. Collective, with the same limits on all ranks.
+
+        Args:
+            gpu: What each GPU may hold, chunks and a step's activations together: bytes or "16GiB". Where only the
+                activations do not fit, the chunks keep within it, and a warning says so. With `accelerator="cpu"`, as
+                `gpu_memory_limit`. None: as the options have it.
+            cpu: The same of each host. None: as the options have it.
+
+        Raises:
+            PlanError: A size that is none, or limits that differ between ranks.
+            CapacityError: No placement keeps within the limits. Nothing has changed then.
+            StateError: Inside forward or backward, while gradients wait for a step, or before a module was set up.
+            DivergenceError: Another rank is in another call.
+        """
+        runs = self._runs
+        if not runs:
+            raise StateError("set_memory_limit: no module was set up, so there is nothing to move: call it after setup")
+        self._limits = change_limits([run.limited() for run in runs], gpu, cpu)
 
     # What users look at
 

@@ -268,6 +268,22 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     return modules[id(model)]
 
 
+def make_for_loading(model: nn.Module, build: Callable[[], Any]) -> None:
+    """Have a hook of the model's make layers whose values are to be loaded: with memory for all of them, and without
+    drawing random numbers that others see.
+
+    Args:
+        build: The hook; what it has made before, it leaves.
+    """
+    with torch.random.fork_rng(devices=[]):
+        build()
+    on_meta = [p for p in model.parameters() if p.is_meta]
+    replace_parameters(
+        model, {id(p): nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad) for p in on_meta}
+    )
+    give_meta_buffers_memory(model)
+
+
 def meta_parameter_names(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.is_meta]
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_elixir.checkpoint import CheckpointIndex, PendingFolder
 from lightning_elixir.checkpoint.consolidate import OWN_KEY
@@ -30,10 +31,14 @@ from lightning_elixir.core.signals import start
 from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import DivergenceError, PeerLostError, StateError
+from lightning_elixir.runtime.averages import Averages
 from lightning_elixir.strategy.engine_state import (
+    CURRENT_MODEL,
     SavePlan,
     StandIns,
+    averages_state,
     has_optimizer,
+    load_averages,
     load_model,
     load_optimizer,
     load_optimizers,
@@ -59,7 +64,7 @@ class ShardedCheckpoints:
         self._thread_comm: Comm | None = None
         self._index: CheckpointIndex | None = None
         self._own: Mapping[str, Any] = {}
-        self._strict: bool | None = None  # as the model shall be loaded when there is an engine
+        self._awaited: tuple[bool, str] | None = None  # `strict` and `root`, for when there is an engine
 
     # Saving
 
@@ -71,6 +76,10 @@ class ShardedCheckpoints:
     def optimizer_state(self, module: ElixirModule, optimizer: ElixirOptimizer) -> dict[str, Any]:
         """With stand-ins, by names. Collective."""
         return optimizer_state(optimizer, module.engine, self._stand_ins)
+
+    def averages_state(self, module: ElixirModule, averages: Averages) -> dict[str, Tensor]:
+        """With stand-ins, by the plan's names; after `model_state`."""
+        return averages_state(averages, module.engine, self._stand_ins)
 
     def save(
         self,
@@ -88,7 +97,8 @@ class ShardedCheckpoints:
 
         Args:
             path: Of the folder to be.
-            checkpoint: As Lightning gives it, with `state_dict` from `model_state` and `optimizer_states`.
+            checkpoint: As Lightning gives it, with `state_dict` from `model_state` and `optimizer_states`; with
+                averages also `current_model_state`.
             is_waited_for: Have it there in any case: nothing later would raise its failure.
             names: Further names of "state_dict" and "optimizer_0".
 
@@ -98,7 +108,8 @@ class ShardedCheckpoints:
         self.finish()
         meta = dict(checkpoint)
         model, states = meta.pop("state_dict"), meta.pop("optimizer_states", [])
-        plan = SavePlan(module.engine, optimizers, model, states, self._stand_ins, names or {})
+        current = meta.pop(CURRENT_MODEL, None)
+        plan = SavePlan(module.engine, optimizers, model, states, self._stand_ins, names or {}, current)
         self._stand_ins = StandIns()
         randoms = comm.exchange_objects(_as_plain(capture_random_states(device)))
         scaler = optimizers[0].scaler.state_dict() if optimizers and optimizers[0].scaler.enabled else None
@@ -158,7 +169,7 @@ class ShardedCheckpoints:
     @property
     def is_model_awaited(self) -> bool:
         """Whether the model's values come when there is an engine."""
-        return self._strict is not None
+        return self._awaited is not None
 
     def open(self, path: Path, comm: Comm, weights_only: bool | None) -> dict[str, Any]:
         """Begin to load. Collective.
@@ -178,7 +189,7 @@ class ShardedCheckpoints:
 
     def close(self) -> None:
         """Nothing more is loaded."""
-        self._index, self._strict, self._own = None, None, {}
+        self._index, self._awaited, self._own = None, None, {}
 
     @property
     def names(self) -> set[str]:
@@ -192,15 +203,28 @@ class ShardedCheckpoints:
             root: What the model is called there; empty: as Lightning's strategies do.
         """
         if module is None:
-            self._strict = strict
+            self._awaited = strict, root
         else:
             load_model(module, self._opened, strict, root)
 
     def load_awaited_model(self, module: ElixirModule) -> None:
         """See `load_model`."""
-        strict, self._strict = self._strict, None
-        if strict is not None:
-            load_model(module, self._opened, strict)
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None:
+            load_model(module, self._opened, *awaited)
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether a folder is open that has averages in the model's place."""
+        return self.is_open and bool(self._opened.keys_below(CURRENT_MODEL))
+
+    def load_weights(self, module: ElixirModule | None, strict: bool) -> None:
+        """As `load_model`, of such a folder the weights."""
+        self.load_model(module, strict, CURRENT_MODEL)
+
+    def load_averages(self, module: ElixirModule, averages: Averages) -> dict[str, Tensor]:
+        """Of such a folder the averages; returns their buffers by name. Collective."""
+        return load_averages(averages, module.engine, self._opened)
 
     def load_optimizer(self, module: ElixirModule, optimizer: ElixirOptimizer, root: str) -> None:
         """States, settings and the loss scale. Collective.

@@ -370,11 +370,18 @@ class Planner:
         )
 
     def limited_plan(
-        self, model: nn.Module, current: Plan, budget: Budget, profile: StepProfile | None, regime: TrainingRegime
+        self,
+        model: nn.Module,
+        current: Plan,
+        budget: Budget,
+        profile: StepProfile | None,
+        regime: TrainingRegime,
+        *,
+        is_evaluated: bool = False,
     ) -> Callable[[], Plan]:
         """What finds, on rank 0, a placement of `current`'s chunks within limits that have changed: as `final_plan`,
-        where it is known what a step does; else the same placement, if it fits. Collective, the call that it returns
-        not. That raises `CapacityError` where there is none.
+        where it is known what a step does; else, on a GPU, the same placement, if it fits. Collective, the call that it
+        returns not. That raises `CapacityError` where there is none.
 
         Args:
             model: As for `final_plan`.
@@ -382,6 +389,7 @@ class Planner:
             budget: The new limits.
             profile: What a step does on this rank, if that is known.
             regime: As for `final_plan`.
+            is_evaluated: No step is to come.
         """
         is_known = all(self.comm.exchange_objects(profile is not None))
         shared = self._shared_profile(profile, current, is_seen=True) if profile is not None and is_known else None
@@ -400,9 +408,13 @@ class Planner:
 
         def find() -> Plan:
             wanted = budget if shared is None else replace(budget, non_model_bytes=shared.peak_non_model_bytes)
-            for plan in (given, current if shared is None else None):
-                if plan is not None and fits(plan, wanted, regime):
-                    return plan
+            if given is not None and fits(given, wanted, regime):
+                return given
+            if shared is None and self._counts_activations:  # which are not known
+                if is_evaluated:
+                    return self._evaluation_plan(model, current, budget)
+                if fits(current, wanted, regime):
+                    return current
             return with_or_without_activations(make, wanted)
 
         return find

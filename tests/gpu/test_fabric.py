@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +22,14 @@ def _layers(width: int = 1024, depth: int = 12) -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)])
 
 
-def _losses(strategy: Any, precision: Any, *, num_modules: int = 1, steps: int = 6) -> list[float]:
+def _losses(
+    strategy: Any,
+    precision: Any,
+    *,
+    num_modules: int = 1,
+    steps: int = 6,
+    before: Callable[[int], None] = lambda step: None,
+) -> list[float]:
     fabric = Fabric(accelerator="cuda", devices=1, strategy=strategy, precision=precision)
     fabric.launch()
     parts = []
@@ -30,7 +38,8 @@ def _losses(strategy: Any, precision: Any, *, num_modules: int = 1, steps: int =
         parts.append(fabric.setup(net, HybridAdam(net.parameters(), lr=1e-4)))
     losses = []
     generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
+    for step in range(steps):
+        before(step)
         x = torch.randn(64, 1024, generator=generator).to(fabric.device)
         y = x
         for model, _ in parts:
@@ -63,4 +72,20 @@ def test_two_modules_keep_within_the_limit() -> None:
     strategy = ElixirStrategy(gpu_memory_limit="192MiB", chunk_size="5MiB")
     assert _losses(strategy, "bf16-mixed", num_modules=2) == expected
     assert torch.cuda.max_memory_allocated() - before < 192 * MIB
+    strategy.close()
+
+
+def test_memory_is_given_back_and_taken_again() -> None:
+    expected = _losses(ElixirStrategy(placement_policy="cuda"), "bf16-mixed", steps=8)
+    torch.cuda.empty_cache()
+    at_first = torch.cuda.memory_reserved()
+    strategy, held = ElixirStrategy(chunk_size="5MiB"), []
+
+    def change(step: int) -> None:
+        if step in (4, 6):
+            strategy.set_memory_limit(**({"gpu": "96MiB"} if step == 4 else {}))
+            held.append(torch.cuda.memory_reserved() - at_first)
+
+    assert _losses(strategy, "bf16-mixed", steps=8, before=change) == expected
+    assert held[0] < 96 * MIB < held[1]
     strategy.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn
@@ -40,6 +41,11 @@ def _registered(cls: type[torch.optim.Optimizer]) -> Callable[[nn.Module], list[
     return make
 
 
+def _in_8_bits(model: nn.Module) -> list[torch.optim.Optimizer]:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="8-bit optimizers are those of bitsandbytes")
+    return [bitsandbytes.optim.AdamW8bit(model.parameters(), lr=0.01)]
+
+
 def _parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
     return matrices, rest
@@ -49,6 +55,7 @@ MAKE: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
     "Lion": _registered(Lion),
     "ScheduleFree": _registered(ScheduleFree),
     "Adafactor": lambda model: [torch.optim.Adafactor(model.parameters(), lr=0.02)],
+    "AdamW8bit": _in_8_bits,
     "Muon and AdamW": lambda model: [
         torch.optim.Muon(_parts(model)[0], lr=0.02),
         torch.optim.AdamW(_parts(model)[1], lr=0.01),

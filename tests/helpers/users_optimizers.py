@@ -127,6 +127,17 @@ class Noisy(_Plain):
         p.add_(torch.randn_like(p))
 
 
+class InBlocks(_Plain):
+    """Divides by the largest gradient of each block, in the larger tensors."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        grad: Tensor = p.grad  # type: ignore[assignment]
+        if p.numel() >= 4096:
+            blocks = grad.reshape(-1, 256)
+            grad = (blocks / blocks.abs().amax(1, keepdim=True)).view_as(grad)
+        p.sub_(group["lr"] * grad)
+
+
 class Counting(_Plain):
     """Keeps its step count on itself."""
 
@@ -156,6 +167,7 @@ REFUSED = {
     ByNorm: "is not element-wise: after step 1, a tensor of shape .* hold other values",
     ByRank: "is not element-wise: after step 1, a tensor of shape",
     ByRow: "its state rows of a tensor of shape .* neither one number nor one for each element",
+    InBlocks: "is not element-wise: after step 1, a tensor of shape",
     Noisy: "so it draws random numbers",
     Counting: "a step changes its attribute num",
     ByNormInGroup: "the setting seen of its group",

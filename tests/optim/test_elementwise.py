@@ -57,3 +57,23 @@ def test_what_depends_on_settings_is_tried_with_those_that_are_used() -> None:
 def test_only_optimizers_can_be_registered() -> None:
     with pytest.raises(PlanError, match="takes a subclass of torch.optim.Optimizer"):
         lightning_elixir.register_elementwise(dict)  # type: ignore[arg-type]
+
+
+def test_quantised_states_that_cannot_be_followed_are_refused() -> None:
+    import bitsandbytes
+    from bitsandbytes.optim import GlobalOptimManager
+
+    with pytest.raises(PlanError, match="has the driver move its states.*use AdamW8bit"):
+        inner_maker(bitsandbytes.optim.PagedAdamW8bit(_parameters()))
+    of_torchao = type("AdamW8bit", (torch.optim.Optimizer,), {"__module__": "torchao.optim.adam"})
+    with pytest.raises(PlanError, match="quantises states in blocks, and keeps them in a tensor subclass"):
+        inner_maker(of_torchao(_parameters(), {}))
+    parameters = _parameters()
+    manager = GlobalOptimManager.get_instance()
+    manager.override_config(parameters[0], "optim_bits", 32)
+    try:
+        with pytest.raises(PlanError, match="GlobalOptimManager"):
+            inner_maker(bitsandbytes.optim.AdamW8bit(parameters))
+    finally:
+        manager.pid2config.clear()
+    assert inner_maker(bitsandbytes.optim.AdamW8bit(parameters)).is_whole

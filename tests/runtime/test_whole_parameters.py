@@ -22,7 +22,7 @@ from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import optimizers
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
-from tests.helpers.tiers import telling
+from tests.helpers.tiers import crossed, full, telling
 
 STEPS = 4
 
@@ -70,11 +70,25 @@ def _transformers(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [Adafactor(model.parameters(), lr=0.01, scale_parameter=False, relative_step=False, beta1=0.5)]
 
 
+def _bitsandbytes(name: str) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
+    """With blocks of 256 elements in the larger tensors, and fp32 states in the others."""
+
+    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+        import bitsandbytes
+
+        more = {"momentum": 0.9} if name == "SGD8bit" else {}
+        return [getattr(bitsandbytes.optim, name)(model.parameters(), lr=0.01, min_8bit_size=300, **more)]
+
+    return make
+
+
+IN_8_BITS = ("AdamW8bit", "Adam8bit", "Lion8bit", "SGD8bit", "RMSprop8bit", "Adagrad8bit")
 MAKE: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
     "adafactor": _adafactor,
     "muon": _muon,
     "muon and HybridAdam": _muon_and_hybrid,
     "transformers": _transformers,
+    **{name: _bitsandbytes(name) for name in IN_8_BITS},
 }
 PLACES: dict[str, dict[str, Any]] = {
     "offloaded": {"placement_policy": "cpu", "chunk_size": 4096},
@@ -128,6 +142,13 @@ def _trained(name: str, clip: float = 0.0, *, is_loaded: bool = True, **place: A
     return values, states, evictions
 
 
+def _unwrapped(state: dict[str, Any]) -> dict[str, Any]:
+    """bitsandbytes saves some of its states as a dictionary of their own."""
+    return {
+        k: v for key, value in state.items() for k, v in (value if isinstance(value, dict) else {key: value}).items()
+    }
+
+
 def _differing(
     got: tuple[Any, ...], model: nn.Module, optimizers: list[torch.optim.Optimizer], **close: float
 ) -> list[str]:
@@ -137,14 +158,13 @@ def _differing(
 
     found = [name for name, value in model.state_dict().items() if not is_same(got[0][name], value)]
     for number, optimizer in enumerate(optimizers):
-        for index, state in optimizer.state_dict()["state"].items():
-            mine = got[1][number]["state"].get(index, {})
+        for index, saved in optimizer.state_dict()["state"].items():
+            mine, state = got[1][number]["state"].get(index, {}), _unwrapped(saved)
             found += [f"{number} {index} {k}" for k, v in state.items() if k not in mine or not is_same(mine[k], v)]
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", MAKE)
+@crossed(together=1, name=MAKE, place=PLACES)
 def test_bits_of_plain_torch_on_one_rank(name: str, place: str) -> None:
     got = _trained(name, **PLACES[place])
     close = {"rtol": 1e-5, "atol": 1e-6} if "Hybrid" in name else {}
@@ -158,8 +178,9 @@ def test_clipping() -> None:
     assert _differing(got, *_plain("adafactor", 1, 0.01), rtol=1e-5, atol=1e-7) == []
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("adafactor", 2), ("adafactor", 3), ("muon", 2), ("muon", 3), full("AdamW8bit", 2)]
+)
 def test_ddps_numbers_on_several_ranks(name: str, world_size: int) -> None:
     got = run_ranks(_trained_on_rank, world_size, name)
     # Two halves are added exactly, so that two ranks have DDP's bits; three thirds are not.

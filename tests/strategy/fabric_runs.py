@@ -67,10 +67,18 @@ def set_up(fabric: Any, loop: Loop, make: Callable[[], nn.Module] = make_net) ->
     return model, fabric.setup_optimizers(make_optimizer(loop.optimizer, model.parameters(), 1e-2))
 
 
-def run_steps(fabric: Any, model: Any, optimizer: Any, loop: Loop) -> Run:
+def run_steps(
+    fabric: Any, model: Any, optimizer: Any, loop: Loop, before: Callable[[int], None] = lambda step: None
+) -> Run:
+    """Train.
+
+    Args:
+        before: Called with the number of each step, before it.
+    """
     run = Run()
     torch.manual_seed(11 + fabric.global_rank)
     for step in range(loop.first_step, loop.first_step + loop.steps):
+        before(step)
         for micro in range(loop.micro_batches):
             x, y = batch_of(step * loop.micro_batches + micro, fabric.global_rank)
             with fabric.no_backward_sync(model, enabled=micro < loop.micro_batches - 1):

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from lightning_elixir import ElixirWeightAveraging
 from lightning_elixir._lightning import pl
+from lightning_elixir.checkpoint.consolidate import consolidate
 from lightning_elixir.errors import PlanError
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import crossed, full
-from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, fit, make_data
+from tests.strategy.models import CHUNK, TIGHT, LateNet, Net, assert_same_state, fit, make_data
 from tests.strategy.nets import BatchNormNet, FrozenNet, ManualNet, TiedNet
+from tests.strategy.sharded import Batches
 
 RESIDENT = {**CHUNK, "placement_policy": "cuda"}
 
@@ -128,6 +130,106 @@ def test_checkpoints(tmp_path: Path) -> None:
         assert [n for n, v in expected.state.items() if not torch.equal(got.state[n], v)] == []
 
 
+class _Seen(pl.callbacks.Callback):
+    """What a fit begins with; has to stand after the averages.
+
+    Args:
+        averaging: Whose averages.
+    """
+
+    def __init__(self, averaging: ElixirWeightAveraging) -> None:
+        self.averaging = averaging
+        self.averages: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        assert self.averaging._averages is not None
+        buffers = {name: b.clone() for name, b in self.averaging._buffers.items()}
+        whole = self.averaging._averages.whole()
+        self.averages = {**buffers, **whole} if trainer.is_global_zero else {}
+        self.weights = trainer.strategy._engine.full_state_dict()
+
+
+def _save_folder(path: Path, devices: int, precision: Any = "32-true") -> None:
+    saver = pl.callbacks.ModelCheckpoint(path, every_n_train_steps=4, save_top_k=-1)
+    strategy = ElixirStrategy(**TIGHT, state_dict_type="sharded")
+    options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 1, "precision": precision}
+    callbacks = [CALLBACKS["ema"][1](), saver]
+    fit(strategy, BatchNormNet, train=lambda: Batches(devices), devices=devices, callbacks=callbacks, **options)
+
+
+def _begin_from(path: Path, devices: int, precision: Any = "32-true") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    averaging = CALLBACKS["ema"][1]()
+    seen = _Seen(averaging)
+    options = {"max_steps": 4, "devices": devices, "precision": precision, "ckpt_path": str(path)}
+    data = {"train": lambda: Batches(devices)}
+    fit(ElixirStrategy(**RESIDENT), BatchNormNet, callbacks=[averaging, seen], **data, **options)
+    return seen.averages, seen.weights
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def test_sharded_checkpoints_hold_what_whole_ones_do(tmp_path: Path) -> None:
+    theirs, ours = CALLBACKS["ema"]
+    saver = pl.callbacks.ModelCheckpoint(tmp_path / "plain", every_n_train_steps=4, save_top_k=-1)
+    data: dict[str, Any] = {"train": lambda: Batches(1), "max_epochs": 2}
+    _, _, whole_run = fit("auto", BatchNormNet, callbacks=[theirs(), saver], enable_checkpointing=True, **data)
+    _save_folder(tmp_path / "folder", 1)
+    plain, folder = (tmp_path / name / "epoch=0-step=4.ckpt" for name in ("plain", "folder"))
+    consolidate(folder, tmp_path / "one.ckpt", max_file_bytes=2**30)
+    expected, got = (torch.load(path, weights_only=False) for path in (plain, tmp_path / "one.ckpt"))
+    for key in ("state_dict", "current_model_state"):
+        assert_same_state(got[key], expected[key])
+    assert not all(torch.equal(v, got["current_model_state"][n]) for n, v in got["state_dict"].items())
+    strategy = ElixirStrategy(**TIGHT)
+    _, _, resumed = fit(strategy, BatchNormNet, callbacks=[ours()], ckpt_path=str(folder), **data)
+    assert [x.item() for x in resumed.losses] == [x.item() for x in whole_run.losses[4:]]
+    assert_same_state(resumed.state, whole_run.state)
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by", "precision"),
+    [(2, 1, "32-true"), full(1, 2, "32-true"), full(2, 3, "bf16-mixed"), full(2, 1, "bf16-true")],
+)
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_sharded_checkpoints_and_other_ranks(saved_by: int, loaded_by: int, precision: str, tmp_path: Path) -> None:
+    run_ranks(_save_folder, saved_by, tmp_path / "folder", saved_by, precision, init_group=False)
+    folder = tmp_path / "folder" / "epoch=0-step=4.ckpt"
+    averages, weights = run_ranks(_begin_from, loaded_by, folder, loaded_by, precision, init_group=False)[0]
+    consolidate(folder, tmp_path / "one.ckpt", max_file_bytes=2**30)
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=False)
+    assert_same_state(weights, saved["current_model_state"])
+    assert averages.keys() <= saved["state_dict"].keys()
+    assert [n for n, v in averages.items() if not torch.equal(v, saved["state_dict"][n])] == []
+    assert [n for n, v in averages.items() if v.is_floating_point() and not torch.equal(v, weights[n])] != []
+
+
+class _GivesBack(pl.callbacks.Callback):
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not isinstance(trainer.strategy, ElixirStrategy) or batch_idx not in (1, 3):
+            return
+        trainer.strategy.set_memory_limit(**({"gpu": 60 * 1024} if batch_idx == 1 else {}))
+        self.held.append(trainer.strategy.stats().held_bytes.get("gpu_average", 0))
+
+
+def test_they_move_with_the_states() -> None:
+    theirs, ours = CALLBACKS["ema"]
+    _, _, expected = _run("auto", Net, theirs())
+    gives_back = _GivesBack()
+    _, _, got = fit(
+        ElixirStrategy(**CHUNK),
+        Net,
+        callbacks=[ours(), gives_back],
+        val=lambda: make_data(8, seed=2),
+        **WITH_VALIDATION,
+    )
+    _assert_same(got, expected)
+    assert gives_back.held[0] < 60 * 1024 < gives_back.held[1]
+
+
 class _Stop(Exception):
     pass
 
@@ -159,7 +261,6 @@ def test_an_exception_in_validation_leaves_the_weights() -> None:
     ("strategy", "match"),
     [
         ("auto", "this Trainer has SingleDeviceStrategy"),
-        (ElixirStrategy(**TIGHT, state_dict_type="sharded"), "needs state_dict_type='full'"),
         (ElixirStrategy(**TIGHT, nvme_offload_fraction=0.5, nvme_offload_dir="states"), "keeps averages in memory"),
     ],
 )

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from lightning_elixir.fabric import ElixirStrategy as FabricStrategy
 from tests.helpers.processes import run
 from tests.helpers.tiers import full
 from tests.strategy.fabric_runs import Loop, make_fabric
-from tests.strategy.models import make_trainer
+from tests.strategy.models import LateNet, Net, ShardedNet, assert_same_state, make_trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +86,32 @@ print("ended", os.waitpid(child, 0)[1], torch.sigmoid(x).shape[0])
 
 def test_fork_computes_on_where_its_parent_had_threads() -> None:
     assert "ended 0 2000000" in run(AFTER_FORK).stdout
+
+
+class _Worker(NamedTuple):
+    """What Lightning's launcher is told of."""
+
+    best_model_path: str | None
+    weights_path: str | None
+    trainer_state: Any
+    extra: Any
+
+
+@pytest.mark.parametrize("make_model", [Net, LateNet, ShardedNet])
+def test_weights_come_back_also_to_layers_that_hooks_have_made(make_model: type[Net], tmp_path: Path) -> None:
+    """`trainer.save_checkpoint` in the session would have written a model without parameters."""
+    trained = LateNet(seed=3)
+    trained.configure_model()
+    path = tmp_path / "weights.ckpt"
+    torch.save(trained.state_dict(), path)
+    trainer = make_trainer(ElixirStrategy(start_method="fork"), devices=2)
+    trainer.strategy.connect(model := make_model())
+    before = torch.random.get_rng_state()
+    launcher = trainer.strategy.launcher
+    extra = launcher.get_extra_results(trainer)
+    launcher._recover_results_in_main_process(_Worker(None, str(path), trainer.state, extra), trainer)
+    assert_same_state(model.state_dict(), trained.state_dict())
+    assert torch.equal(before, torch.random.get_rng_state())
 
 
 SESSION = """

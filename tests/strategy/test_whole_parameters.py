@@ -1,4 +1,4 @@
-"""Muon and Adafactor under the Trainer: plain Lightning's numbers, on one and two ranks, through checkpoints."""
+"""Muon, Adafactor and 8-bit optimizers under the Trainer: plain Lightning's numbers, on ranks and in checkpoints."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from torch.utils.data import DataLoader
 
 from lightning_elixir import ElixirStrategy
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import full
+from tests.helpers.tiers import full, telling
 
 TIGHT: dict[str, Any] = {"placement_policy": "cpu", "chunk_size": 4096, "gpu_memory_limit": "30KiB"}
 
 
 class WithAdafactor(pl.LightningModule):
     """Automatic optimization, with clipping."""
+
+    clip_val: float | None = 0.05
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,13 +63,25 @@ class WithMuon(WithAdafactor):
         return both, [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in both]
 
 
-MODELS = {"adafactor": WithAdafactor, "muon": WithMuon}
+class In8Bits(WithAdafactor):
+    """Not clipped: of a norm that is summed in another order, states would be rounded otherwise."""
+
+    clip_val = None
+
+    def configure_optimizers(self) -> Any:
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(self.parameters(), lr=0.01, min_8bit_size=300)
+
+
+MODELS = {"adafactor": WithAdafactor, "muon": WithMuon, "8 bits": In8Bits}
+KINDS = telling(MODELS, "adafactor", "muon")
 
 
 def _fit(model: pl.LightningModule, strategy: Any, **kwargs: Any) -> pl.Trainer:
     options: dict[str, Any] = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, **kwargs}
     if model.automatic_optimization:
-        options["gradient_clip_val"] = 0.05
+        options["gradient_clip_val"] = model.clip_val
     path = options.pop("ckpt_path", None)
     trainer = pl.Trainer(
         strategy=strategy, logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -85,7 +99,7 @@ def _assert_same(model: pl.LightningModule, plain: pl.LightningModule, atol: flo
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=atol)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [TIGHT, {}])
 def test_plain_lightnings_numbers(kind: str, options: dict[str, Any]) -> None:
     plain, model = MODELS[kind](), MODELS[kind]()
@@ -96,7 +110,7 @@ def test_plain_lightnings_numbers(kind: str, options: dict[str, Any]) -> None:
     assert not options or trainer.strategy.stats().evictions > 0  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_mixed_precision_is_the_same_everywhere(kind: str) -> None:
     models = [MODELS[kind]() for _ in range(3)]
     policies: list[dict[str, Any]] = [TIGHT, {"placement_policy": "cuda", "chunk_size": 4096}, {}]
@@ -124,6 +138,15 @@ def test_resume(tmp_path: Path, kind: str, how: Any) -> None:
         _assert_same(third, plain)
 
 
+def test_plain_states_in_8_bits_are_read(tmp_path: Path) -> None:
+    path = str(tmp_path / "c.ckpt")
+    plain, first, second = (In8Bits() for _ in range(3))
+    _fit(plain, "auto", max_epochs=4)
+    _fit(first, "auto").save_checkpoint(path)
+    _fit(second, ElixirStrategy(**TIGHT), ckpt_path=path, max_epochs=4)
+    assert [*first.seen, *second.seen] == plain.seen
+
+
 def _on_ranks(kind: str, options: dict[str, Any] | None, path: str | None = None, max_epochs: int = 2) -> Any:
     model = MODELS[kind]()
     strategy = "ddp" if options is None else ElixirStrategy(**options)
@@ -133,7 +156,7 @@ def _on_ranks(kind: str, options: dict[str, Any] | None, path: str | None = None
     return model.seen, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["sharded", full("full")])
 def test_two_ranks_give_what_ddp_gives(tmp_path: Path, kind: str, how: str) -> None:
     path = str(tmp_path / "c.ckpt")
