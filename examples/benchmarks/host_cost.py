@@ -89,7 +89,8 @@ def llama() -> nn.Module:
     )
     model = LlamaForCausalLM(config)
     model.gradient_checkpointing_enable()
-    return model.train()
+    model.train()
+    return model
 
 
 def plan_of(model: nn.Module, case: str, dtype: torch.dtype) -> Plan:
@@ -260,7 +261,8 @@ def profiled(lines: int) -> Iterator[None]:
 def show_profile(name: str, steps: int) -> None:
     case = Case(name)
     for _ in range(5):
-        case.own_pass(), case.own_step()
+        case.own_pass()
+        case.own_step()
     with profiled(45):
         for _ in range(steps):
             case.own_pass()

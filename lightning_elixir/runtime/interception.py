@@ -88,7 +88,7 @@ class Interception:
     def make_plain(self, chunk: Chunk) -> None:
         """Stop intercepting a chunk that is in use. Not where the chunk may go and threads other than the one that
         trains use parameters: they would not be intercepted either."""
-        if not self._is_read_elsewhere(chunk):
+        if chunk.id not in self._plain_chunks and not self._is_read_elsewhere(chunk):
             self._make_plain(chunk.id)
 
     def make_plain_for_compiled(self, ids: Sequence[int]) -> None:
