@@ -1,4 +1,4 @@
-"""What the engine costs the host: Python time of the thread that trains, beside plain PyTorch doing the same arithmetic.
+"""What the engine costs the host: time of the thread that trains, beside plain PyTorch doing the same arithmetic.
 
     python examples/benchmarks/host_cost.py --json host_cost.json
 
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_elixir.core.host import cpu_model
+from lightning_elixir.optim import HybridAdam
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.planning import Budget, ChunkSizes, PlacementRequest, make_plan
 from lightning_elixir.strategy import ElixirStrategy
@@ -59,7 +60,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
         x = x + self.proj(q * torch.sigmoid(k) + v)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        further: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + further
 
 
 class Net(nn.Module):
@@ -106,8 +108,9 @@ def plan_of(model: nn.Module, case: str, dtype: torch.dtype) -> Plan:
     return replace(plan, rcache_blocks=max(MOVING_BLOCKS, plan.rcache_blocks), prefetch_depth=MOVING_DEPTH)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """Whose updates, of ours on the host, run beside the thread that trains."""
+    return HybridAdam(model.parameters(), lr=1e-3)
 
 
 def in_bf16(model: nn.Module) -> nn.Module:
@@ -133,8 +136,8 @@ class Case:
             model, plan_of(model, name, dtype), device="cpu", autocast=has_autocast,
             keep_fp32=[nn.LayerNorm] if has_autocast else None,
         )  # fmt: skip
-        self.optimizer = ElixirOptimizer(self.module, sgd(model))
-        self.plain_optimizer = sgd(self.plain)
+        self.optimizer = ElixirOptimizer(self.module, adam(model))
+        self.plain_optimizer = adam(self.plain)
         tokens = torch.arange(TOKENS).view(1, -1)
         self.inputs: dict[str, Tensor] = {"input_ids": tokens, "labels": tokens} if is_llama else {}
         self.args = () if is_llama else (torch.randn(TOKENS, WIDTH),)
@@ -211,10 +214,11 @@ class Lit(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16) if self.is_plain else nullcontext():
-            return self.net(batch)
+            loss: Tensor = self.net(batch)
+            return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return sgd(self)
+        return adam(self)
 
 
 def fit(is_plain: bool, steps: int) -> list[float]:
@@ -230,7 +234,8 @@ def fit(is_plain: bool, steps: int) -> list[float]:
         max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(TOKENS * steps, WIDTH), batch_size=TOKENS))
+    batches: Any = torch.randn(TOKENS * steps, WIDTH)
+    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=TOKENS))
     return module.seen[10:]
 
 

@@ -70,7 +70,7 @@ class RCache:
         self._next_uses: dict[int, int] = {}  # as far as they were asked for; those before `_position` are past
         self._suspected: int | None = None  # where the trace goes on if the last, unexpected access was a leap
         self._settled_until = 0  # before this position there is nothing to prefetch, unless something goes
-        # Before this position there is no room to prefetch, with this budget, unless something comes, goes or is dropped.
+        # Before this position this budget has no room to prefetch, unless something comes, goes or is dropped.
         self._full_until = 0
         self._full_budget = 0
         self.peak_blocks = 0

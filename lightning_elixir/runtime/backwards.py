@@ -191,7 +191,7 @@ class Backwards:
         self._engine.writes.unpin_raw()
         self._engine.interception.guard_all()
 
-    def read(self, chunk: Chunk, make: Callable[[PackedTensor], Tensor], packed: PackedTensor) -> Tensor:
+    def need(self, chunk: Chunk, make: Callable[[PackedTensor], Tensor], packed: PackedTensor) -> Tensor:
         """`make(packed)`, which makes a tensor that autograd has saved of a chunk's elements, and so keeps these there,
         when they have been brought. Most are unpacked in a backward, which has the engine."""
         turn = self._engine.turn
@@ -209,17 +209,18 @@ class Backwards:
                 self.note_outermost(parameter)
             elif phase is Phase.FORWARD:
                 self._note_inner()
+            engine = self._engine
             try:
-                self._collect_grad(chunk, index, parameter)
-            except BaseException as error:
-                self._engine.tell_of(error)
+                if engine.iterations.sampler.is_on:
+                    self._collect_timed(chunk, index, parameter)
+                else:
+                    engine.active.reducer.collect(chunk, index, parameter)
+            except BaseException as error:  # not `telling`: this is called for every parameter
+                engine.tell_of(error)
                 raise
 
-    def _collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
+    def _collect_timed(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
         sampler, reducer = self._engine.iterations.sampler, self._engine.reducer
-        if not sampler.is_on:
-            reducer.collect(chunk, index, parameter)
-            return
         sampler.before_collect()
         if reducer.collect(chunk, index, parameter):
             sampler.grads_complete((chunk.id,))

@@ -123,7 +123,7 @@ class Engine:
             self.steps = Steps(self)
             self.iterations = Iterations(device, self.chunks, self.device_bytes)
             self.backwards = Backwards(self)
-            self._saved = SavedTensors({c.storage_key: c for c in self.chunks}, self.backwards.read)
+            self._saved = SavedTensors({c.storage_key: c for c in self.chunks}, self.backwards.need)
             self.activations = Activations(self, self._saved)
             self.on_held_bytes(self.activations.offloader.held_bytes)
             self.forwards = Forwards(self, self._saved, self._home)

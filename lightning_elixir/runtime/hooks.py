@@ -248,17 +248,17 @@ class SavedTensors:
 
     Args:
         chunks: By storage key.
-        read: Called with a chunk, a function and a packed tensor; calls the function with that when the chunk's
-            elements are there.
+        need: Called with a chunk, a function and a packed tensor: gives what the function makes of that when the
+            chunk's elements are there.
     """
 
     def __init__(
         self,
         chunks: dict[int, Chunk],
-        read: Callable[[Chunk, Callable[[PackedTensor], Tensor], PackedTensor], Tensor],
+        need: Callable[[Chunk, Callable[[PackedTensor], Tensor], PackedTensor], Tensor],
     ) -> None:
         self._chunks = chunks
-        self._read = read
+        self._need = need
 
     def context(self) -> ThreadHooks | None:
         """Hooks to enter now; None where ours are innermost already, or activation checkpointing's are: those keep no
@@ -311,7 +311,7 @@ class SavedTensors:
         return PackedTensor(chunk, tensor.size(), tensor.stride(), offset, index, version)
 
     def unpacked(self, packed: PackedTensor) -> Tensor:
-        return self._read(packed.chunk, _made, packed)
+        return self._need(packed.chunk, _made, packed)
 
     def _pack(self, tensor: Tensor) -> Any:
         if type(tensor) in _PLAIN:
@@ -335,7 +335,7 @@ class SavedTensors:
     def unpack(self, packed: Any) -> Tensor:
         """What was packed here, or by `packed` and `kept`."""
         if isinstance(packed, PackedTensor):
-            return self._read(packed.chunk, _made, packed)
+            return self._need(packed.chunk, _made, packed)
         if not isinstance(packed, _Kept):
             tensor: Tensor = packed
             return tensor
