@@ -182,8 +182,6 @@ class Landing:
         if total is None:
             shard.grad = result
             return
-        if not self._device.is_synchronous:
-            self._device.synchronize()
         if is_late and total.dtype == result.dtype:
             total.add_(result)
             return
