@@ -156,9 +156,11 @@ class ElixirModule(nn.Module):
         return output
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        # The cache would hold 16-bit copies of what is kept in fp32, and a recomputation would miss their casts.
         if not self._has_autocast:
             return nullcontext()
+        # The cache is for parameters in fp32, which are few here: without it there are as many casts, of activations.
+        # With it, 16-bit copies of those that come and go would stay until the forward ends, a recomputation would miss
+        # casts that the forward has made, and gradients of one that is used twice would be added up in 16 bits.
         return torch.autocast(self._device_type, self.dtype, cache_enabled=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

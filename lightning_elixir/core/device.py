@@ -61,7 +61,7 @@ class Lane(Protocol):
     """A queue of transfers beside the compute stream."""
 
     def issue(self) -> AbstractContextManager[None]:
-        """Work inside runs on the lane, after all that the compute stream was given before."""
+        """Work inside runs on the lane, after all that the compute stream was given before. To be entered at once."""
 
     def resume(self) -> AbstractContextManager[None]:
         """As `issue`, without waiting for the compute stream: for storage that was there at an earlier `issue`. Waiting
@@ -255,18 +255,16 @@ class _CudaMark:
 
 class _CudaLane:
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    @contextmanager
-    def issue(self) -> Iterator[None]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
+    def issue(self) -> AbstractContextManager[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self.resume()
 
-    @contextmanager
-    def resume(self) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):
-            yield
+    def resume(self) -> AbstractContextManager[None]:
+        on_stream: AbstractContextManager[None] = torch.cuda.stream(self._stream)
+        return on_stream
 
     def record(self) -> Event:
         return _CudaEvent(self._stream)

@@ -35,7 +35,16 @@ class CachePolicy:
 
     def turns_of(self, chunk_ids: Container[int]) -> Turns:
         """What is ahead of these chunks."""
-        return Turns([turn for turn in self._turns if turn[1] in chunk_ids], len(self.accesses))
+        ends: list[int] = []
+        last: tuple[int, ...] = ()
+        for position, ids in enumerate(self.accesses):
+            own = tuple([i for i in ids if i in chunk_ids])
+            if own and own == last:
+                ends[-1] = position
+            elif own:
+                ends.append(position)
+                last = own
+        return Turns([turn for turn in self._turns if turn[1] in chunk_ids], ends, len(self.accesses))
 
     def __len__(self) -> int:
         return len(self.accesses)
@@ -66,16 +75,22 @@ class Turns:
 
     Args:
         turns: (position, chunk id), ascending.
+        ends: Positions of the last of each number of accesses in a row that touch the same of these chunks, ascending.
         length: Accesses of the trace.
     """
 
-    def __init__(self, turns: Sequence[tuple[int, int]], length: int) -> None:
-        self._turns, self._length = turns, length
+    def __init__(self, turns: Sequence[tuple[int, int]], ends: Sequence[int], length: int) -> None:
+        self._turns, self._ends, self._length = turns, ends, length
 
     def same_ahead_until(self, position: int) -> int:
         """Where `upcoming` begins to give less than it gives at `position`."""
         index = bisect_left(self._turns, (position, -1))
         return self._turns[index][0] + 1 if index < len(self._turns) else self._length
+
+    def same_uses_until(self, position: int) -> int:
+        """The first position after `position` at which chunks that are not in use now may have other next uses."""
+        index = bisect_left(self._ends, position)
+        return self._ends[index] + 1 if index < len(self._ends) else self._length
 
     def upcoming(self, position: int, most: int) -> dict[int, int]:
         """The first `most` chunks from `position` to the end of the trace, in that order, with the position of each."""

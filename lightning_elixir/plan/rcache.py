@@ -5,7 +5,7 @@ The runtime and the simulator drive this same class, so predicted and real count
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, KeysView, Mapping
+from collections.abc import Container, Iterable, KeysView, Mapping
 from dataclasses import asdict, dataclass
 
 from lightning_elixir.errors import StateError
@@ -65,10 +65,14 @@ class RCache:
         self._clock = 0
         self._policy: CachePolicy | None = None
         self._turns: Turns | None = None  # of the policy's trace, to the chunks that come and go
+        self._last: tuple[CachePolicy, Turns] | None = None  # of the last iteration with a trace
         self._position = 0
         self._next_uses: dict[int, int] = {}  # as far as they were asked for; those before `_position` are past
         self._suspected: int | None = None  # where the trace goes on if the last, unexpected access was a leap
         self._settled_until = 0  # before this position there is nothing to prefetch, unless something goes
+        # Before this position this budget has no room to prefetch, unless something comes, goes or is dropped.
+        self._full_until = 0
+        self._full_budget = 0
         self.peak_blocks = 0
         self._counts: dict[str, int] = asdict(CacheCounters())
 
@@ -120,21 +124,22 @@ class RCache:
 
     def begin(self, policy: CachePolicy | None) -> None:
         """Start an iteration that is expected to follow `policy`'s trace; None: nothing is known."""
-        if policy is not self._policy:
-            self._turns = None if policy is None else policy.turns_of(self.cost_blocks)
+        if policy is not None and (self._last is None or self._last[0] is not policy):
+            self._last = policy, policy.turns_of(self.cost_blocks)
+        self._turns = None if policy is None or self._last is None else self._last[1]
         self._policy = policy
         self._position = 0
         self._next_uses = {}
         self._suspected = None
-        self._settled_until = 0
+        self._settled_until = self._full_until = 0
 
-    def acquire(self, ids: Iterable[int], *, pin: bool, held: Collection[int] = (), is_traced: bool = True) -> Decision:
+    def acquire(self, ids: Iterable[int], *, pin: bool, held: Container[int] = (), is_traced: bool = True) -> Decision:
         """Make `ids` resident.
 
         Args:
             ids: Chunks needed now.
             pin: Keep them until a matching `drop`.
-            held: Resident chunks that must not be evicted now, pinned or not.
+            held: Resident chunks that must not be evicted now, pinned or not. Asked only of what would go.
             is_traced: Whether this access belongs to the iteration that the trace describes.
 
         Returns:
@@ -149,7 +154,7 @@ class RCache:
         evict: tuple[int, ...] = ()
         if missing or self._used_blocks > self.budget_blocks:
             room = sum(self.cost_blocks[i] for i in missing)
-            evict = self._make_room(room, {*needed, *held})
+            evict = self._make_room(room, needed, held)
             if self._used_blocks + room > self.budget_blocks:
                 counts["overflows"] += 1
             for chunk_id in missing:
@@ -173,37 +178,53 @@ class RCache:
         Returns:
             Whether it was so. If not, nothing has changed.
         """
-        policy, position = self._policy, self._position
-        if self._used_blocks > self.budget_blocks or not all(map(self._resident.__contains__, ids)):
+        policy, position, resident = self._policy, self._position, self._resident
+        if self._used_blocks > self.budget_blocks:
             return False
+        has_others = False
+        for chunk_id in ids:
+            if chunk_id not in resident:
+                if chunk_id in self.cost_blocks:
+                    return False
+                has_others = True
         if policy is not None:
-            if ids != policy.access(position) or (self.prefetch_depth and position + 1 >= self._settled_until):
+            if ids != policy.access(position) or (self.prefetch_depth and self._may_prefetch(position + 1)):
                 return False
             self._position = position + 1
             self._suspected = None
+        if has_others:
+            ids = tuple([i for i in ids if i in resident])
         self._use(ids, pin)
-        self._counts["accesses"] += 1
-        self._counts["hits"] += len(ids)
+        counts = self._counts
+        counts["accesses"] += 1
+        counts["hits"] += len(ids)
         return True
 
     def drop(self, ids: Iterable[int]) -> None:
         """Undo the pins of one `acquire`. The chunks stay resident and become evictable."""
+        pins = self._pins
         for chunk_id in dict.fromkeys(ids):  # `acquire` pins each once
             if chunk_id not in self.cost_blocks:
                 continue
-            count = self._pins.get(chunk_id, 0)
+            count = pins.get(chunk_id, 0)
             if count == 0:
                 raise StateError(f"chunk {chunk_id} is dropped more often than it was acquired")
             if count == 1:
-                del self._pins[chunk_id]
+                del pins[chunk_id]
+                self._full_until = 0
             else:
-                self._pins[chunk_id] = count - 1
+                pins[chunk_id] = count - 1
 
-    def prefetch_candidates(self, held: Collection[int] = ()) -> tuple[int, ...]:
+    def _may_prefetch(self, position: int) -> bool:
+        """Whether `prefetch_candidates` may find anything at `position`."""
+        is_full = position < self._full_until and self.budget_blocks == self._full_budget
+        return position >= self._settled_until and not is_full
+
+    def prefetch_candidates(self, held: Container[int] = ()) -> tuple[int, ...]:
         """Chunks worth fetching now, nearest use first: the next `prefetch_depth` absent chunks of the trace for which
         there is room, or a resident chunk that is needed later than they are. Changes nothing."""
         turns, position, resident = self._turns, self._position, self._resident
-        if turns is None or self.prefetch_depth == 0 or position < self._settled_until:
+        if turns is None or self.prefetch_depth == 0 or not self._may_prefetch(position):
             return ()
         ahead = turns.upcoming(position, self.prefetch_depth)
         absent = [(at, chunk_id) for chunk_id, at in ahead.items() if chunk_id not in resident]
@@ -216,15 +237,19 @@ class RCache:
         for at, chunk_id in absent:
             free -= self.cost_blocks[chunk_id]
             if free < 0 and victims is None:
-                victims = sorted(self._needed_after(at, held), reverse=True)  # what is absent beside this comes later
-            while free < 0 and victims and victims[0][0] > at:
-                free += self.cost_blocks[victims.pop(0)[1]]
+                victims = sorted(self._needed_after(at))  # what is absent beside this comes later
+                if not victims and not found:
+                    self._full_until, self._full_budget = turns.same_uses_until(position), self.budget_blocks
+                    return ()
+            while free < 0 and victims and victims[-1][0] > at:
+                victim = victims.pop()[1]
+                free += 0 if victim in held else self.cost_blocks[victim]
             if free < 0:
                 break
             found.append(chunk_id)
         return tuple(found)
 
-    def prefetch(self, ids: Iterable[int], held: Collection[int] = ()) -> Decision:
+    def prefetch(self, ids: Iterable[int], held: Container[int] = ()) -> Decision:
         """Admit `ids`, in order, as far as there is room without evicting what is needed sooner."""
         fetch: list[int] = []
         evict: list[int] = []
@@ -232,7 +257,7 @@ class RCache:
             if chunk_id in self._resident or chunk_id not in self.cost_blocks:
                 continue
             at = self._next_use(chunk_id)
-            released = self._make_room(self.cost_blocks[chunk_id], {chunk_id, *held, *fetch}, needed_at=at)
+            released = self._make_room(self.cost_blocks[chunk_id], fetch, held, needed_at=at)
             evict.extend(released)
             if self._used_blocks + self.cost_blocks[chunk_id] > self.budget_blocks:
                 break
@@ -253,15 +278,16 @@ class RCache:
             self._remove(chunk_id)
         return gone
 
-    def shrink(self, held: Collection[int] = ()) -> tuple[int, ...]:
+    def shrink(self, held: Container[int] = ()) -> tuple[int, ...]:
         """Give up what is above the budget, as far as it can go, the furthest next use first; returns it."""
-        evict = self._make_room(0, held)
+        evict = self._make_room(0, (), held)
         self._counts["evictions"] += len(evict)
         return evict
 
     def unpin_all(self) -> None:
         """Forget all pins (after an exception in the middle of an iteration)."""
         self._pins.clear()
+        self._full_until = 0
 
     def reset_counters(self) -> None:
         self._counts = asdict(CacheCounters())
@@ -297,31 +323,36 @@ class RCache:
             self._next_uses[chunk_id] = at
         return at
 
-    def _needed_after(self, at: int, held: Collection[int]) -> list[tuple[int, int]]:
-        """(next use, chunk id) of the resident chunks that may go and that nothing needs until after `at`, in order of
-        arrival."""
+    def _needed_after(self, at: int) -> list[tuple[int, int]]:
+        """(next use, chunk id) of the resident chunks that are not pinned and that nothing needs until after `at`, in
+        order of arrival."""
         found: list[tuple[int, int]] = []
+        pins, next_uses, position = self._pins, self._next_uses, self._position
         for chunk_id in self._resident:
-            if chunk_id not in self._pins and chunk_id not in held:
-                use = self._next_uses.get(chunk_id, -1)
-                if use < self._position:
+            if chunk_id not in pins:
+                use = next_uses.get(chunk_id, -1)
+                if use < position:
                     use = self._next_use(chunk_id)
                 if use > at:
                     found.append((use, chunk_id))
         return found
 
-    def _make_room(self, blocks: int, protected: Collection[int], needed_at: int | None = None) -> tuple[int, ...]:
-        """Evict until `blocks` fit, or nothing more may go. With `needed_at`, only what is used later than that, and
-        only if enough of it can go."""
+    def _make_room(
+        self, blocks: int, kept: Container[int], held: Container[int], needed_at: int | None = None
+    ) -> tuple[int, ...]:
+        """Evict until `blocks` fit, or nothing more may go: of what is neither in `kept` nor in `held`, which takes
+        longer to ask. With `needed_at`, only what is used later than that, and only if enough of it can go."""
         lacking = self._used_blocks + blocks - self.budget_blocks
         if lacking <= 0:
             return ()
-        candidates = self._needed_after(-1 if needed_at is None else needed_at, protected)
+        candidates = self._needed_after(-1 if needed_at is None else needed_at)
         candidates.sort(key=lambda c: (-c[0], self._resident[c[1]]))  # of equals, the least recently used
         chosen: list[int] = []
         for _, chunk_id in candidates:
             if lacking <= 0:
                 break
+            if chunk_id in kept or chunk_id in held:
+                continue
             chosen.append(chunk_id)
             lacking -= self.cost_blocks[chunk_id]
         if needed_at is not None and lacking > 0:
@@ -339,11 +370,12 @@ class RCache:
                 self._pins[chunk_id] = self._pins.get(chunk_id, 0) + 1
 
     def _add(self, chunk_id: int) -> None:
+        self._full_until = 0
         self._resident[chunk_id] = self._clock
         self._used_blocks += self.cost_blocks[chunk_id]
         self.peak_blocks = max(self.peak_blocks, self._used_blocks)
 
     def _remove(self, chunk_id: int) -> None:
-        self._settled_until = 0
+        self._settled_until = self._full_until = 0
         del self._resident[chunk_id]
         self._used_blocks -= self.cost_blocks[chunk_id]

@@ -62,7 +62,7 @@ class HostSums:
         self._worker = Worker("elixir-gradients", context=partial(working_on, device.torch_device))
 
     def submit(self, grad: Tensor, total: Tensor, addition: Addition, earlier: Event | None) -> tuple[Event, TaskEvent]:
-        """Have a gradient brought to a sum. Waits for a buffer.
+        """Have a gradient brought to a sum. On the reduce lane. Waits for a buffer.
 
         Args:
             grad: 1-D, on the device, there for what the lane is given now.
@@ -100,10 +100,8 @@ class HostSums:
         """`work` gets the gradient in host memory, and the whole blocks of bytes that it begins."""
         slot = self._free_slot()
         staged = slot.buffer[: grad.nbytes].view(grad.dtype)
-        lane = self._device.reduce_lane
-        with lane.resume():
-            staged.copy_(grad, non_blocking=True)
-            sent = lane.record()
+        staged.copy_(grad, non_blocking=True)
+        sent = self._device.reduce_lane.record()
         after = earlier.task if isinstance(earlier, TaskEvent) else None
         blocks = slot.buffer[: aligned(grad.nbytes)]
         slot.task = self._worker.submit(partial(work, staged, blocks), after=after, event=sent)

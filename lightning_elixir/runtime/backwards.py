@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import StateError
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.hooks import PackedTensor
 from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.runtime.spans import Span
 from lightning_elixir.runtime.turns import Held
@@ -190,32 +191,36 @@ class Backwards:
         self._engine.writes.unpin_raw()
         self._engine.interception.guard_all()
 
-    @contextmanager
-    def need(self, chunk: Chunk) -> Iterator[None]:
-        """Inside, the elements of a chunk are there, for a tensor that autograd has saved: one that is made of them
-        keeps them there. Most are unpacked in a backward, which has the engine."""
+    def need(self, chunk: Chunk, make: Callable[[PackedTensor], Tensor], packed: PackedTensor) -> Tensor:
+        """`make(packed)`, which makes a tensor that autograd has saved of a chunk's elements, and so keeps these there,
+        when they have been brought. Most are unpacked in a backward, which has the engine."""
         turn = self._engine.turn
         with deferred() if turn.is_mine() else turn.call("what autograd has saved was read"):
             if self._phases.current is Phase.CLOSED:
                 raise StateError("backward needs parameters of an engine that was closed")
             self._engine.acquire((chunk.id,), pin=False)
-            yield
+            return make(packed)
 
     def collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
         """Autograd has put a gradient down at a parameter."""
         with deferred():
-            if self._phases.current is Phase.IDLE:  # a graph that does not pass through a watched output
+            phase = self._phases.current
+            if phase is Phase.IDLE:  # a graph that does not pass through a watched output
                 self.note_outermost(parameter)
-            elif self._phases.current is Phase.FORWARD:
+            elif phase is Phase.FORWARD:
                 self._note_inner()
-            with self._engine.telling():
-                self._collect_grad(chunk, index, parameter)
+            engine = self._engine
+            try:
+                if engine.iterations.sampler.is_on:
+                    self._collect_timed(chunk, index, parameter)
+                else:
+                    engine.active.reducer.collect(chunk, index, parameter)
+            except BaseException as error:  # not `telling`: this is called for every parameter
+                engine.tell_of(error)
+                raise
 
-    def _collect_grad(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
+    def _collect_timed(self, chunk: Chunk, index: int, parameter: nn.Parameter) -> None:
         sampler, reducer = self._engine.iterations.sampler, self._engine.reducer
-        if not sampler.is_on:
-            reducer.collect(chunk, index, parameter)
-            return
         sampler.before_collect()
         if reducer.collect(chunk, index, parameter):
             sampler.grads_complete((chunk.id,))

@@ -27,12 +27,14 @@ from lightning_elixir.core.device import Device, Event
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.storages import storage_use_count
 from lightning_elixir.errors import StateError
-from lightning_elixir.plan.types import ChunkSpec
+from lightning_elixir.plan.types import ChunkSpec, Member
 from lightning_elixir.runtime.unreadable import set_data, stand_in
 
 
 class ChunkState(enum.Enum):
     """Whether the replica has bytes, and what may be done with them."""
+
+    __hash__ = object.__hash__  # an enum's own is written in Python
 
     RELEASED = "released"
     """The storage has no bytes (or, while something still aliases it, outdated ones)."""
@@ -72,10 +74,15 @@ class Chunk:
         self, spec: ChunkSpec, dtype: torch.dtype, device: Device, storage_bytes: int, like: Sequence[Tensor]
     ) -> None:
         self.spec = spec
+        self.id = spec.id
         self.dtype = dtype
         self.flat = torch.empty(0, dtype=dtype, device=device.torch_device)  # 1D, compute dtype, [spec.numel]
         self.parameters: list[nn.Parameter] = []  # bound, in the order of spec.members
         self.strides = [kept_stride(tuple(p.shape), tuple(p.stride())) for p in like]  # None: contiguous
+        # Shape, strides and offset of each member, and the offsets by themselves: looked at for every gradient and
+        # every saved tensor.
+        self._places = [_place(m, stride) for m, stride in zip(spec.members, self.strides, strict=True)]
+        self._offsets = [m.offset for m in spec.members]
         self.original_dtypes = [p.dtype for p in like]
         self.state = ChunkState.RELEASED
         self.ready: Event | None = None  # end of the transfer that fills the storage, until it is waited for
@@ -95,10 +102,6 @@ class Chunk:
         self.flat.set_(self._storage, 0, (spec.numel,), (1,))
         self._views = [self.view_of(self.flat, index) for index in range(len(spec.members))]
         self._storage.resize_(0)
-
-    @property
-    def id(self) -> int:
-        return self.spec.id
 
     @property
     def storage_key(self) -> int:
@@ -176,14 +179,20 @@ class Chunk:
 
     def _note_replaced(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
-            pairs = zip(self.parameters, self._views, strict=True)
-            found = [i for i, (parameter, view) in enumerate(pairs) if parameter.data_ptr() != view.data_ptr()]
+            start, itemsize = self.flat.data_ptr(), self.dtype.itemsize
+            found = [
+                index
+                for index, (parameter, offset) in enumerate(zip(self.parameters, self._offsets, strict=True))
+                if parameter.data_ptr() != start + offset * itemsize
+            ]
+            if found:  # what has no elements has no address
+                found = [i for i in found if self.parameters[i].data_ptr() != self._views[i].data_ptr()]
         self._replaced.update(found)
         return bool(found)
 
     def member_at(self, offset: int) -> int:
         """The index of the member that holds an element of the flat tensor."""
-        return max(0, bisect.bisect_right(self.spec.members, offset, key=lambda member: member.offset) - 1)
+        return max(0, bisect.bisect_right(self._offsets, offset) - 1)
 
     def note_written(self, indices: Iterable[int]) -> None:
         """Members have new values: as an in-place write does, this makes backward refuse what was saved before."""
@@ -197,10 +206,8 @@ class Chunk:
 
     def view_of(self, flat: Tensor, index: int) -> Tensor:
         """Member `index` in a flat tensor of this chunk's layout, in the parameter's shape and memory order."""
-        member, stride = self.spec.members[index], self.strides[index]
-        if stride is None:
-            return self.slice_of(flat, index).view(member.shape)
-        return flat.as_strided(member.shape, stride, member.offset)
+        shape, stride, offset = self._places[index]
+        return flat.as_strided(shape, stride, flat.storage_offset() + offset)
 
     def allocate(self) -> None:
         """Give the storage its bytes (on the compute stream). Without memory for them the chunk stays released."""
@@ -210,8 +217,9 @@ class Chunk:
 
     def wait_ready(self) -> None:
         """Make the compute stream wait until the values are there; the parameters can be read then, not before."""
-        self._wait()
-        if self.state is ChunkState.RESIDENT and not self._is_bound:
+        if self.ready is not None:
+            self._wait()
+        if not self._is_bound and self.state is ChunkState.RESIDENT:
             set_data(self.parameters, self._views)
             self._is_bound = True
 
@@ -265,6 +273,16 @@ class Chunk:
             self._note_replaced()
             set_data(self.parameters, self._stand_ins)
             self._is_bound = False
+
+
+def _place(member: Member, stride: tuple[int, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides and offset of a member in a flat tensor.
+
+    Args:
+        stride: None: contiguous.
+    """
+    shape = tuple(member.shape)
+    return shape, torch.empty(shape, device="meta").stride() if stride is None else stride, member.offset
 
 
 def kept_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:

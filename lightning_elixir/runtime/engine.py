@@ -202,42 +202,49 @@ class Engine:
 
     def acquire(self, ids: Sequence[int], *, pin: bool) -> None:
         """Make chunks resident and their parameters plain; with `pin`, until `drop`."""
-        if self.active.cost:
+        active = self.active
+        has_modes = bool(torch._C._len_torch_dispatch_stack())
+        if active.cost:
             check_untransformed()
-            if torch._C._len_torch_dispatch_stack():
+            if has_modes:
                 serve_under_modes()
         try:
+            if not has_modes:  # as nearly always, and this is called for every module and every saved parameter
+                self._acquire(active, ids, pin)
+                return
             with beside_dispatch_modes():
-                self._acquire(ids, pin)
+                self._acquire(active, ids, pin)
         except StorageError as error:
             self.tell_of(error)
             raise
 
-    def _acquire(self, ids: Sequence[int], pin: bool) -> None:
+    def _acquire(self, active: ActivePlan, ids: Sequence[int], pin: bool) -> None:
         is_computing = self.phases.is_computing
-        if self.active.cost:
+        if active.cost:
             if is_computing:
                 self.iterations.acquire(ids, pin)
             else:
-                self.active.residency.acquire_outside(ids, pin)
+                active.residency.acquire_outside(ids, pin)
         try:
+            is_plain = is_computing and not self.backwards.is_guarded
             for chunk_id in ids:
                 chunk = self.chunks[chunk_id]
                 chunk.wait_ready()
-                if is_computing and not self.backwards.is_guarded:
+                if is_plain:
                     self.interception.make_plain(chunk)
         except BaseException:
-            if pin and self.active.cost:
-                self.rcache.drop(ids)
+            if pin and active.cost:
+                active.rcache.drop(ids)
             raise
 
     def drop(self, ids: Sequence[int]) -> None:
         """Undo one pinned `acquire`."""
-        if self.active.cost:
+        active = self.active
+        if active.cost:
             traces = self.iterations.traces
             if traces.is_recording and self.phases.is_computing:
                 traces.record(Drop(tuple(ids)))
-            self.rcache.drop(ids)
+            active.rcache.drop(ids)
 
     # What is left open, where a forward or a backward has ended without a word
 

@@ -65,7 +65,7 @@ class Fetcher:
             shard = self._store.settle(chunk.id)
             chunk.allocate()
             with self._device.fetch_lane.issue(), label("fetch", chunk.id):
-                self._fill(chunk, chunk.flat, shard)
+                self._fill(chunk, chunk.flat, shard, is_alone=is_alone)
                 chunk.ready = self._device.fetch_lane.record()
         else:
             chunk.allocate()
@@ -120,7 +120,7 @@ class Fetcher:
         shard = self._store.settle(chunk.id)
         scratch = torch.empty(chunk.spec.numel, dtype=chunk.dtype, device=self._device.torch_device)
         with self._device.fetch_lane.issue():
-            self._fill(chunk, scratch, shard)
+            self._fill(chunk, scratch, shard, is_alone=False)
             event = self._device.fetch_lane.record()
         event.wait()  # the scratch memory is reused on the compute stream
 
@@ -138,7 +138,7 @@ class Fetcher:
             raise StateError(f"{chunk.spec} has no shard to fetch from: its replica was the only copy")
         return shard
 
-    def _fill(self, chunk: Chunk, flat: Tensor, shard: Shard) -> None:
+    def _fill(self, chunk: Chunk, flat: Tensor, shard: Shard, *, is_alone: bool) -> None:
         param = shard.read_param()  # with its peers, a rank reads when they have met
         if param is None:
             return
@@ -146,7 +146,7 @@ class Fetcher:
         is_upload = spec.param_tier is not Tier.GPU
         if shard.is_param_overwritten and shard.master is not None:
             param = shard.master.to(chunk.dtype)  # the same bits; rare, so from memory that is not page-locked
-        if not self.is_collective(chunk):
+        if is_alone:
             flat.copy_(param, non_blocking=True)
             self._moved.h2d += param.nbytes if is_upload else 0
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -67,6 +66,8 @@ def _nothing(*args: Any) -> None:
     return
 
 
+_STRIDED = torch.strided
+_PLAIN = frozenset((Tensor, nn.Parameter))  # nothing intercepts what is done with them
 _CALL = "_compiled_call_impl"  # what a module is called by, where that is not None
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -247,13 +248,17 @@ class SavedTensors:
 
     Args:
         chunks: By storage key.
-        bring: Called with the chunk whose elements backward needs now; inside the context that it returns they are
-            there.
+        need: Called with a chunk, a function and a packed tensor: gives what the function makes of that when the
+            chunk's elements are there.
     """
 
-    def __init__(self, chunks: dict[int, Chunk], bring: Callable[[Chunk], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        chunks: dict[int, Chunk],
+        need: Callable[[Chunk, Callable[[PackedTensor], Tensor], PackedTensor], Tensor],
+    ) -> None:
         self._chunks = chunks
-        self._bring = bring
+        self._need = need
 
     def context(self) -> ThreadHooks | None:
         """Hooks to enter now; None where ours are innermost already, or activation checkpointing's are: those keep no
@@ -292,7 +297,7 @@ class SavedTensors:
 
     def packed(self, tensor: Tensor) -> PackedTensor | None:
         """The handle of a tensor in managed storage; None for any other."""
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not _STRIDED:
             return None
         try:
             chunk = self._chunks.get(tensor.untyped_storage()._cdata)
@@ -302,18 +307,16 @@ class SavedTensors:
             return None
         offset = int(tensor.storage_offset())
         index = chunk.member_at(offset)
-        version = chunk.parameters[index]._version
+        version = _version_of(chunk.parameters[index])
         return PackedTensor(chunk, tensor.size(), tensor.stride(), offset, index, version)
 
     def unpacked(self, packed: PackedTensor) -> Tensor:
-        with self._bring(packed.chunk):  # which may wait for a thread that writes
-            with torch._C.DisableTorchFunctionSubclass():
-                version = packed.chunk.parameters[packed.member]._version
-            if version != packed.version:
-                raise RuntimeError(_updated(packed, version))
-            return packed.chunk.flat.as_strided(packed.size, packed.stride, packed.offset)
+        return self._need(packed.chunk, _made, packed)
 
     def _pack(self, tensor: Tensor) -> Any:
+        if type(tensor) in _PLAIN:
+            packed = self.packed(tensor)
+            return self.kept(tensor) if packed is None else packed
         with torch._C.DisableTorchFunctionSubclass():
             packed = self.packed(tensor)
             return self.kept(tensor) if packed is None else packed
@@ -324,19 +327,20 @@ class SavedTensors:
         if tensor.is_inference():
             return tensor  # nothing can write to it
         # An output that is kept as it is keeps the node that keeps it: a graph without a backward would never go.
-        kept, node = (tensor, None) if tensor.grad_fn is None else (tensor.detach(), tensor.grad_fn.name())
-        return _Kept(kept, tensor._version, node)
+        node = tensor.grad_fn
+        if node is None:
+            return _Kept(tensor, tensor._version, None)
+        return _Kept(tensor.detach(), tensor._version, node.name())
 
     def unpack(self, packed: Any) -> Tensor:
         """What was packed here, or by `packed` and `kept`."""
         if isinstance(packed, PackedTensor):
-            return self.unpacked(packed)
+            return self._need(packed.chunk, _made, packed)
         if not isinstance(packed, _Kept):
             tensor: Tensor = packed
             return tensor
-        with torch._C.DisableTorchFunctionSubclass():
-            if packed.tensor._version != packed.version:
-                raise RuntimeError(_overwritten(packed))
+        if _version_of(packed.tensor) != packed.version:
+            raise RuntimeError(_overwritten(packed))
         return packed.tensor
 
 
@@ -361,6 +365,23 @@ class _Kept(NamedTuple):
     """Autograd's count of in-place writes to it, when it was saved."""
     node: str | None
     """The operator that it is an output of; None for a leaf."""
+
+
+def _version_of(tensor: Tensor) -> int:
+    """Autograd's count of in-place writes to it, of which no interception learns."""
+    if type(tensor) in _PLAIN:
+        return tensor._version
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor._version
+
+
+def _made(packed: PackedTensor) -> Tensor:
+    """The tensor again, over elements that are there."""
+    chunk = packed.chunk
+    version = _version_of(chunk.parameters[packed.member])
+    if version != packed.version:
+        raise RuntimeError(_updated(packed, version))
+    return chunk.flat.as_strided(packed.size, packed.stride, packed.offset)
 
 
 def _overwritten(kept: _Kept) -> str:

@@ -71,6 +71,8 @@ class Interception:
         self._aliases = Aliases()
         made: dict[type, type[nn.Parameter]] = {}
         self._classes: list[list[tuple[nn.Parameter, type, type]]] = []  # per chunk: parameter, plain, intercepting
+        self._parameters = [p for chunk in chunks for p in chunk.parameters]
+        self._frozen = [chunk for chunk in chunks if not chunk.spec.requires_grad]
         for chunk in chunks:
             rows = []
             for parameter in chunk.parameters:
@@ -88,7 +90,7 @@ class Interception:
     def make_plain(self, chunk: Chunk) -> None:
         """Stop intercepting a chunk that is in use. Not where the chunk may go and threads other than the one that
         trains use parameters: they would not be intercepted either."""
-        if not self._is_read_elsewhere(chunk):
+        if chunk.id not in self._plain_chunks and not self._is_read_elsewhere(chunk):
             self._make_plain(chunk.id)
 
     def make_plain_for_compiled(self, ids: Sequence[int]) -> None:
@@ -129,11 +131,10 @@ class Interception:
     def have_gradient_hooks(self) -> bool:
         """Whether users have hooks at parameters, which backward runs."""
         with torch._C.DisableTorchFunctionSubclass():
-            return any(
-                bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1  # 1: our own
-                for chunk in self._chunks
-                for parameter in chunk.parameters
-            )
+            for parameter in self._parameters:
+                if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1:  # 1: our own
+                    return True
+            return False
 
     # Writes that must not happen
 
@@ -144,22 +145,21 @@ class Interception:
             StateError: If a parameter that was frozen when the plan was made now requires a gradient.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            for chunk in self._chunks:
-                if not chunk.spec.requires_grad:
-                    for index, parameter in enumerate(chunk.parameters):
-                        if parameter.requires_grad:
-                            raise StateError(
-                                f"{chunk.spec.members[index].fqn} was frozen when the model was set up and now "
-                                "requires a gradient: it has no place for gradient and optimizer states; unfreeze it "
-                                "before training starts"
-                            )
+            for chunk in self._frozen:
+                for index, parameter in enumerate(chunk.parameters):
+                    if parameter.requires_grad:
+                        raise StateError(
+                            f"{chunk.spec.members[index].fqn} was frozen when the model was set up and now "
+                            "requires a gradient: it has no place for gradient and optimizer states; unfreeze it "
+                            "before training starts"
+                        )
         self._versions = self._count()
 
     def _count(self) -> list[int]:
         """Autograd's version counter of every parameter: users' writes and updates show in it, chunks that move do
         not."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [p._version for chunk in self._chunks for p in chunk.parameters]
+            return [p._version for p in self._parameters]
 
     def forget_versions(self) -> None:
         """No forward waits for its backward any more."""

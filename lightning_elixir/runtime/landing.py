@@ -182,8 +182,6 @@ class Landing:
         if total is None:
             shard.grad = result
             return
-        if not self._device.is_synchronous:
-            self._device.synchronize()
         if is_late and total.dtype == result.dtype:
             total.add_(result)
             return
@@ -202,9 +200,8 @@ class Landing:
         wide = torch.promote_types(torch.float32, result.dtype)
         if total is None:
             if result.dtype == wide or not self.accumulates or self.is_step_next:
-                with self._device.reduce_lane.resume():
-                    self._store.set_grad(chunk.spec, result.dtype).copy_(result, non_blocking=True)
-                    sent = self._device.reduce_lane.record()
+                self._store.set_grad(chunk.spec, result.dtype).copy_(result, non_blocking=True)
+                sent = self._device.reduce_lane.record()
                 return sent, sent
             self._single.add(chunk.id)
             return self._sums.submit(result, self._store.set_grad(chunk.spec, wide), Addition.PUT, None)

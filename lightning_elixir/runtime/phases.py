@@ -44,7 +44,8 @@ class Phases:
     @property
     def is_computing(self) -> bool:
         """Whether a forward or a backward runs."""
-        return self.current in (Phase.FORWARD, Phase.BACKWARD)
+        current = self.current
+        return current is Phase.FORWARD or current is Phase.BACKWARD
 
     @property
     def is_interrupted(self) -> bool:

@@ -176,7 +176,8 @@ class Reducer:
         """
         with torch._C.DisableTorchFunctionSubclass():  # this is not the user touching `.grad`
             grad, parameter.grad = parameter.grad, None
-        if grad is None or chunk.id in self._begun_before:
+        chunk_id = chunk.id
+        if grad is None or chunk_id in self._begun_before:
             return False
         if grad.requires_grad:
             raise StateError(
@@ -184,26 +185,27 @@ class Reducer:
                 "done with it would have no derivative here. Take gradients that are differentiated again from "
                 "torch.autograd.grad(loss, parameters, create_graph=True), and call backward on what is made of them"
             )
-        collected = self._collected.get(chunk.id)
+        collected = self._collected.get(chunk_id)
         if collected is None:
-            collected = self._collected[chunk.id] = _Collected(self._new_block(chunk))
+            collected = self._collected[chunk_id] = _Collected(self._new_block(chunk))
         target = chunk.view_of(collected.block, index)
         if index in collected.arrived:
             target.add_(grad)
         else:
             target.copy_(grad)
-            if parameter.numel():
+            if grad.numel():
                 collected.arrived.add(index)
-        if (chunk.id, index) not in self.used:
-            self.used.add((chunk.id, index))
-            self._used_now.add((chunk.id, index))
-        count = self._arrivals[chunk.id] = self._arrivals.get(chunk.id, 0) + 1
-        if chunk.id in self._reduced_now or not self._is_complete(chunk.id, count, collected):
+        key = (chunk_id, index)
+        if key not in self.used:
+            self.used.add(key)
+            self._used_now.add(key)
+        count = self._arrivals[chunk_id] = self._arrivals.get(chunk_id, 0) + 1
+        if chunk_id in self._reduced_now or not self._is_complete(chunk_id, count, collected):
             return False
-        is_first = chunk.id not in self._finished
-        self._finished[chunk.id] = None
+        is_first = chunk_id not in self._finished
+        self._finished[chunk_id] = None
         with self._waiting():
-            self._advance(chunk.id)
+            self._advance(chunk_id)
         return is_first
 
     # End of backward. Between these calls, the engine agrees with the other ranks.

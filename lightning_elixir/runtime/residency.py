@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 import torch
 
@@ -66,6 +66,14 @@ class Residency:
         """Resident chunks that cannot go because something else shares their storage."""
         return [i for i in self._rcache.resident_ids if self._chunks[i].is_aliased()]
 
+    def _staying(self, ids: Collection[int] = ()) -> _Staying:
+        """What cannot go, looked at one by one when it would: an alias takes longer to find than a place in a trace.
+
+        Args:
+            ids: Others that stay.
+        """
+        return _Staying(self._chunks, self._common, ids)
+
     def acquire(self, ids: Sequence[int], pin: bool, held: Collection[int] | None, is_traced: bool) -> bool:
         """Bring chunks, and prefetch others. Where that fails, what did not come counts as absent again.
 
@@ -81,8 +89,10 @@ class Residency:
         Raises:
             CapacityError: There is no device memory for them.
         """
-        if is_traced and held is None and self._rcache.serve(tuple(dict.fromkeys(ids)), pin=pin):
-            return False
+        if is_traced and held is None:
+            each = tuple(ids) if len(ids) == 1 else tuple(dict.fromkeys(ids))
+            if self._rcache.serve(each, pin=pin):
+                return False
         return self._acquire(ids, pin, held, is_traced, is_meeting=False)
 
     def acquire_outside(self, ids: Sequence[int], pin: bool) -> None:
@@ -142,13 +152,9 @@ class Residency:
             is_asked_for: Whether the user has asked for these chunks together (`full_parameters`).
         """
         rcache = self._rcache
-        resident = rcache.resident_ids
-        if held is None:
-            is_missing = any(i in self._managed and i not in resident for i in ids)
-            is_tight = is_missing or rcache.used_blocks > rcache.budget_blocks
-            held = {*self.held(), *self._common} if is_tight else ()
+        staying: Container[int] = self._staying(ids) if held is None else {*held, *ids}
         overflows = rcache.overflows
-        decision = rcache.acquire(ids, pin=pin, held=held, is_traced=is_traced)
+        decision = rcache.acquire(ids, pin=pin, held=staying, is_traced=is_traced)
         self._needed = ids
         try:
             if decision.evict:
@@ -159,15 +165,14 @@ class Residency:
             together = self._fetch_alone(decision.fetch)
             ahead: tuple[int, ...] = ()
             if (together or is_meeting) and self._agreement is not None:
-                candidates = rcache.prefetch_candidates({*held, *ids}) if is_traced else ()
+                candidates = rcache.prefetch_candidates(staying) if is_traced else ()
                 # What is prefetched is what all ranks propose: each leaves out what it would have to wait for.
                 candidates = tuple(i for i in candidates if not self._fetcher.would_wait(self._chunks[i]))
                 ahead = self._agreement.want(together, candidates)
             elif is_traced and self._agreement is None:
                 ahead = rcache.prefetch_candidates(())
-                held = self.held() if ahead else ()
             if ahead:
-                self._prefetch(ahead, {*held, *ids})
+                self._prefetch(ahead, self._staying(ids))
         except BaseException:
             if pin:
                 rcache.drop(ids)
@@ -250,7 +255,7 @@ class Residency:
         self.evict(self._rcache.shrink({*self.held(), *coming, *self._common, *protected}))
         return before - self._rcache.used_blocks
 
-    def _prefetch(self, ids: Sequence[int], held: Collection[int]) -> None:
+    def _prefetch(self, ids: Sequence[int], held: Container[int]) -> None:
         decision = self._rcache.prefetch(ids, held)
         self.evict(decision.evict)
         try:
@@ -274,4 +279,26 @@ class Residency:
             members[0],
             f" and {len(members) - 1} more parameters" if len(members) > 1 else "",
             self._rcache.budget_blocks,
+        )
+
+
+class _Staying:
+    """Chunks that must not be evicted now, for `in`.
+
+    Args:
+        chunks: By id.
+        common: What all ranks count on.
+        ids: What is needed now.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], common: Container[int], ids: Container[int]) -> None:
+        self._chunks = chunks
+        self._common = common
+        self._ids = ids
+
+    def __contains__(self, chunk_id: object) -> bool:
+        return (
+            chunk_id in self._ids
+            or chunk_id in self._common
+            or (isinstance(chunk_id, int) and self._chunks[chunk_id].is_aliased())
         )

@@ -406,3 +406,42 @@ def test_the_short_way_is_not_taken_above_the_budget() -> None:
     assert cache.serve((0,), pin=False)
     cache.budget_blocks = 1
     assert not cache.serve((0,), pin=False)
+
+
+def test_what_is_remembered_of_prefetching_changes_nothing() -> None:
+    """Beside one that looks anew each time: pins, aliases, chunks that stay, a budget that changes, departures."""
+    random, num_short, num_full = Random(8), 0, 0
+    for _ in range(400):
+        num_chunks = random.randint(2, 7)
+        costs = {i: random.choice((1, 1, 2)) for i in range(num_chunks) if random.random() < 0.85}
+        budget, depth = random.randint(1, 5), random.randint(1, 3)
+        trace = random_trace(random, num_chunks, 30)
+        anew, short = (RCache(costs, budget, depth) for _ in range(2))
+        for cache in (anew, short):
+            cache.begin(CachePolicy(trace))
+        for event in trace.events:
+            if not isinstance(event, Acquire):
+                for cache in (anew, short):
+                    cache.drop(event.ids)
+                continue
+            ids, held = event.ids, {*event.held, *event.ids}
+            if not event.is_pinned and random.random() < 0.05:
+                ids = (random.randrange(num_chunks),)
+            anew._settled_until = anew._full_until = 0
+            expected = anew.acquire(ids, pin=event.is_pinned, held=held)
+            anew._settled_until = anew._full_until = 0
+            wanted = anew.prefetch_candidates(())
+            num_full += short._full_until > short.position
+            if short.serve(ids, pin=event.is_pinned):
+                num_short += 1
+                assert (expected, wanted) == (Decision(), ())
+            else:
+                assert short.acquire(ids, pin=event.is_pinned, held=held) == expected
+                assert short.prefetch_candidates(()) == wanted
+            assert anew.prefetch(wanted, held) == short.prefetch(wanted, held)
+            assert list(anew.resident_ids) == list(short.resident_ids)
+            assert (anew.counters, anew.position) == (short.counters, short.position)
+            if random.random() < 0.05:
+                anew.budget_blocks = short.budget_blocks = random.randint(1, 5)
+    assert num_short > 500
+    assert num_full > 500

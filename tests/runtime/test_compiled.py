@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Checkpointing: "no", "around" blocks, or "inside"."""
+    """Checkpointing: "no", "around" blocks, "reentrant" around them, or "inside"."""
 
     def __init__(self, checkpointing: str = "no") -> None:
         super().__init__()
@@ -68,12 +68,13 @@ class Net(nn.Module):
         self.inp = nn.Linear(8, WIDTH)
         self.blocks = nn.ModuleList(Block(checkpointing == "inside") for _ in range(DEPTH))
         self.out = nn.Linear(WIDTH, 4)
-        self.is_around = checkpointing == "around"
+        self.is_reentrant = checkpointing == "reentrant"
+        self.is_around = self.is_reentrant or checkpointing == "around"
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.is_around else block(x)
+            x = checkpoint(block, x, use_reentrant=self.is_reentrant) if self.is_around else block(x)
         return self.out(x)
 
 
@@ -207,8 +208,9 @@ class Ours:
 
 
 def steps(run: Any, num_steps: int = 4) -> Trained:
-    """All but the first with two micro-batches, and a look without gradients before them."""
-    losses = []
+    """All but the first with two micro-batches, and a look without gradients before them. Nothing is compiled after the
+    third."""
+    losses, compiled, num_after_third = [], torch._dynamo.utils.counters["stats"], None
     for step in range(num_steps):
         if step:
             with torch.no_grad():
@@ -218,6 +220,9 @@ def steps(run: Any, num_steps: int = 4) -> Trained:
             run.backward(loss)
             losses.append(loss.detach())
         run.step()
+        if step == 2:
+            num_after_third = compiled["unique_graphs"]
+    assert num_after_third in (None, compiled["unique_graphs"])
     return Trained(losses, [value.clone() for value in run.values()], num_graphs())
 
 
@@ -239,7 +244,8 @@ def assert_equal(actual: Trained, expected: Trained) -> None:
     assert actual.num_graphs == expected.num_graphs
 
 
-@crossed(form=FORMS, placement=PLACEMENTS, checkpointing=["no", "around", "inside"], together=1)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of looks without gradients
+@crossed(form=FORMS, placement=PLACEMENTS, checkpointing=["no", "around", "inside", "reentrant"], together=1)
 def test_as_compiled_plain_pytorch(form: Callable[[Net], nn.Module], placement: str, checkpointing: str) -> None:
     expected = steps(Plain(form(Net(checkpointing))))
     ours = Ours(form(Net(checkpointing)), placement)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_elixir._lightning import Callback, Trainer
+from lightning_elixir._lightning import Callback, LightningModule, Trainer
 from lightning_elixir.errors import PlanError
 from lightning_elixir.runtime import forwards
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler
 from lightning_elixir.strategy.warm_up import Stage
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import full
 from tests.strategy.models import TIGHT, WIDTH, Block, LateNet, Net, assert_same_run, fit, make_data, make_trainer
 
 # Of the compiler's own code, which hides it from users.
@@ -37,6 +38,16 @@ def fresh_compiler() -> Iterator[None]:
 class NetOfCompiledBlocks(LateNet):
     def configure_model(self) -> None:
         super().configure_model()
+        for block in self.layers:
+            if isinstance(block, Block):
+                block.compile(backend="aot_eager")
+
+
+class NetCompiledAtOnce(Net):
+    """In `__init__`."""
+
+    def _make(self) -> None:
+        super()._make()
         for block in self.layers:
             if isinstance(block, Block):
                 block.compile(backend="aot_eager")
@@ -102,7 +113,7 @@ def assert_as_compiled_blocks(form: Callable[[], Any], elixir: dict[str, Any], *
     return trainer
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, full(NetCompiledAtOnce)])
 def test_as_the_plain_trainer(form: Callable[[], Any]) -> None:
     assert_as_compiled_blocks(form, TIGHT, val=make_data, max_epochs=2, accumulate_grad_batches=2)
 
@@ -309,3 +320,80 @@ def test_lazy_layers_are_refused_as_before() -> None:
 
     with pytest.raises(PlanError, match="have no shape yet"):
         make_trainer(ElixirStrategy(**TIGHT)).fit(Lazy(), make_data())
+
+
+class Llama(LightningModule):
+    """A model of transformers that checkpoints its compiled layers, some of which are frozen.
+
+    Args:
+        is_late: Whether it is made in `configure_model`.
+        form: What is compiled: "layers", "model", or nothing here.
+    """
+
+    def __init__(self, is_late: bool, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.losses: list[Tensor] = []
+        self.num_graphs: list[int] = []
+        if not is_late:
+            self._make()
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self._make()
+
+    def _make(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(7)
+        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, use_cache=False))
+        model.gradient_checkpointing_enable()
+        model.model.layers[:2].requires_grad_(False)
+        if self.form == "layers":
+            for layer in model.model.layers:
+                layer.compile(backend="aot_eager")
+        self.model = torch.compile(model, backend="aot_eager") if self.form == "model" else model
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.losses.append(self.model(input_ids=batch, labels=batch).loss)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3, foreach=False)
+
+
+def fit_llama(strategy: Any, model: Any) -> list[Tensor]:
+    """Losses of training and validation, whose graphs are the last ones."""
+    tokens: Any = [torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    trainer = make_trainer(strategy, accumulate_grad_batches=2, val_check_interval=1.0, max_epochs=2)
+    trainer.fit(model, DataLoader(tokens, batch_size=None), DataLoader(tokens[:2], batch_size=None))
+    seen: Llama = trainer.lightning_module
+    assert seen.num_graphs[6] == seen.num_graphs[-1]
+    assert not torch._dynamo.utils.counters["graph_break"]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return seen.losses
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+def test_transformers_model() -> None:
+    pytest.importorskip("transformers")
+    expected = fit_llama("auto", Llama(is_late=True, form="layers"))
+    tight = {"placement_policy": "cpu", "chunk_size": "16KiB"}
+    for is_late in (False, True):
+        for form in ("layers", "model", "module"):
+            strategy, model = ElixirStrategy(**tight), Llama(is_late, form)
+            losses = fit_llama(strategy, torch.compile(model, backend="aot_eager") if form == "module" else model)
+            assert all(map(torch.equal, losses, expected))
+            assert len(losses) == len(expected)
+            assert strategy.stats().evictions > 0
+            assert strategy.stats().overflows == 0
