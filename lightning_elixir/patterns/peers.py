@@ -52,7 +52,7 @@ class Wire(Protocol):
 
 
 Heard = Callable[[str, str, int], None]
-"""Is told of an exchange of a step that is foreseen: its axis, its kind and its bytes, as of `plan.weighing.Exchanged`."""
+"""Is told of an exchange of a step that is foreseen: axis, kind and bytes, as of `plan.weighing.Exchanged`."""
 
 
 class Peers:

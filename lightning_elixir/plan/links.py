@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
 
-_SIZES = tuple(2**n for n in range(16, 33, 2))
+_SIZES = tuple(2**n for n in range(10, 33, 2))
 
 
 @dataclass(frozen=True)
