@@ -37,6 +37,7 @@ from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import DEFAULT_PREFETCH_DEPTH, PlacementRequest, Problem
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.plan.sharding import Sharding, best_sharding, check_sharding, meshes_of
 from lightning_elixir.plan.simulator.timeline import Timeline, scheme_of, simulate_step
 from lightning_elixir.plan.types import ALIGN_NUMEL, TRAINED_DTYPES, IgnoredParam, ParamSpec, Plan, UpdateTiming
 from lightning_elixir.plan.units import option_bytes
@@ -140,6 +141,7 @@ def make_plan(
         activation_host_bytes=None if layout is None else layout.activation_host_bytes,
         tensor_parallel_size=mesh.tensor,
         expert_parallel_size=mesh.expert,
+        num_copies=mesh.copies,
     )
     problem.check()
     if layout is not None:
@@ -188,6 +190,7 @@ def place_anew(
         activation_host_bytes=layout.activation_host_bytes,
         tensor_parallel_size=layout.tensor_parallel_size,
         expert_parallel_size=layout.expert_parallel_size,
+        num_copies=layout.num_copies,
     )
     one = Layout(packed_chunks(layout), layout.block_bytes, layout.compute_dtype)
     return _decided([one], problem, None, layout.ignored)
@@ -441,6 +444,7 @@ def simple_search(
     cpu_bytes: int | str | None = None,
     non_model_bytes: int | str = 0,
     local_world_size: int | None = None,
+    sharding: Sharding = "world",
     chunk_search_range: int | str | None = None,
     chunk_search_n_grids: int | None = None,
     min_chunk_size: int | str | None = None,
@@ -467,6 +471,7 @@ def simple_search(
         cpu_bytes: Plan as if a rank had no more host memory than this.
         non_model_bytes: Device memory to leave for activations, buffers and temporaries.
         local_world_size: Ranks on this host; None: all of them.
+        sharding: As for `ElixirStrategy`, with `world_size // local_world_size` nodes.
         chunk_search_range: How far above the smallest chunk size to search.
         chunk_search_n_grids: How many chunk sizes to look at for their waste; None: 128.
         min_chunk_size: The smallest chunk size.
@@ -497,6 +502,7 @@ def optimal_search(
     cpu_bytes: int | str | None = None,
     non_model_bytes: int | str | None = None,
     local_world_size: int | None = None,
+    sharding: Sharding = "world",
     chunk_search_range: int | str | None = None,
     chunk_search_n_grids: int | None = None,
     min_chunk_size: int | str | None = None,
@@ -560,6 +566,7 @@ class _Search:
     cpu_bytes: int | str | None = None
     non_model_bytes: int | str | None = None
     local_world_size: int | None = None
+    sharding: Sharding = "world"
     chunk_search_range: int | str | None = None
     chunk_search_n_grids: int | None = None
     min_chunk_size: int | str | None = None
@@ -602,7 +609,9 @@ class _Search:
         """
         is_half = self.unified_dtype.itemsize == 2
         kept = kept_parameters(self.model, self.keep_fp32, has_autocast=False, has_defaults=is_half)
-        plan = make_plan(
+        check_sharding(self.sharding)
+        make = partial(
+            make_plan,
             self.model,
             PlacementRequest(
                 prefetch_depth=DEFAULT_PREFETCH_DEPTH if self.overlap else 0,
@@ -625,13 +634,14 @@ class _Search:
                 can_stream=self.can_stream,
                 can_reuse_compute_shard=is_half,  # there is a master then
             ),
-            world_size=self.world_size,
             compute_dtype=self.unified_dtype,
             keep_fp32=kept if is_half else (),
             ignored=ignored_parameters(self.model, self.ignored),
             profile=profile,
             hardware=self.hardware,
         )
+        meshes = meshes_of(Mesh(self.world_size), max(1, self.world_size // self.num_local_ranks), self.sharding)
+        plan = best_sharding(lambda mesh: make(mesh=mesh), meshes)
         if self.verbose and not (dist.is_initialized() and dist.get_rank()):
             sys.stdout.write(f"{plan.explain()}\n")
         return plan

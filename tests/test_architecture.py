@@ -37,7 +37,17 @@ ARROWS: dict[str, set[str]] = {
     "strategy": {"_lightning", "wrapper", "optimizer", "planning", "report", "runtime", "checkpoint", "profiling"}
     | {"patterns", "optim", "storage", "core", "fused", "plan", "memory_limits"},
     "registration": {"_lightning", "strategy"},
-    "cli": {"_lightning", "registration", "strategy", "planning", "report", "checkpoint", "profiling", "plan"},
+    "cli": {
+        "_lightning",
+        "registration",
+        "strategy",
+        "planning",
+        "patterns",
+        "report",
+        "checkpoint",
+        "profiling",
+        "plan",
+    },
     "fabric": {"strategy"},
     "__init__": {"fused", "plan", "optim", "profiling", "planning", "wrapper", "strategy", "registration"},
     "__main__": {"cli"},

@@ -800,3 +800,45 @@ def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]
         main([])
     assert stopped.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+HOSTS = ["--gpus", "2", "--network-gb-s", "1", "--network-us", "20"]
+
+
+def test_several_hosts_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT, *HOSTS, "--nodes", "2", "--sharding", "node", "--json"]) == 0
+    plan = plan_from_dict(json.loads(capsys.readouterr().out)["plan"])
+    assert (plan.world_size, plan.num_copies) == (4, 2)
+
+
+def test_table_of_scaling(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT, *HOSTS, "--scaling", "1", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("| 1 | 2 | sharded over all 2 ranks |")
+    assert lines[3].startswith("| 4 | 8 | sharded over ")
+    assert "copies: " in lines[3]
+    assert lines[-1].startswith(("From 8 GPUs on", "Up to 8 GPUs"))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--nodes", "2"], "--network-gb-s and --network-us"),
+        (["--scaling", "2", "--json"], "leave out --json"),
+        (["--patterns", "--scaling", "2"], "leave out --scaling"),
+    ],
+)
+def test_hosts_that_are_not_described(capsys: pytest.CaptureFixture[str], given: list[str], told: str) -> None:
+    assert main([*GPT, *given]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_table_of_patterns(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["hidden_size=64", "num_hidden_layers=2", "num_attention_heads=4", "num_key_value_heads=2"]
+    shape += ["num_experts=4", "num_experts_per_tok=2", "moe_intermediate_size=32", "vocab_size=512"]
+    model = ["plan", "--model", "qwen3_moe", "--set", *shape, "--batch-size", "2", "--seq-len", "32", *MEMORY]
+    assert main([*model, "--gpus", "2", "--patterns"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:5]] == ["| sharding alone", "| tensor 2", "| expert 2"]
+    assert lines[-1].startswith("Take ")
+    assert all(" 0 s " not in line for line in lines[3:5])  # exchanges are seen

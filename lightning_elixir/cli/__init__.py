@@ -44,6 +44,14 @@ def _run(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("rich") is None:
         raise PlanError(f"`lightning-elixir {options.command}` prints with rich, which is missing: pip install rich")
     _prepare()
+    if options.command == "plan" and options.patterns:
+        from lightning_elixir.cli.pattern_table import print_patterns
+
+        return print_patterns(options)
+    if options.command == "plan" and options.scaling:
+        from lightning_elixir.cli.scaling import print_scaling
+
+        return print_scaling(options)
     if options.command == "plan":
         from lightning_elixir.cli.plan import run_plan
 

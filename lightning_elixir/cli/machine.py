@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning_elixir.cli.wording import size_of
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, load_hardware
+from lightning_elixir.plan.links import Network, on_nodes
 from lightning_elixir.plan.memory import Budget, host_share
 
 
@@ -37,6 +38,7 @@ def machine_of(options: argparse.Namespace, dtype: str) -> Machine:
     """
     spec = named_hardware(options.hardware) if options.hardware else HardwareSpec.nominal()
     spec, remarks = _for_ranks(_with_figures(spec, options, dtype), options.gpus, options)
+    spec = _for_nodes(spec, options)
     gpu_bytes = size_of(options.gpu_memory, "--gpu-memory") or spec.gpu_bytes
     host_bytes = size_of(options.cpu_memory, "--cpu-memory") or spec.host_bytes
     if not gpu_bytes or not host_bytes:
@@ -104,7 +106,7 @@ def _with_figures(spec: HardwareSpec, options: argparse.Namespace, dtype: str) -
 
 def _for_ranks(spec: HardwareSpec, num_ranks: int, options: argparse.Namespace) -> tuple[HardwareSpec, tuple[str, ...]]:
     """The figures of one rank where another number of ranks was measured."""
-    if spec.world_size == num_ranks:
+    if spec.world_size == num_ranks or spec.num_nodes > 1:
         return spec, ()
     remarks = []
     changed: dict[str, object] = {"world_size": num_ranks}
@@ -118,6 +120,31 @@ def _for_ranks(spec: HardwareSpec, num_ranks: int, options: argparse.Namespace) 
         changed |= {"all_gather": nominal.all_gather, "reduce_scatter": nominal.reduce_scatter}
         remarks.append("collectives: round figures, since one rank was measured; see --collective-gb-s")
     return replace(spec, **changed), tuple(remarks)  # type: ignore[arg-type]
+
+
+def _for_nodes(spec: HardwareSpec, options: argparse.Namespace) -> HardwareSpec:
+    """The figures of a rank among several nodes: those that were measured there, or simulated ones.
+
+    Raises:
+        PlanError: They were measured on other nodes, or nothing is known of the network.
+    """
+    nodes, measured = options.nodes, (spec.num_nodes, spec.world_size)
+    if spec.num_nodes > 1:
+        if measured != (nodes, nodes * options.gpus):
+            raise PlanError(
+                f"--hardware: these figures are of {spec.world_size} GPUs on {spec.num_nodes} hosts: give --nodes"
+                f" {spec.num_nodes} --gpus {spec.world_size // spec.num_nodes}, or figures of one host"
+            )
+        return spec
+    given = (options.network_gb_s, options.network_us)
+    if nodes == 1:
+        return spec
+    if None in given:
+        raise PlanError(
+            "how fast is the network between the hosts? Give --network-gb-s and --network-us, or figures that"
+            " `bench-hardware` has measured there"
+        )
+    return on_nodes(spec, nodes, Network(given[0] * 1e9, given[1] * 1e-6))
 
 
 def _ranks(count: int) -> str:

@@ -111,7 +111,20 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         help="NVMe space for optimizer states, for all GPUs together, where host memory is short (a fit takes half of"
         " what is free)",
     )
-    group.add_argument("--gpus", type=_positive, default=1, metavar="N", help="GPUs, all of one host; default: 1")
+    group.add_argument("--gpus", type=_positive, default=1, metavar="N", help="GPUs of one host; default: 1")
+    group.add_argument(
+        "--nodes",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="such hosts, each with --gpus and these sizes; default: 1",
+    )
+    group.add_argument(
+        "--sharding",
+        choices=("world", "node", "auto"),
+        default="auto",
+        help="on several hosts, which GPUs share parameters and states: all of them, or those of each; default: auto",
+    )
     group.add_argument(
         "--hardware",
         metavar="NAME|FILE.json",
@@ -123,6 +136,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         ("--h2d-gb-s", "host to device, in GB/s"),
         ("--d2h-gb-s", "device to host, in GB/s"),
         ("--collective-gb-s", "all-gather and reduce-scatter, in GB/s of whole chunk"),
+        ("--network-gb-s", "what one GPU sends to other hosts while all of its host do, in GB/s"),
+        ("--network-us", "time of one message between hosts, in microseconds"),
         ("--gpu-tflops", "matrix products in the precision's dtype, in Tflop/s"),
         ("--gpu-adam", "Adam on the GPU, in Gparam/s"),
         ("--cpu-adam", "Adam of one rank on the host, in Gparam/s"),
@@ -207,6 +222,21 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="instead of all this, a table in Markdown: where each of these models (as for --model) would live on GPUs"
         " of 24, 40, 80 and 141 GiB beside 64 and 128 GiB of host memory, with the other options as given",
+    )
+
+    group.add_argument(
+        "--patterns",
+        action="store_true",
+        help="with --model, instead of all this, a table in Markdown: parallel patterns of the model's own (experts or"
+        " layers that are cut between GPUs) beside sharding alone, by time and memory, and which of them to take",
+    )
+    group.add_argument(
+        "--scaling",
+        nargs="+",
+        type=_positive,
+        metavar="N",
+        help="instead of all this, a table in Markdown: what would be chosen on so many hosts, how fast it would be,"
+        " and where more hosts stop paying, with the other options as given",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.markup import escape
+from torch import nn
 
 from lightning_elixir.cli.machine import Machine, machine_of
 from lightning_elixir.cli.rich_tables import print_plan
@@ -24,7 +25,9 @@ from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.activations import ActivationRequest
 from lightning_elixir.plan.fates import with_fates
 from lightning_elixir.plan.io import plan_to_dict, save_plan
+from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.profile import MemoryProfile
+from lightning_elixir.plan.sharding import best_sharding, meshes_of
 from lightning_elixir.plan.simulator.timeline import Timeline
 from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.planning import (
@@ -130,19 +133,28 @@ def find(options: argparse.Namespace) -> Found:
     """
     if options.model is not None:
         check_name(options.model)
-    machine = _machine(options)
+    machine = machine_for(options)
     return place(*study(options), machine, options)
 
 
-def _machine(options: argparse.Namespace) -> Machine:
+def machine_for(options: argparse.Namespace) -> Machine:
+    """The machine that the options describe, with the precision's figures."""
     return machine_of(options, dtype_name(ElixirPrecision(options.precision).compute_dtype or torch.float32))
 
 
-def study(options: argparse.Namespace) -> tuple[Subject, MemoryProfile]:
-    """What a step of the model takes, on any machine."""
+def study(
+    options: argparse.Namespace, change: Callable[[nn.Module], None] = lambda model: None
+) -> tuple[Subject, MemoryProfile]:
+    """What a step of the model takes, on any machine.
+
+    Args:
+        options: Of the command.
+        change: What is done to the model first.
+    """
     precision = ElixirPrecision(options.precision)
     with _telling(options, "looking at the model"):
         subject = module_subject(options) if options.module else transformers_subject(options)
+    change(subject.model)
     with _telling(options, "running a training step without values"), speaking_of_options():
         profile = profile_memory(
             subject.model,
@@ -159,8 +171,21 @@ def study(options: argparse.Namespace) -> tuple[Subject, MemoryProfile]:
     return subject, profile
 
 
-def place(subject: Subject, profile: MemoryProfile, machine: Machine, options: argparse.Namespace) -> Found:
+def place(
+    subject: Subject,
+    profile: MemoryProfile,
+    machine: Machine,
+    options: argparse.Namespace,
+    mesh: Mesh | None = None,
+) -> Found:
     """Search for the placement on a machine.
+
+    Args:
+        subject: From `study`, as is the profile.
+        profile: What its step takes.
+        machine: The machine.
+        options: Of the command.
+        mesh: All ranks; None: nothing is cut between them.
 
     Raises:
         CapacityError: Nothing fits.
@@ -168,7 +193,8 @@ def place(subject: Subject, profile: MemoryProfile, machine: Machine, options: a
     precision = ElixirPrecision(options.precision)
     regime = with_optimizer(regime_of(options, precision), can_stream=options.optimizer == "hybrid", num_states=2)
     with _telling(options, "looking for the fastest placement"), speaking_of_options():
-        plan = _fit_plan(subject, machine, profile, options, regime)
+        meshes = meshes_of(mesh or Mesh(options.gpus * options.nodes), options.nodes, options.sharding)
+        plan = best_sharding(lambda mesh: _fit_plan(subject, machine, profile, options, regime, mesh), meshes)
         timeline = timeline_of(plan, profile, machine.hardware, regime)
     num_params = sum(spec.numel for spec in param_specs(subject.model))
     return Found(
@@ -217,7 +243,7 @@ def _where_it_lives(
     sized = {"gpu_memory": f"{gpu_gib}GiB", "cpu_memory": f"{host_gib}GiB"}
     named = argparse.Namespace(**{**vars(options), **sized})
     try:
-        plan = place(subject, profile, _machine(named), named).plan
+        plan = place(subject, profile, machine_for(named), named).plan
     except CapacityError:
         return "-"
     tiers = {tier for chunk in plan.chunks for tier in (chunk.param_tier, chunk.optim_tier)}
@@ -225,7 +251,12 @@ def _where_it_lives(
 
 
 def _fit_plan(
-    subject: Subject, machine: Machine, profile: MemoryProfile, options: argparse.Namespace, regime: TrainingRegime
+    subject: Subject,
+    machine: Machine,
+    profile: MemoryProfile,
+    options: argparse.Namespace,
+    regime: TrainingRegime,
+    mesh: Mesh,
 ) -> Plan:
     """The plan that a fit comes to, which cuts the model into chunks before it knows its optimizer and what a step
     takes, and places them when it does; where that is too late, one to be given to a fit."""
@@ -234,7 +265,7 @@ def _fit_plan(
         make_plan,
         subject.model,
         PlacementRequest(policy=options.policy, activations=activations_of(options)),
-        world_size=options.gpus,
+        mesh=mesh,
         compute_dtype=precision.compute_dtype,
         hardware=machine.hardware,
     )
@@ -287,6 +318,11 @@ def regime_of(options: argparse.Namespace, precision: ElixirPrecision) -> Traini
     )
 
 
+def _gpus_text(options: argparse.Namespace) -> str:
+    count = options.gpus * options.nodes
+    return f"{count} GPU{'s' * (count > 1)}" + (f" of {options.nodes} hosts" if options.nodes > 1 else "")
+
+
 @contextmanager
 def _telling(options: argparse.Namespace, what: str) -> Iterator[None]:
     """Say what takes its time, on a terminal."""
@@ -316,7 +352,7 @@ def _report_data(found: Found, options: argparse.Namespace) -> ReportData:
     if options.checkpointing:
         facts.append(("activation checkpointing", "on"))
     return ReportData(
-        title=f"{found.subject.name} on {options.gpus} GPU{'s' * (options.gpus > 1)}",
+        title=f"{found.subject.name} on {_gpus_text(options)}",
         plan=found.plan,
         hardware=found.machine.hardware,
         timeline=found.timeline,

@@ -22,6 +22,7 @@ _OPTIONS = {
     "activations": "--activations",
     "placement_policy": "--policy",
     "world_size": "--gpus",
+    "sharding": "--sharding",
     "num_backwards": "--accumulate",
     "step_fn": "the training step",
 }

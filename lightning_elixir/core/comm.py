@@ -97,6 +97,10 @@ class Comm(Protocol):
     def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
         """`shard` receives this rank's slice of the mean of `flat` over the ranks."""
 
+    def mean_over_ranks(self, flat: Tensor) -> None:
+        """In place, summed in rank order: the same bits on every rank. 1-D, numel a multiple of the world size. With
+        gloo the host waits, else the current stream."""
+
     def all_to_all(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Rank r gets `sent[r]` elements of `flat` from here, in order; returned are the `received[r]` elements of each
         rank, in order. 1-D, on the data group's device."""
@@ -188,6 +192,9 @@ class SoloComm:
     def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
         shard.copy_(flat)
         return None
+
+    def mean_over_ranks(self, flat: Tensor) -> None:
+        return
 
     def all_to_all(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return flat
@@ -428,7 +435,7 @@ class GroupComm:
         if storage is not None:
             _wait_until_let_go(storage, num_uses)
 
-    def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work | None:
+    def reduce_scatter_mean(self, shard: Tensor, flat: Tensor) -> Work:
         received = torch.empty_like(flat)
         with self.collective():
             self._place.count += 1
@@ -436,6 +443,12 @@ class GroupComm:
         reduction = _MeanOfSlices(self, work, received.view(self.world_size, -1), shard, self._place.count)
         self._reductions.add(reduction)
         return reduction
+
+    def mean_over_ranks(self, flat: Tensor) -> None:
+        mine = torch.empty(flat.numel() // self.world_size, dtype=flat.dtype, device=flat.device)
+        self.reduce_scatter_mean(mine, flat).wait()
+        flat[self.rank * mine.numel() : (self.rank + 1) * mine.numel()].copy_(mine)
+        self.all_gather(flat)
 
     def all_to_all(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         result = torch.empty(sum(received), dtype=flat.dtype, device=flat.device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_elixir.patterns.cuts import set_cuts, whole_of
 from lightning_elixir.patterns.peers import Peers, Wire
 from lightning_elixir.plan.mesh import AxisCut, Mesh
 from lightning_elixir.plan.selection import matching, near_misses
+from lightning_elixir.plan.weighing import Exchanged
 
 Patterns = Mapping[str | type, ParallelPattern]
 
@@ -63,6 +65,24 @@ def bind_peers(model: nn.Module, wire: Wire | None) -> None:
     """Connect the peers of all patterns in a model; None: disconnect them."""
     for forward in pattern_forwards(model):
         forward.peers.bind(wire)
+
+
+@contextmanager
+def exchanges_of(model: nn.Module) -> Iterator[list[Exchanged]]:
+    """What the patterns in a model exchange in steps without values inside."""
+    found: list[Exchanged] = []
+
+    def hear(axis: str, kind: str, nbytes: int) -> None:
+        found.append(Exchanged(axis, kind, nbytes))
+
+    every = [forward.peers for forward in pattern_forwards(model)]
+    for peers in every:
+        peers.listen(hear)
+    try:
+        yield found
+    finally:
+        for peers in every:
+            peers.listen(None)
 
 
 def take_out(model: nn.Module) -> None:

@@ -50,6 +50,11 @@ def scaled_backward(tensor: Tensor, factor: float) -> Tensor:
     return _applied(_ScaledBackward, tensor, factor)
 
 
+def foreseen_rows(tensor: Tensor, peers: Peers, nbytes: int) -> Tensor:
+    """As it is, in a step that is foreseen: rows of so many bytes would be exchanged here, and in backward."""
+    return _applied(_ForeseenRows, tensor, peers, nbytes)
+
+
 def _applied(function: type[Function], *args: Any) -> Tensor:
     result: Tensor = function.apply(*args)
     return result
@@ -127,6 +132,20 @@ class _ScaledBackward(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.factor, None
+
+
+class _ForeseenRows(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, peers: Peers, nbytes: int) -> Tensor:
+        ctx.peers, ctx.nbytes = peers, nbytes
+        peers.foresee("rows", nbytes)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.peers.foresee("rows", ctx.nbytes)
+        return grad, None, None
 
 
 def _own_part(tensor: Tensor, dim: int, peers: Peers) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.base import Compute, ParallelPattern
-from lightning_elixir.patterns.exchanges import ExchangedRows, Permuted
+from lightning_elixir.patterns.exchanges import ExchangedRows, Permuted, foreseen_rows
 from lightning_elixir.patterns.peers import Exchange, Peers, is_without_values
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -53,7 +53,10 @@ class Expert(ParallelPattern):
         tokens, experts, weights = _named(args, kwargs)
         number = next(module.parameters()).shape[0]
         if is_without_values(tokens):
-            return compute(tokens, experts % number, weights)  # foreseen: as if all tokens stayed here
+            # Foreseen, as if all tokens stayed here: they go and come back, and so do gradients.
+            nbytes = experts.shape[-1] * tokens.nbytes
+            told = foreseen_rows(tokens, peers, nbytes)
+            return foreseen_rows(compute(told, experts % number, weights), peers, nbytes)
         width, k = tokens.shape[-1], experts.shape[-1]
         flat = experts.reshape(-1)
         order = torch.argsort(flat, stable=True)  # by expert, and so by rank

@@ -8,7 +8,7 @@ out has the right shapes, for the step that is foreseen.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,10 @@ class Wire(Protocol):
         """As of `Comm`."""
 
 
+Heard = Callable[[str, str, int], None]
+"""Is told of an exchange of a step that is foreseen: axis, kind and bytes, as of `plan.weighing.Exchanged`."""
+
+
 class Peers:
     """The ranks that differ from this one along one axis alone, and this rank among them.
 
@@ -65,6 +69,7 @@ class Peers:
         self.size = size
         self.rank = rank
         self._wire: Wire | None = None
+        self._heard: Heard | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Peers:
         return self  # copies of a module talk to the same ranks
@@ -76,10 +81,21 @@ class Peers:
         """Have messages go over this from now on; None: there are none any more."""
         self._wire = wire
 
+    def listen(self, heard: Heard | None) -> None:
+        """Have this be told of exchanges in which nothing is sent; None: nobody."""
+        self._heard = heard
+
+    def foresee(self, kind: str, nbytes: int) -> None:
+        """Tell of an exchange in a step that is foreseen."""
+        if self._heard is not None:
+            self._heard(self.axis, kind, nbytes)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, the same bits on all of them; in memory of its own."""
         total = tensor.clone(memory_format=torch.contiguous_format)
-        if not is_without_values(tensor):
+        if is_without_values(tensor):
+            self.foresee("sum", tensor.nbytes)
+        else:
             wire = self._bound
             wire.meet(self.axis, [Exchange.SUM, *tensor.shape])
             wire.sum_over_ranks(self.axis, total)
@@ -88,6 +104,7 @@ class Peers:
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
         """All ranks' tensors, of one shape, one after the other along a dimension."""
         if is_without_values(tensor):
+            self.foresee("gather", self.size * tensor.nbytes)
             return torch.cat([tensor] * self.size, dim)
         wire = self._bound
         wire.meet(self.axis, [Exchange.GATHER, *tensor.shape])
@@ -101,6 +118,7 @@ class Peers:
         at least."""
         parts = torch.stack(tensor.chunk(self.size, dim))
         if is_without_values(tensor):
+            self.foresee("part", tensor.nbytes)
             return parts[0]
         wire = self._bound
         wire.meet(self.axis, [Exchange.GATHER, *parts.shape])

@@ -101,6 +101,15 @@ class HardwareSpec:
     """The same for a chunk of gradients."""
     world_size: int = 1
     """Ranks that took part."""
+    num_nodes: int = 1
+    """Hosts that they were on, as many on each."""
+    node_all_gather: BandwidthCurve | None = None
+    """As `all_gather`, among the ranks of one node, on all nodes at once; None: not measured, or it is the same."""
+    node_reduce_scatter: BandwidthCurve | None = None
+    """The same for a chunk of gradients."""
+    across_mean: BandwidthCurve | None = None
+    """Time over the bytes of one rank's slice, until each rank has its mean with those of one rank of every other node,
+    all ranks at once; None: not measured, or one node."""
     nvme_read_bytes_per_s: float | None = None
     nvme_write_bytes_per_s: float | None = None
     nvme_bytes: int | None = None
@@ -109,6 +118,40 @@ class HardwareSpec:
     """Of what was measured: torch, this package, driver."""
     gpu_total_bytes: int | None = None
     """All memory of one device."""
+
+    def gather_s(self, nbytes: int, num_ranks: int, *, is_within_node: bool) -> float:
+        """Seconds until so many ranks have gathered a chunk of so many bytes, all such groups at once; 0 where
+        collectives were not measured.
+
+        Args:
+            is_within_node: Whether all ranks of a group are on one node.
+        """
+        return self._group_s(nbytes, num_ranks, self.node_all_gather if is_within_node else None, self.all_gather)
+
+    def reduce_s(self, nbytes: int, num_ranks: int, *, is_within_node: bool) -> float:
+        """The same until each rank has its slice of the mean."""
+        own = self.node_reduce_scatter if is_within_node else None
+        return self._group_s(nbytes, num_ranks, own, self.reduce_scatter)
+
+    def _group_s(
+        self, nbytes: int, num_ranks: int, of_node: BandwidthCurve | None, of_all: BandwidthCurve | None
+    ) -> float:
+        """A smaller group than was measured sends less: of n ranks, each sends and gets all but an nth."""
+        curve, measured = (of_all, self.world_size) if of_node is None else (of_node, self.world_size // self.num_nodes)
+        if curve is None or num_ranks < 2:
+            return 0.0
+        seconds = curve.seconds(nbytes)
+        return seconds if measured < 2 else seconds * (1 - 1 / num_ranks) / (1 - 1 / measured)
+
+    def mean_across_s(self, nbytes: int, num_copies: int) -> float:
+        """Seconds until ranks of so many copies of the parameters have the mean of their slices of so many bytes."""
+        if num_copies < 2:
+            return 0.0
+        if self.across_mean is None:
+            parts = self.gather_s(nbytes, num_copies, is_within_node=False)
+            return parts + self.reduce_s(nbytes, num_copies, is_within_node=False)
+        seconds = self.across_mean.seconds(nbytes)
+        return seconds if self.num_nodes < 2 else seconds * (1 - 1 / num_copies) / (1 - 1 / self.num_nodes)
 
     @property
     def nvme_adam_numel_per_s(self) -> float | None:
@@ -179,7 +222,7 @@ class HardwareSpec:
         if unknown:
             raise PlanError(f"the hardware profile has unknown entries: {', '.join(unknown)}")
         try:
-            for key in ("h2d", "d2h", "all_gather", "reduce_scatter"):
+            for key in ("h2d", "d2h", *_GROUP_CURVES):
                 curve = values.get(key)
                 if curve is not None:
                     values[key] = BandwidthCurve(tuple((int(size), float(time)) for size, time in curve["points"]))
@@ -189,6 +232,7 @@ class HardwareSpec:
             raise PlanError(f"the hardware profile cannot be read: {error}") from error
 
 
+_GROUP_CURVES = ("all_gather", "reduce_scatter", "node_all_gather", "node_reduce_scatter", "across_mean")
 _SIZES = ("host_bytes", "gpu_bytes", "gpu_total_bytes", "nvme_bytes")
 _RATES = (
     "cpu_adam_numel_per_s",
@@ -228,7 +272,7 @@ def _check_values(values: Mapping[str, Any]) -> None:
             check(key, value, is_number and value >= 1, "a number of at least 1")
         elif key == "launch_s":
             check(key, value, is_number and value >= 0, "a number of seconds")
-        elif key == "world_size":
+        elif key in ("world_size", "num_nodes"):
             check(key, value, is_count and value >= 1, "a number of ranks")
         elif key == "name":
             check(key, value, isinstance(value, str), "a string")
@@ -260,7 +304,8 @@ def load_hardware(path: str | Path) -> HardwareSpec:
 
 def hardware_table(spec: HardwareSpec) -> list[tuple[str, str]]:
     """The figures for people: (what, value with unit), in the order of printing. What was not measured is left out."""
-    rows = [("machine", spec.name), ("ranks", str(spec.world_size))]
+    on_nodes = f" on {spec.num_nodes} nodes" if spec.num_nodes > 1 else ""
+    rows = [("machine", spec.name), ("ranks", f"{spec.world_size}{on_nodes}")]
     if spec.gpu_bytes is not None:
         total = "" if spec.gpu_total_bytes is None else f" of {_gib(spec.gpu_total_bytes)}"
         rows.append(("device memory", f"{_gib(spec.gpu_bytes)}{total}"))
@@ -270,10 +315,15 @@ def hardware_table(spec: HardwareSpec) -> list[tuple[str, str]]:
         ("device to host", _curve_text(spec.d2h)),
         ("both directions at once", f"{spec.duplex_slowdown:.2f} times as long"),
     ]
-    if spec.all_gather is not None:
-        rows.append(("all-gather of a chunk", _curve_text(spec.all_gather)))
-    if spec.reduce_scatter is not None:
-        rows.append(("reduce-scatter of a chunk", _curve_text(spec.reduce_scatter)))
+    for what, curve in (
+        ("all-gather of a chunk", spec.all_gather),
+        ("reduce-scatter of a chunk", spec.reduce_scatter),
+        ("all-gather within a node", spec.node_all_gather),
+        ("reduce-scatter within a node", spec.node_reduce_scatter),
+        ("mean of slices over nodes", spec.across_mean),
+    ):
+        if curve is not None:
+            rows.append((what, _curve_text(curve)))
     rows += [
         ("Adam on the host", _adam_text(spec.cpu_adam_numel_per_s)),
         ("Adam on the device", _adam_text(spec.gpu_adam_numel_per_s)),

@@ -230,15 +230,16 @@ class Scheme:
     """Host memory that activations may take."""
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
+    num_copies: int = 1
 
     @cached_property
     def mesh(self) -> Mesh:
         """How the ranks stand to each other."""
-        return Mesh(self.world_size, self.tensor_parallel_size, self.expert_parallel_size)
+        return Mesh(self.world_size, self.tensor_parallel_size, self.expert_parallel_size, self.num_copies)
 
     def num_sharing(self, chunk: ChunkSpec) -> int:
         """How many ranks share a chunk: those that hold the same parts of its parameters."""
-        return self.mesh.num_sharing(chunk.axes) if chunk.axes else self.world_size
+        return self.mesh.num_sharing(chunk.axes) if chunk.axes else self.mesh.copy_size
 
     def shard_numel(self, chunk: ChunkSpec) -> int:
         """Elements of one rank's slice of a chunk."""
@@ -277,7 +278,7 @@ class Scheme:
     @property
     def is_shard_whole(self) -> bool:
         """Then a shard on the GPU is the whole replica, and dropping the one would keep the other."""
-        return self.world_size == 1 or not self.is_storage_distributed
+        return self.mesh.copy_size == 1 or not self.is_storage_distributed
 
     def stream_bytes(self, chunks: Iterable[ChunkSpec]) -> int:
         """Device memory of the buffers through which updates are streamed, if any of these is, or of whole parameters

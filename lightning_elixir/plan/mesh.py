@@ -2,6 +2,9 @@
 
 The ranks form a box: data x expert x tensor. Neighbours along the tensor axis have neighbouring numbers, since they
 talk most. The ranks of one tensor-parallel group have the same batch; all others have batches of their own.
+
+The box may be held several times, by ranks with neighbouring numbers each: one *copy* of all parameters for each node,
+say. Ranks of different copies with the same place in theirs hold the same slices, and have the mean of their gradients.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ class Mesh:
     world_size: int = 1
     tensor: int = 1
     expert: int = 1
+    copies: int = 1
+    """How many groups of ranks hold all parameters each, and share them among themselves alone."""
 
     def check(self) -> None:
         """Raises `PlanError` if these sizes do not make up a box."""
@@ -44,6 +49,16 @@ class Mesh:
                 f" is a multiple of {self.tensor * self.expert}, and there are {self.world_size}: change the sizes or"
                 " the number of devices"
             )
+        if self.copies < 1 or self.world_size % self.copies or self.copy_size % (self.tensor * self.expert):
+            raise PlanError(
+                f"{self.copies} copies of the parameters need a number of ranks that is a multiple of"
+                f" {self.copies * self.tensor * self.expert}, and there are {self.world_size}"
+            )
+
+    @property
+    def copy_size(self) -> int:
+        """How many ranks hold one copy of all parameters together."""
+        return self.world_size // self.copies
 
     @property
     def is_trivial(self) -> bool:
@@ -67,19 +82,23 @@ class Mesh:
 
     def num_sharing(self, axes: Iterable[str]) -> int:
         """How many ranks hold the same part of what is cut along these axes, and share it."""
-        return self.world_size // self.num_parts(axes)
+        return self.copy_size // self.num_parts(axes)
 
     def part(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """A rank's coordinates along these axes."""
         return tuple(self.coordinate(rank, axis) for axis in axes)
 
     def sharing(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks that hold the same part of what is cut along these axes; in each, and among each other,
-        in rank order."""
+        """All groups of ranks that hold the same part of what is cut along these axes, and share it; in each, and among
+        each other, in rank order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            groups.setdefault(self.part(rank, axes), []).append(rank)
+            groups.setdefault((rank // self.copy_size, *self.part(rank, axes)), []).append(rank)
         return tuple(tuple(ranks) for ranks in groups.values())
+
+    def across(self) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks with the same place in their copies: they hold the same slices of everything."""
+        return tuple(tuple(range(place, self.world_size, self.copy_size)) for place in range(self.copy_size))
 
     def along(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ along one axis alone, in the order of their coordinates."""

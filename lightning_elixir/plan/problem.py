@@ -67,6 +67,8 @@ class Problem:
     """Host memory that they may take; a profile that was made for `blocks` says more. None: what the host has."""
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
+    num_copies: int = 1
+    """See `Plan`."""
 
     def check(self) -> None:
         """Raises `PlanError` for an unknown policy or an option out of its range."""
@@ -98,6 +100,7 @@ class Problem:
             self.activation_host_bytes or 0,
             self.tensor_parallel_size,
             self.expert_parallel_size,
+            self.num_copies,
         )
 
     def with_updates(self, updates: UpdateMode) -> Problem:

@@ -13,7 +13,7 @@ from functools import cached_property
 from lightning_elixir.plan.activations import ModelBlock
 from lightning_elixir.plan.mesh import AxisCut, Mesh, axes_of
 
-SCHEMA = 6
+SCHEMA = 7
 
 # Every parameter starts on a multiple of this many elements inside its chunk, and every shard is a multiple
 # of it, so that the fixed blocks over which the gradient norm is summed never cross a shard's border: the norm is
@@ -229,6 +229,8 @@ class Plan:
     """Ranks between which patterns cut operators; they share a batch."""
     expert_parallel_size: int = 1
     """Ranks between which patterns cut experts."""
+    num_copies: int = 1
+    """How many groups of neighbouring ranks hold all parameters and states each; with `sharding="node"` the nodes."""
     notes: dict[str, float | int | str] = field(default_factory=dict, compare=False)
     """Predicted bytes by kind, for people; never read by the runtime and outside the fingerprint."""
     forecast: Forecast | None = field(default=None, compare=False)
@@ -240,11 +242,11 @@ class Plan:
     @cached_property
     def mesh(self) -> Mesh:
         """How the ranks stand to each other."""
-        return Mesh(self.world_size, self.tensor_parallel_size, self.expert_parallel_size)
+        return Mesh(self.world_size, self.tensor_parallel_size, self.expert_parallel_size, self.num_copies)
 
     def num_sharing(self, chunk: ChunkSpec) -> int:
         """How many ranks share a chunk: those that hold the same parts of its parameters."""
-        return self.mesh.num_sharing(chunk.axes) if chunk.axes else self.world_size
+        return self.mesh.num_sharing(chunk.axes) if chunk.axes else self.mesh.copy_size
 
     def blocks_of(self, chunk_id: int) -> int:
         """Blocks that this chunk's replica takes (more than one only for a parameter larger than a chunk)."""
@@ -286,7 +288,7 @@ class Plan:
             [c.dtype, c.requires_grad, c.numel, [[m.fqn, m.shape, m.offset, _listed(m.cuts)] for m in c.members]]
             for c in self.chunks
         ]
-        sizes = [self.world_size, self.tensor_parallel_size, self.expert_parallel_size]
+        sizes = [self.world_size, self.tensor_parallel_size, self.expert_parallel_size, self.num_copies]
         ignored = [[p.fqn, p.shape, p.dtype, p.requires_grad] for p in self.ignored]
         return hashlib.sha256(json.dumps([sizes, layout, ignored]).encode()).hexdigest()
 

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 # rest.
 _NUM_MEASUREMENTS = 60
 # Raised when figures come to mean something else: kept ones are measured again.
-_METHOD = 2
+_METHOD = 3
 # The disk gets a fixed part of the budget: a file is written and read several times.
 _DISK_SHARE = 0.05
 _MIN_ARENA_BYTES = 4 * 2**20
@@ -255,7 +255,8 @@ class HardwareProbe:
         """What is measured with a bench."""
         arena_bytes = _arena_bytes(_unused(comm, device, memory), self.local_world_size, self.max_bytes)
         try:
-            bench = Workbench(device, comm, Stopwatch(device, comm, self.budget_s / _NUM_MEASUREMENTS), arena_bytes)
+            watch = Stopwatch(device, comm, self.budget_s / _NUM_MEASUREMENTS)
+            bench = Workbench(device, comm, watch, arena_bytes, self.local_world_size)
             figures: dict[str, Any] = measure(bench)
             del bench  # with it its memory, page-locked or on the device
         finally:

@@ -17,6 +17,7 @@ from lightning_elixir.optim.execution import UpdateRunner
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.optim.updates import FlatUpdate, UpdatePart
 from lightning_elixir.plan.hardware import BandwidthCurve
+from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.stream_buffers import SCRATCH_BYTES, SLOT_BYTES
 from lightning_elixir.plan.types import ALIGN_NUMEL
 from lightning_elixir.profiling.stopwatch import Stopwatch
@@ -51,10 +52,12 @@ class Workbench:
         arena_bytes: Size of each stretch, the same on every rank; at least 1 MiB. With 2 GiB host caches do not matter:
             with 512 MiB, Adam was measured 1.5 times as fast as memory is, on a processor with some hundred MiB of
             cache.
+        node_size: Ranks of one node; they have neighbouring numbers.
     """
 
-    def __init__(self, device: Device, comm: Comm, watch: Stopwatch, arena_bytes: int) -> None:
+    def __init__(self, device: Device, comm: Comm, watch: Stopwatch, arena_bytes: int, node_size: int) -> None:
         self._device = device
+        self._node_size = node_size
         self._comm = comm
         self._watch = watch
         self._near = torch.zeros(arena_bytes, dtype=torch.uint8, device=device.torch_device)
@@ -80,10 +83,32 @@ class Workbench:
         }
         if self._comm.world_size > 1:
             self._near.zero_()
-            self._comm.connect(self._near.numel() // 2)
-            figures["all_gather"] = self._curve(self._gather, self._comm.world_size)
-            figures["reduce_scatter"] = self._curve(self._reduce, self._comm.world_size)
+            figures["all_gather"], figures["reduce_scatter"] = self._collectives(self._comm)
+            figures |= self._links()
         return figures
+
+    def _collectives(self, comm: Comm) -> tuple[BandwidthCurve, BandwidthCurve]:
+        """All-gathers and reduce-scatters of the ranks of one group."""
+        comm.connect(self._near.numel() // 2)
+        gather, reduce = (partial(work, comm) for work in (self._gather, self._reduce))
+        return self._curve(gather, comm.world_size), self._curve(reduce, comm.world_size)
+
+    def _links(self) -> dict[str, Any]:
+        """Where the ranks are on several nodes: what those of one reach, and those with the same place on each."""
+        size, world = self._node_size, self._comm.world_size
+        if any(row[0] != size for row in self._comm.exchange([size])) or size >= world or world % size:
+            return {}
+        mesh = Mesh(world, copies=world // size)
+        node = self._comm.part(mesh.sharing(()), has_reductions=True)
+        across = self._comm.part(mesh.across(), has_reductions=True)
+        found: dict[str, Any] = {"num_nodes": mesh.copies}
+        if size > 1:
+            found["node_all_gather"], found["node_reduce_scatter"] = self._collectives(node)
+        across.connect(self._near.numel() // 2)
+        found["across_mean"] = self._curve(partial(self._mean, across), world)
+        node.close()
+        across.close()
+        return found
 
     def measure_computing(self) -> dict[str, Any]:
         """Those of the compute device by itself, by field name: the host's stretch of memory is not taken for them."""
@@ -146,24 +171,33 @@ class Workbench:
 
         return max(1.0, self._watch.seconds(work) / max(h2d.seconds(nbytes), d2h.seconds(nbytes)))
 
-    def _gather(self, nbytes: int) -> Callable[[], None]:
+    def _gather(self, comm: Comm, nbytes: int) -> Callable[[], None]:
         flat = self._near[:nbytes].view(torch.bfloat16)
 
         def work() -> None:
             with self._device.fetch_lane.issue():
-                self._comm.all_gather(flat)
+                comm.all_gather(flat)
 
         return work
 
-    def _reduce(self, nbytes: int) -> Callable[[], None]:
+    def _reduce(self, comm: Comm, nbytes: int) -> Callable[[], None]:
         flat = self._near[:nbytes].view(torch.bfloat16)
-        shard = self._near[self._half :].view(torch.bfloat16)[: flat.numel() // self._comm.world_size]
+        shard = self._near[self._half :].view(torch.bfloat16)[: flat.numel() // comm.world_size]
 
         def work() -> None:
             with self._device.reduce_lane.issue():
-                pending = self._comm.reduce_scatter_mean(shard, flat)
+                pending = comm.reduce_scatter_mean(shard, flat)
                 if pending is not None:
                     pending.wait()
+
+        return work
+
+    def _mean(self, comm: Comm, nbytes: int) -> Callable[[], None]:
+        flat = self._near[:nbytes].view(torch.bfloat16)
+
+        def work() -> None:
+            with self._device.reduce_lane.issue():
+                comm.mean_over_ranks(flat)
 
         return work
 

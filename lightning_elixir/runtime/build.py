@@ -281,8 +281,7 @@ class Builder:
             device, full = self._device.torch_device, None
             if comm.rank == 0:
                 full = self._collect(chunk, torch.zeros(spec.numel, dtype=dtype, device=device))
-            piece = torch.empty(numel, dtype=dtype, device=device)
-            comm.scatter_from_first(piece, full)
+            piece = self._scattered(numel, dtype, full)
         if any(is_read):
             piece = piece.to("cpu")
             self._read_sources(chunk, piece)
@@ -291,11 +290,11 @@ class Builder:
     def _own_part(self, chunk: Chunk, numel: int, dtype: torch.dtype) -> Tensor:
         """As `_own_values`, of a chunk whose parameters are cut between ranks: rank 0 makes every part and sends each
         rank its slice of its own."""
-        comm, groups, spec, device = self._comm, self._groups, chunk.spec, self._device.torch_device
+        groups, spec, device = self._groups, chunk.spec, self._device.torch_device
         rows = None
-        if comm.rank == 0:
-            rows = torch.zeros((comm.world_size, numel), dtype=dtype, device=device)
-            for ranks in groups.parts(spec):
+        if self._comm.rank == 0:
+            rows = torch.zeros((groups.copy.world_size, numel), dtype=dtype, device=device)
+            for ranks in groups.parts(spec)[: groups.mesh.num_parts(spec.axes)]:
                 flat = torch.zeros(spec.numel, dtype=dtype, device=device)
                 for index, member in enumerate(spec.members):
                     if member.fqn in self._sources:
@@ -303,10 +302,18 @@ class Builder:
                     chunk.view_of(flat, index).copy_(groups.part_of(member, self._wholes[member.fqn], ranks[0]))
                 rows[torch.tensor(ranks, device=device)] = flat.view(len(ranks), numel)
             rows = rows.view(-1)
-        piece = torch.empty(numel, dtype=dtype, device=device)
-        comm.scatter_from_first(piece, rows)
+        piece = self._scattered(numel, dtype, rows)
         for member in spec.members:
             self._wholes.pop(member.fqn, None)
+        return piece
+
+    def _scattered(self, numel: int, dtype: torch.dtype, rows: Tensor | None) -> Tensor:
+        """This rank's slice of what rank 0 has of all slices of one copy, 1-D, in the order of its ranks. Collective.
+        The first copy shares it out, and each of its ranks passes its slice on to the others."""
+        piece = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
+        if self._groups.is_counted:
+            self._groups.copy.scatter_from_first(piece, rows)
+        self._groups.across.broadcast_from_first(piece)
         return piece
 
     def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -52,8 +52,8 @@ class ChunkOptimizers:
                 f"an optimizer that updates parameters as a whole cannot have those that a pattern cuts between ranks,"
                 f" such as {cut[0].members[0].fqn}: use an element-wise one, such as HybridAdam, or no pattern there"
             )
-        self.owners = owners_of(engine.plan.all_chunks, engine.comm.world_size) if maker.is_whole else {}
-        """Where parameters are updated as a whole: the rank that does, by chunk id and member index."""
+        self.owners = owners_of(engine.plan.all_chunks, engine.groups.copy.world_size) if maker.is_whole else {}
+        """Where parameters are updated as a whole: the rank of a copy that does, by chunk id and member index."""
         self.check_plan(engine.plan)
         self.group_by(groups)
         self.follow_all()
@@ -80,7 +80,8 @@ class ChunkOptimizers:
     def whole_update_bytes(self) -> int:
         """Device memory that a step takes where parameters are updated as a whole, else 0; the same on every rank."""
         engine = self._engine
-        return whole_update_bytes(engine.plan.all_chunks, self.members, engine.comm.world_size) if self.owners else 0
+        num_ranks = engine.groups.copy.world_size
+        return whole_update_bytes(engine.plan.all_chunks, self.members, num_ranks) if self.owners else 0
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of optimizer states on this rank, by tier; spare ones apart."""
@@ -162,8 +163,8 @@ class ChunkOptimizers:
         parameters are updated as a whole."""
         if not self.maker.is_whole:
             return self._engine.groups.segments(chunk.spec, rank)
-        members = enumerate(chunk.spec.members)
-        return tuple(Segment(m.fqn, i, 0, 0, m.numel) for i, m in members if self.owners.get((chunk.id, i)) == rank)
+        members, place = enumerate(chunk.spec.members), rank % self._engine.groups.copy.world_size
+        return tuple(Segment(m.fqn, i, 0, 0, m.numel) for i, m in members if self.owners.get((chunk.id, i)) == place)
 
     def _made(self, chunk: Chunk) -> SegmentOptimizer:
         engine, group_of = self._engine, self._group_of

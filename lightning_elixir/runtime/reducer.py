@@ -70,6 +70,7 @@ class _InFlight:
     event: Event | None
     is_late: bool
     is_whole: bool  # every parameter that can have one had a gradient, on this rank
+    is_of_copy: bool = False  # the mean over the other copies is still to come
     earlier: Tensor | None = None  # what the result is added to: the lane reads it, the compute stream could reuse it
 
 
@@ -259,7 +260,7 @@ class Reducer:
         chunks whose update has begun count: a second backward over the same batch finds the same ones."""
         self.withdraw()
         try:
-            self._retire(0)
+            self._retire(0, is_given_up=True)
         except PeerLostError:  # what was reduced is dropped below; the error that ends this backward tells more
             self._in_flight.clear()
         self._collected.clear()
@@ -509,16 +510,17 @@ class Reducer:
                 chunk.slice_of(collected.block, index).zero_()
         self._reduced_now.add(chunk.id)
         is_whole = not is_late and collected.arrived >= self._trainable[chunk.id]
-        if self._groups.of(chunk.spec).world_size == 1:
+        if not self._groups.is_shared(chunk.spec):
             block = collected.block
             result = block if self._reduce_dtype is None else block.to(self._reduce_dtype)
             item = _InFlight(chunk, block, result, None, None, is_late, is_whole)
         else:
             item = self._start_reduction(chunk, collected.block, is_late, is_whole)
-        if item.work is None:
+        is_pending = item.work is not None or item.is_of_copy  # until the end of backward: hosts wait for it
+        if not is_pending:
             self._land(item)
         self._in_flight.append(item)
-        if not self._device.is_synchronous or item.work is None:
+        if not self._device.is_synchronous or not is_pending:
             self._retire(_MAX_IN_FLIGHT)
 
     def _start_reduction(self, chunk: Chunk, block: Tensor, is_late: bool, is_whole: bool) -> _InFlight:
@@ -526,18 +528,34 @@ class Reducer:
         result = torch.empty(self._groups.numel(chunk.spec), dtype=sent.dtype, device=block.device)
         with self._device.reduce_lane.issue():
             work = self._groups.of(chunk.spec).reduce_scatter_mean(result, sent)
-            if work is not None and not self._device.is_synchronous:
-                work.wait()  # the lane, not the host
+            if not self._device.is_synchronous:
+                if work is not None:
+                    work.wait()  # the lane, not the host
+                self._groups.across.mean_over_ranks(result)
                 work = None
         self._moved.reduced += sent.nbytes
-        return _InFlight(chunk, sent, result, work, None, is_late, is_whole)
+        has_copies = self._groups.across.world_size > 1
+        if has_copies:
+            self._moved.reduced_across += result.nbytes
+        is_of_copy = has_copies and self._device.is_synchronous
+        return _InFlight(chunk, sent, result, work, None, is_late, is_whole, is_of_copy)
 
-    def _retire(self, keep: int) -> None:
-        """Finish the oldest reductions until `keep` are under way; their blocks become free."""
+    def _retire(self, keep: int, *, is_given_up: bool = False) -> None:
+        """Finish the oldest reductions until `keep` are under way; their blocks become free.
+
+        Args:
+            is_given_up: By this rank, perhaps alone: others may never ask for the means over copies that are to come.
+        """
         while len(self._in_flight) > keep:
             item = self._in_flight.popleft()
+            is_pending = item.work is not None or item.is_of_copy
             if item.work is not None:
                 item.work.wait()
+            if item.is_of_copy and is_given_up:
+                continue
+            if item.is_of_copy:
+                self._groups.across.mean_over_ranks(item.result)
+            if is_pending:
                 self._land(item)
             if item.event is not None:
                 item.event.wait()
@@ -572,7 +590,7 @@ class Reducer:
         return self._groups.segments(chunk.spec)
 
     def _new_block(self, chunk: Chunk) -> Tensor:
-        if self._groups.of(chunk.spec).world_size == 1 and chunk.spec.optim_tier is Tier.GPU:
+        if not self._groups.is_shared(chunk.spec) and chunk.spec.optim_tier is Tier.GPU:
             # It becomes the gradient shard, and stays while activations go: it comes from the memory that they leave.
             return torch.empty(chunk.spec.numel, dtype=chunk.dtype, device=self._device.torch_device)
         block = torch.empty(0, dtype=chunk.dtype, device=self._device.torch_device)

@@ -58,6 +58,8 @@ class Stats:
     """Of activations that were to go to host memory, found no room there, and stayed on the device."""
     recomputed_blocks: int = 0
     """Calls of blocks whose activations were dropped in forward."""
+    reduced_across_bytes: int = 0
+    """Of the slices of these that copies of the parameters have exchanged (`sharding="node"`)."""
     nvme_wait_s: float = 0.0
     """Time in which updates of such states were wanted, and none had come from the disk that could go on."""
 
@@ -94,6 +96,7 @@ def take_stats(
         d2h_bytes=moved.d2h,
         gathered_bytes=moved.gathered,
         reduced_bytes=moved.reduced,
+        reduced_across_bytes=moved.reduced_across,
         held_bytes=dict(held),
         compute_s=None if seconds is None else seconds.compute_s,
         exposed_wait_s=None if seconds is None else seconds.exposed_wait_s,

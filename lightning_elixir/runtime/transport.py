@@ -17,6 +17,7 @@ class TransferBytes:
     d2h: int = 0
     gathered: int = 0
     reduced: int = 0
+    reduced_across: int = 0
     activations_out: int = 0
     """To host memory."""
     activations_in: int = 0

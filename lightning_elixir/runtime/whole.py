@@ -63,15 +63,16 @@ def _gather_whole(
     engine: Engine, pieces: Iterable[tuple[Chunk, Tensor | None]], on_all_ranks: bool, memory: MappedMemory | None
 ) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
+    groups = engine.groups
     for chunk, piece in pieces:
-        if piece is None:
+        if piece is None or not (on_all_ranks or groups.is_counted):
             continue
-        rows = engine.comm.gather_host(piece.detach().to("cpu"), on_all_ranks)
+        rows = groups.copy.gather_host(piece.detach().to("cpu"), on_all_ranks)
         if rows is None:
             continue
-        flats = engine.groups.flats(chunk.spec, rows)
+        flats = groups.flats(chunk.spec, rows)
         for index, member in enumerate(chunk.spec.members):
-            found[member.fqn] = _put_together(engine.groups, chunk, index, flats, memory)
+            found[member.fqn] = _put_together(groups, chunk, index, flats, memory)
     return found
 
 
@@ -116,7 +117,7 @@ def whole_values(engine: Engine, *, on_all_ranks: bool, is_frozen_included: bool
 def whole_value(engine: Engine, chunk: Chunk, index: int) -> Tensor:
     """One parameter of a chunk as `whole_values` gives it, on every rank, in memory of its own. Collective."""
     with engine.telling():  # the shard may come from a disk
-        rows = engine.comm.gather_host(engine.own_shard(chunk).detach().to("cpu"), on_all_ranks=True) or []
+        rows = engine.groups.copy.gather_host(engine.own_shard(chunk).detach().to("cpu"), on_all_ranks=True) or []
     flats = engine.groups.flats(chunk.spec, rows)
     return _put_together(engine.groups, chunk, index, flats, None).to(chunk.original_dtypes[index])
 

@@ -66,7 +66,7 @@ class GradientNorms:
             row += len(rows)
             segments = self._states.segments[chunk_id]
             kept = [i for i, s in enumerate(segments) if s.member_index in rows]
-            if kept:
+            if kept and self._engine.groups.is_counted:
                 sums = self._of_chunk(chunk_id, change, is_max)
                 pending.append(([rows[segments[i].member_index] for i in kept], sums[kept]))
         result = torch.zeros(row, dtype=torch.float64)

@@ -114,10 +114,11 @@ class StateDicts:
             run = inner.run_of(position, key) if place.member_index == index else None
             if run is not None:
                 mine = run.to("cpu")
-        if owner == 0 and not on_all_ranks:
+        if not on_all_ranks and (owner == 0 or not engine.groups.is_counted):
             return layout.view(mine.clone()) if engine.comm.rank == 0 else None
-        sent = mine if engine.comm.rank == owner else torch.zeros(layout.numel, dtype=dtype)
-        rows = engine.comm.gather_host(sent, on_all_ranks)
+        copy = engine.groups.copy
+        sent = mine if copy.rank == owner else torch.zeros(layout.numel, dtype=dtype)
+        rows = copy.gather_host(sent, on_all_ranks)
         return None if rows is None else layout.view(rows[owner].clone())
 
     def of_member(self, chunk: Chunk, index: int) -> dict[str, Any]:
@@ -142,7 +143,7 @@ class StateDicts:
                 if of_owner is not None:
                     found[key] = of_owner.to(engine.device.torch_device)
                 continue
-            rows = engine.comm.gather_host(inner.flat_state(key, value), on_all_ranks=True) or []
+            rows = engine.groups.of(chunk.spec).gather_host(inner.flat_state(key, value), on_all_ranks=True) or []
             flat = rows[0] if len(rows) == 1 else torch.cat(rows)
             found[key] = chunk.view_of(flat, index).to(engine.device.torch_device, copy=True)
         return found

@@ -54,7 +54,7 @@ class WholeSteps(TorchSteps):
         engine, inner = self._engine, self._states.inner[chunk.id]
         if not isinstance(inner, WholeParameters):
             raise TypeError("whole parameters are updated by WholeParameters")
-        comm, device = engine.comm, engine.device.torch_device
+        comm, device = engine.groups.copy, engine.device.torch_device
         cuts: list[_Cut] = []
         for index in sorted(members):
             of_ranks = tuple(segment_of(chunk.spec, index, rank, comm.world_size) for rank in range(comm.world_size))
@@ -79,7 +79,7 @@ class WholeSteps(TorchSteps):
 
     def _update_cut(self, chunk: Chunk, inner: WholeParameters, cuts: Sequence[_Cut], shard: _Shard) -> None:
         """Those of which several ranks have a part. Collective."""
-        comm, dtype, device = self._engine.comm, inner.work.dtype, self._engine.device.torch_device
+        comm, dtype, device = self._engine.groups.copy, inner.work.dtype, self._engine.device.torch_device
         mine = [cut for cut in cuts if cut.owner == comm.rank]
         theirs = [cut for cut in cuts if cut.owner != comm.rank and cut.of_ranks[comm.rank] is not None]
         sent: list[list[Tensor]] = [[] for _ in range(comm.world_size)]
@@ -136,7 +136,9 @@ class WholeSteps(TorchSteps):
         """
         parts = [part for of_rank in sent for part in of_rank]
         flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
-        received = self._engine.comm.all_to_all(flat, [sum(p.numel() for p in of_rank) for of_rank in sent], numels)
+        received = self._engine.groups.copy.all_to_all(
+            flat, [sum(p.numel() for p in of_rank) for of_rank in sent], numels
+        )
         return list(received.split(list(numels)))
 
 

@@ -20,6 +20,7 @@ from lightning_elixir.plan.mesh import AXES, Mesh
 from lightning_elixir.plan.packing import DEFAULT_N_GRIDS, ChunkSizes
 from lightning_elixir.plan.problem import DEFAULT_PREFETCH_DEPTH, PlacementRequest
 from lightning_elixir.plan.selection import Entry, entries_of
+from lightning_elixir.plan.sharding import Sharding, check_sharding, meshes_of
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.plan.units import check_fraction, option_bytes
 
@@ -95,6 +96,7 @@ class ElixirConfig(LossScaling):
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
     patterns: PatternsOption = None
+    sharding: Sharding = "world"
     init_step: bool = False
 
     def __post_init__(self) -> None:
@@ -143,6 +145,7 @@ class ElixirConfig(LossScaling):
                 )
 
     def _check_patterns(self) -> None:
+        check_sharding(self.sharding)
         for name in ("tensor_parallel_size", "expert_parallel_size"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -192,6 +195,14 @@ class ElixirConfig(LossScaling):
         mesh = Mesh(world_size, self.tensor_parallel_size, self.expert_parallel_size)
         mesh.check()
         return mesh
+
+    def meshes(self, world_size: int, num_nodes: int) -> tuple[Mesh, ...]:
+        """How they may share the parameters, by `sharding`; of several the plan finds the best.
+
+        Raises:
+            PlanError: Ranks that patterns cut parameters between are not all on one node, and `sharding` is "node".
+        """
+        return meshes_of(self.mesh(world_size), num_nodes, self.sharding)
 
     def _check_nvme(self) -> None:
         if self.nvme_backend not in get_args(NvmeBackendName):

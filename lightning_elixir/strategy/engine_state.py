@@ -235,6 +235,8 @@ class SavePlan:
 
     def _segments(self, chunk: Chunk, state: _Kept, rank: int) -> tuple[Segment, ...]:
         """What a rank writes of a chunk."""
+        if not self._engine.groups.writes(chunk.spec, rank):
+            return ()
         if isinstance(state, _State):
             return state.optimizer.state_segments(chunk, rank)
         return self._engine.groups.segments(chunk.spec, rank)

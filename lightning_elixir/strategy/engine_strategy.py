@@ -92,7 +92,7 @@ class EngineStrategy(StrategyOptions, ABC):
         self._threads = thread_plan(self.local_rank, max(1, self.num_processes))
         apply_threads(self._threads)
         # Before the model takes memory
-        run_together(self._comm, lambda: check_mesh(self._config, self._comm.world_size))
+        run_together(self._comm, lambda: check_mesh(self._config, self._comm.world_size, self.num_nodes))
         run_together(self._comm, self._check_files if self._comm.rank == 0 else lambda: None)
         run_together(self._comm, self._check_disk)
 
@@ -135,7 +135,7 @@ class EngineStrategy(StrategyOptions, ABC):
             self._config,
             self._comm,
             self.root_device,
-            self.node_rank,
+            (self.node_rank, self.num_nodes),
             plugin.compute_dtype,
             plugin.has_autocast,
             regime,

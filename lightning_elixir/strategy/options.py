@@ -10,6 +10,7 @@ import torch
 
 from lightning_elixir._lightning import Accelerator, CheckpointIO, ClusterEnvironment, Precision
 from lightning_elixir.fused import FusedChoice
+from lightning_elixir.plan.sharding import Sharding
 from lightning_elixir.strategy.config import (
     ActivationsOption,
     ElixirConfig,
@@ -65,6 +66,7 @@ class StrategyOptions(Processes):
         tensor_parallel_size: int = 1,
         expert_parallel_size: int = 1,
         patterns: PatternsOption = None,
+        sharding: Sharding = "world",
         init_step: bool = False,
         initial_scale: float = 2.0**16,
         min_scale: float = 0.0,
@@ -165,6 +167,10 @@ class StrategyOptions(Processes):
                 Likewise, by the model's own `ep_plan`.
             patterns: How to share the work of which modules: a dict from names of modules (globs, such as
                 "*.experts") or classes to patterns of `lightning_elixir.patterns`. Default: the model's own.
+            sharding: Which ranks share parameters, gradients and optimizer states on several nodes. "world": all ranks.
+                "node": those of a node; each node has a copy of everything then, and what goes between nodes are
+                slices of gradients, once for each backward. "auto": what is predicted to be faster, of what fits. On
+                one node all of them are the same.
             init_step: Allocate optimizer states and staging memory at setup instead of in the first step.
             initial_scale: Loss scale at the start (fp16 mixed precision).
             min_scale: Smallest loss scale.

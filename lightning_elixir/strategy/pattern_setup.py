@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from lightning_elixir.core.comm import Comm
@@ -15,14 +17,15 @@ from lightning_elixir.runtime.sources import set_source, source_of
 from lightning_elixir.strategy.config import ElixirConfig
 
 
-def check_mesh(config: ElixirConfig, world_size: int) -> None:
+def check_mesh(config: ElixirConfig, world_size: int, num_nodes: int) -> None:
     """Whether so many ranks can be what the options say, before the model takes memory.
 
     Raises:
         PlanError: They cannot, or a plan that was given is for others.
     """
     mesh, given = config.mesh(world_size), config.given_plan()
-    if given is not None and given.mesh != mesh:
+    config.meshes(world_size, num_nodes)
+    if given is not None and replace(given.mesh, copies=1) != mesh:
         raise PlanError(
             f"the given plan is for {given.mesh}, and this Trainer has {mesh}: give the same tensor_parallel_size,"
             " expert_parallel_size and number of devices, or leave out `plan`"

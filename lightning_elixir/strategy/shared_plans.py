@@ -31,9 +31,11 @@ from lightning_elixir.plan.fates import with_fates
 from lightning_elixir.plan.ignored import ignored_bytes, with_ignored
 from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
 from lightning_elixir.plan.memory import Budget, memory_use
+from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.packing import packed_chunks, round_up
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.plan.sharding import best_sharding, with_note_of
 from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, scheme_of, with_times
 from lightning_elixir.plan.types import ALIGN_NUMEL, Alternative, IgnoredParam, ParamSpec, Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
@@ -110,7 +112,7 @@ class Planner:
         config: The user's options.
         comm: All ranks; every method must be called by all of them.
         device: The compute device.
-        node_rank: Which host this is.
+        node: Which host this is, and of how many.
         compute_dtype: Dtype of forward and backward; None: each parameter keeps its own.
         has_autocast: Whether steps run under `torch.autocast`.
         regime: What training is like, as far as that is known without the optimizer.
@@ -123,7 +125,7 @@ class Planner:
         config: ElixirConfig,
         comm: Comm,
         device: torch.device,
-        node_rank: int,
+        node: tuple[int, int],
         compute_dtype: torch.dtype | None,
         has_autocast: bool,
         regime: TrainingRegime,
@@ -135,7 +137,7 @@ class Planner:
         self.regime = regime
         self.figures = figures
         self._device = device
-        self._node_rank = node_rank
+        self._node_rank, self._num_nodes = node
         self._neighbours = neighbours
         self.compute_dtype = compute_dtype
         self.has_autocast = has_autocast
@@ -593,20 +595,26 @@ class Planner:
         profile: StepProfile | MemoryProfile | None = None,
     ) -> Plan:
         request = self.config.placement_request()
-        return make_plan(
-            model,
-            request if policy is None else replace(request, policy=policy),
-            chunk_sizes=self.config.chunk_sizes,
-            budget=budget,
-            regime=regime,
-            mesh=self.config.mesh(self.comm.world_size),
-            compute_dtype=self.compute_dtype,
-            keep_fp32=self.kept_fp32(model) if layout is None else (),
-            ignored=self.ignored(model) if layout is None else None,
-            profile=profile,
-            hardware=self.figures.best,
-            layout=layout,
-        )
+
+        def make(mesh: Mesh) -> Plan:
+            return make_plan(
+                model,
+                request if policy is None else replace(request, policy=policy),
+                chunk_sizes=self.config.chunk_sizes,
+                budget=budget,
+                regime=regime,
+                mesh=mesh,
+                compute_dtype=self.compute_dtype,
+                keep_fp32=self.kept_fp32(model) if layout is None else (),
+                ignored=self.ignored(model) if layout is None else None,
+                profile=profile,
+                hardware=self.figures.best,
+                layout=layout,
+            )
+
+        if layout is not None:  # an engine's ranks stay in their groups
+            return with_note_of(make(layout.mesh), layout)
+        return best_sharding(make, self.config.meshes(self.comm.world_size, self._num_nodes))
 
     def kept_fp32(self, model: nn.Module) -> frozenset[str]:
         """Names of the parameters that stay in fp32 where the others are cast to 16 bits. Not collective.

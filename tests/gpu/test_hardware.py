@@ -59,7 +59,7 @@ def test_memory_of_the_device(spec: HardwareSpec) -> None:
 
 def test_host_memory_is_page_locked() -> None:
     device = make_device()
-    bench = Workbench(device, SoloComm(), Stopwatch(device, SoloComm(), 0.01), 4 * MIB)
+    bench = Workbench(device, SoloComm(), Stopwatch(device, SoloComm(), 0.01), 4 * MIB, 1)
     assert bench._host.is_pinned()
 
 

@@ -199,7 +199,7 @@ def edited(plan: Plan, edit: Callable[[dict[str, Any]], object]) -> object:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda c: c.update(schema=99), "the plan has schema 99, this version reads 6"),
+        (lambda c: c.update(schema=99), "the plan has schema 99, this version reads 7"),
         (lambda c: c.pop("schema"), "plan has no 'schema'"),
         (lambda c: c.pop("chunks"), "plan has no 'chunks'"),
         (lambda c: c.update(rcache_block=3), "plan has unknown keys: rcache_block"),
@@ -259,7 +259,7 @@ def test_errors_name_the_file(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"broken\.json is no plan: it is not JSON \(Expecting property name"):
         load_plan(path)
     path.write_text(json.dumps(plan_to_dict(replace(plan, schema=1))))
-    with pytest.raises(PlanError, match=r"broken\.json: the plan has schema 1, this version reads 6"):
+    with pytest.raises(PlanError, match=r"broken\.json: the plan has schema 1, this version reads 7"):
         load_plan(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(PlanError, match=r"broken\.json is no plan: it is not JSON \('utf-8' codec"):

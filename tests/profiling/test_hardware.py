@@ -108,7 +108,7 @@ class ScriptedWatch(Stopwatch):
 
 
 def scripted_curve(times: list[float], limit_s: float) -> list[tuple[float, float]]:
-    bench = Workbench(make_device(torch.device("cpu")), SoloComm(), ScriptedWatch(times, limit_s), 32 * MIB)
+    bench = Workbench(make_device(torch.device("cpu")), SoloComm(), ScriptedWatch(times, limit_s), 32 * MIB, 1)
     return [(size / MIB, seconds) for size, seconds in bench._curve(bench._upload).points]
 
 

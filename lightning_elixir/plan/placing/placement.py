@@ -321,6 +321,7 @@ class Placer:
             policy=policy,
             tensor_parallel_size=self.scheme.tensor_parallel_size,
             expert_parallel_size=self.scheme.expert_parallel_size,
+            num_copies=self.scheme.num_copies,
         )
 
     # Limits

@@ -6,9 +6,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import Scheme, has_params_on_nvme, is_on_nvme, uses_nvme
+from lightning_elixir.plan.mesh import AXES
 from lightning_elixir.plan.stream_buffers import SLOT_BYTES
 from lightning_elixir.plan.tables import Table
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
@@ -103,9 +105,24 @@ class Costs:
 
     def gather_s(self, chunk: ChunkSpec, *, is_outdated: bool = False) -> float:
         """The ranks' part of a fetch."""
-        if not self.is_gathered(chunk, is_outdated) or self.hardware.all_gather is None:
-            return 0.0
-        return self.hardware.all_gather.seconds(chunk.nbytes)
+        return self._spread_s(chunk) if self.is_gathered(chunk, is_outdated) else 0.0
+
+    def _spread_s(self, chunk: ChunkSpec) -> float:
+        """An all-gather of the ranks that share a chunk."""
+        is_near = chunk.axes in self._axes_near
+        return self.hardware.gather_s(chunk.nbytes, self.scheme.num_sharing(chunk), is_within_node=is_near)
+
+    @cached_property
+    def _axes_near(self) -> frozenset[tuple[str, ...]]:
+        """The axes along which parameters may be cut so that the ranks that share a part of one are on one node."""
+        mesh = self.scheme.mesh
+        size = max(1, mesh.world_size // self.hardware.num_nodes)
+
+        def is_near(axes: tuple[str, ...]) -> bool:
+            return all(len({rank // size for rank in ranks}) == 1 for ranks in mesh.sharing(axes))
+
+        every = (axes for number in range(len(AXES) + 1) for axes in combinations(AXES, number))
+        return frozenset(axes for axes in every if is_near(axes))
 
     def refresh_s(self, chunk: ChunkSpec, *, is_outdated: bool) -> float:
         """Whole shards on the host take the gathered values, so that later fetches need no peers."""
@@ -121,10 +138,10 @@ class Costs:
         return self.scheme.num_sharing(chunk) > 1 and (self.scheme.is_storage_distributed or is_outdated)
 
     def reduce_s(self, chunk: ChunkSpec) -> float:
-        """Reduction of a chunk's gradients over the ranks."""
-        if self.scheme.num_sharing(chunk) == 1 or self.hardware.reduce_scatter is None:
-            return 0.0
-        return self.hardware.reduce_scatter.seconds(chunk.nbytes)
+        """Reduction of a chunk's gradients over the ranks: of those that share it, then of slices over copies."""
+        hardware, num_sharing, is_near = self.hardware, self.scheme.num_sharing(chunk), chunk.axes in self._axes_near
+        within_s = hardware.reduce_s(chunk.nbytes, num_sharing, is_within_node=is_near)
+        return within_s + hardware.mean_across_s(chunk.nbytes // num_sharing, self.scheme.num_copies)
 
     def download_s(self, chunk: ChunkSpec) -> float:
         """Reduced gradients on their way to the host."""
@@ -211,6 +228,4 @@ class Costs:
 
     def spread_s(self, chunk: ChunkSpec) -> float:
         """All slices of an updated chunk that every rank keeps whole on the device."""
-        if self.scheme.num_sharing(chunk) == 1 or not chunk.is_persistent or self.hardware.all_gather is None:
-            return 0.0
-        return self.hardware.all_gather.seconds(chunk.nbytes)
+        return self._spread_s(chunk) if chunk.is_persistent else 0.0

@@ -57,6 +57,7 @@ def scheme_of(plan: Plan, regime: TrainingRegime) -> Scheme:
         plan.activation_host_bytes or 0,
         plan.tensor_parallel_size,
         plan.expert_parallel_size,
+        plan.num_copies,
     )
 
 
