@@ -15,13 +15,14 @@ the count: all ranks raise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import DivergenceError
+from lightning_elixir.patterns.peers import Exchange
 from lightning_elixir.plan.mesh import AXES
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.phases import Phase
@@ -103,3 +104,13 @@ class PatternWire:
     ) -> None:
         """See `Wire.exchange_rows`."""
         self._comms[axis].exchange_rows(received, sent, num_received, num_sent)
+
+    @property
+    def is_computing(self) -> bool:
+        """See `Wire.is_computing`."""
+        return self._engine.is_computing
+
+    def run(self, axis: str, message: Sequence[int], issue: Callable[[Any], Any]) -> Any:
+        """See `Wire.run`."""
+        self.meet(axis, [Exchange.OF_TORCH, *message])
+        return self._comms[axis].run(issue)

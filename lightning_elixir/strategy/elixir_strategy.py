@@ -32,6 +32,7 @@ from lightning_elixir._lightning import (
 )
 from lightning_elixir.checkpoint import restore_previous
 from lightning_elixir.core.threads import frequent_switches
+from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.memory_limits import change_limits
 from lightning_elixir.plan.placing.fallbacks import needs_disk
@@ -46,6 +47,7 @@ from lightning_elixir.strategy.graceful_stop import GracefulStop
 from lightning_elixir.strategy.limited_handle import LimitedHandle
 from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import built_by_first_rank, make_for_loading, meta_parameter_names
+from lightning_elixir.strategy.pattern_setup import take_dtensors_over
 from lightning_elixir.strategy.oom_retry import RepeatableStep
 from lightning_elixir.strategy.precision import (
     ElixirPrecision,
@@ -173,8 +175,10 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     def model_sharded_context(self) -> Iterator[None]:
         module = self._module
         build = module.configure_sharded_model if is_overridden("configure_sharded_model", module) else None
+        module._device_mesh = self._device_mesh  # type: ignore[assignment]  # which it stands for
         with built_by_first_rank(self._comm, self.root_device, module, build or module.configure_model):
             yield
+        run_together(self._comm, lambda: take_dtensors_over(module, self._config, self._comm))
 
     @override
     def setup(self, trainer: Trainer) -> None:
