@@ -41,6 +41,11 @@ class MeshAccess:
     def __getstate__(self) -> dict[str, Any]:
         return {"_make": None, "_made": None}  # another process has other groups
 
+    @property
+    def is_made(self) -> bool:
+        """Whether it has been used."""
+        return self._made is not None
+
     def mesh(self) -> DeviceMesh:
         """The mesh.
 

@@ -364,6 +364,6 @@ def refuses_elsewhere(how: str) -> str:
 
 @pytest.mark.parametrize("how", telling(["compiled", "dtensor"], "dtensor"))
 def test_what_cannot_be_combined_is_refused_on_every_rank(how: str) -> None:
-    told = {"compiled": "torch.compile", "dtensor": "are DTensors"}[how]
+    told = {"compiled": "torch.compile", "dtensor": "a DTensor over a mesh of its own"}[how]
     for text in run_ranks(refuses_elsewhere, 2, how, init_group=False):
         assert re.search(told, text)
