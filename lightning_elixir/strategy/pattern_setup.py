@@ -60,9 +60,10 @@ def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None
             "modules that torch.compile has compiled cannot have parallel patterns yet: leave out torch.compile, or"
             " tensor_parallel_size and expert_parallel_size"
         )
-    patterns = config.patterns
+    patterns, is_placed = config.patterns, next(placed_modules(module), None) is not None
+    if mesh.tensor > 1 and not is_placed:
+        config.check_pattern_along("tensor")
     if patterns is None:  # what parallelize_module() has done is not done again
-        is_placed = next(placed_modules(module), None) is not None
         patterns = own_patterns(module, replace(mesh, tensor=1) if is_placed else mesh)
     put_in(module, patterns, mesh, comm.rank)
     for parameter in module.parameters():
