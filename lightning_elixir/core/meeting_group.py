@@ -42,7 +42,7 @@ class MeetingGroup(dist.ProcessGroup):
     """
 
     def __init__(self, own: dist.ProcessGroup, axis: str) -> None:
-        super().__init__(own.rank(), own.size())
+        super().__init__(own.rank(), own.size())  # type: ignore[call-arg]  # torch's stub has one of two forms
         self.axis = axis
         self._own = own
         self._host: Host | None = None
@@ -54,15 +54,22 @@ class MeetingGroup(dist.ProcessGroup):
 
     # What torch asks a group of Python for
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's
+    def getBackendName(self) -> str:
         return _BACKEND
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> Any:
         return self._name
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False  # other groups are made of torch's own one
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
 
     def _run(self, number: int, tensors: Any, issue: Issue) -> dist.Work:
         if self._host is None:
@@ -140,15 +147,14 @@ def make_device_mesh(groups: Sequence[Sequence[int]], axis: str, name: str, besi
 
     if not hasattr(dist.Backend, _BACKEND.upper()):
         dist.Backend.register_backend(_BACKEND, _make, extended_api=True, devices=["cpu", "cuda"])
+    inner: Any = None
+    columns = list(zip(*groups, strict=True))
+    made = {tuple(ranks): dist.new_group(list(ranks)) for ranks in (*groups, *columns)}
     rank = dist.get_rank()
-    inner = outer = None
-    for ranks in groups:
-        own = dist.new_group(list(ranks))
-        made = dist.new_group(list(ranks), backend=_BACKEND, pg_options=_Options(own, axis))
-        inner = made if rank in ranks else inner
-    for column in zip(*groups, strict=True):
-        made = dist.new_group(list(column))
-        outer = made if rank in column else outer
-    return DeviceMesh.from_group(
-        [outer, inner], device.type, mesh=torch.tensor(groups), mesh_dim_names=(beside, name)
-    )
+    for ranks in groups:  # all ranks make all groups: NCCL needs them to
+        own = made[tuple(ranks)]
+        options = _Options(own, axis) if rank in ranks else None
+        meeting = dist.new_group(list(ranks), backend=_BACKEND, pg_options=options)
+        inner = meeting if rank in ranks else inner
+    outer: Any = made[next(column for column in columns if rank in column)]
+    return DeviceMesh.from_group([outer, inner], device.type, mesh=torch.tensor(groups), mesh_dim_names=(beside, name))

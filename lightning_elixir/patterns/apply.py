@@ -190,9 +190,7 @@ def _cuts_of(
     return found
 
 
-def _add_placed(
-    model: nn.Module, cuts: dict[int, tuple[AxisCut, ...]], active: Mapping[str, ParallelPattern]
-) -> None:
+def _add_placed(model: nn.Module, cuts: dict[int, tuple[AxisCut, ...]], active: Mapping[str, ParallelPattern]) -> None:
     """Cut what was a DTensor as that was."""
     found: dict[int, AxisCut | None] = {}
     for name, module, placed in placed_modules(model):

@@ -211,9 +211,7 @@ def _whole(tensor: Any, rank: int) -> Tensor:
     return whole
 
 
-def _show(
-    module: nn.Module, own: Mapping[str, Any], classes: dict[tuple[type, frozenset[str]], type]
-) -> None:
+def _show(module: nn.Module, own: Mapping[str, Any], classes: dict[tuple[type, frozenset[str]], type]) -> None:
     """Note what DTensors a module has, and have it show them.
 
     Args:
@@ -266,5 +264,5 @@ def _reduce(module: nn.Module, protocol: Any) -> Any:
 
 def _empty(base: type, names: frozenset[str]) -> Any:
     """A module without anything yet, for copies."""
-    kind = _showing(base, names)
+    kind: Any = _showing(base, names)
     return kind.__new__(kind)

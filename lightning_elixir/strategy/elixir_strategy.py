@@ -47,8 +47,8 @@ from lightning_elixir.strategy.graceful_stop import GracefulStop
 from lightning_elixir.strategy.limited_handle import LimitedHandle
 from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import built_by_first_rank, make_for_loading, meta_parameter_names
-from lightning_elixir.strategy.pattern_setup import take_dtensors_over
 from lightning_elixir.strategy.oom_retry import RepeatableStep
+from lightning_elixir.strategy.pattern_setup import take_dtensors_over
 from lightning_elixir.strategy.precision import (
     ElixirPrecision,
     elixir_precision,

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn

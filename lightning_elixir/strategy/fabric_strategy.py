@@ -33,8 +33,8 @@ from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.memory_limits import MemoryLimits, change_limits
 from lightning_elixir.optim.elementwise import inner_maker
-from lightning_elixir.strategy.blockwise import compile_by_blocks
 from lightning_elixir.patterns.placed import placed_modules
+from lightning_elixir.strategy.blockwise import compile_by_blocks
 from lightning_elixir.strategy.device_meshes import MeshAccess
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.engine_strategy import EngineStrategy, move_metrics
@@ -185,7 +185,9 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         # Always on the host: the model need not fit the device.
         self._is_loading = self._is_loading or bool(empty_init)
-        is_cut_by_user = self._parallelize_fn is not None or (self._device_mesh is not None and self._device_mesh.is_made)
+        is_cut_by_user = self._parallelize_fn is not None or (
+            self._device_mesh is not None and self._device_mesh.is_made
+        )
         made: AbstractContextManager[None] = nullcontext()
         if empty_init or not is_cut_by_user:
             made = made_by_first_rank(self._comm, self.root_device, is_empty=bool(empty_init))

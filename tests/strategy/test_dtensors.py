@@ -13,143 +13,36 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_elixir import ElixirStrategy, HybridAdam
-from lightning_elixir._lightning import LightningModule, Trainer
+from lightning_elixir._lightning import LightningModule
 from lightning_elixir.errors import PeerLostError, PlanError
-from lightning_elixir.patterns import Column
+from lightning_elixir.patterns import Column, Expert
 from tests.helpers.dist import run_ranks
-from tests.helpers.patterns import STEPS, Case, Language, batch, difference, new_optimizer, train_plain
+from tests.helpers.pattern_fits import TIGHT, Model, Tokens, cut_by_torch, fit, fit_plain, trainer_of
+from tests.helpers.patterns import STEPS, Case, batch, difference, new_optimizer, train_plain
+from tests.helpers.tiers import crossed, full, telling
 
 CLOSE = 1e-5
 DENSE = Case(tensor=2, options={"is_mixture": False})
-TIGHT = {"placement_policy": "cpu", "chunk_size": 9000}
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-}
-LAYER = {
-    "self_attn.[qkv]_proj": ColwiseParallel,
-    "self_attn.o_proj": RowwiseParallel,
-    "mlp.gate_proj": ColwiseParallel,
-    "mlp.up_proj": ColwiseParallel,
-    "mlp.down_proj": RowwiseParallel,
-}
 
-
-def parallel_llama(net: Any, mesh: Any) -> None:
-    plan: dict[str, Any] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    parallelize_module(net, mesh, plan)
-    for layer in net.model.layers:
-        parallelize_module(layer, mesh, {name.replace("[qkv]", k): style() for name, style in LAYER.items() for k in "qkv"})
-
-
-def parallel_language(net: Language, mesh: Any) -> None:
-    """Activations between the blocks are cut along the sequence."""
-    plan: dict[str, Any] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    parallelize_module(net, mesh, plan)
-    for layer in net.layers:
-        whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-        of_layer: dict[str, Any] = {"first": SequenceParallel(), "second": SequenceParallel()}
-        of_layer |= {"attention": whole, "feed": whole, "attention.[qkv]": ColwiseParallel()}
-        of_layer |= {"attention.o": RowwiseParallel(output_layouts=Shard(1)), "feed.up": ColwiseParallel()}
-        of_layer |= {"feed.down": RowwiseParallel(output_layouts=Shard(1))}
-        parallelize_module(layer, mesh, of_layer)
-
-
-class Tokens(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.randint(0, 24, (8,), generator=torch.Generator().manual_seed(index))
-
-
-class Model(LightningModule):
-    def __init__(self, kind: str, is_cut: bool) -> None:
-        super().__init__()
-        self.kind, self.is_cut = kind, is_cut
-        self.net: Any = None
-
-    def configure_model(self) -> None:
-        if self.net is not None:
-            return
-        torch.manual_seed(5)
-        if self.kind.startswith("llama"):
-            transformers = pytest.importorskip("transformers")
-            self.net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
-            if self.kind == "llama-checkpointed":
-                self.net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-                self.net.train()
-        else:
-            self.net = Language(is_mixture=False, is_checkpointed="checkpointed" in self.kind)
-        if self.is_cut:
-            cut = parallel_llama if self.kind.startswith("llama") else parallel_language
-            cut(self.net, self.device_mesh["tensor_parallel"])
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        if self.kind.startswith("llama"):
-            return self.net(input_ids=batch, labels=batch).loss
-        return self.net(batch)
-
-    def validation_step(self, batch: Tensor, index: int) -> None:
-        self.log("loss", self.training_step(batch, index), sync_dist=True)
-
-    def configure_optimizers(self) -> Any:
-        return HybridAdam([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-3, weight_decay=0.05)
-
-
-def trainer_of(strategy: Any, devices: int, **options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet |= {"enable_model_summary": False, "use_distributed_sampler": False}
-    return Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=2, **{**quiet, **options})
-
-
-def fit_plain(kind: str, batches: int, **options: Any) -> dict[str, Tensor]:
-    model = Model(kind, is_cut=False)
-    trainer_of("auto", 1, gradient_clip_val=1.0, **options).fit(model, DataLoader(Tokens(), batch_size=2 * batches))
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def fit(kind: str, options: dict[str, Any], of_trainer: dict[str, Any]) -> Any:
-    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    model = Model(kind, is_cut=True)
-    strategy = ElixirStrategy(tensor_parallel_size=2, **{**TIGHT, **options})
-    sampler = DistributedSampler(Tokens(), num_replicas=world // 2, rank=rank // 2, shuffle=False)
-    trainer = trainer_of(strategy, world, gradient_clip_val=1.0, **of_trainer)
-    trainer.fit(model, DataLoader(Tokens(), batch_size=2, sampler=sampler))
-    evictions = strategy.stats().evictions
-    return {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}, evictions
+KINDS = ["untied_llama", "language", "language+checkpointed", "untied_llama+checkpointed"]
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # the name that all versions have
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", ["llama", "llama-checkpointed", "language", "language-checkpointed"])
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    telling([pytest.param(k, w, id=f"{k}-{w}") for k in KINDS for w in (2, 4)], "language+checkpointed-2"),
+)
 def test_equals_plain_training(kind: str, world: int) -> None:
+    kind = kind.replace("+", "+dtensors-") if "+" in kind else f"{kind}+dtensors"
     expected = fit_plain(kind, world // 2)
-    found, evictions = run_ranks(fit, world, kind, {}, {}, init_group=False)[0]
+    found, evictions = run_ranks(fit, world, kind, 2, 1, {}, {}, init_group=False)[0]
     assert evictions > 0
     assert difference(found, expected) < CLOSE
 
@@ -162,13 +55,23 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-@pytest.mark.parametrize("kind", ["llama", "language"])
+@pytest.mark.full
+@crossed(kind=["language", "untied_llama"], way=WAYS, together=1)
 def test_under_options(kind: str, way: str) -> None:
     options, of_trainer = WAYS[way]
     expected = fit_plain(kind, 1, **of_trainer)
-    found, evictions = run_ranks(fit, 2, kind, options, of_trainer, init_group=False)[0]
+    found, evictions = run_ranks(fit, 2, f"{kind}+dtensors", 2, 1, options, of_trainer, init_group=False)[0]
     assert evictions > 0 or way == "resident"
+    assert difference(found, expected) < CLOSE
+
+
+@pytest.mark.full
+def test_beside_a_pattern_along_the_other_axis() -> None:
+    """`parallelize_module` cuts the attention, and a pattern spreads the experts."""
+    expected = fit_plain("mixture", 2)
+    options = {"patterns": {"*.experts": Expert()}}
+    found, evictions = run_ranks(fit, 4, "mixture+dtensors", 2, 2, options, {}, init_group=False)[0]
+    assert evictions > 0
     assert difference(found, expected) < CLOSE
 
 
@@ -180,7 +83,7 @@ def fit_and_go_on(state_dict_type: str, folder: str) -> Any:
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     sampler = DistributedSampler(Tokens(), num_replicas=world // 2, rank=rank // 2, shuffle=False)
     data = DataLoader(Tokens(), batch_size=2, sampler=sampler)
-    first = Model("language", is_cut=True)
+    first = Model("language+dtensors")
     strategy = ElixirStrategy(tensor_parallel_size=2, state_dict_type=state_dict_type, **TIGHT)
     trainer = trainer_of(strategy, world, gradient_clip_val=1.0)
     trainer.fit_loop.max_epochs = 1
@@ -188,13 +91,13 @@ def fit_and_go_on(state_dict_type: str, folder: str) -> Any:
     trainer.validate(first, data, verbose=False)
     trainer.save_checkpoint(folder)
     os.environ.update(WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank))
-    again = Model("language", is_cut=True)
+    again = Model("language+dtensors")
     strategy = ElixirStrategy(tensor_parallel_size=2, **{**TIGHT, "chunk_size": 7000})
     trainer_of(strategy, world, gradient_clip_val=1.0).fit(again, data, ckpt_path=folder)
     return {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}
 
 
-@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+@pytest.mark.parametrize("state_dict_type", [full("full"), full("sharded")])
 def test_goes_on_from_a_checkpoint(state_dict_type: str, tmp_path: Path) -> None:
     path = str(tmp_path / "saved.ckpt")
     expected = fit_plain("language", 2)
@@ -202,7 +105,7 @@ def test_goes_on_from_a_checkpoint(state_dict_type: str, tmp_path: Path) -> None
     assert difference(found, expected) < CLOSE
     if state_dict_type == "full":  # plain PyTorch loads it
         saved = torch.load(path, weights_only=False)["state_dict"]
-        plain = Model("language", is_cut=False)
+        plain = Model("language")
         plain.configure_model()
         plain.load_state_dict(saved)
 
@@ -215,7 +118,7 @@ def by_fabric(how: str, path: str) -> str:
     from lightning_elixir.fabric import ElixirStrategy as FabricStrategy
 
     def cut(net: Any, mesh: Any) -> Any:
-        parallel_language(net, mesh["tensor_parallel"])
+        cut_by_torch(net, mesh["tensor_parallel"])
         return net
 
     options = {"parallelize_fn": cut} if how.startswith("function") else {}
@@ -238,7 +141,9 @@ def by_fabric(how: str, path: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("how", ["function", "function_init_module", "mesh", "mesh_init_module"])
+@pytest.mark.parametrize(
+    "how", telling(["function", "function_init_module", "mesh", "mesh_init_module"], "mesh_init_module")
+)
 def test_under_fabric(how: str, tmp_path: Path) -> None:
     path = str(tmp_path / "saved.ckpt")
     told = run_ranks(by_fabric, 4, how, path, init_group=False)
@@ -293,7 +198,7 @@ def refused(how: str, patterns: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize("how", list(REFUSED))
+@pytest.mark.parametrize("how", telling(REFUSED, "uneven"))
 def test_what_chunks_cannot_have_is_refused_on_every_rank(how: str) -> None:
     text, patterns = REFUSED[how]
     for told in run_ranks(refused, 2, how, patterns, init_group=False):
@@ -305,7 +210,7 @@ def test_what_chunks_cannot_have_is_refused_on_every_rank(how: str) -> None:
 
 class Failing(Model):
     def __init__(self, where: str) -> None:
-        super().__init__("language", is_cut=True)
+        super().__init__("language+dtensors")
         self.where = where
 
     def configure_model(self) -> None:
@@ -337,7 +242,7 @@ def fails(where: str) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", [full("forward"), full("backward")])
 def test_a_rank_that_raises_alone(where: str) -> None:
     told = run_ranks(fails, 4, where, init_group=False, fresh=True)
     assert told[1] == ("RuntimeError", "a test wants it so")
