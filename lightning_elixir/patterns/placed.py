@@ -63,6 +63,14 @@ class Placed:
         return group.axis
 
     @property
+    def is_connected(self) -> bool:
+        """Whether its ranks can still be talked to."""
+        try:
+            return self.mesh is not None and self.mesh.get_group() is not None
+        except (RuntimeError, ValueError, KeyError):  # the group is gone
+            return False
+
+    @property
     def size(self) -> int:
         """How many ranks there are along it."""
         return int(self.mesh.size())
@@ -124,7 +132,7 @@ def is_dtensor(tensor: Tensor | None) -> bool:
     return tensor is not None and any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
 
 
-def take_over(model: nn.Module, mesh: Mesh, rank: int) -> None:
+def take_over(model: nn.Module, mesh: Mesh, rank: int) -> bool:
     """Have plain, whole parameters and buffers in the places of DTensors: with values on the first rank, on `meta` on
     all others. Nothing happens in a model without DTensors. Collective where there are some, in the same places on
     every rank.
@@ -133,6 +141,9 @@ def take_over(model: nn.Module, mesh: Mesh, rank: int) -> None:
         model: As the user built it.
         mesh: The ranks.
         rank: This one.
+
+    Returns:
+        Whether there were any.
 
     Raises:
         PlanError: DTensors along other ranks than those of a tensor-parallel group, or in parts that a chunk cannot
@@ -158,16 +169,21 @@ def take_over(model: nn.Module, mesh: Mesh, rank: int) -> None:
                 setattr(module, below, whole)
             else:
                 module._buffers[below] = whole
+    return bool(found)
 
 
 def check_placed(model: nn.Module, mesh: Mesh) -> None:
     """Raises `PlanError` where modules had DTensors over other ranks than there are now."""
     for name, _, placed in placed_modules(model):
-        if placed.mesh is None or placed.size != mesh.tensor:
+        if not placed.is_connected:
             raise PlanError(
-                f"{name or 'the model'} was built by parallelize_module() for tensor_parallel_size="
-                f"{'another program' if placed.mesh is None else placed.size}, and it is {mesh.tensor} now: build the"
-                " model anew"
+                f"parallelize_module() has cut {name or 'the model'} between processes that are not connected any more:"
+                " build the model anew"
+            )
+        if placed.size != mesh.tensor:
+            raise PlanError(
+                f"parallelize_module() has cut {name or 'the model'} for tensor_parallel_size={placed.size}, and it is"
+                f" {mesh.tensor} now: build the model anew"
             )
 
 

@@ -178,7 +178,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         module._device_mesh = self._device_mesh  # type: ignore[assignment]  # which it stands for
         with built_by_first_rank(self._comm, self.root_device, module, build or module.configure_model):
             yield
-        run_together(self._comm, lambda: take_dtensors_over(module, self._config, self._comm))
+        run_together(self._comm, lambda: take_dtensors_over(module, self._config, self._comm, self.root_device))
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -190,7 +190,7 @@ class EngineStrategy(StrategyOptions, ABC):
             limits: In the place of the options; None: there are none.
         """
         plugin, config = self._plugin, self._config
-        run_together(self._comm, lambda: take_dtensors_over(module, config, self._comm))
+        run_together(self._comm, lambda: take_dtensors_over(module, config, self._comm, self.root_device))
         run_together(self._comm, lambda: materialise(module, is_loaded) if self._comm.rank == 0 else None)
         left_out = () if config.ignored is None else run_together(self._comm, lambda: planner.ignored(module))
         kept = run_together(self._comm, lambda: planner.kept_fp32(module))

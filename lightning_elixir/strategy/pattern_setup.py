@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.compiled_modules import compiled_regions
+from lightning_elixir.core.device import release_cached_memory
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.apply import put_in, take_out
 from lightning_elixir.patterns.cuts import cuts_of, whole_of
@@ -32,13 +34,14 @@ def check_mesh(config: ElixirConfig, world_size: int) -> None:
         )
 
 
-def take_dtensors_over(module: nn.Module, config: ElixirConfig, comm: Comm) -> None:
+def take_dtensors_over(module: nn.Module, config: ElixirConfig, comm: Comm, device: torch.device) -> None:
     """Have plain parameters in the places of those that `parallelize_module` has made into DTensors. Collective.
 
     Raises:
         PlanError: Chunks cannot have what they were; on every rank.
     """
-    take_over(module, config.mesh(comm.world_size), comm.rank)
+    if take_over(module, config.mesh(comm.world_size), comm.rank):
+        release_cached_memory(device)  # it had parts of the model
 
 
 def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None:

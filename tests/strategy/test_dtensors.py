@@ -249,3 +249,26 @@ def test_a_rank_that_raises_alone(where: str) -> None:
     for rank in (0, 2, 3):
         assert told[rank][0] == PeerLostError.__name__
         assert "a test wants it so" in told[rank][1]
+
+
+class Keeping(Model):
+    """Rank 1 keeps tensors over a chunk's memory, which cannot go there: it wants less than rank 0 does."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        own = self.net.layers[0].attention.q.weight.detach()
+        self.kept = own if int(os.environ["RANK"]) == 1 else None
+
+
+def keeps() -> Any:
+    model = Keeping("language+dtensors")
+    strategy = ElixirStrategy(tensor_parallel_size=2, **TIGHT)
+    trainer = trainer_of(strategy, int(os.environ["WORLD_SIZE"]), gradient_clip_val=1.0)
+    trainer.fit(model, DataLoader(Tokens(), batch_size=2))
+    model.kept = None
+    return {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}
+
+
+@pytest.mark.full
+def test_ranks_that_want_different_chunks_meet_before_collectives_of_torch() -> None:
+    found = run_ranks(keeps, 2, init_group=False)[0]
+    assert difference(found, fit_plain("language", 1)) < CLOSE
