@@ -78,7 +78,7 @@ def empty_model(job: ExpertsJob) -> nn.Module:
     import transformers
 
     shape, is_dense = PRESETS[job.preset], job.system.endswith("dense")
-    common = {
+    common: dict[str, Any] = {
         "hidden_size": shape["width"],
         "num_hidden_layers": job.layers,
         "num_attention_heads": shape["heads"],
@@ -93,7 +93,7 @@ def empty_model(job: ExpertsJob) -> nn.Module:
         if is_dense:
             config = transformers.Qwen3Config(**common, intermediate_size=shape["experts"] * shape["inner"])
             return cast(nn.Module, transformers.Qwen3ForCausalLM(config))
-        more = {"moe_intermediate_size": shape["inner"], "num_experts": shape["experts"]}
+        more: dict[str, Any] = {"moe_intermediate_size": shape["inner"], "num_experts": shape["experts"]}
         moe = transformers.Qwen3MoeConfig(**common, **more, num_experts_per_tok=shape["chosen"])
         return cast(nn.Module, transformers.Qwen3MoeForCausalLM(moe))
 
@@ -145,7 +145,8 @@ def loss_of(model: Any, tokens: Tensor) -> Tensor:
     for begin in range(0, labels.numel(), _PIECE):
         rows, wanted = hidden[begin : begin + _PIECE], labels[begin : begin + _PIECE]
         total = total + checkpoint(piece_of, rows, wanted, use_reentrant=False)
-    return total / labels.numel()
+    mean: Tensor = total / labels.numel()
+    return mean
 
 
 def batch_of(job: ExpertsJob, step: int, rank: int) -> Tensor:
@@ -153,6 +154,11 @@ def batch_of(job: ExpertsJob, step: int, rank: int) -> Tensor:
     seq = min(job.seq, job.tokens)
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(0, VOCABULARY[job.preset], (job.tokens // seq, seq), generator=generator)
+
+
+def device_of(job: ExpertsJob) -> torch.device:
+    """Of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
 
 
 class Marks:
@@ -222,7 +228,7 @@ def run_elixir(job: ExpertsJob, result: Path) -> None:
             batches: Any = [batch_of(job, step, self.global_rank) for step in range(count)]
             return DataLoader(batches, batch_size=None)
 
-    device = torch.device(job.device, torch.cuda.current_device() if job.device == "cuda" else None)
+    device = device_of(job)
     if job.gpu_limit is not None and job.device == "cuda":
         torch.cuda.set_per_process_memory_fraction(job.gpu_limit / torch.cuda.mem_get_info()[1])
     marks = Marks(job, device)
@@ -256,7 +262,7 @@ def run_fsdp2(job: ExpertsJob, result: Path) -> None:
 
     dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
     rank = dist.get_rank()
-    device = torch.device(job.device, torch.cuda.current_device() if job.device == "cuda" else None)
+    device = device_of(job)
     model: Any = empty_model(job)
     recompute_layers(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

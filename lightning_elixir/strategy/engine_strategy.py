@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,6 +24,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import fuse
 from lightning_elixir.memory_limits import MemoryLimits
 from lightning_elixir.optim import HybridAdam
+from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan, UpdateTiming
@@ -39,6 +40,9 @@ from lightning_elixir.strategy.precision import ElixirPrecision
 from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
 from lightning_elixir.strategy.shared_plans import ALONE, Neighbours, Planner, disk_options, host_bytes_of
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +114,10 @@ class EngineStrategy(StrategyOptions, ABC):
 
     def _make_device_mesh(self) -> None:
         mesh = self._config.mesh(self._comm.world_size)
-        self._device_mesh = None if mesh.tensor == 1 else MeshAccess(partial(mesh_of, mesh, self.root_device))
+        self._device_mesh = None if mesh.tensor == 1 else MeshAccess(partial(self._new_device_mesh, mesh))
+
+    def _new_device_mesh(self, mesh: Mesh) -> DeviceMesh:
+        return mesh_of(mesh, self.root_device)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +24,7 @@ from lightning_elixir import ElixirStrategy, HybridAdam
 from lightning_elixir._lightning import LightningModule
 from lightning_elixir.errors import PeerLostError, PlanError
 from lightning_elixir.patterns import Column, Expert
+from lightning_elixir.plan.mesh import Mesh
 from tests.helpers.dist import run_ranks
 from tests.helpers.pattern_fits import TIGHT, Model, Tokens, cut_by_torch, fit, fit_plain, trainer_of
 from tests.helpers.patterns import STEPS, Case, batch, difference, new_optimizer, train_plain
@@ -203,6 +205,14 @@ def test_what_chunks_cannot_have_is_refused_on_every_rank(how: str) -> None:
     text, patterns = REFUSED[how]
     for told in run_ranks(refused, 2, how, patterns, init_group=False):
         assert text in told
+
+
+def test_processes_that_this_one_starts_are_refused_before_training() -> None:
+    strategy = ElixirStrategy(tensor_parallel_size=2, start_method="spawn")
+    strategy.parallel_devices, strategy.cluster_environment = [torch.device("cpu")] * 2, LightningEnvironment()
+    strategy._configure_launcher()
+    with pytest.raises(PlanError, match="runs once more in the process that has started the others"):
+        strategy._new_device_mesh(Mesh(2, 2))
 
 
 # A rank that fails
