@@ -71,7 +71,7 @@ from lightning_elixir.core.waits import (
     line_of_process,
     position_of,
 )
-from lightning_elixir.errors import DivergenceError, ElixirError, PeerLostError
+from lightning_elixir.errors import DivergenceError, ElixirError, PeerLostError, StateError
 
 
 class Work(Protocol):
@@ -162,6 +162,14 @@ class Comm(Protocol):
             num_sent: How many of `sent` go to each rank, in rank order.
         """
 
+    def run(self, issue: Callable[[Any], Any]) -> Any:
+        """Have another issue a collective over the data group, for a pattern; all ranks have come there.
+
+        Args:
+            issue: Gets the group, and gives torch's handle of the collective, which this returns. With gloo it is over
+                then.
+        """
+
     def lent(self, call: Call) -> AbstractContextManager[dist.ProcessGroup | None]:
         """When all ranks have come here, a group of them for collectives that others (Lightning) issue inside; None:
         the default one, if there is any. Raises as `exchange` does."""
@@ -240,6 +248,9 @@ class SoloComm:
         self, received: Tensor, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int]
     ) -> None:
         received.copy_(sent)
+
+    def run(self, issue: Callable[[Any], Any]) -> Any:
+        raise StateError("one rank has no process group")
 
     def lent(self, call: Call) -> AbstractContextManager[dist.ProcessGroup | None]:
         return nullcontext()
@@ -662,6 +673,14 @@ class GroupComm:
             self._on_data(
                 lambda is_async: dist.all_to_all_single(received, sent, *splits, group=self._data, async_op=is_async)
             )
+
+    def run(self, issue: Callable[[Any], Any]) -> Any:
+        with self.collective(_OF_PATTERN):
+            self._place.count += 1
+            work = issue(self._data)
+            if self._backend == "gloo":
+                self.finish(work, self._data)
+        return work
 
     @contextmanager
     def lent(self, call: Call) -> Iterator[dist.ProcessGroup | None]:

@@ -21,6 +21,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.base import ParallelPattern
 from lightning_elixir.patterns.cuts import set_cuts, whole_of
 from lightning_elixir.patterns.peers import Peers, Wire
+from lightning_elixir.patterns.placed import check_placed, placed_in, placed_modules
 from lightning_elixir.plan.mesh import AxisCut, Mesh
 from lightning_elixir.plan.selection import matching, near_misses
 from lightning_elixir.plan.weighing import Exchanged
@@ -65,6 +66,8 @@ def bind_peers(model: nn.Module, wire: Wire | None) -> None:
     """Connect the peers of all patterns in a model; None: disconnect them."""
     for forward in pattern_forwards(model):
         forward.peers.bind(wire)
+    for _, _, placed in placed_modules(model):
+        placed.bind(wire)
 
 
 @contextmanager
@@ -111,11 +114,13 @@ def put_in(model: nn.Module, patterns: Patterns, mesh: Mesh, rank: int) -> None:
         PlanError: A key means no module, a module has two patterns, or a parameter cannot be cut.
     """
     take_out(model)
+    check_placed(model, mesh)
     peers = {axis: Peers(axis, mesh.size(axis), mesh.coordinate(rank, axis)) for axis in ("tensor", "expert")}
     chosen = _chosen(model, patterns)
     active = {name: pattern for name, pattern in chosen.items() if peers[pattern.axis].size > 1}
     modules = dict(model.named_modules(remove_duplicate=False))
     cuts = _cuts_of(active, modules, mesh)
+    _add_placed(model, cuts, active)
     _check_ties(model, cuts, active)
     done: set[int] = set()
     for name, pattern in active.items():
@@ -205,14 +210,37 @@ def _cuts_of(
     return found
 
 
+def _add_placed(model: nn.Module, cuts: dict[int, tuple[AxisCut, ...]], active: Mapping[str, ParallelPattern]) -> None:
+    """Cut what was a DTensor as that was."""
+    found: dict[int, AxisCut | None] = {}
+    for name, module, placed in placed_modules(model):
+        if name in active and active[name].axis == placed.axis:
+            raise PlanError(f"{name} was given to parallelize_module(), and has a pattern as well: leave out one")
+        for below in placed.placements:
+            parameter, whole = module._parameters.get(below), f"{name}.{below}" if name else below
+            if parameter is None:
+                continue
+            cut = placed.cut(below)
+            if found.setdefault(id(parameter), cut) != cut:
+                raise PlanError(f"{whole}, a DTensor, is shared by modules that place it in two ways: place it alike")
+            if any(known.axis == placed.axis for known in cuts.get(id(parameter), ())):
+                raise PlanError(f"{whole} was cut by parallelize_module(), and has a pattern as well: leave out one")
+    for key, cut in found.items():
+        if cut is not None:
+            cuts[key] = (*cuts.get(key, ()), cut)
+
+
 def _check_ties(
     model: nn.Module, cuts: Mapping[int, tuple[AxisCut, ...]], active: Mapping[str, ParallelPattern]
 ) -> None:
     """A parameter that is cut must not be used by a module without a pattern."""
     for name, module in model.named_modules():
+        placed = placed_in(module)
         if any(name == top or name.startswith(f"{top}.") for top in active if top):
             continue
         for below, parameter in module.named_parameters(recurse=False):
+            if placed is not None and below in placed.placements:
+                continue
             if id(parameter) in cuts and name not in active:
                 other = next(n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter)
                 raise PlanError(

@@ -153,40 +153,42 @@ def _own_part(tensor: Tensor, dim: int, peers: Peers) -> Tensor:
 
 
 class ExchangedRows(Function):
-    """Rows from each rank to each. Returns them with a token, of which the next exchange is a function: so on every
-    rank backward comes to all exchanges, in the reverse order, also where the rows that came were used for nothing.
+    """Rows from each rank to each, of several tensors at once. Returns what came with a token, of which the next
+    exchange is a function: so on every rank backward comes to all exchanges, in the reverse order, also where the rows
+    that came were used for nothing.
 
     Args of `apply`:
-        rows: `[sum(num_sent), ...]`.
         token: Of the exchange before; for the first one, any that requires a gradient.
         peers: The ranks.
         num_received: From each rank.
         num_sent: To each rank.
         factors: Of gradients, before they are sent back, and after that.
+        sent: Each `[sum(num_sent), ...]`.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        rows: Tensor,
         token: Tensor,
         peers: Peers,
         num_received: Sequence[int],
         num_sent: Sequence[int],
         factors: tuple[float, float],
-    ) -> tuple[Tensor, Tensor]:
+        *sent: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.peers, ctx.counts, ctx.factors = peers, (num_received, num_sent), factors
-        return peers.exchange_rows(rows, num_received, num_sent), token.clone()
+        return token.clone(), *(peers.exchange_rows(rows, num_received, num_sent) for rows in sent)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, of_token: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_token: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
         num_received, num_sent = ctx.counts
         peers: Peers = ctx.peers
         before, after = ctx.factors
-        peers.meet(Exchange.ROWS, grad.shape[1:].numel())
-        back = peers.exchange_rows(grad * before if before != 1 else grad, num_sent, num_received)
-        return back * after if after != 1 else back, of_token, None, None, None, None
+        peers.meet(Exchange.ROWS, sum(grad.shape[1:].numel() for grad in grads))
+        scaled = (grad * before if before != 1 else grad for grad in grads)
+        back = [peers.exchange_rows(grad, num_sent, num_received) for grad in scaled]
+        return of_token, None, None, None, None, *(grad * after if after != 1 else grad for grad in back)
 
 
 class Permuted(Function):

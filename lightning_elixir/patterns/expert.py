@@ -69,21 +69,21 @@ class Expert(ParallelPattern):
         rows = tokens.reshape(-1, 1, width).expand(-1, k, width).reshape(-1, width)
         token = torch.zeros(1, device=tokens.device, requires_grad=torch.is_grad_enabled())
 
-        def sent(values: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-            sorted_values = Permuted.apply(values, order, inverse)  # type: ignore[no-untyped-call]
-            found: tuple[Tensor, Tensor] = ExchangedRows.apply(  # type: ignore[no-untyped-call]
-                sorted_values, token, peers, num_received, num_sent, (1.0, float(peers.size))
-            )
-            return found
-
-        here, token = sent(rows, token)
-        here_weights, token = sent(weights.reshape(-1, 1), token)
+        token, here, here_weights = ExchangedRows.apply(  # type: ignore[no-untyped-call]
+            token,
+            peers,
+            num_received,
+            num_sent,
+            (1.0, float(peers.size)),
+            Permuted.apply(rows, order, inverse),  # type: ignore[no-untyped-call]
+            Permuted.apply(weights.reshape(-1, 1), order, inverse),  # type: ignore[no-untyped-call]
+        )
         numbers = peers.exchange_rows((flat % number)[order].unsqueeze(1), num_received, num_sent)
         results = compute(here, numbers, here_weights) if here.shape[0] else here
         peers.meet(Exchange.ROWS, width)  # on its way through the experts a rank may have needed the others
         # The mean over the ranks that have the same experts leaves out that each gets tokens of `size` batches.
-        back, _ = ExchangedRows.apply(  # type: ignore[no-untyped-call]
-            results, token, peers, num_sent, num_received, (1.0 / peers.size, 1.0)
+        _, back = ExchangedRows.apply(  # type: ignore[no-untyped-call]
+            token, peers, num_sent, num_received, (1.0 / peers.size, 1.0), results
         )
         home = Permuted.apply(back, inverse, order).view(-1, k, width)  # type: ignore[no-untyped-call]
         by_expert = torch.argsort(experts.reshape(-1, k), dim=1, stable=True)

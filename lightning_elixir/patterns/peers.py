@@ -24,10 +24,23 @@ class Exchange(enum.IntEnum):
     SUM = 1
     GATHER = 2
     ROWS = 3
+    OF_TORCH = 4
 
 
 class Wire(Protocol):
     """What messages go over: made by an engine."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward or a backward runs."""
+
+    def run(self, axis: str, message: Sequence[int], issue: Callable[[Any], Any]) -> Any:
+        """Meet the peers along the axis, and issue a collective of torch's.
+
+        Args:
+            message: What must be equal on all of them.
+            issue: Gets the process group to take, and gives torch's handle.
+        """
 
     def meet(self, axis: str, message: Sequence[int]) -> list[list[int]]:
         """Wait until all ranks along the axis have come to the same exchange, serving all others meanwhile.

@@ -60,8 +60,8 @@ def param_specs(
     )
     _refuse(
         "are DTensors, as parallelize_module() and fully_shard() make them, and chunks cut parameters between ranks"
-        " themselves. Leave those calls out; ElixirStrategy(tensor_parallel_size=..., patterns={...}) does what"
-        " parallelize_module() does",
+        " themselves. Leave fully_shard() out; what parallelize_module() makes is taken by"
+        " ElixirStrategy(tensor_parallel_size=...), in configure_model",
         [fqns[0] for fqns, p in named if type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor"],
     )
     _refuse(

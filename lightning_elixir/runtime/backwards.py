@@ -136,8 +136,9 @@ class Backwards:
         waiting, late, begun = reducer.waiting_ids(), reducer.late_ids(), reducer.begun_now()
         shown = [n for key in engine.gradients.keys for n in key]
         if engine.comm.world_size > 1:
-            message = [n for part in (waiting, late, begun, shown) for n in (len(part), *part)]
+            message = [n for part in (waiting, late, begun, shown, engine.wire.counts) for n in (len(part), *part)]
             parts = [_split(row) for row in engine.active.agreement.meet(Meeting.BACKWARD_END, message)]
+            engine.wire.check_counts([part[-1] for part in parts])
             # What was waiting when this rank came here may have been reduced while it served the others.
             waiting, late, begun, shown = ([i for part in parts for i in part[kind]] for kind in range(4))
         self._check_late({*late} & {*begun})

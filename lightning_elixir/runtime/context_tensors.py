@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.plan.types import TRAINED_DTYPES
 from lightning_elixir.runtime.chunk import Chunk
-from lightning_elixir.runtime.hooks import PackedTensor, SavedTensors
+from lightning_elixir.runtime.hooks import PackedShell, PackedTensor, SavedTensors
 
 # Of one module's forward: more than a transformer's layer makes. What lies behind is held, as it would be without this.
 _MOST_NODES = 512
@@ -78,7 +78,7 @@ class ContextTensors:
         def unpack(*_: Any) -> None:
             one = reference()
             for name in names if one is not None else ():
-                setattr(one, name, self._replaced(getattr(one, name), PackedTensor))
+                setattr(one, name, self._replaced(getattr(one, name), (PackedTensor, PackedShell)))
 
         pack()
         node.register_prehook(unpack)
@@ -90,13 +90,13 @@ class ContextTensors:
                 return self._saved.packed(value) is not None
         return type(value) in (tuple, list) and any(isinstance(v, Tensor) and self._holds(v) for v in value)
 
-    def _replaced(self, value: Any, kind: type) -> Any:
+    def _replaced(self, value: Any, kind: Any) -> Any:
         """The same with places instead of tensors, or tensors instead of places."""
         if type(value) in (tuple, list):
             return type(value)(self._replaced(one, kind) for one in value)
         if not isinstance(value, kind):
             return value
-        if isinstance(value, PackedTensor):
+        if isinstance(value, (PackedTensor, PackedShell)):
             return self._saved.unpacked(value)
         with torch._C.DisableTorchFunctionSubclass():
             packed = self._saved.packed(cast(Tensor, value))

@@ -131,8 +131,9 @@ class Engine:
             trainable = [c for c in self.chunks if c.spec.requires_grad]
             self._hooks = Hooks(self.forwards, self.backwards, self.interception, trainable)
             self._adopt(ActivePlan(self, plan, self.store))
-        self._wire = PatternWire(self)
-        bind_peers(module, self._wire)
+        self.wire = PatternWire(self)
+        """Where the exchanges of parallel patterns go."""
+        bind_peers(module, self.wire)
 
     def _check_patterns(self, plan: Plan) -> None:
         """Raises `PlanError` if modules have peers that the plan does not know, or parts that are in no chunk."""
@@ -316,7 +317,7 @@ class Engine:
         self.phases.check_open()
         self.phases.check_idle("make_room", "call it when the error is caught")
         self.writes.absorb()
-        self._wire.note_rerun()
+        self.wire.note_rerun()
         is_lower = self.iterations.growth.shortage()
         num_blocks = self.rcache.used_blocks
         residency, resident = self.active.residency, self.rcache.resident_ids

@@ -295,8 +295,11 @@ class SavedTensors:
     def _is_covered_by(self, pack: Callable[[Tensor], Any]) -> bool:
         return self._is_own(pack) or getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
-    def packed(self, tensor: Tensor) -> PackedTensor | None:
-        """The handle of a tensor in managed storage; None for any other."""
+    def packed(self, tensor: Tensor) -> PackedTensor | PackedShell | None:
+        """The handle of a tensor in managed storage, or of a shell around one; None for any other."""
+        if is_shell(tensor):
+            shell = PackedShell.of(tensor.detach(), self.packed)
+            return None if any(part is None for part in shell.parts.values()) else shell
         if tensor.layout is not _STRIDED:
             return None
         try:
@@ -310,7 +313,9 @@ class SavedTensors:
         version = _version_of(chunk.parameters[index])
         return PackedTensor(chunk, tensor.size(), tensor.stride(), offset, index, version)
 
-    def unpacked(self, packed: PackedTensor) -> Tensor:
+    def unpacked(self, packed: PackedTensor | PackedShell) -> Tensor:
+        if isinstance(packed, PackedShell):
+            return packed.tensor(self.unpacked)
         return self._need(packed.chunk, _made, packed)
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -336,6 +341,8 @@ class SavedTensors:
         """What was packed here, or by `packed` and `kept`."""
         if isinstance(packed, PackedTensor):
             return self._need(packed.chunk, _made, packed)
+        if isinstance(packed, PackedShell):
+            return self.unpacked(packed)
         if not isinstance(packed, _Kept):
             tensor: Tensor = packed
             return tensor
@@ -355,6 +362,42 @@ class PackedTensor(NamedTuple):
     """Index of the parameter that it is, or is a view of."""
     version: int
     """Of that parameter, when it was saved."""
+
+
+def is_shell(tensor: Tensor) -> bool:
+    """Whether its elements are those of tensors inside of it, as a DTensor's are those of its part."""
+    return type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__")
+
+
+class PackedShell(NamedTuple):
+    """What is kept of a saved tensor around others."""
+
+    kind: Any
+    parts: dict[str, Any]
+    """What is kept of these, by the names that the tensor has for them."""
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any, pack: Callable[[Tensor], Any]) -> PackedShell:
+        """Args:
+        tensor: Which needs no gradient.
+        pack: Gives what is to be kept of a tensor inside.
+        """
+        names, context = tensor.__tensor_flatten__()
+        found = {name: getattr(tensor, name) for name in names}  # of newer torch also what is no tensor
+        parts = {name: pack(value) if isinstance(value, Tensor) else value for name, value in found.items()}
+        return cls(type(tensor), parts, context, tensor.size(), tensor.stride())
+
+    def tensor(self, unpack: Callable[[Any], Tensor]) -> Tensor:
+        """One as it was."""
+        parts = {
+            name: unpack(part) if isinstance(part, (PackedTensor, PackedShell)) else part
+            for name, part in self.parts.items()
+        }
+        made: Tensor = self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
+        return made
 
 
 class _Kept(NamedTuple):
@@ -427,6 +470,6 @@ class _OverUsers(SavedBeside):
         return self._pack(tensor) if packed is None else packed
 
     def unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, PackedTensor):
+        if isinstance(packed, (PackedTensor, PackedShell)):
             return self.outer.unpacked(packed)
         return self._unpack(packed)

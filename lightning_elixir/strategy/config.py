@@ -173,13 +173,18 @@ class ElixirConfig(LossScaling):
                 raise PlanError(f"patterns: {key!r} must have a ParallelPattern, got {pattern!r:.60}{hint}")
             if pattern.axis not in AXES:
                 raise PlanError(f"patterns: {pattern!r} is for an axis {pattern.axis!r}; there are {', '.join(AXES)}")
-        for axis in AXES:
-            size = getattr(self, f"{axis}_parallel_size")
-            if size > 1 and all(pattern.axis != axis for pattern in patterns.values()):
-                raise PlanError(
-                    f"{axis}_parallel_size={size}, but no pattern is for it: all {size} ranks would do the same. Give"
-                    " one, or leave the size out"
-                )
+        if self.expert_parallel_size > 1:
+            self.check_pattern_along("expert")
+
+    def check_pattern_along(self, axis: str) -> None:
+        """Raises `PlanError` if no given pattern is for an axis. (What is cut along "tensor" may be so by
+        `parallelize_module()` instead, which shows when the model is there.)"""
+        size = getattr(self, f"{axis}_parallel_size")
+        if self.patterns is not None and all(pattern.axis != axis for pattern in self.patterns.values()):
+            raise PlanError(
+                f"{axis}_parallel_size={size}, but no pattern is for it: all {size} ranks would do the same. Give"
+                " one, or leave the size out"
+            )
 
     @property
     def fused_choice(self) -> FusedChoice:

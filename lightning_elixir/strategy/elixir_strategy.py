@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,10 @@ from lightning_elixir._lightning import (
 )
 from lightning_elixir.checkpoint import restore_previous
 from lightning_elixir.core.threads import frequent_switches
+from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.memory_limits import change_limits
+from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan
@@ -47,6 +49,7 @@ from lightning_elixir.strategy.limited_handle import LimitedHandle
 from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import built_by_first_rank, make_for_loading, meta_parameter_names
 from lightning_elixir.strategy.oom_retry import RepeatableStep
+from lightning_elixir.strategy.pattern_setup import take_dtensors_over
 from lightning_elixir.strategy.precision import (
     ElixirPrecision,
     elixir_precision,
@@ -61,6 +64,9 @@ from lightning_elixir.strategy.sharded_checkpoints import SavesOnException, sees
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.warm_up import move_to_smallest
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
@@ -173,8 +179,20 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     def model_sharded_context(self) -> Iterator[None]:
         module = self._module
         build = module.configure_sharded_model if is_overridden("configure_sharded_model", module) else None
+        module._device_mesh = self._device_mesh  # type: ignore[assignment]  # which it stands for
         with built_by_first_rank(self._comm, self.root_device, module, build or module.configure_model):
             yield
+        run_together(self._comm, lambda: take_dtensors_over(module, self._config, self._comm, self.root_device))
+
+    @override
+    def _new_device_mesh(self, mesh: Mesh) -> DeviceMesh:
+        if isinstance(self._launcher, _Launcher):
+            raise PlanError(
+                "configure_model uses device_mesh, and runs once more in the process that has started the others, when"
+                " they have trained: there is no mesh in it. Start the program with torchrun, or leave out"
+                f" start_method={self._start_method!r}; in a notebook give patterns instead of parallelize_module()"
+            )
+        return super()._new_device_mesh(mesh)
 
     @override
     def setup(self, trainer: Trainer) -> None:

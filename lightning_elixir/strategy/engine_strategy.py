@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,20 +24,25 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import fuse
 from lightning_elixir.memory_limits import MemoryLimits
 from lightning_elixir.optim import HybridAdam
+from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.storage.nvme import is_in_memory
+from lightning_elixir.strategy.device_meshes import MeshAccess, mesh_of
 from lightning_elixir.strategy.engine_handle import BuildOptions, EngineHandle
 from lightning_elixir.strategy.machine_figures import MachineFigures
 from lightning_elixir.strategy.model_init import materialise, skeleton_of
 from lightning_elixir.strategy.options import StrategyOptions
-from lightning_elixir.strategy.pattern_setup import check_mesh, put_patterns_in
+from lightning_elixir.strategy.pattern_setup import check_mesh, put_patterns_in, take_dtensors_over
 from lightning_elixir.strategy.precision import ElixirPrecision
 from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
 from lightning_elixir.strategy.shared_plans import ALONE, Neighbours, Planner, disk_options, host_bytes_of
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +56,14 @@ class EngineStrategy(StrategyOptions, ABC):
         self._figures: MachineFigures | None = None
         self._threads: ThreadPlan | None = None
         self._is_timing_told = False
+        self._device_mesh: MeshAccess | None = None
         self._sharded = ShardedCheckpoints(self._config.async_save)
 
     def _without_run(self) -> dict[str, Any]:
         """What a copy has, also a pickled one, in the place of what belongs to a run."""
         return {
             "_figures": None,
+            "_device_mesh": None,
             "_comm": SoloComm(),  # until it runs
             "_sharded": ShardedCheckpoints(self._config.async_save),
         }
@@ -93,8 +101,23 @@ class EngineStrategy(StrategyOptions, ABC):
         apply_threads(self._threads)
         # Before the model takes memory
         run_together(self._comm, lambda: check_mesh(self._config, self._comm.world_size, self.num_nodes))
+        self._make_device_mesh()
         run_together(self._comm, self._check_files if self._comm.rank == 0 else lambda: None)
         run_together(self._comm, self._check_disk)
+
+    @property
+    def device_mesh(self) -> MeshAccess | None:
+        """What `torch.distributed.tensor.parallel.parallelize_module` takes, by the names of its dimensions:
+        `strategy.device_mesh["tensor_parallel"]`; the ranks that differ along "data_parallel" have batches of their
+        own. None with `tensor_parallel_size=1`, or before the processes are connected."""
+        return self._device_mesh
+
+    def _make_device_mesh(self) -> None:
+        mesh = self._config.mesh(self._comm.world_size)
+        self._device_mesh = None if mesh.tensor == 1 else MeshAccess(partial(self._new_device_mesh, mesh))
+
+    def _new_device_mesh(self, mesh: Mesh) -> DeviceMesh:
+        return mesh_of(mesh, self.root_device)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -174,6 +197,7 @@ class EngineStrategy(StrategyOptions, ABC):
             limits: In the place of the options; None: there are none.
         """
         plugin, config = self._plugin, self._config
+        run_together(self._comm, lambda: take_dtensors_over(module, config, self._comm, self.root_device))
         run_together(self._comm, lambda: materialise(module, is_loaded) if self._comm.rank == 0 else None)
         left_out = () if config.ignored is None else run_together(self._comm, lambda: planner.ignored(module))
         kept = run_together(self._comm, lambda: planner.kept_fp32(module))

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,7 +33,9 @@ from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.memory_limits import MemoryLimits, change_limits
 from lightning_elixir.optim.elementwise import inner_maker
+from lightning_elixir.patterns.placed import placed_modules
 from lightning_elixir.strategy.blockwise import compile_by_blocks
+from lightning_elixir.strategy.device_meshes import MeshAccess
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.engine_strategy import EngineStrategy, move_metrics
 from lightning_elixir.strategy.fabric_checkpoints import engine_around, load_folder, save_folder
@@ -45,6 +47,9 @@ from lightning_elixir.strategy.processes import PreparedStart
 from lightning_elixir.strategy.regimes import base_regime, fit_regime
 from lightning_elixir.strategy.shared_plans import Planner, wanted_bytes
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
@@ -70,13 +75,28 @@ class _Launcher(PreparedStart, FabricMultiProcessingLauncher):
     """Starts processes out of this one."""
 
 
+ParallelizeFn = Callable[[nn.Module, "DeviceMesh"], nn.Module]
+
+
 class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
     """As `lightning_elixir.ElixirStrategy`, and with its options, for `Fabric(strategy=...)`. `report_dir` is for the
     Trainer alone.
+
+    Args:
+        parallelize_fn: As of Fabric's `ModelParallelStrategy`: called when a module is set up, with the module and a
+            device mesh whose dimension "tensor_parallel" is for `parallelize_module`; gives the module back. It takes
+            `tensor_parallel_size`, and no `fully_shard`. Models that are made in `init_module` then have their values
+            on every rank.
     """
 
     _script_launcher = FabricSubprocessScriptLauncher
     _process_launcher = _Launcher
+
+    def __init__(self, *args: Any, parallelize_fn: ParallelizeFn | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if parallelize_fn is not None and self._config.tensor_parallel_size == 1:
+            raise PlanError("parallelize_fn is for tensor_parallel_size of 2 and more: give that, or leave it out")
+        self._parallelize_fn = parallelize_fn
 
     # Processes
 
@@ -91,6 +111,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         self._known: list[weakref.ref[FabricRun]] = []
         self._has_switches = False
         self._limits = MemoryLimits()  # in the place of the options, also for modules that are set up later
+        self._is_made_by_first = False
         self._is_loading = False  # models were made without values, which a checkpoint will give
         self._in_place = contextlib.ExitStack()
 
@@ -143,12 +164,34 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
 
     # Models
 
+    @property
+    @override
+    def device_mesh(self) -> MeshAccess | None:
+        """As of the Trainer's strategy.
+
+        Raises:
+            PlanError: A model was made in `init_module`, with values on the first rank alone.
+        """
+        if self._is_made_by_first and self._device_mesh is not None:
+            raise PlanError(
+                "a model was made in init_module(), with values on the first rank alone, and parallelize_module() needs"
+                " them on every rank: have it called by ElixirStrategy(parallelize_fn=...), or make the model without"
+                " init_module()"
+            )
+        return self._device_mesh
+
     @contextmanager
     @override
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         # Always on the host: the model need not fit the device.
         self._is_loading = self._is_loading or bool(empty_init)
-        made = made_by_first_rank(self._comm, self.root_device, is_empty=bool(empty_init))
+        is_cut_by_user = self._parallelize_fn is not None or (
+            self._device_mesh is not None and self._device_mesh.is_made
+        )
+        made: AbstractContextManager[None] = nullcontext()
+        if empty_init or not is_cut_by_user:
+            made = made_by_first_rank(self._comm, self.root_device, is_empty=bool(empty_init))
+            self._is_made_by_first = self._is_made_by_first or (self._comm.world_size > 1 and not empty_init)
         with made, EmptyInit(enabled=bool(empty_init)), self.precision.module_init_context():
             yield
 
@@ -240,6 +283,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
                 if run.handle is handle:
                     run.forget()
             handle.dissolve()
+        self._parallelize(module)
         is_training = any(p.requires_grad for p in module.parameters())
         if self._comm.rank > 0:
             give_meta_buffers_memory(module)
@@ -265,6 +309,17 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         for other in earlier:
             other.yield_memory()
         return run
+
+    def _parallelize(self, module: nn.Module) -> None:
+        if self._parallelize_fn is None or next(placed_modules(module), None) is not None:
+            return
+        mesh = self._device_mesh
+        given = None if mesh is None else self._parallelize_fn(module, mesh.mesh())
+        if given is not module:
+            raise PlanError(
+                f"parallelize_fn has to give back the module that it gets ({type(module).__name__}), after"
+                f" parallelize_module() has changed it, and it gave {type(given).__name__}"
+            )
 
     def _planner(self, share: ModelShare, *, is_training: bool) -> Planner:
         plugin, wanted = self.precision, self._config.update_timing

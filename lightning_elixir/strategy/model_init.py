@@ -76,6 +76,7 @@ def _digests(states: Mapping[str, Any]) -> dict[str, str]:
 # Only the code around the user's `configure_model` knows that an engine will come, and only `pretrained()` inside of it
 # wants to: there is no object that both of them see.
 _AWAITS_ENGINE: ContextVar[bool] = ContextVar("lightning_elixir_awaits_engine", default=False)
+_IS_WITHOUT_VALUES: ContextVar[bool] = ContextVar("lightning_elixir_is_without_values", default=False)
 
 
 @contextmanager
@@ -91,6 +92,11 @@ def awaiting_engine() -> Iterator[None]:
 def awaits_engine() -> bool:
     """Whether this is inside of `awaiting_engine`."""
     return _AWAITS_ENGINE.get()
+
+
+def is_without_values() -> bool:
+    """Whether this is inside of `parameters_on_meta`."""
+    return _IS_WITHOUT_VALUES.get()
 
 
 @contextmanager
@@ -196,12 +202,14 @@ def parameters_on_meta() -> Iterator[None]:
         return twin
 
     handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # torch's stub forgets the value
+    token = _IS_WITHOUT_VALUES.set(True)
     try:
         with warnings.catch_warnings():
             # A constructor that loads weights does so on rank 0; here it copies them to nowhere.
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
             yield
     finally:
+        _IS_WITHOUT_VALUES.reset(token)
         handle.remove()
 
 

@@ -162,7 +162,8 @@ class StrategyOptions(Processes):
                 on a GPU; by torch's operators elsewhere. No number changes beyond rounding. The log has a table.
                 "auto": where there are any; with True a model that has none is an error.
             tensor_parallel_size: Ranks between which single layers are cut; they have the same batch. What is cut, and
-                how, say `patterns`, or else the model's own `tp_plan` (transformers).
+                how, say `patterns`, torch's `parallelize_module` in `configure_model`, or else the model's own
+                `tp_plan` (transformers).
             expert_parallel_size: Ranks between which the experts of mixtures are spread; each has a batch of its own.
                 Likewise, by the model's own `ep_plan`.
             patterns: How to share the work of which modules: a dict from names of modules (globs, such as

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.compiled_modules import compiled_regions
+from lightning_elixir.core.device import release_cached_memory
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.apply import put_in, take_out
 from lightning_elixir.patterns.cuts import cuts_of, whole_of
 from lightning_elixir.patterns.model_plans import own_patterns
+from lightning_elixir.patterns.placed import check_placed, placed_modules, take_over
 from lightning_elixir.plan.mesh import offsets_in_whole
 from lightning_elixir.runtime.sources import set_source, source_of
 from lightning_elixir.strategy.config import ElixirConfig
@@ -32,6 +35,16 @@ def check_mesh(config: ElixirConfig, world_size: int, num_nodes: int) -> None:
         )
 
 
+def take_dtensors_over(module: nn.Module, config: ElixirConfig, comm: Comm, device: torch.device) -> None:
+    """Have plain parameters in the places of those that `parallelize_module` has made into DTensors. Collective.
+
+    Raises:
+        PlanError: Chunks cannot have what they were; on every rank.
+    """
+    if take_over(module, config.mesh(comm.world_size), comm.rank):
+        release_cached_memory(device)  # it had parts of the model
+
+
 def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None:
     """Have a model's modules share their work, where the options say so; the same on every rank.
 
@@ -42,6 +55,7 @@ def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None
         PlanError: It cannot have these patterns.
     """
     mesh = config.mesh(comm.world_size)
+    check_placed(module, mesh)
     if mesh.is_trivial and config.patterns is None:
         take_out(module)  # those of an earlier run
         return
@@ -50,7 +64,12 @@ def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None
             "modules that torch.compile has compiled cannot have parallel patterns yet: leave out torch.compile, or"
             " tensor_parallel_size and expert_parallel_size"
         )
-    put_in(module, own_patterns(module, mesh) if config.patterns is None else config.patterns, mesh, comm.rank)
+    patterns, is_placed = config.patterns, next(placed_modules(module), None) is not None
+    if mesh.tensor > 1 and not is_placed:
+        config.check_pattern_along("tensor")
+    if patterns is None:  # what parallelize_module() has done is not done again
+        patterns = own_patterns(module, replace(mesh, tensor=1) if is_placed else mesh)
+    put_in(module, patterns, mesh, comm.rank)
     for parameter in module.parameters():
         cuts, whole = cuts_of(parameter), whole_of(parameter)
         source = None if whole is None else source_of(whole)

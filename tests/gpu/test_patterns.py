@@ -1,6 +1,7 @@
 """Ranks that share operators, each on a GPU of its own: the bodies of the CPU tests over NCCL.
 
-Matrix products of cuBLAS round otherwise than the CPU's, so the oracle is the same model on one GPU.
+Matrix products of cuBLAS round otherwise than the CPU's, so the oracle is the same model on one GPU. All with two GPUs
+take a minute and a half together.
 """
 
 from __future__ import annotations
@@ -10,41 +11,85 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_elixir.patterns import Expert
 from tests.helpers.dist import run_ranks
+from tests.helpers.pattern_fits import fit, fit_plain
 from tests.helpers.patterns import Case, difference, train_plain, train_ranks
 
-pytestmark = pytest.mark.gpu
+# What Lightning and torch advise (workers of loaders, peers of GPUs) is no matter here.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 TIGHT = {"placement_policy": "cpu", "chunk_size": 6000}
 RESIDENT = {"placement_policy": "cuda", "chunk_size": 6000}
+CLOSE = 1e-4
 CASES: dict[str, tuple[int, Case]] = {
-    "tensor": (2, Case(tensor=2, plan=TIGHT, device="cuda")),
-    "tensor_resident": (2, Case(tensor=2, plan=RESIDENT, device="cuda")),
-    "expert": (2, Case(expert=2, plan=TIGHT, device="cuda")),
+    "tensor_accumulated_clipped": (2, Case(tensor=2, plan=TIGHT, micro_batches=2, clip_norm=0.3, device="cuda")),
+    # After 64 exchanges hosts do not meet any more.
+    "tensor_resident": (2, Case(tensor=2, plan=RESIDENT, micro_batches=4, device="cuda")),
     "expert_resident": (2, Case(expert=2, plan=RESIDENT, device="cuda")),
-    "expert_without_tokens": (2, Case(expert=2, plan=TIGHT, is_empty=True, device="cuda")),
-    "expert_checkpointed": (
+    "expert_without_tokens_checkpointed": (
         2,
         Case(expert=2, plan=TIGHT, is_empty=True, options={"is_checkpointed": True}, device="cuda"),
     ),
-    "accumulated_clipped": (2, Case(tensor=2, plan=TIGHT, micro_batches=2, clip_norm=0.3, device="cuda")),
     "both": (4, Case(tensor=2, expert=2, plan=TIGHT, device="cuda")),
     "tensor_beside_data": (4, Case(tensor=2, plan=TIGHT, device="cuda")),
     "expert_beside_data": (4, Case(expert=2, plan=TIGHT, is_empty=True, device="cuda")),
 }
 
 
+def need(devices: int) -> None:
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} CUDA devices, found {torch.cuda.device_count()}")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process_with_all_batches(name: str) -> None:
     world, case = CASES[name]
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} CUDA devices, found {torch.cuda.device_count()}")
+    need(world)
     losses, norms, state = train_plain(case, world // case.tensor)
     runs: list[Any] = run_ranks(train_ranks, world, case, device="cuda")
     for run in runs:
-        assert run[0] == pytest.approx(losses, abs=1e-4)
-        assert run[1] == pytest.approx(norms, abs=1e-4)
-        assert difference(run[2], state) < 1e-4
+        assert run[0] == pytest.approx(losses, abs=CLOSE)
+        assert run[1] == pytest.approx(norms, abs=CLOSE)
+        assert difference(run[2], state) < CLOSE
         assert difference(run[2], runs[0][2]) == 0
-    again = run_ranks(train_ranks, world, case, device="cuda")
-    assert difference(again[0][2], runs[0][2]) == 0
+    if case.plan is TIGHT:
+        assert runs[0][3]["evictions"] > 0
+    if name == "tensor_accumulated_clipped":
+        again = run_ranks(train_ranks, world, case, device="cuda")
+        assert difference(again[0][2], runs[0][2]) == 0
+
+
+# Name of a model, ranks, tensor, expert, options, and of the Trainer
+FITS: dict[str, tuple[str, int, int, int, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", 2, 2, 1, {}, {}),
+    "mixtral": ("mixtral", 2, 1, 2, {}, {}),
+    "qwen3_moe": ("qwen3_moe", 2, 1, 2, {}, {"accumulate_grad_batches": 2}),
+    "own_mixture": ("mixture", 2, 1, 2, {"patterns": {"*.experts": Expert()}}, {}),
+    "llama_dtensors": ("untied_llama+dtensors", 2, 2, 1, {}, {}),
+    "language_dtensors": ("language+dtensors-checkpointed", 2, 2, 1, {}, {"accumulate_grad_batches": 2}),
+    "qwen3_moe_both": ("qwen3_moe", 4, 2, 2, {}, {}),
+    "language_dtensors_beside_data": ("language+dtensors", 4, 2, 1, {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_models_under_a_trainer(name: str) -> None:
+    kind, world, tensor, expert, options, of_trainer = FITS[name]
+    need(world)
+    expected = fit_plain(kind, world // tensor, "gpu", **of_trainer)
+    found, evictions = run_ranks(
+        fit, world, kind, tensor, expert, options, of_trainer, "gpu", device="cuda", init_group=False
+    )[0]
+    assert evictions > 0
+    assert difference(found, expected) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_grouped_products_with_experts_that_get_no_tokens(kind: str) -> None:
+    """In 16 bits transformers' experts go by torch's grouped matrix products on the device. Twice the same bits."""
+    need(2)
+    arguments = (kind, 1, 2, {}, {"precision": "bf16-mixed"}, "gpu")
+    first, second = (run_ranks(fit, 2, *arguments, device="cuda", init_group=False)[0][0] for _ in range(2))
+    assert difference(first, second) == 0
+    assert all(bool(value.isfinite().all()) for value in first.values())

@@ -157,3 +157,40 @@ def test_groups_that_branch_apart() -> None:
     for evictions, state in run_ranks(branches, 4):
         assert evictions > 0
         assert difference(state, model.state_dict()) < 1e-5
+
+
+def runs_again_where_hosts_do_not_meet() -> tuple[str, str]:
+    """All chunks are resident, and ranks have compared their first exchanges; then rank 1 begins a batch anew."""
+    case = Case(tensor=2, plan={"placement_policy": "cuda", "chunk_size": 6000}, options={"is_mixture": False})
+    module, optimizer, _ = build(case)
+    for step in range(8):
+        optimizer.backward(module(batch(step, 0)))
+    if dist.get_rank() == 1:
+        module.engine.wire.note_rerun()
+    return outcome_of(lambda: optimizer.backward(module(batch(9, 0))))
+
+
+def test_a_rank_that_runs_a_batch_again_is_found_out_at_the_end_of_backward() -> None:
+    for kind, text in run_ranks(runs_again_where_hosts_do_not_meet, 2, fresh=True):
+        assert kind == DivergenceError.__name__
+        assert "ran its batch again" in text
+
+
+def messages_of_a_step(policy: str) -> list[int]:
+    """Control messages of steps, after so many exchanges that ranks have compared."""
+    case = Case(tensor=2, plan={"placement_policy": policy, "chunk_size": 6000}, options={"is_mixture": False})
+    module, optimizer, _ = build(case)
+    counts = []
+    for step in range(10):
+        before = module.engine.comm._place.count
+        optimizer.backward(module(batch(step, 0)))
+        counts.append(module.engine.comm._place.count - before)
+        optimizer.step()
+        optimizer.zero_grad()
+    return counts
+
+
+def test_where_all_is_resident_hosts_stop_meeting_at_exchanges() -> None:
+    (counts, _), (moving, _) = (run_ranks(messages_of_a_step, 2, policy) for policy in ("cuda", "cpu"))
+    assert counts[-1] < counts[1] / 2
+    assert moving[-1] > 2 * counts[-1]

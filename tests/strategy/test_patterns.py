@@ -12,106 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_elixir import ElixirStrategy, HybridAdam, pretrained
-from lightning_elixir._lightning import LightningModule, Trainer
+from lightning_elixir import ElixirStrategy, pretrained
+from lightning_elixir._lightning import LightningModule
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns import Column, Expert, Row
 from tests.helpers.dist import RankError, run_ranks
+from tests.helpers.pattern_fits import TIGHT, Model, Tokens, fit, fit_plain, make, trainer_of
 from tests.helpers.patterns import STEPS, Case, difference, new_optimizer, train_plain
 from tests.helpers.patterns import batch as batch_of
 from tests.helpers.tiers import full, telling
 
 CLOSE = 1e-5
-TIGHT = {"placement_policy": "cpu", "chunk_size": 9000}
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-}
-
-
-def make(kind: str) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(5)
-    if kind == "mixtral":
-        config = transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
-        return transformers.MixtralForCausalLM(config)
-    if kind == "qwen3_moe":
-        more = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
-        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL, **more))
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**{**SMALL, "vocab_size": 63 if kind == "uneven" else 64}, tie_word_embeddings=True)
-    )
-    if kind != "lora":
-        return model
-    peft = pytest.importorskip("peft")
-    targets = ["q_proj", "o_proj", "down_proj"]
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
-
-
-class Tokens(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.randint(0, 63, (8,), generator=torch.Generator().manual_seed(index))
-
-
-class Model(LightningModule):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.net: nn.Module | None = None
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            self.net = make(self.kind)
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        assert self.net is not None
-        loss: Tensor = self.net(input_ids=batch, labels=batch).loss
-        return loss
-
-    def validation_step(self, batch: Tensor, index: int) -> None:
-        self.log("loss", self.training_step(batch, index), sync_dist=True)
-
-    def configure_optimizers(self) -> Any:
-        trained = [p for p in self.parameters() if p.requires_grad]
-        return HybridAdam(trained, lr=1e-2, eps=1e-3, weight_decay=0.05)
-
-
-def trainer_of(strategy: Any, devices: int, **options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet |= {"enable_model_summary": False, "use_distributed_sampler": False}
-    return Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=2, **{**quiet, **options})
-
-
-def fit_plain(kind: str, batches: int, **options: Any) -> dict[str, Tensor]:
-    model = Model(kind)
-    trainer_of("auto", 1, gradient_clip_val=1.0, **options).fit(model, DataLoader(Tokens(), batch_size=2 * batches))
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def fit(kind: str, tensor: int, expert: int, options: dict[str, Any], of_trainer: dict[str, Any]) -> Any:
-    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    model, folder = Model(kind), options.pop("report_dir", None)
-    strategy = ElixirStrategy(
-        tensor_parallel_size=tensor, expert_parallel_size=expert, report_dir=folder, **{**TIGHT, **options}
-    )
-    sampler = DistributedSampler(Tokens(), num_replicas=world // tensor, rank=rank // tensor, shuffle=False)
-    trainer = trainer_of(strategy, world, gradient_clip_val=1.0, **of_trainer)
-    trainer.fit(model, DataLoader(Tokens(), batch_size=2, sampler=sampler))
-    evictions = strategy.stats().evictions
-    return {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}, evictions
-
-
 KINDS = [
     pytest.param("mixtral", 1, 2, id="mixtral-experts"),
     pytest.param("mixtral", 2, 1, id="mixtral-tensor"),
@@ -250,7 +163,7 @@ def test_ranks_of_a_tensor_parallel_group_get_the_same_data() -> None:
         ({"patterns": [Column()]}, "patterns must be a dict"),
         ({"patterns": {3: Column()}}, "a key is a module name"),
         ({"patterns": {"*.up": Column}}, r"write Column\(\)"),
-        ({"tensor_parallel_size": 2, "patterns": {"*.experts": Expert()}}, "no pattern is for it"),
+        ({"expert_parallel_size": 2, "patterns": {"*.up": Column()}}, "no pattern is for it"),
         ({"tensor_parallel_size": 2, "use_fused_kernels": True}, "would pass the patterns by"),
     ],
 )
@@ -278,6 +191,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "uneven": ({"odd": Column()}, "cannot be cut into 2 equal parts"),
     "two": ({"up": Column(), "*p": Column(gathers=True)}, "has two"),
     "no_plan": ({}, "the model brings no tp_plan"),
+    "none_along_tensor": ({"odd": Expert()}, "no pattern is for it"),
 }
 
 
@@ -364,6 +278,6 @@ def refuses_elsewhere(how: str) -> str:
 
 @pytest.mark.parametrize("how", telling(["compiled", "dtensor"], "dtensor"))
 def test_what_cannot_be_combined_is_refused_on_every_rank(how: str) -> None:
-    told = {"compiled": "torch.compile", "dtensor": "are DTensors"}[how]
+    told = {"compiled": "torch.compile", "dtensor": "a DTensor over a mesh of its own"}[how]
     for text in run_ranks(refuses_elsewhere, 2, how, init_group=False):
         assert re.search(told, text)

@@ -1,0 +1,160 @@
+"""A process group whose ranks meet before each collective, and a device mesh that has one.
+
+[Note: collectives of DTensors] Torch's parallel styles issue collectives in the middle of layers, in a forward as in a
+backward. A rank that waits in one serves no other, so what holds for our own patterns holds for them (Note: patterns
+between collectives). They get a group that looks to torch like any other, and asks who has an engine to have the ranks
+meet first and to lend a group that all ranks can leave. As long as nobody has one (while a model is built) a group of
+its own does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_BACKEND = "elixir_meeting"
+
+Issue = Callable[[dist.ProcessGroup], dist.Work]
+
+
+class Host(Protocol):
+    """Who has the ranks of a group meet."""
+
+    def run(self, axis: str, message: Sequence[int], issue: Issue) -> dist.Work:
+        """Meet the peers along the axis, and issue a collective.
+
+        Args:
+            message: What must be equal on all peers.
+            issue: Gets the group to take.
+        """
+
+
+class MeetingGroup(dist.ProcessGroup):
+    """A group along one axis, for torch.
+
+    Args:
+        own: The same ranks; what collectives go over while there is no host.
+        axis: As its hosts know it.
+    """
+
+    def __init__(self, own: dist.ProcessGroup, axis: str) -> None:
+        super().__init__(own.rank(), own.size())  # type: ignore[call-arg]  # torch's stub has one of two forms
+        self.axis = axis
+        self._own = own
+        self._host: Host | None = None
+        self._name = ""
+
+    def bind(self, host: Host | None) -> None:
+        """Have a host from now on; None: none any more."""
+        self._host = host
+
+    # What torch asks a group of Python for
+
+    def getBackendName(self) -> str:
+        return _BACKEND
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> Any:
+        return self._name
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False  # other groups are made of torch's own one
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def _run(self, number: int, tensors: Any, issue: Issue) -> dist.Work:
+        if self._host is None:
+            return issue(self._own)
+        sizes = [each.numel() for each in _tensors(tensors)]
+        return self._host.run(self.axis, [number, len(sizes), *sizes], issue)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    return [each for value in values for each in _tensors(value)]
+
+
+def _method(name: str, number: int, told: Sequence[int]) -> Callable[..., dist.Work]:
+    def run(self: MeetingGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        sizes = [args[at] for at in told]
+        return self._run(number, sizes, lambda group: getattr(group, name)(*args, **kwargs))
+
+    run.__name__ = name
+    return run
+
+
+# Name of a collective -> those of its arguments whose sizes are the same on all ranks.
+_COLLECTIVES: dict[str, tuple[int, ...]] = {
+    "allreduce": (0,),
+    "allreduce_coalesced": (0,),
+    "allgather": (1,),
+    "allgather_coalesced": (1,),
+    "_allgather_base": (0, 1),
+    "allgather_into_tensor_coalesced": (0, 1),
+    "all_gather_single": (0, 1),
+    "reduce": (0,),
+    "reduce_scatter": (0,),
+    "_reduce_scatter_base": (0, 1),
+    "reduce_scatter_tensor_coalesced": (0, 1),
+    "reduce_scatter_single": (0, 1),
+    "alltoall": (),
+    "alltoall_base": (),
+    "broadcast": (0,),
+    "scatter": (0,),
+    "gather": (1,),
+    "barrier": (),
+}
+for _number, (_name, _told) in enumerate(_COLLECTIVES.items()):
+    setattr(MeetingGroup, _name, _method(_name, _number, _told))
+
+
+class _Options:
+    """What torch hands on to what makes the group."""
+
+    def __init__(self, own: dist.ProcessGroup, axis: str) -> None:
+        self.own = own
+        self.axis = axis
+
+
+def _make(options: Any, ours: _Options) -> MeetingGroup:
+    return MeetingGroup(ours.own, ours.axis)
+
+
+def make_device_mesh(groups: Sequence[Sequence[int]], axis: str, name: str, beside: str, device: torch.device) -> Any:
+    """A mesh of two dimensions over all ranks. Collective.
+
+    Args:
+        groups: Of ranks that are neighbours along the inner dimension, in the order of the outer one.
+        axis: What hosts call the inner one.
+        name: What the mesh calls it; its group is a `MeetingGroup`.
+        beside: What the mesh calls the outer one, whose group is one of torch's.
+        device: Where its tensors are.
+
+    Returns:
+        A `torch.distributed.device_mesh.DeviceMesh` of shape `[number of groups, size of a group]`.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not hasattr(dist.Backend, _BACKEND.upper()):
+        dist.Backend.register_backend(_BACKEND, _make, extended_api=True, devices=["cpu", "cuda"])
+    inner: Any = None
+    columns = list(zip(*groups, strict=True))
+    made = {tuple(ranks): dist.new_group(list(ranks)) for ranks in (*groups, *columns)}
+    rank = dist.get_rank()
+    for ranks in groups:  # all ranks make all groups: NCCL needs them to
+        own = made[tuple(ranks)]
+        options = _Options(own, axis) if rank in ranks else None
+        meeting = dist.new_group(list(ranks), backend=_BACKEND, pg_options=options)
+        inner = meeting if rank in ranks else inner
+    outer: Any = made[next(column for column in columns if rank in column)]
+    return DeviceMesh.from_group([outer, inner], device.type, mesh=torch.tensor(groups), mesh_dim_names=(beside, name))

@@ -1,0 +1,290 @@
+"""Models that `parallelize_module` has cut in `configure_model`, and the plain Trainer on one process."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    parallelize_module,
+)
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_elixir import ElixirStrategy, HybridAdam
+from lightning_elixir._lightning import LightningModule
+from lightning_elixir.errors import PeerLostError, PlanError
+from lightning_elixir.patterns import Column, Expert
+from lightning_elixir.plan.mesh import Mesh
+from tests.helpers.dist import run_ranks
+from tests.helpers.pattern_fits import TIGHT, Model, Tokens, cut_by_torch, fit, fit_plain, trainer_of
+from tests.helpers.patterns import STEPS, Case, batch, difference, new_optimizer, train_plain
+from tests.helpers.tiers import crossed, full, telling
+
+CLOSE = 1e-5
+DENSE = Case(tensor=2, options={"is_mixture": False})
+
+KINDS = ["untied_llama", "language", "language+checkpointed", "untied_llama+checkpointed"]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # the name that all versions have
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    telling([pytest.param(k, w, id=f"{k}-{w}") for k in KINDS for w in (2, 4)], "language+checkpointed-2"),
+)
+def test_equals_plain_training(kind: str, world: int) -> None:
+    kind = kind.replace("+", "+dtensors-") if "+" in kind else f"{kind}+dtensors"
+    expected = fit_plain(kind, world // 2)
+    found, evictions = run_ranks(fit, world, kind, 2, 1, {}, {}, init_group=False)[0]
+    assert evictions > 0
+    assert difference(found, expected) < CLOSE
+
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "auto_in_little_memory": ({"placement_policy": "auto", "gpu_memory_limit": "120KiB"}, {}),
+    "resident": ({"placement_policy": "cuda"}, {}),
+    "accumulated": ({}, {"accumulate_grad_batches": 2}),
+    "states_on_nvme": ({"nvme_offload_fraction": 0.5, "nvme_offload_dir": "states"}, {}),
+}
+
+
+@pytest.mark.full
+@crossed(kind=["language", "untied_llama"], way=WAYS, together=1)
+def test_under_options(kind: str, way: str) -> None:
+    options, of_trainer = WAYS[way]
+    expected = fit_plain(kind, 1, **of_trainer)
+    found, evictions = run_ranks(fit, 2, f"{kind}+dtensors", 2, 1, options, of_trainer, init_group=False)[0]
+    assert evictions > 0 or way == "resident"
+    assert difference(found, expected) < CLOSE
+
+
+@pytest.mark.full
+def test_beside_a_pattern_along_the_other_axis() -> None:
+    """`parallelize_module` cuts the attention, and a pattern spreads the experts."""
+    expected = fit_plain("mixture", 2)
+    options = {"patterns": {"*.experts": Expert()}}
+    found, evictions = run_ranks(fit, 4, "mixture+dtensors", 2, 2, options, {}, init_group=False)[0]
+    assert evictions > 0
+    assert difference(found, expected) < CLOSE
+
+
+# Checkpoints, and further runs
+
+
+def fit_and_go_on(state_dict_type: str, folder: str) -> Any:
+    """Two epochs; a validation in between, and a new Trainer that goes on from the file, over the same module."""
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    sampler = DistributedSampler(Tokens(), num_replicas=world // 2, rank=rank // 2, shuffle=False)
+    data = DataLoader(Tokens(), batch_size=2, sampler=sampler)
+    first = Model("language+dtensors")
+    strategy = ElixirStrategy(tensor_parallel_size=2, state_dict_type=state_dict_type, **TIGHT)
+    trainer = trainer_of(strategy, world, gradient_clip_val=1.0)
+    trainer.fit_loop.max_epochs = 1
+    trainer.fit(first, data)
+    trainer.validate(first, data, verbose=False)
+    trainer.save_checkpoint(folder)
+    os.environ.update(WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank))
+    again = Model("language+dtensors")
+    strategy = ElixirStrategy(tensor_parallel_size=2, **{**TIGHT, "chunk_size": 7000})
+    trainer_of(strategy, world, gradient_clip_val=1.0).fit(again, data, ckpt_path=folder)
+    return {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}
+
+
+@pytest.mark.parametrize("state_dict_type", [full("full"), full("sharded")])
+def test_goes_on_from_a_checkpoint(state_dict_type: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    expected = fit_plain("language", 2)
+    found = run_ranks(fit_and_go_on, 4, state_dict_type, path, init_group=False)[0]
+    assert difference(found, expected) < CLOSE
+    if state_dict_type == "full":  # plain PyTorch loads it
+        saved = torch.load(path, weights_only=False)["state_dict"]
+        plain = Model("language")
+        plain.configure_model()
+        plain.load_state_dict(saved)
+
+
+# Fabric
+
+
+def by_fabric(how: str, path: str) -> str:
+    fabric_module = pytest.importorskip("lightning.fabric")
+    from lightning_elixir.fabric import ElixirStrategy as FabricStrategy
+
+    def cut(net: Any, mesh: Any) -> Any:
+        cut_by_torch(net, mesh["tensor_parallel"])
+        return net
+
+    options = {"parallelize_fn": cut} if how.startswith("function") else {}
+    strategy = FabricStrategy(placement_policy="cpu", chunk_size=6000, tensor_parallel_size=2, **options)
+    fabric = fabric_module.Fabric(strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]))
+    fabric.launch()
+    with fabric.init_module() if how.endswith("init_module") else nullcontext():
+        made = DENSE.make()
+    try:
+        if how.startswith("mesh"):
+            cut(made, fabric.strategy.device_mesh)
+    except PlanError as error:
+        return str(error)
+    model, optimizer = fabric.setup(made, new_optimizer(made.parameters()))
+    for step in range(STEPS):
+        fabric.backward(model(batch(step, fabric.global_rank // 2)))
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.save(path, {"model": model})
+    return ""
+
+
+@pytest.mark.parametrize(
+    "how", telling(["function", "function_init_module", "mesh", "mesh_init_module"], "mesh_init_module")
+)
+def test_under_fabric(how: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    told = run_ranks(by_fabric, 4, how, path, init_group=False)
+    if how == "mesh_init_module":
+        assert all("parallelize_fn" in text for text in told)
+        return
+    assert difference(torch.load(path, weights_only=False)["model"], train_plain(DENSE, 2)[2]) < CLOSE
+
+
+# What is refused
+
+
+class Refused(LightningModule):
+    """A model cut in a way that chunks cannot have."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def configure_model(self) -> None:
+        self.up, self.down = nn.Linear(8, 15 if self.how == "uneven" else 16), nn.Linear(16, 8)
+        mesh = self.device_mesh
+        assert mesh["data_parallel"].size() == 1
+        if self.how == "own_mesh":
+            parallelize_module(self.up, init_device_mesh("cpu", (2,)), ColwiseParallel())
+        elif self.how == "fully_shard":
+            fully_shard(self.up, mesh=mesh["data_parallel"])
+        else:
+            parallelize_module(self.up, mesh["tensor_parallel"], ColwiseParallel())
+
+    def training_step(self, x: Tensor, index: int) -> Tensor:
+        return self.down(self.up(x)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return HybridAdam(self.parameters())
+
+
+REFUSED: dict[str, tuple[str, dict[str | type, Any] | None]] = {
+    "own_mesh": ("is a DTensor over a mesh of its own", None),
+    "fully_shard": ("without fully_shard", None),
+    "uneven": ("parts that are not equal", None),
+    "pattern": ("has a pattern as well", {"up": Column()}),
+}
+
+
+def refused(how: str, patterns: Any) -> str:
+    strategy = ElixirStrategy(tensor_parallel_size=2, patterns=patterns)
+    try:
+        trainer_of(strategy, int(os.environ["WORLD_SIZE"])).fit(Refused(how), DataLoader(torch.randn(8, 8)))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", telling(REFUSED, "uneven"))
+def test_what_chunks_cannot_have_is_refused_on_every_rank(how: str) -> None:
+    text, patterns = REFUSED[how]
+    for told in run_ranks(refused, 2, how, patterns, init_group=False):
+        assert text in told
+
+
+def test_processes_that_this_one_starts_are_refused_before_training() -> None:
+    strategy = ElixirStrategy(tensor_parallel_size=2, start_method="spawn")
+    strategy.parallel_devices, strategy.cluster_environment = [torch.device("cpu")] * 2, LightningEnvironment()
+    strategy._configure_launcher()
+    with pytest.raises(PlanError, match="runs once more in the process that has started the others"):
+        strategy._new_device_mesh(Mesh(2, 2))
+
+
+# A rank that fails
+
+
+class Failing(Model):
+    def __init__(self, where: str) -> None:
+        super().__init__("language+dtensors")
+        self.where = where
+
+    def configure_model(self) -> None:
+        is_new = self.net is None
+        super().configure_model()
+        if not is_new:
+            return
+        layer, rank = self.net.layers[1], int(os.environ["RANK"])
+
+        def fail(*_: Any) -> None:
+            if rank == 1:
+                raise RuntimeError("a test wants it so")
+
+        if self.where == "forward":
+            layer.register_forward_pre_hook(fail)
+        else:
+            layer.register_full_backward_hook(fail)
+
+
+def fails(where: str) -> tuple[str, str]:
+    world = int(os.environ["WORLD_SIZE"])
+    begin = time.monotonic()
+    try:
+        trainer = trainer_of(ElixirStrategy(tensor_parallel_size=2, **TIGHT), world)
+        trainer.fit(Failing(where), DataLoader(Tokens(), batch_size=2))
+    except Exception as error:
+        assert time.monotonic() - begin < 60
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("where", [full("forward"), full("backward")])
+def test_a_rank_that_raises_alone(where: str) -> None:
+    told = run_ranks(fails, 4, where, init_group=False, fresh=True)
+    assert told[1] == ("RuntimeError", "a test wants it so")
+    for rank in (0, 2, 3):
+        assert told[rank][0] == PeerLostError.__name__
+        assert "a test wants it so" in told[rank][1]
+
+
+class Looking(Model):
+    """Rank 1 looks at a parameter before its turn: it wants a chunk that rank 0 does not, and is one behind then."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if int(os.environ["RANK"]) == 1:
+            with torch.no_grad():
+                for layer in self.net.layers:
+                    layer.feed.up.weight.to_local().sum()
+        return super().training_step(batch, index)
+
+    def on_train_end(self) -> None:
+        self.num_met = sum(self.trainer.strategy._handle.engine.engine.wire.counts)
+
+
+def looks() -> Any:
+    strategy = ElixirStrategy(tensor_parallel_size=2, **{**TIGHT, "chunk_size": 4000})
+    trainer = trainer_of(strategy, int(os.environ["WORLD_SIZE"]), gradient_clip_val=1.0)
+    model = Looking("language+dtensors")
+    trainer.fit(model, DataLoader(Tokens(), batch_size=2))
+    return {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}, model.num_met
+
+
+@pytest.mark.full
+def test_ranks_that_want_different_chunks_meet_before_collectives_of_torch() -> None:
+    (found, first), (_, second) = run_ranks(looks, 2, init_group=False)
+    assert first == second > 100
+    assert difference(found, fit_plain("language", 1)) < CLOSE
