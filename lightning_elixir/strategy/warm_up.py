@@ -141,6 +141,9 @@ class WarmUp:
             may_move: More of the fit comes, and nothing more of this batch; otherwise the next batch is waited for.
         """
         self._num_steps += 1
+        if not may_move and self._look is not None:  # no later call would end it, and all steps would be timed
+            self._look = None
+            self._watch()
         if not may_move or self.stage is Stage.NEW:
             return
         if self.stage is not Stage.DONE:

@@ -19,6 +19,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.steady_look import SteadyLook
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import CHUNK, Net, fit, make_data
+from tests.strategy.nets import ManualNet
 
 _TIMES = UpdateTimes(update_s=1.0, adam_s=1.0, gpu_numel=0, streamed_numel=0, cpu_numel=100)
 
@@ -147,3 +148,15 @@ def test_the_slowest_rank_counts_on_all() -> None:
     (_, rate, plans), (_, other_rate, other_plans) = run_ranks(_rank, 2, init_group=False)
     assert (rate, plans) == (other_rate, other_plans)
     assert rate < HardwareSpec.nominal().cpu_adam_numel_per_s / 100
+
+
+def test_under_manual_optimization_steps_are_not_timed_for_ever() -> None:
+    timed: list[bool] = []
+
+    class Reader(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            timed.append(trainer.strategy._fit_run.warm_up._is_timed)
+
+    fit(ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK), ManualNet, callbacks=[Reader()], train=lambda: make_data(64))
+    assert any(timed)
+    assert not timed[-1]
