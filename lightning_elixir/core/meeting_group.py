@@ -2,9 +2,9 @@
 
 [Note: collectives of DTensors] Torch's parallel styles issue collectives in the middle of layers, in a forward as in a
 backward. A rank that waits in one serves no other, so what holds for our own patterns holds for them (Note: patterns
-between collectives). They get a group that looks to torch like any other, and asks who has an engine to have the ranks
-meet first and to lend a group that all ranks can leave. As long as nobody has one (while a model is built) a group of
-its own does.
+between collectives). They get a group that looks to torch like any other. Its host, which an engine has, makes the ranks
+meet first and lends a group that all ranks can leave. While there is no engine, as when a model is built, collectives go
+over a group of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Issue = Callable[[dist.ProcessGroup], dist.Work]
 
 
 class Host(Protocol):
-    """Who has the ranks of a group meet."""
+    """Makes the ranks of a group meet."""
 
     def run(self, axis: str, message: Sequence[int], issue: Issue) -> dist.Work:
         """Meet the peers along the axis, and issue a collective.
@@ -49,7 +49,7 @@ class MeetingGroup(dist.ProcessGroup):
         self._name = ""
 
     def bind(self, host: Host | None) -> None:
-        """Have a host from now on; None: none any more."""
+        """Ask this host from now on; None: use the group's own."""
         self._host = host
 
     # What torch asks a group of Python for

@@ -95,7 +95,7 @@ class Peers:
         self._wire = wire
 
     def listen(self, heard: Heard | None) -> None:
-        """Have this be told of exchanges in which nothing is sent; None: nobody."""
+        """Call this at exchanges that are only foreseen, in which nothing is sent; None: call nothing."""
         self._heard = heard
 
     def foresee(self, kind: str, nbytes: int) -> None:
