@@ -2,9 +2,9 @@
 
 [Note: collectives of DTensors] Torch's parallel styles issue collectives in the middle of layers, in a forward as in a
 backward. A rank that waits in one serves no other, so what holds for our own patterns holds for them (Note: patterns
-between collectives). They get a group that looks to torch like any other. Its host, which an engine has, makes the ranks
-meet first and lends a group that all ranks can leave. While there is no engine, as when a model is built, collectives go
-over a group of its own.
+between collectives). They get a group that looks to torch like any other. Its host, which an engine has, makes the
+ranks meet first and lends a group that all ranks can leave. While there is no engine, as when a model is built,
+collectives go over a group of its own.
 """
 
 from __future__ import annotations
