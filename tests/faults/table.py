@@ -328,8 +328,8 @@ _RCACHE = (
         "rcache",
         "work",
         "plan/rcache.py",
-        "        self._settled_until = 0\n        del self._resident[chunk_id]\n",
-        "        del self._resident[chunk_id]\n",
+        "        self._settled_until = self._full_until = 0\n        del self._resident[chunk_id]\n",
+        "        self._full_until = 0\n        del self._resident[chunk_id]\n",
         "A chunk that leaves after prefetching has settled is not fetched ahead of its next use.",
     ),
     Fault(
@@ -337,8 +337,8 @@ _RCACHE = (
         "rcache",
         "work",
         "runtime/residency.py",
-        "                held = self.held() if ahead else ()\n",
-        "                held = ()\n",
+        "                self._prefetch(ahead, self._staying(ids))\n",
+        "                self._prefetch(ahead, ())\n",
         "A replica that a view still holds counts as gone after a prefetch, keeps its bytes, and is fetched again.",
     ),
     Fault(

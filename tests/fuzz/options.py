@@ -27,6 +27,7 @@ _PROCESSES = "how processes begin: no number of a step depends on it, and each w
 _BLOCKS = "needs layers that repeat; tests/runtime/ and tests/strategy/test_activations.py have all values"
 _LEFT_OUT = "changes which chunks there are; tests/runtime/ and tests/strategy/test_bases.py have all kinds"
 _PARALLEL = "cuts a model that is drawn for one rank; tests/patterns/ compares such models with plain PyTorch"
+_NODES = "on one node every value is the same; tests/strategy/test_sharding.py has several"
 _PACKAGE = "a package of others', compiled on the spot; tests/runtime/test_nvme.py has both back ends"
 NOT_DRAWN: dict[str, dict[str, str]] = {
     "ElixirModule": {
@@ -43,6 +44,7 @@ NOT_DRAWN: dict[str, dict[str, str]] = {
         "tensor_parallel_size": _PARALLEL,
         "expert_parallel_size": _PARALLEL,
         "patterns": _PARALLEL,
+        "sharding": _NODES,
         "nvme_backend": _PACKAGE,
         "accelerator": _PROCESSES,
         "parallel_devices": _PROCESSES,
