@@ -125,14 +125,15 @@ def _fates_tried(candidate: Candidate, problem: Problem) -> tuple[FatesTried, ..
     if candidate.with_fates is None:
         return ()
     names = [block.name for block in problem.blocks]
-    seeds: list[Choice] = []
+    best: list[tuple[float, Choice]] = []  # to start from with other fates
 
     def seconds(one: Candidate) -> float:
         looked = _LayoutSearch(one, problem)
-        outcome = looked.best(seeds[0] if seeds else None)
+        outcome = looked.best(best[0][1] if best else None)
         if outcome is None:
             return math.inf
-        seeds[:] = seeds or [looked.relative(outcome.choice)]
+        if not best or outcome.felt_s < best[0][0]:
+            best[:] = [(outcome.felt_s, looked.relative(outcome.choice))]
         return outcome.felt_s
 
     return FatesTried.all_of(candidate.with_fates, names, seconds, problem.regime.num_backwards)
