@@ -428,6 +428,7 @@ class Engine:
         self.active.residency.release(list(self.rcache.resident_ids))
         self.iterations.end()
         self.give_back()  # what lasts shall not come to lie in the gaps that activations have left
+        self.activations.rest()  # nor wait for host memory that no step uses now
         try:
             for known in self.steps.optimizers:
                 known.prepare_move()
