@@ -93,10 +93,11 @@ def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
     if not found:
         raise min((one.refusal() for one in searches), key=distance)
     outcome, one = _of_sizes(found, is_time_guessed=problem.is_time_guessed)
+    outcome = one.refined(outcome)
     if tried and outcome.choice != one.everything:
         outcome, one, tried = _with_fates_of_its_own(candidates, (outcome, one, tried), found, problem)
         searches.append(one)
-    outcome = one.fetching_ahead(one.with_best_spares(one.refined(outcome)))
+    outcome = one.fetching_ahead(one.with_best_spares(outcome))
     plan = one.plan_of(outcome, [(s, o) for s in searches for o in s.outcomes.values()])
     return plan if plan.forecast is None else with_alternatives(plan, tried)
 
@@ -154,8 +155,8 @@ def _with_fates_of_its_own(
         tried = _fates_tried(of_layout[near.layout], problem)
         one = _LayoutSearch(_with_fates([of_layout[near.layout]], tried)[0], problem)
         outcome = one.best(None)
-        if outcome is not None and outcome.felt_s < best[0].felt_s:
-            best = outcome, one, tried
+        if outcome is not None:
+            best = min(best, (one.refined(outcome), one, tried), key=lambda known: known[0].felt_s)
     return best
 
 
