@@ -341,8 +341,8 @@ class Wide(nn.Module):
 
 @pytest.mark.full
 def test_fates_suit_the_chunk_size_that_is_chosen() -> None:
-    """Against numbers of blocks that are recomputed, each planned by itself with all chunk sizes. What is compared there
-    has the host's work in it, too, which is up to 3% of so short a step."""
+    """Against numbers of blocks that are recomputed, each planned by itself with all chunk sizes. What searches
+    compare has the host's work in it, too, which is up to 3% of so short a step."""
     with torch.device("meta"):
         model = Wide()
     hardware = replace(HardwareSpec.nominal(), matmul_flops_per_s={"float32": 1e13, "bfloat16": 3e14})
