@@ -227,6 +227,7 @@ def _move(engine: Engine, budget: Budget, plan: Plan) -> None:
     if plan.fingerprint() == engine.plan.fingerprint():
         engine.take_forecast(plan)
         engine.give_back()
+        engine.activations.rest()
     else:
         engine.replan(plan)
     log.info("memory limits have changed; the plan from now on: %s", plan.explain().partition("\n")[0])

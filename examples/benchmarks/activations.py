@@ -3,12 +3,17 @@
     python examples/benchmarks/activations.py --suite gpt --touch-first --out gpt_activations.json
     python examples/benchmarks/activations.py --suite llama_8k --touch-first --out llama_8k.json
     python examples/benchmarks/activations.py --suite llama_32k --touch-first --out llama_32k.json
+    python examples/benchmarks/activations.py --suite longest --touch-first --budget-s 470 --out longest.json
+    python examples/benchmarks/activations.py --cases llama_8k_auto llama_8k_by_hand_trl --out two.json
     python examples/benchmarks/activations.py --suite toy --device cpu --out toy_activations.json
 
 `gpt`: the 5B model, 16 x 1024 tokens, at 40 GiB with activations="auto", beside plain PyTorch on the whole card that
-recomputes all blocks. `llama_8k`, `llama_32k`: Llama-7B, 2 x 8192 and 1 x 32768 tokens, at 40 GiB: "auto" and each
-single choice, beside the same strategy where the model keeps all, recomputes all (transformers' own checkpointing), or
-saves all on the CPU (torch's hook). `longest`: sequences of one sample of an 8B model at 40 GiB, longer and longer.
+recomputes all blocks. `llama_8k`, `llama_32k`: Llama-7B, 2 x 8192 and 1 x 32768 tokens, at 40 GiB, with the head's
+loss in pieces (`use_fused_kernels`), as logits of 32768 x 32000 in fp32 would take 4 GiB each time: "auto" and each
+single choice, beside the same strategy where the model keeps all, recomputes all (transformers' own checkpointing),
+saves all on the CPU (torch's hook), or only what recomputed blocks begin from, by torch's hook or TRL's (which must be
+importable: unpack its wheel onto `PYTHONPATH`). `longest`: sequences of one sample of an 8B model at 40 GiB with
+110 GiB of host, longer and longer, up to the first that does not train.
 
 Every case is a fit in a process of its own, as in `defaults.py`, which has the parts. Printed at the end: each case
 against the best by hand, the largest difference of losses, and what was measured over what was predicted.
@@ -27,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from defaults import GIB, Case, measured, parser_of
 
-HANDS = ("keep", "recompute", "save_on_cpu")
-CHOICES = ("auto", "keep", "recompute", "offload", "recompute_offloaded")
+HANDS = ("recompute", "save_inputs_on_cpu", "trl", "save_on_cpu", "keep")
+CHOICES = ("auto", "recompute", "recompute_offloaded", "offload", "keep")
 
 
 def _around(base: Case, name: str) -> dict[str, Case]:
@@ -38,9 +43,11 @@ def _around(base: Case, name: str) -> dict[str, Case]:
 
 
 _GPT = Case("5b", 16, 1024, 40 * GIB)
-_LLAMA = Case("llama-7b", 2, 8192, 40 * GIB, num_steps=8)
+_LLAMA = Case("llama-7b", 2, 8192, 40 * GIB, is_fused=True, num_steps=8)
+_LONG = Case("llama-3-8b", 1, 0, 40 * GIB, 110 * GIB, is_fused=True, activations="auto", num_steps=4)
 _TOY = Case("toy", 16, 128, 6 * 2**20, num_steps=5)
-_LENGTHS = (16, 32, 64, 96, 128)
+_TOY_LLAMA = Case("toy-llama", 2, 128, 12 * 2**20, is_fused=True, num_steps=5)
+_LENGTHS = (32, 64, 96, 128, 192, 256)
 
 CASES = {
     "gpt_auto": replace(_GPT, activations="auto"),
@@ -49,8 +56,10 @@ CASES = {
     **_around(_LLAMA, "llama_8k"),
     **_around(replace(_LLAMA, batch=1, seq=32768), "llama_32k"),
     **_around(_TOY, "toy"),
+    **_around(_TOY_LLAMA, "toy_llama"),
+    **{f"toy_longest_{n}": replace(_LONG, model="toy-llama", seq=n, gpu_limit=12 * 2**20) for n in (128, 256)},
     "toy_plain_recompute": replace(_TOY, gpu_limit=None, is_plain=True, autocast=False),
-    **{f"longest_{n}k": replace(_LLAMA, batch=1, seq=n * 1024, activations="auto", num_steps=4) for n in _LENGTHS},
+    **{f"longest_{n}k": replace(_LONG, seq=n * 1024) for n in _LENGTHS},
 }
 SUITES = {
     name: [case for case in CASES if case.startswith(f"{name}_")]
@@ -66,7 +75,9 @@ def compared(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
     best = min(by_hand.values(), key=lambda one: one["step_s"], default=None)
     found: dict[str, dict[str, Any]] = {}
     for name, one in trained.items():
-        row: dict[str, Any] = {"step_s": one["step_s"]}
+        row: dict[str, Any] = {"step_s": one["step_s"], "predicted_s": one.get("predicted_s")}
+        for key in ("gpu_peak_bytes", "predicted_peak_bytes"):
+            row[key.replace("bytes", "gib")] = one[key] / GIB if one.get(key) else None
         if best is not None:
             row["of_best_by_hand"] = one["step_s"] / best["step_s"]
             pairs = zip(one["losses"], best["losses"], strict=False)
@@ -85,6 +96,7 @@ def compared(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 def main() -> None:
     arguments = parser_of(__doc__ or "", CASES, SUITES, "activations.json").parse_args()
     names = SUITES[arguments.suite] if arguments.suite else arguments.cases
+    arguments.stop_at_failure |= arguments.suite == "longest"
     found = measured({name: CASES[name] for name in names}, arguments)
     found["compared"] = compared(found["cases"])
     arguments.out.write_text(json.dumps(found, indent=1))

@@ -72,12 +72,18 @@ class Case:
     activations: str | None = None
     """The strategy's option."""
     by_hand: str = "recompute"
-    """What the model does by itself without that option: "keep", "recompute", or "save_on_cpu", as torch has it."""
+    """What the model does by itself without that option: "keep", "recompute", "save_on_cpu", as torch has it, the same
+    around recomputed blocks ("save_inputs_on_cpu"), or "trl": its offloading, around recomputed blocks as well."""
     num_steps: int = 12
 
     @property
     def is_recomputed(self) -> bool:
-        return self.activations is None and self.by_hand == "recompute"
+        return self.activations is None and self.by_hand in ("recompute", "save_inputs_on_cpu", "trl")
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether what recomputed blocks begin from goes through hooks for saved tensors."""
+        return self.by_hand in ("save_inputs_on_cpu", "trl")
 
 
 _LLAMA = Case("llama-7b", 4, 2048, 40 * GIB)
@@ -168,11 +174,12 @@ _CONV_SHAPES: dict[str, dict[str, Any]] = {
 class Causal(nn.Module):
     """A model of transformers as one from tokens to a loss."""
 
-    def __init__(self, model: nn.Module, *, is_recomputed: bool) -> None:
+    def __init__(self, model: nn.Module, *, is_recomputed: bool, is_reentrant: bool = False) -> None:
         super().__init__()
         self.model = model
         if is_recomputed:
-            model.gradient_checkpointing_enable()  # type: ignore[operator]
+            options = {"use_reentrant": is_reentrant}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
 
     def forward(self, tokens: Tensor) -> Tensor:
         loss: Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -206,6 +213,24 @@ class SavedOnCpu(nn.Module):
             return loss
 
 
+class OffloadedByTrl(nn.Module):
+    """A model under TRL's offloading of activations, with streams on a GPU."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+        is_gpu = tokens.is_cuda
+        with get_act_offloading_ctx_manager(
+            self.model, use_pin_memory=is_gpu, use_streams=is_gpu, warn_if_no_head=False
+        ):
+            loss: Tensor = self.model(tokens)
+            return loss
+
+
 def make_model(case: Case) -> nn.Module:
     """The model in host memory, fp32."""
     if case.model in PRESETS:
@@ -227,7 +252,7 @@ def make_model(case: Case) -> nn.Module:
         options: dict[str, Any] = {}
         config: Any = transformers.LlamaConfig(max_position_embeddings=max(2048, case.seq))
         if case.model in _LLAMA_SHAPES:
-            config = transformers.LlamaConfig(**_LLAMA_SHAPES[case.model])
+            config = transformers.LlamaConfig(**_LLAMA_SHAPES[case.model], max_position_embeddings=max(2048, case.seq))
         if case.model == "moe":
             sizes: dict[str, Any] = {
                 "num_hidden_layers": 8,
@@ -238,10 +263,12 @@ def make_model(case: Case) -> nn.Module:
             config, options = transformers.Qwen3MoeConfig(**sizes), {"experts_implementation": "grouped_mm"}
         with no_init_weights():
             causal = transformers.AutoModelForCausalLM.from_config(config, **options)
-        model = Causal(causal, is_recomputed=case.is_recomputed)
+        model = Causal(causal, is_recomputed=case.is_recomputed, is_reentrant=case.is_reentrant)
     _fill(model)
-    if case.activations is None and case.by_hand == "save_on_cpu":
+    if case.activations is None and case.by_hand in ("save_on_cpu", "save_inputs_on_cpu"):
         model = SavedOnCpu(model)
+    if case.activations is None and case.by_hand == "trl":
+        model = OffloadedByTrl(model)
     if case.is_compiled:
         for block in blocks_of(model):
             block.compile()
@@ -648,6 +675,7 @@ def parser_of(
     parser.add_argument("--timeout-s", type=float, default=200.0, help="of each case")
     parser.add_argument("--budget-s", type=float, default=560.0, help="of all")
     parser.add_argument("--touch-first", action="store_true", help="have the machine grow its memory before")
+    parser.add_argument("--stop-at-failure", action="store_true", help="leave out what comes after a case that fails")
     parser.add_argument("--trace", type=int, help="number of the batch whose work on the device is looked at")
     parser.add_argument("--out", type=Path, default=Path(out))
     return parser
@@ -667,12 +695,15 @@ def measured(cases: Mapping[str, Case], arguments: argparse.Namespace) -> dict[s
             result["touch_s"] = _timed_touch(taken)
         found["cases"][name] = result
         arguments.out.write_text(json.dumps(found, indent=1))
+        has_failed = result["outcome"] != "trained"
         figures = {
             key: result.get(key)
             for key in ("first_step_s", "step_s", "predicted_s", "longest_after_two", "host_peak_bytes", "touch_s")
         }
         shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if value)
         print(f"{name:18s} {result['outcome']}: {shown or result.get('why', '')[-300:]}", flush=True)
+        if has_failed and arguments.stop_at_failure:
+            break
     return found
 
 

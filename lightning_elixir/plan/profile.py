@@ -174,6 +174,14 @@ class StepProfile:
     def compute_s(self) -> float:
         return sum(i.compute_s for i in self.intervals)
 
+    def of_first_chunks(self, count: int) -> StepProfile:
+        """The same without the gradients of chunks beyond so many."""
+        if all(chunk < count for interval in self.intervals for chunk in interval.grads):
+            return self
+        kept = (tuple(chunk for chunk in interval.grads if chunk < count) for interval in self.intervals)
+        intervals = tuple(replace(one, grads=grads) for one, grads in zip(self.intervals, kept, strict=True))
+        return replace(self, intervals=intervals)
+
     def with_margin(self, block_bytes: int, *, is_certain: bool = True) -> StepProfile:
         """The same with what the device's allocator cannot use, and what later batches may take more.
 

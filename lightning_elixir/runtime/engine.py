@@ -429,6 +429,7 @@ class Engine:
         self.active.residency.release(list(self.rcache.resident_ids))
         self.iterations.end()
         self.give_back()  # what lasts shall not come to lie in the gaps that activations have left
+        self.activations.rest()  # nor wait for host memory that no step uses now
         try:
             for known in self.steps.optimizers:
                 known.prepare_move()
@@ -636,8 +637,10 @@ class Engine:
     def step_profile(self) -> StepProfile | None:
         """The last sampled training iteration, up to the step or the next forward; None before there was one. Times or
         bytes that it has not got itself are those of an earlier one of the same accesses, or 0. Where everything is
-        resident there are no accesses, and it is one interval. Waits for its end."""
-        return self.iterations.sampler.profile()
+        resident there are no accesses, and it is one interval. Waits for its end. It is of the plan's own chunks, as
+        those are that plans place: gradients of ignored parameters are not in it."""
+        profile = self.iterations.sampler.profile()
+        return None if profile is None else profile.of_first_chunks(len(self.plan.chunks))
 
     def home_of(self, tensor: Tensor) -> tuple[Chunk, int] | None:
         """The chunk and member index of a managed parameter; None for any other tensor."""

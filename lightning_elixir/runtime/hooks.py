@@ -104,6 +104,10 @@ class _OwnCall:
         finally:
             self.forwards.exit_module(self._module, args, output)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch's parametrized modules copy all their attributes, where others leave this one out.
+        return type(None), ()
+
     def remove(self) -> None:
         attributes = vars(self._module)
         if attributes.get(_CALL) is not self:  # it was compiled again

@@ -155,11 +155,6 @@ class ElixirConfig(LossScaling):
                 "use_fused_kernels=True cannot be had with tensor_parallel_size or expert_parallel_size: fused"
                 " operators would pass the patterns by. Leave it out, or give 'auto', which swaps nothing there"
             )
-        if self.activations is not None and (self.tensor_parallel_size, self.expert_parallel_size) != (1, 1):
-            raise PlanError(
-                "activations= is not there yet beside tensor_parallel_size or expert_parallel_size: leave it out, and"
-                " have the model checkpoint its activations by itself"
-            )
         patterns = self.patterns
         if patterns is None:
             return

@@ -24,7 +24,10 @@ from tests.fuzz.programs import Program
 from tests.fuzz.scale import Scale, has_scale
 from tests.helpers.plans import make_plan
 
-COUNTED = ("fetches", "prefetches", "hits", "evictions", "overflows", "misses_of_trace", "nvme_read_bytes")
+COUNTED = (
+    "fetches", "prefetches", "hits", "evictions", "overflows", "misses_of_trace", "nvme_read_bytes",
+    "recomputed_blocks", "activations_out_bytes", "activations_in_bytes", "activations_left_bytes",
+)  # fmt: skip
 
 
 class Plain:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_elixir.plan.activations import Fate
 from lightning_elixir.plan.hardware import HardwareSpec, save_hardware
 from lightning_elixir.plan.io import save_plan
 from lightning_elixir.plan.types import Plan
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 _MODEL = "it is the program itself"
 _PROCESSES = "how processes begin: no number of a step depends on it, and each way takes seconds (tests/strategy)"
-_BLOCKS = "needs layers that repeat; tests/runtime/ and tests/strategy/test_activations.py have all values"
-_LEFT_OUT = "changes which chunks there are; tests/runtime/ and tests/strategy/test_bases.py have all kinds"
 _PARALLEL = "cuts a model that is drawn for one rank; tests/patterns/ compares such models with plain PyTorch"
 _NODES = "on one node every value is the same; tests/strategy/test_sharding.py has several"
 _PACKAGE = "a package of others', compiled on the spot; tests/runtime/test_nvme.py has both back ends"
@@ -33,14 +32,10 @@ NOT_DRAWN: dict[str, dict[str, str]] = {
     "ElixirModule": {
         "model": _MODEL,
         "search_result": "the plan, of which `Program.plan` has the arguments",
-        "activations": _BLOCKS,
-        "ignored": _LEFT_OUT,
         "nvme_backend": _PACKAGE,
     },
     "ElixirOptimizer": {"module": _MODEL, "optimizer": "`Program.optimizer` names it"},
     "ElixirStrategy": {
-        "activations": _BLOCKS,
-        "ignored": _LEFT_OUT,
         "tensor_parallel_size": _PARALLEL,
         "expert_parallel_size": _PARALLEL,
         "patterns": _PARALLEL,
@@ -197,6 +192,36 @@ def with_scaling(rng: random.Random, options: Drawn) -> Drawn:
     return tuple(sorted({**dict(options), **drawn}.items()))
 
 
+def with_blocks(rng: random.Random, program: Program) -> Drawn:
+    """The options of a program, some with fates of its outermost layers, or parameters that are in no chunk.
+
+    Args:
+        rng: One of its own, so that all else of a seed's program stays what it was.
+        program: Has its other options.
+    """
+    options = dict(program.options)
+    if rng.random() < 0.25:
+        drawn = [(n, rng.choice(list(Fate)).value) for n in range(len(program.layers)) if rng.random() < 0.6]
+        if drawn:
+            options["activations"] = tuple((f"body.layers.{n}", fate) for n, fate in drawn)
+        elif program.through == "trainer" and "plan" not in options:
+            options["activations"] = "auto"
+    if program.dtype == "float32" and rng.random() < 0.1:
+        known = ("*head", "*norm", "*bias", "*body.layers.0*", "*body.layers.1*")
+        options["ignored"] = tuple(rng.sample(known[: 3 + len(program.layers[:2])], rng.choice((1, 1, 2))))
+    return tuple(sorted(options.items()))
+
+
+def recomputes(options: Drawn) -> bool:
+    """Whether a block's forward runs once more in backward, of which plain PyTorch knows nothing."""
+    value = dict(options).get("activations", ())
+    return value == "auto" or any(Fate(fate).is_recomputed for _, fate in value)
+
+
+def _fates(value: Any, above: str = "") -> Any:
+    return value if isinstance(value, str) else {above + name: fate for name, fate in value}
+
+
 # ---------------------------------------------------------------------------------------------------- as arguments
 
 
@@ -210,6 +235,8 @@ def module_options(program: Program, folder: str) -> dict[str, Any]:
         given["process_group"] = dist.new_group()  # with all ranks
     if "keep_fp32" in given:
         given["keep_fp32"] = [kept_entry(words) for words in given["keep_fp32"]]
+    if "activations" in given:
+        given["activations"] = _fates(given["activations"])
     if program.dtype != "float32":
         given["dtype"] = getattr(torch, program.dtype)
     if _is_on_nvme(program):
@@ -219,7 +246,7 @@ def module_options(program: Program, folder: str) -> dict[str, Any]:
 
 _MODULE = (
     "prefetch", "process_group", "use_fused_kernels", "master_weights", "keep_fp32", "autocast", "force_outputs_fp32",
-    "reduce_dtype", "pin_memory", "nvme_checksums",
+    "reduce_dtype", "pin_memory", "nvme_checksums", "activations", "ignored",
 )  # fmt: skip
 
 
@@ -242,6 +269,8 @@ def strategy_options(program: Program, folder: str, make_given_plan: Callable[[]
     options["autocast"] = program.option("autocast", False)  # as ElixirModule
     if "keep_fp32" in options:
         options["keep_fp32"] = [kept_entry(words) for words in options["keep_fp32"]]
+    if "activations" in options:
+        options["activations"] = _fates(options["activations"], "net.")
     if _is_on_nvme(program):
         options["nvme_offload_dir"] = str(Path(folder) / "nvme")
     if "report_dir" in options:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
-from tests.fuzz.options import draw_options, with_scaling
+from tests.fuzz.options import draw_options, recomputes, with_blocks, with_scaling
 
 Through = Literal["module", "trainer"]
 
@@ -51,6 +51,8 @@ BETWEEN_STEPS = (
 BEFORE_STEP = ("drop_gradients", "drop_one_gradient", "no_step", "read_parameters", "grads", "forward_again")
 AFTER_FORWARD = ("evaluate_between", "two_losses", "retained", "autograd_grad", "twice_forward", "double_backward")
 FAULTS = ("raise_forward", "raise_backward", "raise_recomputation", "overwrite_saved", "write_between")
+NOT_RECOMPUTED = {"raise_recomputation", "overwrite_saved"}
+"""Of these, what plain PyTorch, which keeps everything, does not come to, or finds out by what it kept."""
 P_GRAD = ("p_grad_read", "p_grad_write", "nan_guard", "torch_clip", "torch_clip_value")
 """What users do with `p.grad` between backward and step."""
 WATCHERS = ("parameters", "gradients", "state_dict", "norms")
@@ -261,6 +263,9 @@ def generate(seed: int, draw: Draw | None = None) -> Program:
     if dtype != "float32" and not dict(options).get("master_weights", True):  # nothing is kept in fp32 then
         program = replace(program, layers=_without(layers, KEPT_UNASKED))
     program = replace(program, plan=plan, options=options)
+    program = replace(program, options=with_blocks(random.Random(f"{seed} blocks"), program))
+    if recomputes(program.options):
+        program = replace(program, actions=tuple(a for a in program.actions if a.name not in NOT_RECOMPUTED))
     return compiled(program) if draw.is_compiled else program
 
 

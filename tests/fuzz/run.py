@@ -22,6 +22,8 @@ from torch import Tensor
 
 from lightning_elixir import wrapper
 from lightning_elixir.errors import DivergenceError, ElixirError, StorageError
+from lightning_elixir.profiling import block_visits
+from lightning_elixir.runtime import offloading
 from lightning_elixir.runtime.hooks import innermost_pack
 from lightning_elixir.strategy.precision import ElixirPrecision
 from tests.fuzz.backends import Engine, Plain
@@ -110,7 +112,7 @@ def run_engine(program: Program, expected: Sequence[Note], folder: str | None = 
     outcome = Outcome(program.seed)
     found: list[Note] = []
     before = frozenset(threading.enumerate())
-    with surroundings(), tempfile.TemporaryDirectory(prefix="fuzz_") as own, poisoned_storage():
+    with surroundings(), tempfile.TemporaryDirectory(prefix="fuzz_") as own, poisoned_storage(), _all_is_moved():
         try:
             outcome.counters = _by_engine(program, folder or own, found)
         except ElixirError as error:
@@ -185,6 +187,16 @@ def surroundings() -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def _all_is_moved() -> Iterator[None]:
+    """Inside, no activations are too small to go to host memory."""
+    with (
+        mock.patch.object(offloading, "LEAST_OFFLOADED_BYTES", 1),
+        mock.patch.object(block_visits, "LEAST_OFFLOADED_BYTES", 1),
+    ):
+        yield
 
 
 @contextmanager

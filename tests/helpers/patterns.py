@@ -149,6 +149,7 @@ class Case:
     frozen: tuple[str, ...] = ()
     """Beginnings of names."""
     device: str = "cpu"
+    activations: str | None = None
     is_empty: bool = False
     """Route so that some experts, and some ranks, get no tokens."""
 
@@ -210,7 +211,7 @@ def build(case: Case) -> tuple[ElixirModule, ElixirOptimizer, Mesh]:
     model = case.make()
     put_in(model, case.patterns, mesh, rank)
     plan = make_plan(model, mesh=mesh, compute_dtype=case.dtype, **case.plan)
-    module = ElixirModule(model, plan, dtype=case.dtype, device=case.device)
+    module = ElixirModule(model, plan, dtype=case.dtype, device=case.device, activations=case.activations)
     optimizer = new_optimizer([p for p in model.parameters() if p.requires_grad])
     return module, ElixirOptimizer(module, optimizer, max_norm=case.clip_norm), mesh
 

@@ -6,6 +6,7 @@ larger batch, and where tokens travel: fp32 results agree to a few units in the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from lightning_elixir.plan.problem import PlacementRequest
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.planning import make_plan, place_anew
 from lightning_elixir.profiling.parameters import module_accesses
+from lightning_elixir.runtime import offloading
 from lightning_elixir.runtime.averages import Averages
 from lightning_elixir.wrapper import ElixirModule
 from tests.helpers.dist import run_ranks
@@ -83,6 +85,30 @@ def test_the_same_placement_gives_the_same_bits_again() -> None:
     first, second = (run_ranks(train_ranks, 2, CASES["expert"][1]) for _ in range(2))
     assert first[0][:2] == second[0][:2]
     assert difference(first[0][2], second[0][2]) == 0
+
+
+def _with_fates(case: Case) -> Any:
+    def counts(module: ElixirModule, _: object) -> tuple[int, int]:
+        stats = module.stats()
+        return stats.recomputed_blocks, stats.activations_in_bytes
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(offloading, "LEAST_OFFLOADED_BYTES", 0)
+        return train_ranks(case, counts)
+
+
+@pytest.mark.parametrize("fate", telling(["recompute", "offload", "recompute_offloaded"], "recompute_offloaded"))
+@pytest.mark.parametrize("name", telling(["tensor", "expert", "both"], "expert"))
+def test_numbers_do_not_depend_on_what_becomes_of_activations(name: str, fate: str) -> None:
+    world, case = CASES[name]
+    expected = run_ranks(_with_fates, world, replace(case, activations="keep"))
+    actual = run_ranks(_with_fates, world, replace(case, activations=fate))
+    for ours, kept in zip(actual, expected, strict=True):
+        assert ours[:2] == kept[:2]
+        assert difference(ours[2], kept[2]) == 0
+        recomputed, brought = ours[4]
+        assert (recomputed > 0) == fate.startswith("recompute")
+        assert (brought > 0) == fate.endswith(("offload", "offloaded"))
 
 
 RESIDENT = {"placement_policy": "cuda", "chunk_size": 6000}

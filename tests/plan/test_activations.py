@@ -323,3 +323,47 @@ def test_a_layout_keeps_its_blocks() -> None:
     bare = nn.Sequential(*(nn.ModuleDict({"up": b.up, "down": b.down}) for b in model))
     second = make_plan(bare, request, layout=first)
     assert _names(second.activations) == _names(first.activations) == ["0", "1", "2"]
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(12)
+        )
+        self.head = nn.Linear(1024, 32768)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.full
+def test_fates_suit_the_chunk_size_that_is_chosen() -> None:
+    """Against numbers of blocks that are recomputed, each planned by itself with all chunk sizes. What searches
+    compare has the host's work in it, too, which is up to 3% of so short a step."""
+    with torch.device("meta"):
+        model = Wide()
+    hardware = replace(HardwareSpec.nominal(), matmul_flops_per_s={"float32": 1e13, "bfloat16": 3e14})
+
+    def seconds(activations: object) -> float:
+        plan = optimal_search(
+            model,
+            unified_dtype=torch.bfloat16,
+            overlap=True,
+            inp={"x": torch.zeros(4096, 1024)},
+            step_fn=lambda model, inp: model(inp["x"].bfloat16()).backward(),
+            gpu_bytes=3072 * MIB,
+            cpu_bytes=2**33,
+            hardware=hardware,
+            can_stream=True,
+            activations=activations,  # type: ignore[arg-type]
+        )
+        assert plan.forecast is not None
+        return plan.forecast.times.total_s
+
+    names = [f"blocks.{i}" for i in range(12)]
+    mixes = [Mix(count, 0, is_away).blocks(names) for count in (6, 9, 12) for is_away in (False, True)]
+    fixed = [seconds({block.name: block.fate.value for block in blocks}) for blocks in mixes]
+    assert seconds("auto") <= 1.03 * min(fixed)

@@ -266,6 +266,37 @@ def test_host_memory_that_is_short_leaves_the_rest_on_the_device() -> None:
     assert pair.module.stats().activations_left_bytes > 0
 
 
+def test_copies_of_parametrized_blocks_are_copies_alone() -> None:
+    """torch's parametrized modules copy all their attributes."""
+    model = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)) for _ in range(2)))
+    expected = model(torch.ones(2, 8))
+    module = ElixirModule(model, planned(model, {"*": "recompute"}), device="cpu")
+    copied = copy.deepcopy(model)
+    assert all(vars(part).get("_compiled_call_impl") is None for part in copied.modules())
+    module(torch.ones(2, 8)).sum().backward()
+    assert torch.equal(copied(torch.ones(2, 8)), expected)
+    assert module.stats().recomputed_blocks == 2
+    module.close()
+
+
+def test_a_limit_between_steps_gives_back_what_activations_took() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    pair = Pair(model, planned(model, "offload", **PLACEMENTS["resident"]))
+    pair.step(0)
+    before = pair.module.plan.activations
+    assert pair.module.stats().held_bytes["cpu_activations"] > 0
+    for seed, limit in enumerate(("600KiB", None, None), 1):
+        pair.module.set_memory_limit(limit)
+        assert "cpu_activations" not in pair.module.stats().held_bytes
+        assert pair.module.plan.activations == before
+        pair.step(seed)
+        stats = pair.module.stats()
+        assert stats.activations_in_bytes > 0
+        assert (stats.evictions > 0) == (limit is not None)
+    pair.check()
+
+
 def test_host_memory_is_used_again_and_given_back() -> None:
     model = Stack()
     pair = Pair(model, planned(model, "offload"))

@@ -218,6 +218,21 @@ def test_mixed_precision_leaves_integers_and_what_is_ignored_alone() -> None:
     module.close()
 
 
+def test_samples_are_of_what_plans_place() -> None:
+    model = Model()
+    module = ElixirModule(model, make_plan(model, placement_policy="cpu"), ignored="head")
+    module.sample_activations()
+    optimizer = ElixirOptimizer(module, HybridAdam(p for p in model.parameters() if p.requires_grad))
+    for _ in range(2):  # the first one's trace is not known before it ends
+        optimizer.backward(module(batch(0, 0)).float().square().mean())
+        optimizer.step()
+    profile = module.engine.step_profile()
+    assert profile is not None
+    trained = {c.id for c in module.plan.chunks if c.requires_grad}
+    assert {chunk for interval in profile.intervals for chunk in interval.grads} == trained
+    module.close()
+
+
 def test_what_is_ignored_is_counted() -> None:
     model = Model()
     limit = 100_000

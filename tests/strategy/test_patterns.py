@@ -58,6 +58,9 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "reduced_in_fp32": ({"reduce_dtype": "float32"}, {}),
     "init_step": ({"init_step": True}, {}),
     "whole_shards": ({"enable_distributed_storage": False}, {}),
+    "activations_recomputed": ({"activations": "recompute"}, {}),
+    "activations_offloaded": ({"activations": "offload"}, {"accumulate_grad_batches": 2}),
+    "activations_chosen": ({"activations": "auto"}, {}),
 }
 
 

@@ -61,6 +61,7 @@ _NUM_STARTS = 3
 _GUESS_ERROR = 0.02  # guessed times that are no further apart do not tell which chunk size is faster
 _AHEAD = 5e-3  # part of the step that it may cost to fetch further ahead
 _MOST_REFINEMENTS = 400
+_MOST_SIZES_WITH_FATES = 3  # chunk sizes for which fates of activations are searched; each takes a second or two
 _MOST_SPARE_COUNTS = 32  # numbers of chunks with spare states that are tried
 
 
@@ -87,7 +88,24 @@ def search(candidates: Sequence[Candidate], problem: Problem) -> Plan:
 
 
 def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
-    candidates, others = _with_best_fates(candidates, problem)
+    tried = _fates_tried(candidates[0], problem)
+    searches, found = _of_each_size(_with_fates(candidates, tried), problem)
+    if not found:
+        raise min((one.refusal() for one in searches), key=distance)
+    outcome, one = _of_sizes(found, is_time_guessed=problem.is_time_guessed)
+    outcome = one.refined(outcome)
+    if tried and outcome.choice != one.everything:
+        outcome, one, tried = _with_fates_of_its_own(candidates, (outcome, one, tried), found, problem)
+        searches.append(one)
+    outcome = one.fetching_ahead(one.with_best_spares(outcome))
+    plan = one.plan_of(outcome, [(s, o) for s in searches for o in s.outcomes.values()])
+    return plan if plan.forecast is None else with_alternatives(plan, tried)
+
+
+def _of_each_size(
+    candidates: Sequence[Candidate], problem: Problem
+) -> tuple[list[_LayoutSearch], list[tuple[Outcome, _LayoutSearch]]]:
+    """The searches of all chunk sizes, and the best outcome of each with which anything fits."""
     different: dict[Layout, Candidate] = {}  # some sizes come to the same chunks
     for candidate in candidates:
         different.setdefault(candidate.layout, candidate)
@@ -100,36 +118,51 @@ def _searched(candidates: Sequence[Candidate], problem: Problem) -> Plan:
         found.append((outcome, one))
         if outcome.choice == one.everything:
             break  # everything is on the GPU: no chunk size makes that faster
-    if not found:
-        raise min((one.refusal() for one in searches), key=distance)
-    outcome, one = _of_sizes(found, is_time_guessed=problem.is_time_guessed)
-    outcome = one.fetching_ahead(one.with_best_spares(one.refined(outcome)))
-    plan = one.plan_of(outcome, [(s, o) for s in searches for o in s.outcomes.values()])
-    return plan if plan.forecast is None else with_alternatives(plan, others)
+    return searches, found
 
 
-def _with_best_fates(
-    candidates: Sequence[Candidate], problem: Problem
-) -> tuple[Sequence[Candidate], tuple[FatesTried, ...]]:
-    """The candidates with the fates of activations that are best with the first of them, where these are to be chosen;
-    and what was looked at."""
-    first = candidates[0]
-    if first.with_fates is None:
-        return candidates, ()
+def _fates_tried(candidate: Candidate, problem: Problem) -> tuple[FatesTried, ...]:
+    """The fates of activations that were looked at with such chunks, the best first; none where there is no choice."""
+    if candidate.with_fates is None:
+        return ()
     names = [block.name for block in problem.blocks]
-    seeds: list[Choice] = []
+    best: list[tuple[float, Choice]] = []  # to start from with other fates
 
     def seconds(one: Candidate) -> float:
         looked = _LayoutSearch(one, problem)
-        outcome = looked.best(seeds[0] if seeds else None)
+        outcome = looked.best(best[0][1] if best else None)
         if outcome is None:
             return math.inf
-        seeds[:] = seeds or [looked.relative(outcome.choice)]
+        if not best or outcome.felt_s < best[0][0]:
+            best[:] = [(outcome.felt_s, looked.relative(outcome.choice))]
         return outcome.felt_s
 
-    tried = FatesTried.all_of(first.with_fates, names, seconds, problem.regime.num_backwards)
-    best = tried[0].blocks
-    return [one if one.with_fates is None else one.with_fates(best) for one in candidates], tried
+    return FatesTried.all_of(candidate.with_fates, names, seconds, problem.regime.num_backwards)
+
+
+def _with_fates_of_its_own(
+    candidates: Sequence[Candidate],
+    best: tuple[Outcome, _LayoutSearch, tuple[FatesTried, ...]],
+    found: Sequence[tuple[Outcome, _LayoutSearch]],
+    problem: Problem,
+) -> tuple[Outcome, _LayoutSearch, tuple[FatesTried, ...]]:
+    """The best outcome, its search, and the fates that were looked at for it, when the sizes that came nearest have
+    fates that suit their own chunks: those that suit the first size may be far from the best of another."""
+    of_layout = {c.layout: c for c in reversed(candidates)}
+    for _, near in sorted(found, key=lambda pair: pair[0].felt_s)[:_MOST_SIZES_WITH_FATES]:
+        if near.layout == candidates[0].layout:
+            continue
+        tried = _fates_tried(of_layout[near.layout], problem)
+        one = _LayoutSearch(_with_fates([of_layout[near.layout]], tried)[0], problem)
+        outcome = one.best(None)
+        if outcome is not None:
+            best = min(best, (one.refined(outcome), one, tried), key=lambda known: known[0].felt_s)
+    return best
+
+
+def _with_fates(candidates: Sequence[Candidate], tried: Sequence[FatesTried]) -> Sequence[Candidate]:
+    """The same with the best of these fates."""
+    return [c if c.with_fates is None or not tried else c.with_fates(tried[0].blocks) for c in candidates]
 
 
 def _of_sizes(
