@@ -4,6 +4,7 @@
     python3 dev.py example [arguments of examples/train_gpt.py]
     python3 dev.py test                    (linters, and the tests that find nearly everything)
     python3 dev.py test --full             (linters, and all tests; with the package tensornvme, see below)
+    python3 dev.py test --gpu              (the tests that need GPUs, many at once, without linters)
     python3 dev.py test [--full] [arguments of pytest]
     python3 dev.py docs                    (builds the documentation's site into build/docs)
     python3 dev.py tensornvme              (compiles and installs the package tensornvme, for its tests)
@@ -58,6 +59,8 @@ def main(arguments: list[str]) -> int:
         python = interpreter(extra="")
         return run([python, str(ROOT / "examples" / "train_gpt.py"), *arguments[1:]])
     if arguments[:1] == ["test"]:
+        if "--gpu" in arguments:
+            return test_on_gpus([a for a in arguments[1:] if a != "--gpu"])
         return test(interpreter(extra="test"), arguments[1:])
     if arguments == ["docs"]:
         return docs(interpreter(extra="test"))
@@ -88,6 +91,25 @@ def test(python: str, arguments: list[str]) -> int:
     code = run([*command, *(chosen or ["-q", "--durations=15"])], variables)
     print(f"dev.py: {lint_s:.0f} s of linters, {time.monotonic() - begin_s:.0f} s of tests", flush=True)
     return code or (fail(f"lint: {', '.join(unclean)}") if unclean else 0)
+
+
+def test_on_gpus(chosen: list[str]) -> int:
+    """Run the tests marked `gpu`: those of one GPU many at once, then those of several one after another, as programs
+    that share two GPUs by turns meet each other seldom, and NCCL waits. Random programs (tests/fuzz) are left out."""
+    os.chdir(ROOT)
+    if not has_gpu():
+        return fail("no GPU is found here")
+    python = interpreter(extra="test")
+    chosen = chosen or ["-q", "--durations=15", "--ignore", "tests/fuzz"]
+    # A GPU does not gain by more processes at once, and each takes some GiB of its memory.
+    many = ["-n", str(min(10, num_cores())), "--dist", "load"] if has_module(python, "xdist") else []
+    codes = []
+    for marks, spread in (("gpu and not several_gpus", many), ("several_gpus", [])):
+        begin_s = time.monotonic()
+        codes.append(run([python, "-m", "pytest", "-m", marks, *spread, *chosen], {"OMP_NUM_THREADS": "4"}))
+        print(f"dev.py: {time.monotonic() - begin_s:.0f} s of tests that are {marks}", flush=True)
+    none_found = 5
+    return next((code for code in codes if code not in (0, none_found)), 0)
 
 
 def lint(python: str) -> list[str]:

@@ -30,11 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+        several = item.get_closest_marker("several_gpus")
+        needed = several.args[0] if several else 1 if item.get_closest_marker("gpu") else 0
+        if needed > found:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, and torch sees {found}"))
 
 
 def pytest_collection_finish() -> None:

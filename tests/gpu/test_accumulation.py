@@ -64,7 +64,7 @@ def test_a_backward_that_fails(options: dict[str, bool], is_early: bool) -> None
     bodies.check_failed_backward(CUDA, is_early=is_early, **options)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.several_gpus(2)
 @pytest.mark.parametrize("name", ["accumulated", "late_accumulated"])
 def test_several_ranks(name: str) -> None:
     how = ACCUMULATED[name]

@@ -162,7 +162,7 @@ def test_slow_transfers_are_waited_for(monkeypatch: pytest.MonkeyPatch, clip: bo
     assert [k for k in states[0] if not torch.equal(states[0][k], states[1][k])] == []
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.several_gpus(2)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["gpt2", "branching"])
 def test_two_gpus(name: str, options: str) -> None:

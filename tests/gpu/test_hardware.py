@@ -83,7 +83,7 @@ def profile_rank(folder: str) -> dict[str, Any]:
     return profile_hardware(device=device, local_world_size=2, cache_dir=folder, budget_s=3.0).to_dict()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.several_gpus(2)
 def test_two_ranks_agree(tmp_path: Path) -> None:
     one, other = run_ranks(profile_rank, 2, str(tmp_path), device="cuda")
     assert one == other

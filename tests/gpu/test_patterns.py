@@ -6,10 +6,10 @@ take a minute and a half together.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_elixir.patterns import Expert
 from tests.helpers.dist import run_ranks
@@ -37,15 +37,16 @@ CASES: dict[str, tuple[int, Case]] = {
 }
 
 
-def need(devices: int) -> None:
-    if torch.cuda.device_count() < devices:
-        pytest.skip(f"needs {devices} CUDA devices, found {torch.cuda.device_count()}")
+def on_gpus(cases: Mapping[str, tuple[Any, ...]], place: int) -> pytest.MarkDecorator:
+    """Parametrize by name; at `place` each case has its number of GPUs."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=pytest.mark.several_gpus(case[place])) for name, case in cases.items()]
+    )
 
 
-@pytest.mark.parametrize("name", CASES)
+@on_gpus(CASES, 0)
 def test_equals_one_process_with_all_batches(name: str) -> None:
     world, case = CASES[name]
-    need(world)
     losses, norms, state = train_plain(case, world // case.tensor)
     runs: list[Any] = run_ranks(train_ranks, world, case, device="cuda")
     for run in runs:
@@ -73,10 +74,9 @@ FITS: dict[str, tuple[str, int, int, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FITS)
+@on_gpus(FITS, 1)
 def test_models_under_a_trainer(name: str) -> None:
     kind, world, tensor, expert, options, of_trainer = FITS[name]
-    need(world)
     expected = fit_plain(kind, world // tensor, "gpu", **of_trainer)
     found, evictions = run_ranks(
         fit, world, kind, tensor, expert, options, of_trainer, "gpu", device="cuda", init_group=False
@@ -85,10 +85,10 @@ def test_models_under_a_trainer(name: str) -> None:
     assert difference(found, expected) < CLOSE
 
 
+@pytest.mark.several_gpus(2)
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_grouped_products_with_experts_that_get_no_tokens(kind: str) -> None:
     """In 16 bits transformers' experts go by torch's grouped matrix products on the device. Twice the same bits."""
-    need(2)
     arguments = (kind, 1, 2, {}, {"precision": "bf16-mixed"}, "gpu")
     first, second = (run_ranks(fit, 2, *arguments, device="cuda", init_group=False)[0][0] for _ in range(2))
     assert difference(first, second) == 0

@@ -160,7 +160,7 @@ def _take_free_blocks() -> list[torch.Tensor]:
     return taken
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.several_gpus(2)
 def test_two_gpus() -> None:
     how = replace(HOWS["bf16"], steps=3)
     expected = run_ranks(bodies.train_rank, 2, how, "host", {}, "cuda", device="cuda")[0]

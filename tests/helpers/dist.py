@@ -30,7 +30,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -93,7 +92,7 @@ def run_ranks(
         fn: A function at module level of a test module (it is found by name in the other process).
         world_size: Number of ranks.
         args: Arguments for every rank; plain data and tensors.
-        device: "cpu" (gloo) or "cuda" (NCCL, one GPU a rank; skips the test where there are too few).
+        device: "cpu" (gloo) or "cuda" (NCCL, one GPU a rank; the test carries the mark `several_gpus`).
         timeout_s: After this long all ranks are killed and `TimeoutError` shows where each one was.
         fresh: Use new processes, for tests that measure memory or leave traces in their process.
         init_group: Start the default process group. Without it the rank is described by torchrun's environment
@@ -106,8 +105,6 @@ def run_ranks(
         RankError: A rank raised; holds the traceback of the rank that failed first.
         TimeoutError: Not every rank finished in time.
     """
-    if device == "cuda" and torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} CUDA devices, found {torch.cuda.device_count()}")
     pool = _Pool() if fresh else _POOLS.setdefault(device, _Pool())
     try:
         return pool.run(fn, world_size, args, device, timeout_s, init_group)

@@ -26,7 +26,7 @@ from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_processes, run_ranks
 from tests.helpers.plans import make_plan
-from tests.helpers.tiers import crossed
+from tests.helpers.tiers import crossed, full
 
 # Of the compiler's own code, which hides the first from users.
 pytestmark = [
@@ -276,7 +276,7 @@ def test_placements_give_the_same_bits_with_the_compiler_that_people_use() -> No
     assert run_processes(code, 1) == [0]
 
 
-@pytest.mark.parametrize("form", FORMS[:4])
+@pytest.mark.parametrize("form", [by_call, full(by_module), full(by_forward), by_class])
 def test_frozen_weights_and_adapters(form: Callable[[Net], nn.Module]) -> None:
     def frozen() -> nn.Module:
         net = Net("around")

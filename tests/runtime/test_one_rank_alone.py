@@ -250,8 +250,9 @@ def test_where_the_other_has_ended(call: str, where: str, cure: str) -> None:
     assert seconds < SOON_S
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, full(signal.SIGTERM)])
-@pytest.mark.parametrize("call", telling(["state_dict", "forward", "backward", "step"], "step"))
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("call", ["state_dict", "forward", "backward", "step"])
 def test_who_waits_heeds_signals(call: str, number: signal.Signals) -> None:
     processes = start_processes(_code(call, "slow"), 2)
     try:

@@ -18,7 +18,8 @@ from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_processes, run_ranks
 from tests.helpers.plans import make_plan
-from tests.helpers.user_access import CPU, PLACEMENTS, TIGHT, step, wrapped
+from tests.helpers.tiers import crossed
+from tests.helpers.user_access import CPU, PLACEMENTS, RESIDENT, TIGHT, step, wrapped
 from tests.helpers.zoo import ZOO, make
 
 
@@ -369,8 +370,7 @@ def share(options: dict[str, Any], how: str) -> None:
     module.close()
 
 
-@pytest.mark.parametrize("how", SHARING)
-@PLACEMENTS
+@crossed(options=[pytest.param(TIGHT, id="cpu"), pytest.param(RESIDENT, id="cuda")], how=SHARING, together=1)
 def test_parameters_in_shared_memory_stay_there_and_are_right(options: dict[str, Any], how: str) -> None:
     assert run_processes(f"from tests.runtime.test_user_habits import share; share({options!r}, {how!r})", 1) == [0]
 

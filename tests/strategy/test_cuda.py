@@ -273,10 +273,9 @@ def _rank(precision: Any) -> Any:
     return [x.item() for x in run.losses], run.state
 
 
+@pytest.mark.several_gpus(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_two_gpus(precision: Any) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
     first, second = run_ranks(_rank, 2, precision, device="cuda", init_group=False)
     assert first[0] != second[0]
     assert first[1]

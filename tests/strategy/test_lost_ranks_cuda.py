@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_processes, run_ranks
@@ -17,7 +16,7 @@ from tests.helpers.failures import SOON_S, check_heard, heard_by
 from tests.strategy.models import TIGHT, Net, fit
 from tests.strategy.nets import VICTIM, NetThatDies, NetThatLogs, NetThatStumbles
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.several_gpus(2)]
 
 OPTIONS: dict[str, dict[str, Any]] = {"tight": TIGHT, "resident": {"placement_policy": "cuda"}}
 
@@ -56,8 +55,6 @@ def train_and_die_on_gpus(kind: str, victim: int, options: dict[str, Any]) -> No
 @pytest.mark.parametrize("placement", OPTIONS)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_on_two_gpus(victim: int, placement: str, kind: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
     module = "tests.strategy.test_lost_ranks_cuda"
     code = f"from {module} import train_and_die_on_gpus as run; run({kind!r}, {victim}, {OPTIONS[placement]!r})"
     codes = run_processes(code, 2, timeout_s=60.0)
@@ -77,8 +74,6 @@ def _stumbles(kind: Any, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("placement", OPTIONS)
 def test_step_of_one_rank_raises_on_two_gpus(placement: str, kind: Any) -> None:
     """Also where the other one waits in a reduction of Lightning's, on the device."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
     everyone = run_ranks(
         _stumbles, 2, kind, OPTIONS[placement], device="cuda", init_group=False, fresh=True, timeout_s=60.0
     )

@@ -130,7 +130,7 @@ def _after_fit(call: str, others: str, last_comes_after_s: float) -> tuple[str, 
     ("call", "others", "world_size", "last_comes_after_s"),
     [
         # The first two find out without the third, which hears the same when it comes.
-        ("lightning_module_state_dict", "strategy.barrier", 3, 5.0),
+        full("lightning_module_state_dict", "strategy.barrier", 3, 5.0),
         full("lightning_module_state_dict", "strategy.barrier", 3, 0.0),
         full("save_checkpoint", "torch.distributed.barrier", 2, 0.0),
         full("test", "strategy.barrier", 2, 0.0),

@@ -85,13 +85,12 @@ def test_from_the_gpu_to_the_cpu_and_back(tmp_path: Path, placement: str, cut: A
         assert_same_dump(load(path, PLACEMENTS["cuda"], MixedNet, 1, CUDA), expected)
 
 
+@pytest.mark.several_gpus(2)
 @pytest.mark.parametrize(
     ("precision", "placement", "async_save"),
     [("32-true", "cpu", True), ("16-mixed", "cuda", True), ("bf16-mixed", "all on nvme", False)],
 )
 def test_resuming_on_two_gpus(tmp_path: Path, precision: str, placement: str, async_save: bool) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
     found = run_ranks(_resumed, 2, tmp_path, precision, placement, async_save, 2, device="cuda", init_group=False)
     for expected, resumed in found:
         _assert_continued(expected, resumed)
