@@ -9,6 +9,7 @@ collectives go over a group of its own.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -45,12 +46,17 @@ class MeetingGroup(dist.ProcessGroup):
         super().__init__(own.rank(), own.size())  # type: ignore[call-arg]  # torch's stub has one of two forms
         self.axis = axis
         self._own = own
-        self._host: Host | None = None
+        self._host: weakref.ref[Host] | None = None  # torch keeps groups for ever, and an engine has to end
         self._name = ""
 
     def bind(self, host: Host | None) -> None:
-        """Ask this host from now on; None: use the group's own."""
-        self._host = host
+        """Ask this host from now on, for as long as it lives; None: use the group's own."""
+        self._host = None if host is None else weakref.ref(host)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether there is a host."""
+        return self._host is not None and self._host() is not None
 
     # What torch asks a group of Python for
 
@@ -72,10 +78,11 @@ class MeetingGroup(dist.ProcessGroup):
         return self
 
     def _run(self, number: int, tensors: Any, issue: Issue) -> dist.Work:
-        if self._host is None:
+        host = None if self._host is None else self._host()
+        if host is None:
             return issue(self._own)
         sizes = [each.numel() for each in _tensors(tensors)]
-        return self._host.run(self.axis, [number, len(sizes), *sizes], issue)
+        return host.run(self.axis, [number, len(sizes), *sizes], issue)
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -128,6 +135,14 @@ class _Options:
 
 def _make(options: Any, ours: _Options) -> MeetingGroup:
     return MeetingGroup(ours.own, ours.axis)
+
+
+def told_apart(mesh: Any, token: object) -> Any:
+    """The mesh, equal to those of the same token alone. Torch keeps what it finds out of DTensors' operators, and the
+    mesh with it, for all equal ones, and those of a process over the same ranks are: what a second model computes would
+    be over the groups of the first one, which may be gone, or another engine's."""
+    mesh._thread_id = token  # of what makes two equal, that which torch leaves empty but in its own tests
+    return mesh
 
 
 def make_device_mesh(groups: Sequence[Sequence[int]], axis: str, name: str, beside: str, device: torch.device) -> Any:

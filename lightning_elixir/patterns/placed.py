@@ -34,6 +34,9 @@ class _Group(Protocol):
 
     axis: str
 
+    @property
+    def is_bound(self) -> bool: ...
+
     def bind(self, host: Wire | None) -> None: ...
 
 
@@ -69,6 +72,12 @@ class Placed:
             return self.mesh is not None and self.mesh.get_group() is not None
         except (RuntimeError, ValueError, KeyError):  # the group is gone
             return False
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether an engine has its collectives."""
+        group: _Group = self.mesh.get_group()
+        return group.is_bound
 
     @property
     def size(self) -> int:
@@ -173,7 +182,8 @@ def take_over(model: nn.Module, mesh: Mesh, rank: int) -> bool:
 
 
 def check_placed(model: nn.Module, mesh: Mesh) -> None:
-    """Raises `PlanError` where modules had DTensors over other ranks than there are now."""
+    """Raises `PlanError` where modules had DTensors over other ranks than there are now, or over a mesh whose
+    collectives go over another model's engine."""
     for name, _, placed in placed_modules(model):
         if not placed.is_connected:
             raise PlanError(
@@ -184,6 +194,11 @@ def check_placed(model: nn.Module, mesh: Mesh) -> None:
             raise PlanError(
                 f"parallelize_module() has cut {name or 'the model'} for tensor_parallel_size={placed.size}, and it is"
                 f" {mesh.tensor} now: build the model anew"
+            )
+        if placed.is_taken:
+            raise PlanError(
+                f"parallelize_module() has cut {name or 'the model'} over the device mesh of a model that was set up"
+                " before, and each needs one of its own: give the strategy parallelize_fn=..., which makes them"
             )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_elixir.core.meeting_group import make_device_mesh
+from lightning_elixir.core.meeting_group import make_device_mesh, told_apart
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.strategy.model_init import is_without_values
@@ -34,12 +34,13 @@ class MeshAccess:
     def __init__(self, make: Callable[[], DeviceMesh]) -> None:
         self._make: Callable[[], DeviceMesh] | None = make
         self._made: DeviceMesh | None = None
+        self._token = object()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshAccess:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_make": None, "_made": None}  # another process has other groups
+        return {"_make": None, "_made": None, "_token": None}  # another process has other groups
 
     @property
     def is_made(self) -> bool:
@@ -57,11 +58,12 @@ class MeshAccess:
                 raise PlanError("this rank builds the model without values, and a device mesh sends some")
             if self._make is None:
                 raise StateError("this device mesh was made in another process: build the model in configure_model")
-            self._made = self._make()
+            self._made = told_apart(self._make(), self._token)
         return self._made
 
     def __getitem__(self, name: str | tuple[str, ...]) -> DeviceMesh:
-        return self.mesh()[name]
+        found: DeviceMesh = told_apart(self.mesh()[name], self._token)
+        return found
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

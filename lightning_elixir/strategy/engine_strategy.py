@@ -101,7 +101,7 @@ class EngineStrategy(StrategyOptions, ABC):
         apply_threads(self._threads)
         # Before the model takes memory
         run_together(self._comm, lambda: check_mesh(self._config, self._comm.world_size, self.num_nodes))
-        self._make_device_mesh()
+        self._device_mesh = self._new_mesh_access()
         run_together(self._comm, self._check_files if self._comm.rank == 0 else lambda: None)
         run_together(self._comm, self._check_disk)
 
@@ -112,9 +112,9 @@ class EngineStrategy(StrategyOptions, ABC):
         own. None with `tensor_parallel_size=1`, or before the processes are connected."""
         return self._device_mesh
 
-    def _make_device_mesh(self) -> None:
+    def _new_mesh_access(self) -> MeshAccess | None:
         mesh = self._config.mesh(self._comm.world_size)
-        self._device_mesh = None if mesh.tensor == 1 else MeshAccess(partial(self._new_device_mesh, mesh))
+        return None if mesh.tensor == 1 else MeshAccess(partial(self._new_device_mesh, mesh))
 
     def _new_device_mesh(self, mesh: Mesh) -> DeviceMesh:
         return mesh_of(mesh, self.root_device)

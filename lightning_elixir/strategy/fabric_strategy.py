@@ -313,8 +313,8 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
     def _parallelize(self, module: nn.Module) -> None:
         if self._parallelize_fn is None or next(placed_modules(module), None) is not None:
             return
-        mesh = self._device_mesh
-        given = None if mesh is None else self._parallelize_fn(module, mesh.mesh())
+        mesh: Any = self._new_mesh_access()  # each engine has its own collectives
+        given = self._parallelize_fn(module, mesh)
         if given is not module:
             raise PlanError(
                 f"parallelize_fn has to give back the module that it gets ({type(module).__name__}), after"

@@ -14,17 +14,17 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_elixir import ElixirStrategy, HybridAdam
 from lightning_elixir._lightning import LightningModule
+from lightning_elixir.core.meeting_group import MeetingGroup
 from lightning_elixir.errors import PeerLostError, PlanError
 from lightning_elixir.patterns import Column, Expert
 from lightning_elixir.plan.mesh import Mesh
+from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
 from tests.helpers.pattern_fits import TIGHT, Model, Tokens, cut_by_torch, fit, fit_plain, trainer_of
 from tests.helpers.patterns import STEPS, Case, batch, difference, new_optimizer, train_plain
@@ -153,6 +153,142 @@ def test_under_fabric(how: str, tmp_path: Path) -> None:
         assert all("parallelize_fn" in text for text in told)
         return
     assert difference(torch.load(path, weights_only=False)["model"], train_plain(DENSE, 2)[2]) < CLOSE
+
+
+# Several models in one process
+
+
+class Chain(LightningModule):
+    """Pairs of layers, cut by `parallelize_module` between two ranks that have half of the samples each."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(12))
+
+    def cut(self, mesh: Any) -> None:
+        styles = ColwiseParallel(input_layouts=Shard(0)), RowwiseParallel(output_layouts=Shard(0))
+        parallelize_module(self, mesh, {f"layers.{i}": styles[i % 2] for i in range(12)})
+
+    def configure_model(self) -> None:
+        if not EngineHandle.of(self):
+            self.cut(self.device_mesh["tensor_parallel"])
+
+    def forward(self, x: Tensor, skipped: tuple[int, ...] = ()) -> Tensor:
+        for i, (up, down) in enumerate(zip(self.layers[::2], self.layers[1::2], strict=True)):
+            if i not in skipped:
+                x = x + down(up(x).relu())
+        return x.square().sum()
+
+    def training_step(self, x: Tensor, index: int) -> Tensor:
+        return self(x.chunk(2)[self.device_mesh["tensor_parallel"].get_local_rank()])
+
+    def configure_optimizers(self) -> Any:
+        return HybridAdam(self.parameters())
+
+
+def fit_one_after_the_other() -> list[tuple[int, int]]:
+    """Of each fit, how many collectives of DTensors went through its engine, and how many past it."""
+    met: dict[bool, int] = {True: 0, False: 0}
+    run, world, rank = MeetingGroup._run, int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
+
+    def counted(self: MeetingGroup, *args: Any) -> Any:
+        met[self.is_bound] += 1
+        return run(self, *args)
+
+    found = []
+    try:
+        for _ in range(2):
+            os.environ.update(WORLD_SIZE=str(world), RANK=rank, LOCAL_RANK=rank)
+            model, data = Chain(), DataLoader(torch.randn(16, 16), batch_size=4)
+            strategy = ElixirStrategy(tensor_parallel_size=2, placement_policy="cpu", chunk_size="1KiB")
+            model.on_train_start = lambda: setattr(MeetingGroup, "_run", counted)  # type: ignore[method-assign]
+            model.on_train_end = lambda: setattr(MeetingGroup, "_run", run)  # type: ignore[method-assign]
+            trainer_of(strategy, world).fit(model, data)
+            found.append((met[True], met[False]))
+            met.update({True: 0, False: 0})
+    finally:
+        MeetingGroup._run = run  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.full
+def test_collectives_of_a_second_model_go_through_its_own_engine() -> None:
+    for (first, past), again in run_ranks(fit_one_after_the_other, 2, init_group=False):
+        assert first > 0
+        assert past == 0
+        assert again == (first, 0)
+
+
+SAMPLES = torch.randn(6, 4, 16, generator=torch.Generator().manual_seed(0))
+SKIPPED = [((1, 3), ()), ((), (0, 2)), ((4,), (5, 1))]  # step -> batch -> pairs that it leaves out
+
+
+def two_under_fabric(policy: str) -> list[dict[str, Tensor]]:
+    fabric_module = pytest.importorskip("lightning.fabric")
+    from lightning_elixir.fabric import ElixirStrategy as FabricStrategy
+
+    def cut(net: Chain, mesh: Any) -> Chain:
+        net.cut(mesh["tensor_parallel"])
+        return net
+
+    memory = "80KiB" if policy == "cpu" else None
+    strategy = FabricStrategy(
+        placement_policy=policy,
+        chunk_size="1KiB",
+        gpu_memory_limit=memory,
+        tensor_parallel_size=2,
+        parallelize_fn=cut,
+    )
+    fabric = fabric_module.Fabric(strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]))
+    fabric.launch()
+    number, half = divmod(fabric.global_rank, 2)
+    nets = [Chain(seed) for seed in (1, 2)]
+    runs = [fabric.setup(net, HybridAdam(net.parameters(), lr=1e-3, eps=1e-3)) for net in nets]
+    for step in range(3):
+        for model, optimizer in runs:
+            fabric.backward(model(SAMPLES[2 * step + number].chunk(2)[half], SKIPPED[step][number]))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [{name: value.clone() for name, value in model.state_dict().items()} for model, _ in runs]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["cpu", "cuda"])
+def test_two_models_whose_ranks_branch(policy: str) -> None:
+    found = run_ranks(two_under_fabric, 4, policy, init_group=False)[0]
+    for seed, state in zip((1, 2), found, strict=True):
+        net = Chain(seed)
+        optimizer = HybridAdam(net.parameters(), lr=1e-3, eps=1e-3)
+        for step in range(3):
+            loss = sum(net(SAMPLES[2 * step + number], SKIPPED[step][number]) for number in (0, 1)) / 2
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert difference(state, dict(net.state_dict())) < CLOSE
+
+
+def two_over_one_mesh() -> str:
+    fabric_module = pytest.importorskip("lightning.fabric")
+    from lightning_elixir.fabric import ElixirStrategy as FabricStrategy
+
+    strategy = FabricStrategy(placement_policy="cpu", tensor_parallel_size=2)
+    fabric = fabric_module.Fabric(strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]))
+    fabric.launch()
+    nets = [Chain(seed) for seed in (1, 2)]
+    for net in nets:
+        net.cut(strategy.device_mesh["tensor_parallel"])
+    first = fabric.setup(nets[0], HybridAdam(nets[0].parameters()))
+    try:
+        fabric.setup(nets[1], HybridAdam(nets[1].parameters()))
+    except PlanError as error:
+        return str(error)
+    return str(first)
+
+
+@pytest.mark.full
+def test_two_models_over_one_mesh_are_refused_on_every_rank() -> None:
+    assert all("parallelize_fn" in told for told in run_ranks(two_over_one_mesh, 2, init_group=False))
 
 
 # What is refused
