@@ -39,7 +39,8 @@ class ActivePlan:
         self.rcache: RCache = RCache.of(plan, has_prefetch=engine.has_prefetch)
         self.cost = self.rcache.cost_blocks
         """Blocks of each chunk that comes and goes, by id."""
-        self.needs_agreement = plan.world_size > 1 and bool(self.cost)
+        self.needs_agreement = plan.mesh.copy_size > 1 and bool(self.cost)
+        """Whether ranks gather chunks together while they compute."""
         self.is_watching = bool(self.cost) or (
             plan.update_timing is not UpdateTiming.AFTER_BACKWARD
             and any(c.requires_grad and c.optim_tier is not Tier.GPU for c in plan.chunks)

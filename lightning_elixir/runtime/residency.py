@@ -46,7 +46,7 @@ class Residency:
         relieve: Callable[[Collection[int]], bool],
     ) -> None:
         self._block_bytes = plan.block_bytes
-        self._is_shared = plan.world_size > 1
+        self._is_shared = plan.mesh.copy_size > 1
         self._num_blocks = plan.rcache_blocks
         self._managed = {c.id for c in plan.chunks if not c.is_persistent}
         self._chunks = chunks

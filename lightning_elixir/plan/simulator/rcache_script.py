@@ -98,7 +98,7 @@ def drive(
         # Ranks meet, and so agree on what to prefetch, only where they gather something on demand.
         shared = [i for i in fetched if plan.num_sharing(plan.chunks[i]) > 1]
         is_met = bool(shared) if plan.is_storage_distributed else any(i in outdated for i in shared)
-        if plan.world_size == 1 or is_met:
+        if plan.mesh.copy_size == 1 or is_met:
             held = {*event.held, *event.ids}
             candidates = rcache.prefetch_candidates(held)
             if candidates:

@@ -41,6 +41,13 @@ def test_ranks_prefetch_only_where_they_meet_for_a_fetch() -> None:
     assert [(c.fetches, c.prefetches) for c in counters] == [(1, 5), (2, 4)]
 
 
+def test_ranks_that_hold_everything_each_prefetch_as_one() -> None:
+    plan = replace(make_plan_of([make_chunk(i, world_size=2) for i in range(6)], 4, 2, 2), num_copies=2)
+    alone = make_plan_of([make_chunk(i) for i in range(6)], 4, 2)
+    trace = unpinned(0, 1, 2, 3, 4, 5)
+    assert simulate(plan, trace).counters == simulate(alone, trace).counters
+
+
 def test_ranks_with_whole_shards_prefetch_only_what_a_step_has_outdated() -> None:
     """They meet for nothing else, and so agree on nothing."""
     plan = replace(make_plan_of([make_chunk(i, world_size=2) for i in range(6)], 3, 2, 2), is_storage_distributed=False)
