@@ -610,6 +610,12 @@ class _Search:
         is_half = self.unified_dtype.itemsize == 2
         kept = kept_parameters(self.model, self.keep_fp32, has_autocast=False, has_defaults=is_half)
         check_sharding(self.sharding)
+        is_uneven = self.world_size > self.num_local_ranks and self.world_size % self.num_local_ranks > 0
+        if self.sharding != "world" and is_uneven:
+            raise PlanError(
+                f"sharding={self.sharding!r} needs as many ranks on every node: world_size={self.world_size} is no"
+                f" multiple of local_world_size={self.num_local_ranks}"
+            )
         make = partial(
             make_plan,
             self.model,

@@ -506,3 +506,10 @@ def search_with_unequal_memory(rank_bytes: tuple[int, ...]) -> str:
 def test_ranks_with_unequal_memory_plan_alike() -> None:
     first, second = run_ranks(search_with_unequal_memory, 2, (10 * MIB, 64 * MIB))
     assert first == second
+
+
+def test_a_copy_for_each_node_takes_as_many_ranks_on_every_node() -> None:
+    with pytest.raises(PlanError, match="world_size=6 is no multiple of local_world_size=4"):
+        simple_search(nn.Linear(8, 8), world_size=6, local_world_size=4, sharding="node")
+    one = simple_search(nn.Linear(8, 8), world_size=2, local_world_size=4, sharding="node")
+    assert one.num_copies == 1
