@@ -20,6 +20,7 @@ from lightning_elixir.core.signals import deferred
 from lightning_elixir.errors import ElixirError, PlanError, StateError, StorageError
 from lightning_elixir.patterns.apply import bind_peers, pattern_forwards
 from lightning_elixir.patterns.cuts import cuts_of
+from lightning_elixir.patterns.placed import check_placed
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import AccessTrace, Drop, Plan
@@ -136,7 +137,9 @@ class Engine:
         bind_peers(module, self.wire)
 
     def _check_patterns(self, plan: Plan) -> None:
-        """Raises `PlanError` if modules have peers that the plan does not know, or parts that are in no chunk."""
+        """Raises `PlanError` if modules have peers that are gone, or that the plan does not know, or if parts are in no
+        chunk."""
+        check_placed(self.module, self.groups.mesh)
         ignored = {p.fqn for p in plan.ignored}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if name in ignored and cuts_of(parameter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.patterns import Column, Expert, ParallelPattern, Row, Vocabulary
 from lightning_elixir.patterns.apply import pattern_forwards, put_in, take_out
 from lightning_elixir.patterns.cuts import cuts_of
+from lightning_elixir.patterns.placed import Placed
 from lightning_elixir.plan.mesh import AxisCut, Mesh
+from lightning_elixir.wrapper import ElixirModule
 from tests.helpers.patterns import Case, Experts, Language
+from tests.helpers.plans import make_plan
 
 
 def pair() -> nn.Module:
@@ -35,6 +39,14 @@ def test_in_and_out_leaves_a_model_as_it_was() -> None:
     assert all(torch.equal(value, twice[name]) for name, value in model.state_dict().items())
     assert not list(pattern_forwards(model))
     assert model.embedding.num_embeddings == 24
+
+
+def test_what_was_cut_between_processes_that_are_gone_is_refused_without_a_strategy_too() -> None:
+    model = pair()
+    plan = make_plan(model, placement_policy="cpu")
+    vars(model["up"])["_elixir_placed"] = pickle.loads(pickle.dumps(Placed(None, {})))
+    with pytest.raises(PlanError, match="up between processes that are not connected"):
+        ElixirModule(model, plan)
 
 
 def test_an_axis_of_one_rank_changes_nothing() -> None:
