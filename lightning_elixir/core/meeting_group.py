@@ -4,7 +4,8 @@
 backward. A rank that waits in one serves no other, so what holds for our own patterns holds for them (Note: patterns
 between collectives). They get a group that looks to torch like any other. Its host, which an engine has, makes the
 ranks meet first and lends a group that all ranks can leave. While there is no engine, as when a model is built,
-collectives go over a group of its own.
+collectives go over a group of its own; there a rank that has failed could not be left, so that ranks tell each other
+of that before each of them.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ class MeetingGroup(dist.ProcessGroup):
     Args:
         own: The same ranks; what collectives go over while there is no host.
         axis: As its hosts know it.
+        meet: Called before each of these.
     """
 
-    def __init__(self, own: dist.ProcessGroup, axis: str) -> None:
+    def __init__(self, own: dist.ProcessGroup, axis: str, meet: Callable[[], None]) -> None:
         super().__init__(own.rank(), own.size())  # type: ignore[call-arg]  # torch's stub has one of two forms
         self.axis = axis
         self._own = own
+        self._meet = meet
         self._host: weakref.ref[Host] | None = None  # torch keeps groups for ever, and an engine has to end
         self._name = ""
 
@@ -80,6 +83,7 @@ class MeetingGroup(dist.ProcessGroup):
     def _run(self, number: int, tensors: Any, issue: Issue) -> dist.Work:
         host = None if self._host is None else self._host()
         if host is None:
+            self._meet()
             return issue(self._own)
         sizes = [each.numel() for each in _tensors(tensors)]
         return host.run(self.axis, [number, len(sizes), *sizes], issue)
@@ -128,13 +132,14 @@ for _number, (_name, _told) in enumerate(_COLLECTIVES.items()):
 class _Options:
     """What torch hands on to what makes the group."""
 
-    def __init__(self, own: dist.ProcessGroup, axis: str) -> None:
+    def __init__(self, own: dist.ProcessGroup, axis: str, meet: Callable[[], None]) -> None:
         self.own = own
         self.axis = axis
+        self.meet = meet
 
 
 def _make(options: Any, ours: _Options) -> MeetingGroup:
-    return MeetingGroup(ours.own, ours.axis)
+    return MeetingGroup(ours.own, ours.axis, ours.meet)
 
 
 def told_apart(mesh: Any, token: object) -> Any:
@@ -145,7 +150,14 @@ def told_apart(mesh: Any, token: object) -> Any:
     return mesh
 
 
-def make_device_mesh(groups: Sequence[Sequence[int]], axis: str, name: str, beside: str, device: torch.device) -> Any:
+def make_device_mesh(
+    groups: Sequence[Sequence[int]],
+    axis: str,
+    name: str,
+    beside: str,
+    device: torch.device,
+    meet: Callable[[], None],
+) -> Any:
     """A mesh of two dimensions over all ranks. Collective.
 
     Args:
@@ -154,6 +166,7 @@ def make_device_mesh(groups: Sequence[Sequence[int]], axis: str, name: str, besi
         name: What the mesh calls it; its group is a `MeetingGroup`.
         beside: What the mesh calls the outer one, whose group is one of torch's.
         device: Where its tensors are.
+        meet: See `MeetingGroup`. Torch keeps it for ever.
 
     Returns:
         A `torch.distributed.device_mesh.DeviceMesh` of shape `[number of groups, size of a group]`.
@@ -168,7 +181,7 @@ def make_device_mesh(groups: Sequence[Sequence[int]], axis: str, name: str, besi
     rank = dist.get_rank()
     for ranks in groups:  # all ranks make all groups: NCCL needs them to
         own = made[tuple(ranks)]
-        options = _Options(own, axis) if rank in ranks else None
+        options = _Options(own, axis, meet) if rank in ranks else None
         meeting = dist.new_group(list(ranks), backend=_BACKEND, pg_options=options)
         inner = meeting if rank in ranks else inner
     outer: Any = made[next(column for column in columns if rank in column)]

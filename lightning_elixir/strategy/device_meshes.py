@@ -74,11 +74,12 @@ class MeshAccess:
         return f"DeviceMesh({DATA}, {TENSOR})" if self._made is None else repr(self._made)
 
 
-def mesh_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
+def mesh_of(mesh: Mesh, device: torch.device, meet: Callable[[], None]) -> DeviceMesh:
     """Torch's mesh of these ranks, of which neighbours share tensors. Collective.
 
     Args:
         device: Where its tensors are.
+        meet: Called before every collective while there is no engine.
     """
-    found: DeviceMesh = make_device_mesh(mesh.along("tensor"), "tensor", TENSOR, DATA, device)
+    found: DeviceMesh = make_device_mesh(mesh.along("tensor"), "tensor", TENSOR, DATA, device, meet)
     return found

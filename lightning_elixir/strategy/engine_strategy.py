@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ from lightning_elixir.checkpoint import local_path, replacing_folder, save_toget
 from lightning_elixir.core.comm import SoloComm
 from lightning_elixir.core.threads import ThreadPlan, thread_plan
 from lightning_elixir.core.threads import apply as apply_threads
-from lightning_elixir.core.together import run_together
+from lightning_elixir.core.together import hear, run_together
 from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import fuse
 from lightning_elixir.memory_limits import MemoryLimits
@@ -117,7 +118,18 @@ class EngineStrategy(StrategyOptions, ABC):
         return None if mesh.tensor == 1 else MeshAccess(partial(self._new_device_mesh, mesh))
 
     def _new_device_mesh(self, mesh: Mesh) -> DeviceMesh:
-        return mesh_of(mesh, self.root_device)
+        reference = weakref.WeakMethod(self._hear)
+
+        def meet() -> None:
+            hear_of_others = reference()
+            if hear_of_others is not None:
+                hear_of_others()
+
+        meet()  # making groups is a collective as well
+        return mesh_of(mesh, self.root_device, meet)
+
+    def _hear(self) -> None:
+        hear(self._comm)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from lightning_elixir._lightning import (
 )
 from lightning_elixir.checkpoint import restore_previous
 from lightning_elixir.core.threads import frequent_switches
+from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import CapacityError, PlanError, StateError
 from lightning_elixir.memory_limits import MemoryLimits, change_limits
 from lightning_elixir.optim.elementwise import inner_maker
@@ -283,7 +284,7 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
                 if run.handle is handle:
                     run.forget()
             handle.dissolve()
-        self._parallelize(module)
+        run_together(self._comm, lambda: self._parallelize(module))
         is_training = any(p.requires_grad for p in module.parameters())
         if self._comm.rank > 0:
             give_meta_buffers_memory(module)

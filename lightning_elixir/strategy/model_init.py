@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.random_states import capture_random_states, restore_random_states
-from lightning_elixir.core.together import raise_together
+from lightning_elixir.core.together import is_heard, raise_together
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.types import ParamSpec
 from lightning_elixir.runtime.sources import source_of
@@ -139,6 +139,8 @@ def _only_on_first_rank(
                 with parameters_on_meta():
                     yield
             except Exception as exception:
+                if is_heard(exception):
+                    raise
                 log.info(
                     "rank %d builds the model for real, since building it without values failed: %s",
                     comm.rank,

@@ -424,3 +424,55 @@ def test_ranks_that_want_different_chunks_meet_before_collectives_of_torch() -> 
     (found, first), (_, second) = run_ranks(looks, 2, init_group=False)
     assert first == second > 100
     assert difference(found, fit_plain("language", 1)) < CLOSE
+
+
+def cut_half(net: nn.Module, mesh: Any, failing: int) -> nn.Module:
+    """Cut one layer, and then another, before which one rank raises; with rank + 10 it does so before both."""
+    rank = int(os.environ["RANK"])
+    if failing == rank + 10:
+        raise RuntimeError("a test wants it so")
+    parallelize_module(net, mesh["tensor_parallel"], {"0": ColwiseParallel()})
+    if failing == rank:
+        raise RuntimeError("a test wants it so")
+    return parallelize_module(net, mesh["tensor_parallel"], {"1": RowwiseParallel()})
+
+
+class HalfCut(Refused):
+    def __init__(self, failing: int) -> None:
+        super().__init__("")
+        self.failing = failing
+
+    def configure_model(self) -> None:
+        self.net = cut_half(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), self.device_mesh, self.failing)
+
+
+def fails_to_build(failing: int, is_fabric: bool) -> tuple[str, str]:
+    begin, devices = time.monotonic(), int(os.environ["WORLD_SIZE"])
+    try:
+        if is_fabric:
+            fabric_module = pytest.importorskip("lightning.fabric")
+            from lightning_elixir.fabric import ElixirStrategy as FabricStrategy
+
+            strategy = FabricStrategy(
+                tensor_parallel_size=2, parallelize_fn=lambda net, mesh: cut_half(net, mesh, failing)
+            )
+            fabric = fabric_module.Fabric(strategy=strategy, accelerator="cpu", devices=devices)
+            fabric.launch()
+            fabric.setup_module(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)))
+        else:
+            trainer = trainer_of(ElixirStrategy(tensor_parallel_size=2), devices)
+            trainer.fit(HalfCut(failing), DataLoader(torch.randn(8, 8)))
+    except Exception as error:
+        assert time.monotonic() - begin < 30
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_fabric", [False, True])
+@pytest.mark.parametrize("failing", [0, 1, 10, 11])
+def test_a_rank_that_cannot_cut_the_model(failing: int, is_fabric: bool) -> None:
+    told = run_ranks(fails_to_build, 2, failing, is_fabric, init_group=False, fresh=True, timeout_s=60)
+    own, other = failing % 10, 1 - failing % 10
+    assert told[own] == ("RuntimeError", "a test wants it so")
+    assert told[other] == ("PlanError", f"rank {own} failed: RuntimeError: a test wants it so")
