@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,22 @@ def test_collectives_of_a_second_model_go_through_its_own_engine() -> None:
         assert first > 0
         assert past == 0
         assert again == (first, 0)
+
+
+def fit_and_forget() -> bool:
+    model = Chain()
+    strategy = ElixirStrategy(tensor_parallel_size=2, placement_policy="cpu", chunk_size="1KiB")
+    trainer_of(strategy, int(os.environ["WORLD_SIZE"])).fit(model, DataLoader(torch.randn(16, 16), batch_size=4))
+    of_model, of_strategy = weakref.ref(model), weakref.ref(strategy)
+    del model, strategy
+    gc.collect()
+    return of_model() is None and of_strategy() is None
+
+
+@pytest.mark.full
+def test_a_model_goes_when_nothing_uses_it() -> None:
+    """Torch keeps groups for ever, and these know the engine."""
+    assert all(run_ranks(fit_and_forget, 2, init_group=False))
 
 
 SAMPLES = torch.randn(6, 4, 16, generator=torch.Generator().manual_seed(0))
