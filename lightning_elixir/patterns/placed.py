@@ -197,8 +197,9 @@ def check_placed(model: nn.Module, mesh: Mesh) -> None:
             )
         if placed.is_taken:
             raise PlanError(
-                f"parallelize_module() has cut {name or 'the model'} over the device mesh of a model that was set up"
-                " before, and each needs one of its own: give the strategy parallelize_fn=..., which makes them"
+                f"parallelize_module() has cut {name or 'the model'} over the device mesh of another model, which is in"
+                " use: build each model anew in configure_model, or give Fabric's strategy parallelize_fn=..., which"
+                " gets a mesh for each"
             )
 
 
