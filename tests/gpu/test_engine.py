@@ -13,7 +13,7 @@ import torch
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
-from tests.helpers.ranks import OPTIONS, averaged_plain, train_rank
+from tests.helpers.ranks import OPTIONS, averaged_plain, train_copies, train_rank
 from tests.helpers.training import Scheme, different_names, train_elixir, train_plain
 from tests.helpers.zoo import ZOO, make
 
@@ -168,6 +168,25 @@ def test_slow_transfers_are_waited_for(monkeypatch: pytest.MonkeyPatch, clip: bo
 def test_two_gpus(name: str, options: str) -> None:
     expected = averaged_plain(name, 2, 2)
     state, _ = run_ranks(train_rank, 2, name, 2, OPTIONS[options], "cuda", device="cuda")[0]
+    skipped = {f"transformer.h.{i}.attn.c_attn.bias" for i in range(3)}
+    for key, value in expected.items():
+        if key not in skipped and value.is_floating_point():
+            torch.testing.assert_close(state[key], value, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "copies", "options"),
+    [
+        pytest.param(world_size, 2, options, marks=pytest.mark.several_gpus(world_size))
+        for world_size in (2, 4)
+        for options in ("cpu", "cuda", "sharded_gpu")
+    ],
+)
+def test_copies_of_all_parameters(world_size: int, copies: int, options: str) -> None:
+    expected = averaged_plain("gpt2", world_size, 2)
+    runs = run_ranks(train_copies, world_size, copies, "gpt2", OPTIONS[options], "cuda", device="cuda")
+    state, stats = runs[0]
+    assert stats["reduced_across_bytes"] > 0
     skipped = {f"transformer.h.{i}.attn.c_attn.bias" for i in range(3)}
     for key, value in expected.items():
         if key not in skipped and value.is_floating_point():

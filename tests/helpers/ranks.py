@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.once import computed_once
 from tests.helpers.plans import make_plan
@@ -60,6 +61,14 @@ def train_rank(
     stats = module.stats().as_dict()
     module.close()
     return state, stats
+
+
+def train_copies(
+    copies: int, name: str, options: dict[str, Any], device_type: str = "cpu"
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """As `train_rank`, with so many copies of all parameters."""
+    mesh = Mesh(dist.get_world_size(), copies=copies)
+    return train_rank(name, 2, {**options, "mesh": mesh}, device_type)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from lightning_elixir.plan.mesh import Mesh
 from tests.helpers.dist import run_ranks
-from tests.helpers.ranks import OPTIONS, averaged_plain, train_rank
+from tests.helpers.ranks import OPTIONS, averaged_plain, train_copies
 from tests.helpers.tiers import full
-
-
-def train_copies(copies: int, name: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    mesh = Mesh(dist.get_world_size(), copies=copies)
-    return train_rank(name, 2, {**options, "mesh": mesh})
-
 
 CASES = [
     (4, 2, "gpt2", "cpu"),
