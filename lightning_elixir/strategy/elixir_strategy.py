@@ -35,12 +35,14 @@ from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.memory_limits import change_limits
+from lightning_elixir.patterns.placed import placed_modules
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.averages import Average, Averages
 from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler, without_compiler
+from lightning_elixir.strategy.device_meshes import MeshAccess
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.engine_strategy import EngineStrategy, move_metrics
 from lightning_elixir.strategy.fit_run import FitRun, accumulates_gradients, count_averages
@@ -179,6 +181,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     def model_sharded_context(self) -> Iterator[None]:
         module = self._module
         build = module.configure_sharded_model if is_overridden("configure_sharded_model", module) else None
+        known: Any = module._device_mesh
+        if isinstance(known, MeshAccess) and known.is_made and next(placed_modules(module), None) is not None:
+            self._device_mesh = known  # of an earlier run that cut it: a new one would be made in the middle of a step
         module._device_mesh = self._device_mesh  # type: ignore[assignment]  # which it stands for
         with built_by_first_rank(self._comm, self.root_device, module, build or module.configure_model):
             yield

@@ -222,6 +222,35 @@ def test_collectives_of_a_second_model_go_through_its_own_engine() -> None:
         assert again == (first, 0)
 
 
+class Branching(Chain):
+    """Looks at the mesh in the middle of a step, to which ranks come at different times."""
+
+    def training_step(self, x: Tensor, index: int) -> Tensor:
+        for i, (up, down) in enumerate(zip(self.layers[::2], self.layers[1::2], strict=True)):
+            if i == 1 and self.global_rank // 2 == 1:
+                continue
+            size = self.device_mesh["tensor_parallel"].size()
+            x = x + down(up(x).relu()) / size
+        return x.square().mean()
+
+
+def fit_again() -> list[int]:
+    world, rank, model, meshes = int(os.environ["WORLD_SIZE"]), os.environ["RANK"], Branching(), []
+    for _ in range(2):
+        os.environ.update(WORLD_SIZE=str(world), RANK=rank, LOCAL_RANK=rank)
+        strategy = ElixirStrategy(tensor_parallel_size=2, placement_policy="cpu", chunk_size="1KiB")
+        trainer_of(strategy, world).fit(model, DataLoader(torch.randn(16, 16), batch_size=2))
+        assert strategy.device_mesh is model.device_mesh
+        meshes.append(id(model.device_mesh))
+    return meshes
+
+
+@pytest.mark.full
+def test_a_model_keeps_its_mesh_in_a_further_run() -> None:
+    for first, second in run_ranks(fit_again, 4, init_group=False):
+        assert first == second
+
+
 def fit_and_forget() -> bool:
     model = Chain()
     strategy = ElixirStrategy(tensor_parallel_size=2, placement_policy="cpu", chunk_size="1KiB")
