@@ -73,6 +73,26 @@ def test_refused_curves(points: tuple[tuple[int, float], ...]) -> None:
         BandwidthCurve(points)
 
 
+# Updates as seen in training
+
+
+def test_a_slower_host_leaves_more_to_the_stream() -> None:
+    machine = replace(HardwareSpec.nominal(), host_bytes_per_s=100e9)  # 1 on the host, 1.5 streamed, 2 together
+    slow = machine.with_host_slower(1.25)
+    rates = slow.cpu_adam_numel_per_s, slow.joint_adam_numel_per_s, slow.streamed_adam_numel_per_s
+    assert rates == pytest.approx((0.8e9, 2e9, 1.5e9))
+    assert slow.host_bytes_per_s == pytest.approx(80e9)
+    assert machine.streamed_beside(1e9) == pytest.approx(1e9)
+    assert slow.streamed_beside(slow.cpu_adam_numel_per_s) == pytest.approx(1.2e9)
+    assert slow.name == machine.name + ", the host's updates as seen in training" == slow.with_host_slower(1.1).name
+
+
+def test_a_faster_host_takes_nothing_from_the_stream() -> None:
+    fast = HardwareSpec.nominal().with_host_slower(0.5)
+    assert (fast.cpu_adam_numel_per_s, fast.joint_adam_numel_per_s) == pytest.approx((2e9, 4e9))
+    assert fast.streamed_beside(fast.cpu_adam_numel_per_s) == HardwareSpec.nominal().streamed_adam_numel_per_s
+
+
 # The whole profile
 
 

@@ -109,7 +109,7 @@ def test_a_slow_host_corrects_figures_and_forecast(monkeypatch: pytest.MonkeyPat
     strategy, losses = _fit(callback, monkeypatch)
     known = _figures(strategy)
     assert known.cpu_adam_numel_per_s < nominal.cpu_adam_numel_per_s / 100
-    assert known.joint_adam_numel_per_s < nominal.joint_adam_numel_per_s / 100
+    assert known.joint_adam_numel_per_s == nominal.joint_adam_numel_per_s
     assert known.name.endswith("as seen in training")
     before, after = callback.plans[4].forecast, callback.plans[-1].forecast
     assert before is not None
