@@ -7,7 +7,7 @@ activations leave, not from the pool of replicas, whose storages are all of one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -294,10 +294,15 @@ class ShardStore:
             return False
         return (param.dtype, param.numel()) == (dtype, self.optim_numel(spec))
 
-    def drop_grad_buffers(self) -> None:
-        """Free the host memory that is kept for the next gradients."""
-        for shard in self._shards.values():
-            shard.grad_buffer = None
+    def drop_grad_buffers(self, but: Collection[int] = ()) -> None:
+        """Free the host memory that is kept for the next gradients.
+
+        Args:
+            but: Chunks that keep it.
+        """
+        for chunk_id, shard in self._shards.items():
+            if chunk_id not in but:
+                shard.grad_buffer = None
 
     def vacate(self, chunk_id: int) -> None:
         """What a chunk had here is elsewhere now."""

@@ -99,6 +99,27 @@ def test_groups_that_have_changed_before_a_move(change: Callable[[ElixirOptimize
     assert_same(results[1], results[0])
 
 
+def test_gradients_land_in_the_same_host_memory_after_a_move() -> None:
+    """Of a chunk that has its states there before and after; others leave theirs, or make some."""
+    how = replace(HOWS["unused_fp32"], dtype=torch.bfloat16)
+    module, optimizer = bodies.new_training(how, "host", CPU)
+    bodies.train_step(module, optimizer, how, 0)
+    store, plan = module.engine.store, module.plan
+    trained = [c.id for c in plan.chunks if store[c.id].grad_buffer is not None]
+    assert len(trained) > 2
+    places = {i: store[i].grad_buffer.data_ptr() for i in trained}  # type: ignore[union-attr]
+    leaves, stays = trained[0], trained[1:]
+    moved = [bodies.SITES["gpu"](c) if c.id == leaves else c for c in plan.chunks]
+    module.replan(replace(plan, chunks=tuple(moved)))
+    store = module.engine.store
+    assert store[leaves].grad_buffer is None
+    assert {i: store[i].grad_buffer.data_ptr() for i in stays} == {i: places[i] for i in stays}  # type: ignore[union-attr]
+    module.replan(replace(plan, grad_reuses_compute_shard=True))
+    assert all(module.engine.store[i].grad_buffer is None for i in trained)
+    bodies.train_step(module, optimizer, how, 1)
+    module.close()
+
+
 def halves(site: str) -> tuple[ElixirModule, list[ElixirOptimizer], list[torch.nn.Parameter]]:
     how = HOWS["bf16"]
     model = make(how.name)
