@@ -4,18 +4,29 @@ memory does it take against what was planned, how long are steps against what wa
     python examples/benchmarks/defaults.py --suite edges --out edges.json
     python examples/benchmarks/defaults.py --suite first --out first_steps.json
     python examples/benchmarks/defaults.py --cases llama_clip llama_plain --gpu-limit 40GiB --out llama.json
+    python examples/benchmarks/defaults.py --suite two --touch-first --budget-s 470 --out two.json
+    python examples/benchmarks/defaults.py --suite four --touch-first --out four.json
     python examples/benchmarks/defaults.py --cases toy toy_clip toy_plain --device cpu --out toy.json
+    python examples/benchmarks/defaults.py --suite toy_two --device cpu --out toy_two.json
 
 Every case is a fit with `ElixirStrategy(gpu_memory_limit=...)` and nothing else but what its name says, under the
 Trainer's "bf16-mixed" (or "16-mixed"), or plain PyTorch: bf16 beside an fp32 master with fused AdamW. It runs in a
 process of its own, which the kernel may kill: that is a result, too. Those are forks of this one, which has imported
 everything and does not compute. Model building is not counted. Memory of some machines grows at its first touch:
 `--touch-first` takes it all before, and the time that all cores take to touch what a case took is measured beside it.
+
+Of several ranks (`two_...`, `four_...`), the Trainer forks the processes, the model is made in `configure_model` on
+rank 0, and each rank has batches of its own; host bytes are those of all ranks together, each at its peak. Plain
+PyTorch is FSDP2 on whole cards then (`fsdp2.py`), with fp32 shards.
+
+Beside each case stands the longest step after the second one, how much of it the garbage collector took, whether the
+plan had changed, and what its updates took. That step is to be no longer than 1.5 medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -34,11 +45,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from compare import parse_size
-from peers.jobs import PRESETS
+from fsdp2 import run_fsdp2
+from peers.jobs import PRESETS, Shape
 from peers.model import GPT
 
 from lightning_elixir import HybridAdam
@@ -48,6 +61,8 @@ from lightning_elixir.errors import CapacityError
 from lightning_elixir.strategy import ElixirStrategy
 
 GIB = 2**30
+GPT_SHAPES = PRESETS | {"30b": Shape(48, 7168, 56)}  # the last one as OPT-30B
+_MOST_MEDIANS = 1.5  # of a step after the second one
 _NUM_DRAWN = 2**26 + 1  # odd, so that layers are not alike
 
 
@@ -75,6 +90,8 @@ class Case:
     """What the model does by itself without that option: "keep", "recompute", "save_on_cpu", as torch has it, the same
     around recomputed blocks ("save_inputs_on_cpu"), or "trl": its offloading, around recomputed blocks as well."""
     num_steps: int = 12
+    devices: int = 1
+    """Ranks, each with batches of its own."""
 
     @property
     def is_recomputed(self) -> bool:
@@ -111,7 +128,15 @@ CASES = {
     "llama_compiled": replace(_LLAMA, is_compiled=True),
     "llama_compiled_8": replace(_LLAMA, batch=8, is_compiled=True),
     "gpt_no_autocast": replace(_GPT, autocast=False),
+    "two_gpt_16": replace(_GPT, batch=8, gpu_limit=16 * GIB, devices=2),
+    "two_llama_24": replace(_LLAMA, gpu_limit=24 * GIB, devices=2),
+    "two_llama_24_clip": replace(_LLAMA, gpu_limit=24 * GIB, clip=1e6, devices=2),
+    "two_llama_24_clip_each": replace(_LLAMA, gpu_limit=24 * GIB, clip=1e-3, num_steps=16, devices=2),
+    "four_opt": Case("30b", 16, 1024, 40 * GIB, num_steps=10, devices=4),
     "toy": _TOY,
+    "toy_two": replace(_TOY, gpu_limit=448 * 2**10, devices=2),
+    "toy_two_clip": replace(_TOY, gpu_limit=448 * 2**10, clip=1e-3, devices=2),
+    "toy_two_llama": replace(_TOY, model="toy-llama", gpu_limit=3 * 2**19, devices=2),
     "toy_conv": Case("toy-conv", 2, 3 * 32 * 32, 4 * 2**20),
     "toy_clip": replace(_TOY, clip=1e6),
     "toy_llama": replace(_TOY, model="toy-llama", gpu_limit=12 * 2**20),
@@ -122,6 +147,10 @@ CASES |= {f"{name}_whole": replace(CASES[name], gpu_limit=None) for name in ("ll
 CASES |= {  # bf16 modules as they are: the fastest of plain PyTorch
     f"{name}_plain": replace(CASES[name], gpu_limit=None, is_plain=True, autocast=False)
     for name in ("llama", "llama_compiled", "llama_compiled_8", "gpt", "moe", "toy", "toy_compiled")
+}
+CASES |= {  # on whole cards, under autocast
+    f"{name}_plain": replace(CASES[name], gpu_limit=None, is_plain=True)
+    for name in ("two_gpt_16", "two_llama_24", "four_opt", "toy_two", "toy_two_llama")
 }
 # The largest batch that trains, with logits of 128256 tokens and without: run until one says that it does not fit.
 _BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)
@@ -140,6 +169,12 @@ SUITES = {
     ],
     "first": ["llama_plain", "llama_whole", "llama", "gpt_16"],
     "speed": ["llama_plain", "llama", "llama_clip", "llama_clip_each"],
+    "two": [
+        *("two_llama_24", "two_gpt_16", "two_llama_24_clip", "two_llama_24_clip_each"),
+        *("two_llama_24_plain", "two_gpt_16_plain"),
+    ],
+    "four": ["four_opt", "four_opt_plain"],
+    "toy_two": ["toy_two", "toy_two_clip", "toy_two_llama", "toy_two_plain", "toy_two_llama_plain"],
     "compiled": [
         *("llama_compiled_plain", "llama_compiled_whole", "llama_compiled"),
         *("llama_compiled_8_plain", "llama_compiled_8"),
@@ -231,13 +266,17 @@ class OffloadedByTrl(nn.Module):
             return loss
 
 
-def make_model(case: Case) -> nn.Module:
-    """The model in host memory, fp32."""
-    if case.model in PRESETS:
+def make_model(case: Case, *, has_values: bool = True) -> nn.Module:
+    """The model in host memory, fp32.
+
+    Args:
+        has_values: False: none are drawn, and parameters may be on `meta`.
+    """
+    if case.model in GPT_SHAPES:
         with torch.device("meta"):
-            gpt = GPT(replace(PRESETS[case.model], seq=case.seq))
+            gpt = GPT(replace(GPT_SHAPES[case.model], seq=case.seq))
         gpt.is_checkpointed = case.is_recomputed
-        model: nn.Module = gpt.to_empty(device="cpu")
+        model: nn.Module = gpt.to_empty(device="cpu") if has_values else gpt
     elif case.model in _CONV_SHAPES:
         import transformers
         from transformers.initialization import no_init_weights
@@ -264,7 +303,8 @@ def make_model(case: Case) -> nn.Module:
         with no_init_weights():
             causal = transformers.AutoModelForCausalLM.from_config(config, **options)
         model = Causal(causal, is_recomputed=case.is_recomputed, is_reentrant=case.is_reentrant)
-    _fill(model)
+    if has_values:
+        _fill(model)
     if case.activations is None and case.by_hand in ("save_on_cpu", "save_inputs_on_cpu"):
         model = SavedOnCpu(model)
     if case.activations is None and case.by_hand == "trl":
@@ -305,7 +345,9 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._marks: list[Any] = []
-        self.started_s = time.perf_counter()
+        self.started_s = time.perf_counter()  # the same clock in all processes
+        self.aside_s = 0.0
+        """What is not to count before the first step ends."""
         self.first_s = 0.0
 
     def step_ends(self) -> None:
@@ -318,7 +360,7 @@ class Clock:
         if not self.first_s:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-            self.first_s = time.perf_counter() - self.started_s
+            self.first_s = time.perf_counter() - self.started_s - self.aside_s
 
     def step_s(self) -> list[float]:
         """Of all steps but the first."""
@@ -329,31 +371,88 @@ class Clock:
         return [b - a for a, b in pairs]
 
 
+class Pauses:
+    """How long the garbage collector has run, in all."""
+
+    def __init__(self) -> None:
+        self.total_s = self._began_s = 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, info: Mapping[str, int]) -> None:
+        if phase == "start":
+            self._began_s = time.perf_counter()
+        else:
+            self.total_s += time.perf_counter() - self._began_s
+
+
 class Lit(pl.LightningModule):
-    def __init__(self, net: nn.Module) -> None:
+    """A fit's model.
+
+    Args:
+        case: Which.
+        clock: Building does not count.
+        net: Built before; None: in `configure_model`.
+    """
+
+    def __init__(self, case: Case, clock: Clock, net: nn.Module | None) -> None:
         super().__init__()
+        self._case, self._clock = case, clock
         self.net = net
 
+    def configure_model(self) -> None:
+        if self.net is None:
+            started_s = time.perf_counter()
+            self.net = make_model(self._case, has_values=self.global_rank == 0)
+            self._clock.aside_s += time.perf_counter() - started_s
+
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(tokens)
+        loss: Tensor = self.net(tokens)  # type: ignore[misc]
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return HybridAdam(self.parameters(), lr=1e-5)
 
+    def train_dataloader(self) -> Any:
+        batches: Any = batches_of(self._case, self.global_rank)
+        return torch.utils.data.DataLoader(batches, batch_size=None)
+
+
+def batches_of(case: Case, rank: int = 0) -> list[Tensor]:
+    """Of one fit, int64 `[batch, seq]` each."""
+    vocab = 256 if case.model.startswith("toy") else 30000
+    generator = torch.Generator().manual_seed(rank)
+    count = case.num_steps * case.accumulate
+    return [torch.randint(0, vocab, (case.batch, case.seq), generator=generator) for _ in range(count)]
+
 
 class Seen(pl.Callback):
-    def __init__(self, clock: Clock, host: HostMemory, traced: int | None) -> None:
-        self.clock = clock
-        self._host = host
+    """What is seen of a fit in one of its processes.
+
+    Args:
+        case: Of which fit.
+        clock: Of its steps.
+        traced: Number of the batch whose work on the device is looked at.
+        out: Of several ranks each writes what it has seen here (`of_rank`).
+    """
+
+    def __init__(self, case: Case, clock: Clock, traced: int | None, out: Path) -> None:
+        self.case, self.clock, self._out = case, clock, out
+        self._host: HostMemory | None = None
+        self._pauses: Pauses | None = None
         self.host_peaks: list[int] = []  # bytes, after each batch
         self._trace = None if traced is None else Trace()
         self._traced = traced
         self.plans: list[str] = []
         self.updates: list[dict[str, Any] | None] = []
+        self.gc_s: list[float] = []  # in all, after each batch
         self.losses: list[Tensor] = []
         self.predicted_s: float | None = None
         self.device_work: dict[str, Any] | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """In the process that trains."""
+        self._host, self._pauses = HostMemory(), Pauses()
+        limit_device(self.case, trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._trace is not None and batch_idx == self._traced:
@@ -361,7 +460,8 @@ class Seen(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"].detach())
-        self.host_peaks.append(self._host.peak_bytes)
+        self.host_peaks.append(self._host.peak_bytes if self._host else 0)
+        self.gc_s.append(self._pauses.total_s if self._pauses else 0.0)
         plan = trainer.strategy.plan
         self.predicted_s = None if plan.forecast is None else plan.forecast.times.total_s
         foreseen = "" if plan.forecast is None else f", {plan.forecast.times.total_s:.3f} s"
@@ -372,6 +472,78 @@ class Seen(pl.Callback):
             self.device_work = self._trace.end()
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self.clock.step_ends()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.case.devices > 1:
+            of_rank(self._out, trainer.global_rank).write_text(json.dumps(self.result(trainer.strategy)))
+
+    def result(self, strategy: ElixirStrategy) -> dict[str, Any]:
+        """What there is to tell in the end."""
+        plan = strategy.plan
+        found: dict[str, Any] = {
+            "predicted_s": self.predicted_s,
+            "predicted_peak_bytes": None if plan.forecast is None else plan.forecast.peak_gpu_bytes,
+            "fates": [(block.name, block.fate.value) for block in plan.activations],
+            "stats": strategy.stats().as_dict(),
+            "plan": plan.notes,
+            "plans": self.plans,
+            "host_peaks": self.host_peaks,
+            "host_peak_bytes": max(self.host_peaks, default=0),
+            "updates": self.updates,
+            "gc_s": self.gc_s,
+            "device_work": self.device_work,
+            "machine": strategy._machine_figures.best.to_dict(),
+            "budget": asdict(strategy._handle.budget) | {"words": None},
+            "explained": plan.explain(),
+            "losses": [loss.item() for loss in self.losses],
+        }
+        found |= steps_seen(self.clock)
+        return found | {"longest": self._longest(found["steps_s"], found["longest_step"])}
+
+    def _longest(self, steps_s: list[float], number: int | None) -> dict[str, Any] | None:
+        """What else was so in the longest step after the second one."""
+        if number is None:
+            return None
+        last = number * self.case.accumulate - 1  # its last batch
+        first = last - self.case.accumulate
+        return {
+            "step": number,
+            "seconds": steps_s[number - 2],
+            "gc_s": self.gc_s[last] - self.gc_s[first],
+            "has_new_plan": self.plans[last][:8] != self.plans[first][:8],
+            "has_new_forecast": self.plans[last] != self.plans[first],
+            "update": self.updates[last],
+        }
+
+
+def steps_seen(clock: Clock) -> dict[str, Any]:
+    """What steps took."""
+    steps = clock.step_s()
+    median_s = statistics.median(steps[3:] or steps)
+    later = steps[1:]
+    found: dict[str, Any] = {
+        "first_step_s": clock.first_s,
+        "steps_s": steps,
+        "step_s": median_s,
+        "longest_after_two": max(later, default=0.0) / median_s,
+        "longest_step": later.index(max(later)) + 3 if later else None,
+    }
+    if clock.device.type == "cuda":
+        found["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
+        found["device"] = torch.cuda.get_device_name()
+    return found
+
+
+def limit_device(case: Case, device: torch.device) -> None:
+    """Have torch refuse more than the case may use."""
+    if case.gpu_limit is not None and device.type == "cuda":
+        share = case.gpu_limit / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+def of_rank(out: Path, rank: int) -> Path:
+    """Where a rank writes to."""
+    return out.with_suffix(f".{rank}.json")
 
 
 class Trace:
@@ -437,50 +609,40 @@ def _gaps_s(events: list[dict[str, Any]]) -> list[float]:
     return gaps
 
 
-def run_case(case: Case, device: torch.device, host: HostMemory, traced: int | None) -> dict[str, Any]:
+def run_case(case: Case, device: torch.device, traced: int | None, out: Path) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
-    model = make_model(case)
-    vocab = 256 if case.model.startswith("toy") else 30000
-    shape = (case.batch, case.seq)
-    batches = [torch.randint(0, vocab, shape) for _ in range(case.num_steps * case.accumulate)]
-    before = host.now_bytes
-    if case.gpu_limit is not None and device.type == "cuda":
-        share = case.gpu_limit / torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(share, device)
-    clock = Clock(device)
-    if case.is_plain:
-        result = _run_plain(case, model, batches, clock, device)
+    if case.devices > 1 and case.is_plain:
+        run_fsdp2(partial(_run_fsdp2_rank, case, device.type, out), case.devices)
+    elif case.devices > 1:
+        _fit(case, None, Seen(case, Clock(device), traced, out))
     else:
-        result = _run_elixir(case, model, batches, Seen(clock, host, traced))
-    steps = clock.step_s()
-    settled = steps[3:] or steps
-    result |= {
-        "outcome": "trained",
-        "first_step_s": clock.first_s,
-        "steps_s": steps,
-        "step_s": statistics.median(settled),
-        "longest_after_two": max(steps[1:], default=0.0) / statistics.median(settled),
-        "host_bytes_before": before,
-        "host_peak_bytes": host.peak_bytes,
-    }
-    if device.type == "cuda":
-        result["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
-        result["device"] = torch.cuda.get_device_name()
-    return result
+        model, before = make_model(case), HostMemory().now_bytes
+        if case.is_plain:
+            result = _run_plain(case, model, Clock(device), device)
+        else:
+            seen = Seen(case, Clock(device), traced, out)
+            result = seen.result(_fit(case, model, seen))
+        return result | {"outcome": "trained", "host_bytes_before": before}
+    ranks: list[dict[str, Any]] = [json.loads(of_rank(out, rank).read_text()) for rank in range(case.devices)]
+    kept = ("step_s", "longest_after_two", "host_peak_bytes", "gpu_peak_bytes", "longest", "machine")
+    others = [{key: found[key] for key in kept if key in found} for found in ranks]
+    host_bytes = sum(found["host_peak_bytes"] for found in ranks)
+    return ranks[0] | {"outcome": "trained", "ranks": others, "host_peak_bytes": host_bytes, "host_bytes_before": 0}
 
 
-def _run_elixir(case: Case, model: nn.Module, batches: list[Tensor], seen: Seen) -> dict[str, Any]:
+def _fit(case: Case, model: nn.Module | None, seen: Seen) -> ElixirStrategy:
     strategy = ElixirStrategy(
         gpu_memory_limit=case.gpu_limit,
         cpu_memory_limit=case.cpu_limit,
         autocast=case.autocast,
         use_fused_kernels=case.is_fused,
         activations=case.activations,  # type: ignore[arg-type]
+        start_method="fork",  # all is imported here
     )
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="gpu" if seen.clock.device.type == "cuda" else "cpu",
-        devices=1,
+        devices=case.devices,
         precision=case.precision,  # type: ignore[arg-type]
         max_steps=case.num_steps,
         gradient_clip_val=case.clip or None,
@@ -490,36 +652,43 @@ def _run_elixir(case: Case, model: nn.Module, batches: list[Tensor], seen: Seen)
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        use_distributed_sampler=False,
     )
-    trainer.fit(Lit(model), torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    plan = strategy.plan
-    return {
-        "predicted_s": seen.predicted_s,
-        "predicted_peak_bytes": None if plan.forecast is None else plan.forecast.peak_gpu_bytes,
-        "fates": [(block.name, block.fate.value) for block in plan.activations],
-        "stats": strategy.stats().as_dict(),
-        "plan": plan.notes,
-        "plans": seen.plans,
-        "host_peaks": seen.host_peaks,
-        "updates": seen.updates,
-        "device_work": seen.device_work,
-        "machine": strategy._machine_figures.best.to_dict(),
-        "budget": asdict(strategy._handle.budget) | {"words": None},
-        "explained": plan.explain(),
-        "losses": [loss.item() for loss in seen.losses],
-    }
+    trainer.fit(Lit(case, seen.clock, model))
+    return strategy
 
 
-def _run_plain(
-    case: Case, model: nn.Module, batches: list[Tensor], clock: Clock, device: torch.device
-) -> dict[str, Any]:
+def _run_fsdp2_rank(case: Case, kind: str, out: Path, rank: int, shard: Callable[[nn.Module], nn.Module]) -> None:
+    """In each process."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    host, clock = HostMemory(), Clock(device)
+    with torch.device("meta"):
+        model = make_model(case, has_values=False)
+    model = shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, fused=kind == "cuda")
+    losses = []
+    for tokens in batches_of(case, rank):
+        loss = model(tokens.to(device, non_blocking=True))
+        loss.backward()
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        clock.step_ends()
+    found = steps_seen(clock) | {"losses": [loss.item() for loss in losses], "host_peak_bytes": host.peak_bytes}
+    of_rank(out, rank).write_text(json.dumps(found))
+
+
+def _run_plain(case: Case, model: nn.Module, clock: Clock, device: torch.device) -> dict[str, Any]:
     """bf16 parameters and gradients, an fp32 master, fused AdamW."""
+    host = HostMemory()
     model.to(device=device, dtype=torch.bfloat16)
     parameters: list[Tensor] = list(model.parameters())
     masters = [p.detach().float() for p in parameters]
     optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.0, fused=True)
     losses = []
-    for tokens in batches:
+    for tokens in batches_of(case):
         with torch.autocast(device.type, torch.bfloat16, enabled=case.autocast):
             loss = model(tokens.to(device, non_blocking=True))
         loss.backward()
@@ -533,7 +702,7 @@ def _run_plain(
             torch._foreach_copy_(parameters, masters)
         losses.append(loss.detach())
         clock.step_ends()
-    return {"losses": [loss.item() for loss in losses]}
+    return steps_seen(clock) | {"losses": [loss.item() for loss in losses], "host_peak_bytes": host.peak_bytes}
 
 
 class HostMemory:
@@ -562,15 +731,24 @@ def child(case: Case, gpu_limit: int | None, device: str, traced: int | None, ou
     case = case if gpu_limit is None or case.is_plain else replace(case, gpu_limit=gpu_limit)
     logging.basicConfig(format="%(relativeCreated)d ms: %(message)s")
     logging.getLogger("lightning_elixir").setLevel(logging.INFO)
-    host = HostMemory()
+    host = HostMemory() if case.devices == 1 else None  # ranks are forked, and threads are not
     try:
         on = torch.device(device, 0) if device == "cuda" else torch.device(device)
-        result = run_case(case, on, host, traced)
+        result = run_case(case, on, traced, out)
     except CapacityError as error:
-        result = {"outcome": "refused", "why": str(error), "host_peak_bytes": host.peak_bytes}
+        result = {"outcome": "refused", "why": str(error), "host_peak_bytes": host.peak_bytes if host else 0}
     except torch.OutOfMemoryError as error:
         result = {"outcome": "out of memory", "why": str(error)}
+    except (ProcessRaisedException, ProcessExitedException) as error:  # of a rank
+        result = {"outcome": _outcome_of_rank(error), "why": str(error)[-2000:]}
     out.write_text(json.dumps(result | {"case": asdict(case)}))
+
+
+def _outcome_of_rank(error: ProcessRaisedException | ProcessExitedException) -> str:
+    if isinstance(error, ProcessExitedException):
+        return "killed" if error.signal_name == "SIGKILL" else f"failed ({error.exit_code})"
+    told = {"CapacityError": "refused", "OutOfMemoryError": "out of memory"}
+    return next((outcome for name, outcome in told.items() if name in str(error)), "failed")
 
 
 # ------------------------------------------------------------------------------------------------- all of them
@@ -683,7 +861,7 @@ def parser_of(
 
 def measured(cases: Mapping[str, Case], arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the cases, print a line for each, and keep what came of them in the file that was asked for."""
-    if any(case.model not in PRESETS for case in cases.values()):  # seconds, for each of the forks
+    if any(case.model not in GPT_SHAPES for case in cases.values()):  # seconds, for each of the forks
         from transformers.models.llama import modeling_llama  # noqa: F401
         from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
     found: dict[str, Any] = {"command": sys.argv, "torch": torch.__version__, "cases": {}}
@@ -702,6 +880,8 @@ def measured(cases: Mapping[str, Case], arguments: argparse.Namespace) -> dict[s
         }
         shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if value)
         print(f"{name:18s} {result['outcome']}: {shown or result.get('why', '')[-300:]}", flush=True)
+        if result.get("longest_after_two", 0) > _MOST_MEDIANS:
+            print(f"    a step of more than {_MOST_MEDIANS} medians: {result.get('longest')}", flush=True)
         if has_failed and arguments.stop_at_failure:
             break
     return found

@@ -2,14 +2,15 @@
 
     python examples/benchmarks/placements.py --size 2.7b --limits-gib 16 --budget-s 150 --out placements.json
     python examples/benchmarks/placements.py --size tiny --batch-size 2 --seq-len 64 --device cpu --limits-mib 2 4
+    python examples/benchmarks/placements.py --simulate placements.json
 
 One model is built, once: a warm-up step with the smallest rCache samples memory, a later one is timed. For each limit
 the search then makes its plan and twelve different ones are made by hand; the engine moves from one to the next, every
 one is predicted before it runs, and each runs a few steps. What was predicted wrong by more than `--again-above` runs
 once more at the end: a machine that was disturbed shows so. bf16 with an fp32 master, `HybridAdam`, per-layer
 activation checkpointing; updates begin when they do in a fit where nothing is set (`--update-timing`). The times are
-medians of synchronised steps. The file has what it takes to simulate each placement again: the machine's figures, the
-profile of the step, and where each chunk was.
+medians of synchronised steps. The file has what it takes to simulate each placement again, as `--simulate` does
+without a GPU: the machine's figures, the profile of the step, the chunks and where each of them was.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from lightning_elixir.plan.memory import Budget
 from lightning_elixir.plan.packing import PackedChunk
 from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Placer, Site, sites_of
 from lightning_elixir.plan.problem import PlacementRequest, Problem
-from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.types import Acquire, Plan, Tier
+from lightning_elixir.plan.profile import StepInterval, StepProfile
+from lightning_elixir.plan.simulator.timeline import Timeline
+from lightning_elixir.plan.types import AccessTrace, Acquire, ChunkSpec, Drop, Member, Plan, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.planning import ChunkSizes, TrainingRegime, make_plan, module_accesses, timeline_of
 from lightning_elixir.strategy.regimes import fit_regime, with_optimizer
@@ -247,6 +249,60 @@ def short_profile(profile: StepProfile) -> dict[str, Any]:
     return {"events": events, "intervals": intervals}
 
 
+def in_the_file(bench: Bench, profile: StepProfile) -> dict[str, Any]:
+    """What simulating a placement again takes, beside the placement."""
+    plan = bench.engine.plan
+    return {
+        "hardware": bench.hardware.to_dict(),
+        "regime": asdict(bench.regime) | {"update_timing": bench.regime.update_timing.value},
+        "compute_dtype": plan.compute_dtype,
+        "block_bytes": plan.block_bytes,
+        "chunks": [(c.dtype, c.requires_grad, c.numel) for c in plan.chunks],
+        "profile": short_profile(profile),
+    }
+
+
+def simulated_again(found: Mapping[str, Any], run: Mapping[str, Any]) -> Timeline:
+    """A placement of an earlier file as it is predicted now."""
+    regime = TrainingRegime(**found["regime"] | {"update_timing": UpdateTiming(found["regime"]["update_timing"])})
+    sites = [site for count, text in run["sites"] for site in [text.split()] * count]
+    chunks = tuple(
+        ChunkSpec(
+            i,
+            dtype,
+            requires_grad,
+            numel,
+            (Member(f"p{i}", (numel,), 0),),
+            Tier(site[0]),
+            Tier(site[1]),
+            "kept" in site,
+            "streamed" in site,
+        )
+        for i, ((dtype, requires_grad, numel), site) in enumerate(zip(found["chunks"], sites, strict=True))
+    )
+    depth, timing = run["prefetch_depth"], UpdateTiming(run["update_timing"])
+    plan = Plan(1, found["compute_dtype"], found["block_bytes"], run["rcache_blocks"], depth, chunks)
+    events = [
+        Acquire(tuple(e["needs"]), e["is_pinned"], tuple(e["held"])) if "needs" in e else Drop(tuple(e["drops"]))
+        for e in found["profile"]["events"]
+    ]
+    intervals = [StepInterval(seconds, size, tuple(grads)) for seconds, size, grads in found["profile"]["intervals"]]
+    profile = StepProfile(AccessTrace(tuple(events)), tuple(intervals))
+    hardware = HardwareSpec.from_dict(found["hardware"])
+    return timeline_of(replace(plan, update_timing=timing), profile, hardware, regime)
+
+
+def print_simulated(path: Path) -> None:
+    """The placements of a file as they are predicted now, beside what was predicted and measured."""
+    found = json.loads(path.read_text())
+    for limit in found["limits"]:
+        print(limit["limit"])
+        for run in limit["runs"]:
+            now_s, then_s = simulated_again(found, run).times.total_s, run["predicted"]["total_s"]
+            measured = f"measured {run['measured_s']:.3f}" if "measured_s" in run else "failed"
+            print(f"  {run['name']:54s} now {now_s:.3f}, then {then_s:.3f}, {measured}")
+
+
 def by_hand(bench: Bench, profile: StepProfile, limit_bytes: int) -> list[tuple[str, Plan]]:
     """Twelve different placements: states of as many chunks as fit, half of them, none; the other parameters fetched,
     or kept as far as they fit; the other updates on the host, a part of them streamed, or all. Where two come to the
@@ -357,11 +413,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--again-above", type=float, default=0.1, help="error above which a placement runs once more")
     parser.add_argument("--budget-s", type=float, default=1e9, help="begin no placement after this long")
     parser.add_argument("--out", type=Path, default=Path("placements.json"))
+    parser.add_argument(
+        "--simulate", type=Path, metavar="FILE", help="run nothing: predict the placements of a file anew"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.simulate is not None:
+        print_simulated(arguments.simulate)
+        return
     begin_s = time.perf_counter()
     bench = Bench(arguments)
     print(f"{bench.num_parameters / 1e9:.3f}e9 parameters, built in {bench.seconds['build']:.0f} s", flush=True)
@@ -374,10 +436,9 @@ def main() -> None:
         "command": sys.argv,
         "versions": {"lightning_elixir": __version__, "torch": torch.__version__},
         "machine": platform.platform(),
-        "hardware": bench.hardware.to_dict(),
+        **in_the_file(bench, profile),
         "parameters": bench.num_parameters,
         "compute_s": profile.compute_s,
-        "profile": short_profile(profile),
         "seconds": bench.seconds,
         "limits": [],
     }

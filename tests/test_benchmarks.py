@@ -1,0 +1,96 @@
+"""`examples/benchmarks/placements.py` and `defaults.py`: what they make of what they see, and toy runs of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples" / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def placements() -> Iterator[ModuleType]:
+    """The script as a module; what it imports goes with it."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(FOLDER))
+    try:
+        import placements as module
+
+        yield module
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in {"placements", "train_gpt"} - before:
+            sys.modules.pop(name, None)
+
+
+def _run(name: str, predicted_s: float, measured_s: float) -> dict[str, Any]:
+    return {"name": name, "predicted": {"total_s": predicted_s}, "measured_s": measured_s}
+
+
+def test_placements_are_compared(placements: ModuleType) -> None:
+    runs = [_run("auto", 1.0, 1.02), _run("a", 1.1, 1.0), _run("b", 2.0, 1.6), _run("c", 1.3, 1.7)]
+    found = placements.compared([*runs, {"name": "failed", "error": "..."}])
+    assert (found["by_hand"], found["best_by_hand"]) == (3, "a")
+    assert found["auto_over_best"] == pytest.approx(1.02)
+    assert found["lowest_error"] == pytest.approx(1.3 / 1.7 - 1)
+    assert found["highest_error"] == pytest.approx(0.25)
+    assert found["pairs"] == 5  # "auto" and "a" are too close to have an order
+    assert found["pairs_in_wrong_order"] == [("b", "c")]
+    assert placements.compared(runs[1:]) == {} == placements.compared(runs[:1])
+
+
+def _output_of(*command: object) -> str:
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=240, check=True)
+    return done.stdout
+
+
+@pytest.mark.full
+def test_placements_by_hand_are_tried_in_one_engine_and_simulated_again(placements: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "placements.json"
+    tiny = ("--size", "tiny", "--batch-size", 2, "--seq-len", 32, "--device", "cpu", "--steps", 1)
+    small = ("--limits-mib", 2, "--again-above", 1e9, "--out", out)
+    _output_of(FOLDER / "placements.py", *tiny, *small)
+    found = json.loads(out.read_text())
+    runs = found["limits"][0]["runs"]
+    assert [run["name"] for run in runs][0] == "auto"
+    places = [(str(run["sites"]), run["prefetch_depth"]) for run in runs[1:]]
+    assert 6 <= len(places) == len(set(places)) <= placements.BY_HAND
+    assert {run["update_timing"] for run in runs} == {"inside_backward"}
+    assert any(run["counters"]["evictions"] for run in runs)
+    for run in runs:
+        assert placements.simulated_again(found, run).times.total_s == pytest.approx(run["predicted"]["total_s"])
+        assert 0 < run["steps"][0]["backward_s"] <= run["steps"][0]["step_s"]
+    assert found["limits"][0]["compared"]["by_hand"] == len(places)
+    shown = _output_of(FOLDER / "placements.py", "--simulate", out)
+    assert all(run["name"] in shown for run in runs)
+
+
+@pytest.mark.full
+def test_defaults_on_two_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "two.json"
+    names = ("toy_two", "toy_two_clip", "toy_two_plain")
+    _output_of(FOLDER / "defaults.py", "--cases", *names, "--device", "cpu", "--out", out)
+    found = json.loads(out.read_text())["cases"]
+    assert {name: case["outcome"] for name, case in found.items()} == dict.fromkeys(names, "trained")
+    for name in names[:2]:
+        case = found[name]
+        assert case["explained"].startswith("plan (auto), 2 ranks")
+        assert case["stats"]["evictions"] > 0 < case["stats"]["gathered_bytes"]
+        assert len(case["steps_s"]) == case["case"]["num_steps"] - 1
+        assert case["predicted_s"] > 0
+        longest = case["longest"]
+        assert longest["seconds"] == max(case["steps_s"][1:]) == case["steps_s"][longest["step"] - 2]
+        assert case["longest_after_two"] == pytest.approx(longest["seconds"] / case["step_s"])
+        assert 0 <= longest["gc_s"] <= longest["seconds"]
+        assert case["host_peak_bytes"] == sum(rank["host_peak_bytes"] for rank in case["ranks"])
+    losses = [found[name]["losses"] for name in names[:2]]
+    assert losses[0][0] == losses[1][0]  # before anything is clipped
+    assert losses[0] != losses[1]
