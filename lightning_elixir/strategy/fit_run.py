@@ -221,6 +221,8 @@ class FitRun:
         with engine.turn.long_call("the end of trainer.fit()"):
             if not engine.is_closed:
                 engine.synchronize()
+        if not engine.is_closed:
+            self.warm_up.finish()
         self._planner.comm.exchange((), SETUP)  # where the others hear of a rank that has failed
 
     def write_report(self) -> None:

@@ -17,6 +17,7 @@ from lightning_elixir.plan.profile import StepProfile
 
 # Steps looked at: the first ones still touch memory, and one may be disturbed.
 _NUM_STEPS = 5
+_NEARLY_ALL = 0.9
 
 
 class SteadyLook:
@@ -55,9 +56,14 @@ class SteadyLook:
         ordered = sorted(self._profiles, key=lambda profile: profile.compute_s)
         return ordered[len(ordered) // 2] if ordered else None
 
-    @property
-    def host_update_s(self) -> float | None:
-        """Seconds of the host's updates of a usual step; None where too few were seen, or the host updates nothing."""
+    def host_update_s(self, numel: int) -> float | None:
+        """Seconds of the host's updates of a usual step; None where too few were seen, or the host updates nothing.
+
+        Args:
+            numel: What it has to update in a step: one of several optimizers' part of that says nothing.
+        """
         most = max((numel for _, numel in self._seen), default=0)
+        if most < _NEARLY_ALL * numel:
+            return None
         seconds = [seconds for seconds, numel in self._seen if numel == most]
         return statistics.median(seconds) if 2 * len(seconds) >= _NUM_STEPS else None

@@ -6,7 +6,8 @@ watched: where it takes more than was foreseen, the plan is made anew. First tim
 loaded and memory is obtained; so the second step is timed, or the first after it in which no model is compiled. If
 another placement then promises to be faster by more than `LEAST_GAIN`, or the one in force turns out too large, the
 engine moves once more. Some steps later training has settled, and what is expected of a step is brought up to date
-(`strategy/steady_look.py`).
+(`strategy/steady_look.py`). On a GPU Python's garbage collector runs once before: searches leave it so much that it
+would go through everything in one of the next steps, which takes tenths of a second (seen: 0.4 s more in one of 0.3 s).
 
 Where there can be no dry run, the first step runs with as little as possible on the device, and is watched; the plan is
 made before the second one, and the third one is timed.
@@ -31,7 +32,7 @@ from lightning_elixir.errors import StateError
 from lightning_elixir.optim.execution import UpdateTimes
 from lightning_elixir.plan.profile import MemoryProfile, StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.types import AccessTrace, Plan
+from lightning_elixir.plan.types import AccessTrace, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy.engine_handle import EngineHandle
@@ -56,6 +57,8 @@ _MOST_STEPS_TIMED = 4
 # Updates that take another time than was foreseen, by less than this part, are as they should be.
 _AS_FORESEEN_WITHIN = 0.03
 _LINES_LOGGED = 5
+# Devices whose steps take so long that a garbage collection in one of them does not matter.
+_UNHURRIED = ("cpu",)
 _WAITING = "the norm: gradients are clipped, or overflow, so often that updates wait for all of them"
 # With several ranks, looking whether any of them wants another plan takes a message.
 _STEPS_BETWEEN_LOOKS = 16
@@ -108,6 +111,7 @@ class WarmUp:
         self._handle = handle
         self._update_times = update_times
         self._look: SteadyLook | None = None  # under way
+        self._is_look_due = False  # at the step before
         self._planner = planner
         self._comm = planner.comm
         self._regime = regime
@@ -141,15 +145,19 @@ class WarmUp:
             may_move: More of the fit comes, and nothing more of this batch; otherwise the next batch is waited for.
         """
         self._num_steps += 1
-        if not may_move and self._look is not None:  # no later call would end it, and all steps would be timed
-            self._look = None
-            self._watch()
+        self._is_look_due = True
         if not may_move or self.stage is Stage.NEW:
             return
-        if self.stage is not Stage.DONE:
+        if self.stage is Stage.DONE:
+            self._look_again()
+        else:
             self._advance()
-        elif self._look is not None:
-            self._look_again(self._look)
+
+    def finish(self) -> None:
+        """No step follows that a look could end with: none is timed for it any more."""
+        if self._look is not None:
+            self._look = None
+            self._watch()
 
     def while_waiting(self, plan: Plan) -> Plan:
         """The plan in force with a forecast of steps whose updates wait for the norm, though it has some begin in
@@ -168,6 +176,7 @@ class WarmUp:
             dry_run: Of the training step with this batch.
         """
         if self.stage is Stage.DONE:
+            self._look_again()
             self._follow_growth(dry_run)
         elif self.stage is not Stage.NEW:
             self._advance()
@@ -201,6 +210,9 @@ class WarmUp:
     def _enter(self, stage: Stage) -> None:
         self.stage, self._num_steps, self._num_graphs = stage, 0, num_compiled_graphs()
         self._look = SteadyLook(self._update_times) if stage is Stage.DONE and self.profile is not None else None
+        self._is_look_due = False
+        if stage is Stage.DONE and self._engine.device.torch_device.type not in _UNHURRIED:
+            gc.collect()
         self._watch()
         self._engine.host_room.look(self._engine.plan, self._engine.host_bytes)
 
@@ -390,14 +402,18 @@ class WarmUp:
         """Where everything is on the device nothing can be gained; and fixed policies leave nothing to choose."""
         return self._is_searched and plan.policy == "auto" and not plan.is_all_resident
 
-    def _look_again(self, look: SteadyLook) -> None:
-        """One of the steps of a look at settled training is over."""
+    def _look_again(self) -> None:
+        """If one of the steps of a look at settled training is over, look at it."""
+        look = self._look
+        if look is None or not self._is_look_due:
+            return
+        self._is_look_due = False
         if look.after_step(self._engine.step_profile()):
             self._look = None
             profile = look.profile
             if all(self._comm.exchange_objects(profile is not None)) and profile is not None:
                 self.profile = profile = _with_peak(profile, self._least_bytes)
-                self._correct_host(look.host_update_s, profile)
+                self._correct_host(look.host_update_s(_host_numel(self._engine.plan)), profile)
                 self._expect(profile)
             self._watch()
 
@@ -405,7 +421,7 @@ class WarmUp:
         """Correct the machine's figures where the host's updates take another time than they say, on the slowest rank.
 
         Args:
-            seen_s: Seconds of a step's updates by the host; None: nothing to go by.
+            seen_s: Seconds of a step's updates by the host, of all that it has to update; None: nothing to go by.
             profile: What a step does.
         """
         if not self._planner.figures.is_measured:
@@ -430,6 +446,12 @@ class WarmUp:
 
 def _first_lines(plan: Plan) -> str:
     return "\n".join(plan.explain().splitlines()[:_LINES_LOGGED])
+
+
+def _host_numel(plan: Plan) -> int:
+    """Parameters that the host of a rank updates in a step, without padding."""
+    chunks = [c for c in plan.chunks if c.requires_grad and c.optim_tier is not Tier.GPU and not c.is_update_streamed]
+    return sum(sum(m.numel for m in c.members) // plan.num_sharing(c) for c in chunks)
 
 
 def _beside(profile: StepProfile, foreign_bytes: int) -> StepProfile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,9 +16,10 @@ from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.types import AccessTrace, Plan
-from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy import ElixirStrategy, warm_up
 from lightning_elixir.strategy.steady_look import SteadyLook
 from tests.helpers.dist import run_ranks
+from tests.strategy.fabric_runs import Loop, make_fabric, run_steps, set_up, train
 from tests.strategy.models import CHUNK, Net, fit, make_data
 from tests.strategy.nets import ManualNet
 
@@ -36,12 +38,13 @@ def test_a_usual_step_counts() -> None:
     seen = [replace(_TIMES, adam_s=seconds) for seconds in (9.0, 2.0, 3.0)]
     look, ends = _look([*seen, seen[-1], replace(_TIMES, adam_s=0.5, cpu_numel=10)])
     assert ends == [False] * 4 + [True]
-    assert look.host_update_s == 3.0
+    assert look.host_update_s(100) == 3.0
+    assert look.host_update_s(120) is None  # there is another optimizer, whose part was not seen
 
 
 @pytest.mark.parametrize("seen", [None, replace(_TIMES, cpu_numel=0)])
 def test_nothing_to_go_by(seen: UpdateTimes | None) -> None:
-    assert _look([seen] * 5)[0].host_update_s is None
+    assert _look([seen] * 5)[0].host_update_s(100) is None
 
 
 def test_the_median_step_is_the_usual_one() -> None:
@@ -89,7 +92,7 @@ def _fit(callback: Slow, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tup
 
     def last_step_times(optimizer: ElixirOptimizer) -> UpdateTimes:
         foreseen = getattr(strategy._fit_run, "foreseen", 0.0)
-        return replace(_TIMES, update_s=float(next(number)), adam_s=callback.factor * foreseen)
+        return replace(_TIMES, update_s=float(next(number)), adam_s=callback.factor * foreseen, cpu_numel=10**9)
 
     monkeypatch.setattr(ElixirOptimizer, "last_step_times", property(last_step_times))
     _, _, run = fit(strategy, Net, callbacks=[callback], train=lambda: make_data(96), **options)
@@ -150,13 +153,100 @@ def test_the_slowest_rank_counts_on_all() -> None:
     assert rate < HardwareSpec.nominal().cpu_adam_numel_per_s / 100
 
 
-def test_under_manual_optimization_steps_are_not_timed_for_ever() -> None:
+def test_under_manual_optimization_predictions_follow() -> None:
+    """Some steps after the plan has become final; then steps are not timed any more."""
     timed: list[bool] = []
+    plans: list[Plan] = []
 
     class Reader(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             timed.append(trainer.strategy._fit_run.warm_up._is_timed)
+            plans.append(trainer.strategy.plan)
 
-    fit(ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK), ManualNet, callbacks=[Reader()], train=lambda: make_data(64))
-    assert any(timed)
-    assert not timed[-1]
+    fit(ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK), ManualNet, callbacks=[Reader()], train=lambda: make_data(96))
+    first = timed.index(True)
+    last = len(timed) - 1 - timed[::-1].index(True)
+    assert first < last < len(timed) - 1
+    assert len({plan.fingerprint() for plan in plans[last:]}) == 1
+    forecasts = [plan.forecast for plan in plans]
+    assert forecasts[last] is not None
+    assert forecasts[last] != forecasts[last + 1] == forecasts[-1]
+
+
+def _fabric_steps(devices: int = 1) -> tuple[list[bool], list[Plan], list[float]]:
+    """Whether each step was timed, and the plan in force after it."""
+    loop = Loop(devices=devices, steps=14)
+    fabric = make_fabric({"gpu_memory_limit": "96KiB", **CHUNK}, loop)
+    model, optimizer = set_up(fabric, loop)
+    timed: list[bool] = []
+    plans: list[Plan] = []
+
+    def look(step: int) -> None:
+        if step:
+            timed.append(fabric.strategy._engine.engine.iterations.sampler.is_on)
+            plans.append(fabric.strategy.plan)
+
+    run = run_steps(fabric, model, optimizer, loop, look)
+    fabric.strategy.close()
+    return timed, plans, run.losses
+
+
+def _assert_followed(timed: list[bool], plans: list[Plan]) -> None:
+    last = len(timed) - 1 - timed[::-1].index(True)
+    assert last < len(timed) - 1
+    assert len({plan.fingerprint() for plan in plans[last:]}) == 1
+    before, after = plans[last].forecast, plans[-1].forecast
+    assert before is not None
+    assert before != plans[last + 1].forecast == after
+
+
+def test_under_fabric_predictions_follow() -> None:
+    timed, plans, losses = _fabric_steps()
+    _assert_followed(timed, plans)
+    assert losses == train({"placement_policy": "cuda"}, Loop(steps=14)).losses
+
+
+def _fabric_rank() -> Any:
+    timed, plans, _ = _fabric_steps(2)
+    assert plans[-1].world_size == 2
+    _assert_followed(timed, plans)
+    return [(plan.fingerprint(), plan.forecast) for plan in plans]
+
+
+@pytest.mark.full
+def test_ranks_under_fabric_expect_the_same() -> None:
+    first, second = run_ranks(_fabric_rank, 2, init_group=False)
+    assert first == second
+
+
+def test_a_short_fit_leaves_no_step_timed() -> None:
+    class Reader(pl.Callback):
+        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(trainer.strategy._engine.engine.iterations.sampler.is_on)
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            was_timed.append(trainer.strategy._fit_run.warm_up._is_timed)
+
+    seen: list[bool] = []
+    was_timed: list[bool] = []
+    strategy = ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK)
+    fit(strategy, ManualNet, callbacks=[Reader()], train=lambda: make_data(24))
+    assert was_timed[-1]
+    assert seen == [False]
+
+
+def test_garbage_is_collected_before_training_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: searches leave so much that it would come in one of the next steps."""
+    monkeypatch.setattr(warm_up, "_UNHURRIED", ())
+    stages: list[warm_up.Stage] = []
+    strategy = ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK)
+
+    def collect() -> int:
+        if strategy._fit_run is not None:
+            stages.append(strategy._fit_run.warm_up.stage)
+        return 0
+
+    monkeypatch.setattr(gc, "collect", collect)
+    fit(strategy, Net, train=lambda: make_data(64))
+    assert stages[-1] is warm_up.Stage.DONE
+    assert stages.count(warm_up.Stage.DONE) == 1
