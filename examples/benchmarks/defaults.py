@@ -26,7 +26,6 @@ plan had changed, and what its updates took. That step is to be no longer than 1
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import os
@@ -51,6 +50,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from compare import parse_size
 from fsdp2 import run_fsdp2
+from pauses import Pauses
 from peers.jobs import PRESETS, Shape
 from peers.model import GPT
 
@@ -369,20 +369,6 @@ class Clock:
             torch.cuda.synchronize()
             return [a.elapsed_time(b) / 1000 for a, b in pairs]
         return [b - a for a, b in pairs]
-
-
-class Pauses:
-    """How long the garbage collector has run, in all."""
-
-    def __init__(self) -> None:
-        self.total_s = self._began_s = 0.0
-        gc.callbacks.append(self._note)
-
-    def _note(self, phase: str, info: Mapping[str, int]) -> None:
-        if phase == "start":
-            self._began_s = time.perf_counter()
-        else:
-            self.total_s += time.perf_counter() - self._began_s
 
 
 class Lit(pl.LightningModule):

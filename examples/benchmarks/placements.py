@@ -16,6 +16,7 @@ without a GPU: the machine's figures, the profile of the step, the chunks and wh
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import platform
@@ -31,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pauses import Pauses
 from torch import nn
 
 from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam, __version__, profile_hardware
@@ -108,6 +110,8 @@ class StepSeen:
     """When the device had carried them out."""
     update: dict[str, Any] | None
     """See `UpdateTimes`."""
+    gc_s: float
+    """The garbage collector's part."""
 
 
 class Bench:
@@ -122,6 +126,7 @@ class Bench:
         self.seconds["machine"] += time.perf_counter()
         self.seconds["build"] = -time.perf_counter()
         self.regime = regime_of(arguments.update_timing)
+        self.pauses = Pauses()
         torch.manual_seed(0)
         model = build(arguments.size, arguments.seq_len, self.device)
         self.num_parameters = sum(p.numel() for p in model.parameters())
@@ -144,7 +149,7 @@ class Bench:
 
     def step(self) -> StepSeen:
         self.synchronize()
-        start_s, start = time.perf_counter(), self.engine.device.mark()
+        start_s, start, paused_s = time.perf_counter(), self.engine.device.mark(), self.pauses.total_s
         logits = self.module(self.tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), self.tokens[:, 1:].flatten())
         with self.optimizer.unobserved():
@@ -155,7 +160,8 @@ class Bench:
         step_s = time.perf_counter() - start_s
         times = self.optimizer.last_step_times  # of the last step whose updates are all over
         backward_s = end_of_backward.seconds_since(start)
-        return StepSeen(float(loss.detach()), step_s, issued_s, backward_s, None if times is None else asdict(times))
+        update = None if times is None else asdict(times)
+        return StepSeen(float(loss.detach()), step_s, issued_s, backward_s, update, self.pauses.total_s - paused_s)
 
     def synchronize(self) -> None:
         if self.is_cuda:
@@ -199,6 +205,7 @@ class Bench:
         try:
             self.engine.replan(plan)
             result["move_s"] = time.perf_counter() - start_s
+            gc.collect()  # not in one of the steps
             if self.is_cuda:
                 torch.cuda.empty_cache()
             result["first_step_s"] = self.step().step_s
