@@ -303,14 +303,17 @@ def timeline_of(
     profile: MemoryProfile | StepProfile,
     hardware: HardwareSpec,
     regime: TrainingRegime = TrainingRegime(),
+    *,
+    is_detailed: bool = True,
 ) -> Timeline:
-    """The simulated step of any plan, with its spans and its memory.
+    """The simulated step of any plan.
 
     Args:
         plan: Not necessarily one that was made with this profile.
         profile: By parameter name, or measured over the chunks of this plan.
         hardware: Figures to predict times with.
         regime: What training is like.
+        is_detailed: Whether to give its spans and its memory, which takes several times as long.
     """
     if isinstance(profile, MemoryProfile):
         profile = step_profile(with_fates(profile, plan.activations), packed_chunks(plan), hardware)
@@ -318,7 +321,7 @@ def timeline_of(
     if plan.ignored:
         beside = ignored_bytes(plan.ignored, scheme)
         profile = profile.with_bytes(lambda nbytes: nbytes + beside)
-    return simulate_step(plan, profile, hardware, scheme, is_detailed=True)
+    return simulate_step(plan, profile, hardware, scheme, is_detailed=is_detailed)
 
 
 def _profile_over(layout: Layout, profile: MemoryProfile | StepProfile | None, problem: Problem) -> StepProfile:

@@ -190,7 +190,7 @@ class Bench:
     def run(self, name: str, plan: Plan, profile: StepProfile) -> dict[str, Any]:
         """Predict, move to the plan, and measure."""
         start_s = time.perf_counter()
-        predicted = timeline_of(plan, profile, self.hardware, self.regime)
+        predicted = timeline_of(plan, profile, self.hardware, self.regime, is_detailed=False)
         result: dict[str, Any] = {
             "name": name,
             "placement": describe_placement(plan.chunks, plan.rcache_blocks, plan.prefetch_depth),
@@ -296,7 +296,7 @@ def simulated_again(found: Mapping[str, Any], run: Mapping[str, Any]) -> Timelin
     intervals = [StepInterval(seconds, size, tuple(grads)) for seconds, size, grads in found["profile"]["intervals"]]
     profile = StepProfile(AccessTrace(tuple(events)), tuple(intervals))
     hardware = HardwareSpec.from_dict(found["hardware"])
-    return timeline_of(replace(plan, update_timing=timing), profile, hardware, regime)
+    return timeline_of(replace(plan, update_timing=timing), profile, hardware, regime, is_detailed=False)
 
 
 def print_simulated(path: Path) -> None:

@@ -252,7 +252,7 @@ class FitRun:
         profile, plan = self.warm_up.profile, self._handle.engine.plan
         if profile is None or not self._planner.can_predict(plan):
             return None
-        return self._planner.simulated(plan, profile, self._regime())
+        return self._planner.simulated(plan, profile, self._regime(), is_detailed=True)
 
     def _num_samples(self) -> int | None:
         """Of one step over all ranks, where the data loader tells."""

@@ -428,9 +428,11 @@ class Planner:
         found = step_profile(fated, packed_chunks(plan), self.figures.best)
         return found if self._counts_activations else found.with_bytes(lambda nbytes: 0)
 
-    def simulated(self, plan: Plan, profile: StepProfile, regime: TrainingRegime) -> Timeline:
-        """The predicted step of a plan, with spans and memory. Not collective."""
-        return timeline_of(plan, profile, self.figures.best, regime)
+    def simulated(
+        self, plan: Plan, profile: StepProfile, regime: TrainingRegime, *, is_detailed: bool = False
+    ) -> Timeline:
+        """The predicted step of a plan, with spans and memory where details are wanted. Not collective."""
+        return timeline_of(plan, profile, self.figures.best, regime, is_detailed=is_detailed)
 
     def can_predict(self, plan: Plan) -> bool:
         """Whether a step of the plan can be predicted: not if the plan needs a disk that was not measured."""
