@@ -77,7 +77,7 @@ def test_every_policy_has_a_timeline(tmp_path: Path, options: dict[str, Any]) ->
     report = _read(tmp_path / "r")
     assert report["predicted"]["times"]["compute_s"] > 0
     assert report["measured"]["num_steps"] > 3
-    assert "<svg" in (tmp_path / "r" / "report.html").read_text()
+    assert 'aria-label="Lanes over one step"' in (tmp_path / "r" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("is_measured", [False, True])
