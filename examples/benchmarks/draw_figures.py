@@ -35,6 +35,7 @@ DEFAULTS = "defaults_looked_at_again_h200_2026-11-25.json"
 MODELS = {
     "llama-7b": "Llama-7B",
     "5b": "GPT of 4.8B",
+    "30b": "OPT-30B",
     "moe": "Qwen3-MoE of 5.1B",
     "conv": "ResNet of 2.7B",
 }
@@ -209,11 +210,13 @@ def checkpoint_table() -> str:
 def defaults_table() -> str:
     rows = []
     for run in load(DEFAULTS)["runs"]:
-        plain = {c["case"]["model"]: c["step_s"] for c in run["cases"].values() if c["case"]["is_plain"]}
+        plains = [c for c in run["cases"].values() if c["case"]["is_plain"] and "step_s" in c]
+        plain = {(c["case"]["model"], num_devices(c["case"])): c["step_s"] for c in plains}
         for found in run["cases"].values():
             case = found["case"]
             if not case["is_plain"]:
-                of_plain = seconds(plain.get(case["model"])) if case["accumulate"] == 1 else "-"
+                beside = plain.get((case["model"], num_devices(case)))
+                of_plain = seconds(beside) if case["accumulate"] == 1 else "-"
                 measured = [seconds(found["step_s"]), seconds(found["predicted_s"]), of_plain]
                 rows.append([case_words(case), *measured, f"{found['first_step_s']:.0f}", run["commit"]])
     return table(
@@ -221,11 +224,17 @@ def defaults_table() -> str:
     )
 
 
+def num_devices(case: dict[str, Any]) -> int:
+    return int(case.get("devices", 1))  # files from before have none
+
+
 def case_words(case: dict[str, Any]) -> str:
     """A case of `defaults.py`."""
     size = f"{case['batch']} images" if case["model"] == "conv" else f"{case['batch']} x {case['seq']}"
     limit = case["gpu_limit"]
-    words = [MODELS[case["model"]], size, "whole GPU" if limit is None else f"{limit // GIB} GiB of GPU"]
+    words = [MODELS[case["model"]], size]
+    words += [f"{num_devices(case)} GPUs"] if num_devices(case) > 1 else []
+    words += ["whole GPU" if limit is None else f"{limit // GIB} GiB of GPU"]
     words += [f"{case['cpu_limit'] // GIB} GiB of host"] if case["cpu_limit"] else []
     words += ["fp16"] if case["precision"] == "16-mixed" else []
     words += [f"{case['accumulate']} micro-batches"] if case["accumulate"] > 1 else []
