@@ -31,7 +31,7 @@ from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.build import Precision
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.runtime.stats import Stats
-from lightning_elixir.runtime.whole import whole_grads, write_whole
+from lightning_elixir.runtime.whole import shells_of, whole_grads, write_whole
 from lightning_elixir.storage.nvme import DiskOptions
 
 __all__ = ["ElixirModule", "ElixirOptimizer"]
@@ -240,6 +240,7 @@ class ElixirModule(nn.Module):
         named = self.module.named_parameters(remove_duplicate=False)
         targets = {name: p for name, p in named if id(p) in fqns}  # ignored ones load as buffers do
         shapes = {m.fqn: engine.groups.whole_shape(m) for c in engine.chunks for m in c.spec.members}
+        shapes |= {fqn: p.layout_at_elixir.shape for fqn, p in shells_of(engine).items()}
         values: dict[str, Tensor] = {}
         for name, target in targets.items():
             if name in state:

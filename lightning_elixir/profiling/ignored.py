@@ -8,7 +8,10 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor, nn
 
+from lightning_elixir.core.compiled_modules import compiled_regions
+from lightning_elixir.core.shells import is_shell, layout_of
 from lightning_elixir.errors import PlanError
+from lightning_elixir.patterns.cuts import cuts_of
 from lightning_elixir.plan.selection import Entry, entries_of
 from lightning_elixir.plan.types import DTYPE_BYTES, TRAINED_DTYPES, IgnoredParam
 from lightning_elixir.plan.units import format_bytes
@@ -43,6 +46,8 @@ def ignored_parameters(model: nn.Module, ignored: Ignored) -> tuple[IgnoredParam
     found: set[str] = set()
     for entry in () if ignored is None else entries_of("ignored", ignored):
         found |= selected("ignored", model, entry, every)
+    compiled = _compiled_shells(model)
+    found |= {fqns[0] for key, fqns in named.items() if key in compiled}
     result = []
     for key, fqns in named.items():
         parameter = parameters[key]
@@ -57,7 +62,12 @@ def ignored_parameters(model: nn.Module, ignored: Ignored) -> tuple[IgnoredParam
 def tell_of_unchunked(model: nn.Module, ignored: Collection[IgnoredParam]) -> None:
     """Log once which frozen parameters stay on the device, though `ignored` does not name them."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    unchunked = [p for p in ignored if not p.requires_grad and _is_unchunkable(parameters[p.fqn])]
+    compiled = _compiled_shells(model)
+    unchunked = [
+        p
+        for p in ignored
+        if not p.requires_grad and (_is_unchunkable(parameters[p.fqn]) or id(parameters[p.fqn]) in compiled)
+    ]
     if unchunked:
         shown = ", ".join(p.fqn for p in unchunked[:_SHOWN]) + (", ..." if len(unchunked) > _SHOWN else "")
         log.info(
@@ -72,8 +82,17 @@ def _is_unchunkable(parameter: nn.Parameter) -> bool:
     """Whether a frozen parameter can be in no chunk. Ones that train are refused instead."""
     if parameter.requires_grad:
         return False
+    if layout_of(parameter) is not None:
+        return bool(cuts_of(parameter))  # its bytes are not cut as its elements would be
     is_dense = parameter.layout is torch.strided and dtype_name(parameter.dtype) in DTYPE_BYTES
     return not is_dense or not has_plain_elements(parameter)
+
+
+def _compiled_shells(model: nn.Module) -> frozenset[int]:
+    """Ids of parameters around other tensors that compiled code uses: it is made for their class, and in chunks they have
+    another (Note: shells, `core/shells.py`)."""
+    entrances = [region.entrance for region in compiled_regions(model)]
+    return frozenset(id(p) for module in entrances for p in module.parameters() if is_shell(p))
 
 
 def _ignored_param(fqn: str, parameter: nn.Parameter) -> IgnoredParam:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_elixir.core.compiled_modules import compiled_regions
+from lightning_elixir.core.shells import held_as, layout_of, tensors_inside
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.cuts import cuts_of
 from lightning_elixir.plan.types import DTYPE_BYTES, TRAINED_DTYPES, ParamSpec
@@ -48,13 +49,14 @@ def param_specs(
         "have no shape yet; run one batch through the model, or give the layers their sizes, before planning",
         [fqns[0] for fqns, p in named if isinstance(p, nn.parameter.UninitializedParameter)],
     )
+    held = {fqns[0]: held_as(p) for fqns, p in named}
     _refuse(
         f"cannot be trained in chunks: parameters that train must be dense tensors of {', '.join(TRAINED_DTYPES)}."
         " Freeze others (requires_grad=False), or register them as buffers",
         [
             f"{fqns[0]} ({p.dtype}, {p.layout})"
             for fqns, p in named
-            if dtype_name(p.dtype) not in (TRAINED_DTYPES if p.requires_grad else DTYPE_BYTES)
+            if dtype_name(held[fqns[0]][1]) not in (TRAINED_DTYPES if p.requires_grad else DTYPE_BYTES)
             or p.layout is not torch.strided
         ],
     )
@@ -68,22 +70,22 @@ def param_specs(
         "cannot be held in chunks: a tensor subclass with a __torch_dispatch__ of its own keeps its elements in its own"
         " way, and a chunk has plain ones. Replace it with a plain nn.Parameter of its values, or register it as a"
         " buffer if it is not trained: buffers stay as they are",
-        [f"{fqns[0]} ({type(p).__name__})" for fqns, p in named if not has_plain_elements(p)],
+        [f"{fqns[0]} ({type(p).__name__})" for fqns, p in named if not has_plain_elements(p) and layout_of(p) is None],
     )
     _refuse(
         "are not quantised yet, as bitsandbytes does it when they move: call .to('cpu') or .to('cuda') of their module"
         " first",
         [fqns[0] for fqns, p in named if getattr(p, "bnb_quantized", None) is False and hasattr(p, "quant_state")],
     )
-    _check_overlap([(fqns[0], p) for fqns, p in named])
+    _check_overlap([(fqns[0], inside) for fqns, p in named for inside in tensors_inside(p)])
     if compute_dtype is not None and dtype_name(compute_dtype) not in TRAINED_DTYPES:
         raise PlanError(f"compute dtype {compute_dtype} is not supported; known are {', '.join(TRAINED_DTYPES)}")
     kept = frozenset(keep_fp32)
     return tuple(
         ParamSpec(
             fqn=fqns[0],
-            shape=tuple(p.shape),
-            dtype=_dtype_in_chunk(p, torch.float32 if kept.intersection(fqns) else compute_dtype),
+            shape=held[fqns[0]][0],
+            dtype=_dtype_in_chunk(held[fqns[0]][1], torch.float32 if kept.intersection(fqns) else compute_dtype),
             requires_grad=p.requires_grad,
             aliases=tuple(fqns[1:]),
             cuts=cuts_of(p),
@@ -136,8 +138,8 @@ def norm_parameters(model: nn.Module, *, is_alone: bool) -> frozenset[str]:
     )
 
 
-def _dtype_in_chunk(parameter: Tensor, wanted: torch.dtype | None) -> str:
-    own = dtype_name(parameter.dtype)
+def _dtype_in_chunk(dtype: torch.dtype, wanted: torch.dtype | None) -> str:
+    own = dtype_name(dtype)
     return own if wanted is None or own not in TRAINED_DTYPES else dtype_name(wanted)
 
 
@@ -177,7 +179,7 @@ def _check_overlap(named: list[tuple[str, Tensor]]) -> None:
         for span in group:
             active = [other for other in active if other[1] > span[0]]
             for other in active:
-                if _share_elements(other, span):
+                if other[2] != span[2] and _share_elements(other, span):
                     raise PlanError(
                         f"parameters {other[2]} and {span[2]} are distinct but share memory. Tie them by assigning one"
                         " nn.Parameter to both places, or give each its own memory (clone)"

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device
 from lightning_elixir.core.host_memory import Extent, bytes_of
+from lightning_elixir.core.shells import ShellParameter, held_as, layout_of
 from lightning_elixir.errors import PlanError, StateError, StorageError
 from lightning_elixir.patterns.cuts import forget_whole, whole_of
 from lightning_elixir.plan.memory import (
@@ -60,6 +62,14 @@ class Precision:
         # States on NVMe are updated by the host: parameters that are there are its own copy.
         optim_tier = Tier.CPU if spec.optim_tier is Tier.NVME else spec.optim_tier
         return compute if spec.param_tier is not optim_tier else None
+
+
+def _as_held(parameter: nn.Parameter) -> Tensor:
+    """The parameter, or what has the shape and the dtype that a chunk has of it."""
+    if layout_of(parameter) is None:
+        return parameter
+    shape, dtype = held_as(parameter)
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def dtype_of(spec: ChunkSpec) -> torch.dtype:
@@ -111,6 +121,7 @@ class Builder:
         self._sources = self._agreed_sources()  # by the plan's names
         self._read_error: Exception | None = None
         self._staging: Tensor | None = None  # 1-D, bytes
+        self._shells: dict[str, Tensor] = {}  # around other tensors, until their chunk is filled
 
     def place_ignored(self) -> ResidentParameters:
         """Have the frozen parameters that are in no chunk on the device, with rank 0's values. Collective; before
@@ -152,7 +163,7 @@ class Builder:
         self._precision = precision
         specs = self._plan.all_chunks
         chunks = [self._new_chunk(spec) for spec in specs]
-        self._replace_meta_parameters(chunks)
+        self._replace_parameters(chunks)
         self._move_buffers()
         room = HostRoom(self._comm, store.memory)
         store.memory.prepare(extent for spec in specs[:_CHUNKS_AHEAD] for extent in self._on_host(spec))
@@ -203,21 +214,22 @@ class Builder:
         return {name: own[name] for name in wanted}
 
     def _new_chunk(self, spec: ChunkSpec) -> Chunk:
-        like = [self._named[member.fqn] for member in spec.members]
+        like = [_as_held(self._named[member.fqn]) for member in spec.members]
         return Chunk(spec, dtype_of(spec), self._device, storage_bytes(self._plan, spec), like)
 
-    def _replace_meta_parameters(self, chunks: list[Chunk]) -> None:
-        """A meta parameter cannot be bound through `.data`: put one of the device in its place, wherever it is used."""
+    def _replace_parameters(self, chunks: list[Chunk]) -> None:
+        """What cannot be bound through `.data`, on meta or around other tensors: put a parameter of the device in its
+        place, wherever it is used."""
         replaced: dict[int, nn.Parameter] = {}
         for chunk in chunks:
             for index, member in enumerate(chunk.spec.members):
                 old = self._named[member.fqn]
-                if not old.is_meta:
+                new = self._bindable(old)
+                if new is old:
                     continue
-                data = torch.empty(0, dtype=old.dtype, device=self._device.torch_device)
-                new = replaced[id(old)] = nn.Parameter(data, requires_grad=old.requires_grad)
-                new.__class__ = type(old)
-                new.__dict__.update(old.__dict__)
+                if isinstance(new, ShellParameter):
+                    self._shells[member.fqn] = old
+                replaced[id(old)] = new
                 forget_source(new)
                 chunk.hide(index, new, self._refuse)
         for module in self._module.modules():
@@ -226,6 +238,21 @@ class Builder:
                     # Not in `_parameters`: recurrent layers keep a list of their weights, too.
                     setattr(module, name, replaced[id(parameter)])
         self._named = dict(self._module.named_parameters(remove_duplicate=False))
+
+    def _bindable(self, old: nn.Parameter) -> nn.Parameter:
+        layout = layout_of(old)
+        if layout is None and not old.is_meta:
+            return old
+        data = torch.empty(0, dtype=held_as(old)[1], device=self._device.torch_device)
+        if layout is not None:
+            shell = ShellParameter(data, layout)
+            own = vars(layout.on_meta())
+            shell.__dict__.update({k: v for k, v in vars(old).items() if k not in own and k != "_is_param"})
+            return shell
+        new = nn.Parameter(data, requires_grad=old.requires_grad)
+        new.__class__ = type(old)
+        new.__dict__.update(old.__dict__)
+        return new
 
     def _move_buffers(self) -> None:
         device = self._device.torch_device
@@ -241,7 +268,7 @@ class Builder:
         """Its parameters have the values that they had, or are those of the chunk: other threads find no others."""
         spec = chunk.spec
         for parameter in (self._named[member.fqn] for member in spec.members):
-            if type(parameter) is not nn.Parameter:
+            if type(parameter) is not nn.Parameter and not isinstance(parameter, ShellParameter):
                 place_beside(parameter, self._device.torch_device)
         shard = self._new_shard(spec)
         piece = self._own_values(chunk, shard.master)
@@ -252,6 +279,8 @@ class Builder:
             chunk.to_state(ChunkState.RESIDENT)
         del piece
         chunk.bind([self._named[member.fqn] for member in spec.members], self._refuse)
+        for member in spec.members:
+            self._shells.pop(member.fqn, None)
 
     def _refuse(self, chunk: Chunk) -> AbstractContextManager[None]:
         raise StateError(
@@ -329,7 +358,10 @@ class Builder:
     def _collect(self, chunk: Chunk, full: Tensor) -> Tensor:
         """Rank 0's values of the whole chunk, put into `full`, 1-D; where they come from a source, `full` stays."""
         for index, member in enumerate(chunk.spec.members):
-            if member.fqn not in self._sources:
+            if member.fqn in self._shells:
+                layout = cast(ShellParameter, self._named[member.fqn]).layout_at_elixir
+                layout.fill(chunk.view_of(full, index), self._shells[member.fqn])
+            elif member.fqn not in self._sources:
                 chunk.view_of(full, index).copy_(self._named[member.fqn].detach())
         return full
 
@@ -480,7 +512,12 @@ def check_names(plan: Plan, named: Mapping[str, nn.Parameter]) -> None:
     known = {id(named[name]) for name in planned if name in named}
     missing = [name for name in planned if name not in named]
     extra = [name for name, p in named.items() if id(p) not in known]
-    wrong = [n for n, shape in planned.items() if n in named and tuple(named[n].shape) != shape]
+    left_out = {p.fqn for p in plan.ignored}
+    wrong = [
+        name
+        for name, shape in planned.items()
+        if name in named and (tuple(named[name].shape) if name in left_out else held_as(named[name])[0]) != shape
+    ]
     frozen = [name for name, is_trained in trains.items() if name in named and named[name].requires_grad != is_trained]
     for what, names in (
         ("parameters that the model lacks", missing),

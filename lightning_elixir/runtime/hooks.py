@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_elixir.core.module_hooks import OwnHook
+from lightning_elixir.core.shells import ShellParameter, is_shell, opened
 from lightning_elixir.runtime.chunk import Chunk
 
 
@@ -310,12 +311,13 @@ class SavedTensors:
             chunk = self._chunks.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # tensors without storage, such as functorch's wrappers
             return None
-        if chunk is None or tensor.dtype != chunk.dtype or tensor.is_conj() or tensor.is_neg():
+        if chunk is None or tensor.is_conj() or tensor.is_neg():
             return None
-        offset = int(tensor.storage_offset())
-        index = chunk.member_at(offset)
+        offset, dtype = int(tensor.storage_offset()), tensor.dtype
+        at = offset if dtype is chunk.dtype else offset * dtype.itemsize // chunk.dtype.itemsize
+        index = chunk.member_at(at)
         version = _version_of(chunk.parameters[index])
-        return PackedTensor(chunk, tensor.size(), tensor.stride(), offset, index, version)
+        return PackedTensor(chunk, tensor.size(), tensor.stride(), offset, dtype, index, version)
 
     def unpacked(self, packed: PackedTensor | PackedShell) -> Tensor:
         if isinstance(packed, PackedShell):
@@ -362,15 +364,13 @@ class PackedTensor(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    """In elements of its own dtype."""
+    dtype: torch.dtype
+    """The chunk's, unless it is a part of a shell, or a view in another dtype."""
     member: int
     """Index of the parameter that it is, or is a view of."""
     version: int
     """Of that parameter, when it was saved."""
-
-
-def is_shell(tensor: Tensor) -> bool:
-    """Whether its elements are those of tensors inside of it, as a DTensor's are those of its part."""
-    return type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__")
 
 
 class PackedShell(NamedTuple):
@@ -428,6 +428,14 @@ def _made(packed: PackedTensor) -> Tensor:
     version = _version_of(chunk.parameters[packed.member])
     if version != packed.version:
         raise RuntimeError(_updated(packed, version))
+    if packed.dtype is not chunk.dtype:
+        flat = torch.empty(0, dtype=packed.dtype, device=chunk.flat.device)
+        return flat.set_(chunk.flat.untyped_storage(), packed.offset, packed.size, packed.stride)
+    if packed.dtype is torch.uint8:
+        parameter = chunk.parameters[packed.member]
+        if isinstance(parameter, ShellParameter) and packed.size == (parameter.layout_at_elixir.nbytes,):
+            shell: Tensor = opened(parameter)  # saved itself, by what torch functions do not learn of
+            return shell
     return chunk.flat.as_strided(packed.size, packed.stride, packed.offset)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import CompileContext
 
+from lightning_elixir.core.shells import DESCRIBING, ShellParameter, call_opened, described, holds_shells, is_shell
 from lightning_elixir.errors import StateError
 from lightning_elixir.runtime import released
 from lightning_elixir.runtime.agreement import Meeting
@@ -190,7 +191,9 @@ class Interception:
     # Intercepted calls
 
     def intercept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if func in released.metadata_functions():
+        if func in DESCRIBING and holds_shells(args):
+            return func(*described(args), **described(dict(kwargs)))
+        if func in released.metadata_functions() and not (func in released.factories() and holds_shells(args)):
             if func in released.GRAD_GETTERS:
                 return self._grad_of(args[0], func)
             with torch._C.DisableTorchFunctionSubclass(), metadata_only():
@@ -217,14 +220,30 @@ class Interception:
         if func == released.DATA_SETTER:
             return self._assign_data(args[0], args[1])
         if engine.is_computing:
-            return self._call_in_compute(func, args, kwargs, ids)
+            return self._call_in_compute(func, args, kwargs, ids, has_shells=holds_shells(managed))
         result = self._call_between_steps(func, args, kwargs, managed, ids)
         self._check_stays(managed[0], result)
+        if is_shell(result):
+            return result if func == released.DETACH or not released.is_module_converted() else self._kept_shell(args[0], result)
         for chunk_id in ids:
             self._aliases.note(self._chunks[chunk_id], result)
         if func == released.COPY and engine.home_of(args[0]) is not None:
             self._write_master(args[0], args[1] if len(args) > 1 else kwargs["src"])
         return result
+
+    def _kept_shell(self, parameter: Any, result: Tensor) -> Any:
+        """What a method of a module's that converts it gets of a shell: the parameter, if it stays as it is.
+
+        Raises:
+            StateError: It does not.
+        """
+        now = parameter.dtype, parameter.device
+        if (result.dtype, result.device) == now:
+            return parameter
+        raise StateError(
+            f"{self.name_of(parameter)} ({now[0]}, {now[1]}) is managed by lightning_elixir and cannot become"
+            f" {result.dtype}, {result.device} with its module: convert a copy (copy.deepcopy(model))"
+        )
 
     def _check_stays(self, parameter: object, result: object) -> None:
         """Raises `StateError` where a module goes to `meta`: torch would put what has no values in the place of
@@ -238,7 +257,13 @@ class Interception:
             )
 
     def _call_in_compute(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], ids: tuple[int, ...]
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        ids: tuple[int, ...],
+        *,
+        has_shells: bool,
     ) -> Any:
         engine = self._engine
         if func in released.RAW_POINTER_FUNCTIONS:
@@ -248,6 +273,9 @@ class Interception:
         # Pinned while the function runs: it may be a composite that touches its parameters one after the other.
         engine.acquire(ids, pin=True)
         try:
+            if has_shells:
+                with engine.forwards.packing():
+                    return call_opened(func, args, kwargs)  # their class has torch functions of its own
             with self._as_plain(ids), engine.forwards.packing():
                 return func(*args, **kwargs)
         finally:
@@ -273,6 +301,9 @@ class Interception:
         engine.acquire(ids, pin=True)
         engine.writes.touch(ids)
         try:
+            if holds_shells(managed):  # others among them are intercepted in their turn
+                with engine.forwards.packing():
+                    return call_opened(func, args, kwargs)
             with self._made_plain(managed), engine.forwards.packing():
                 return func(*args, **kwargs)
         finally:
@@ -372,6 +403,11 @@ class Interception:
         """`p.data = value`: the values are taken over, the binding stays (Note: assignment, `runtime/aliases.py`)."""
         if value is parameter:
             return
+        if isinstance(parameter, ShellParameter):
+            raise StateError(
+                f"{self.name_of(parameter)} is managed by lightning_elixir, which keeps the bytes of what is inside:"
+                " copy_() new values into it, instead of assigning `.data`"
+            )
         if value.shape != parameter.shape or value.dtype != parameter.dtype or value.device != parameter.device:
             raise StateError(
                 f"{self.name_of(parameter)} ({parameter.dtype}, {tuple(parameter.shape)}, {parameter.device}) is "
@@ -488,6 +524,10 @@ class Interception:
         """A parameter of no engine, on the compute device; between steps in the model's own dtype, with all the bits
         that a master has. Collective."""
         engine, (chunk, index) = self._engine, self._at(parameter)
+        if isinstance(parameter, ShellParameter):
+            with torch.no_grad(), self._bring(chunk), torch._C.DisableTorchFunctionSubclass():
+                data = parameter.clone()  # of the bytes: some classes quantise anew where a shell is copied
+            return nn.Parameter(parameter.layout_at_elixir.opened(data), requires_grad=False)
         with torch.no_grad():
             if chunk.original_dtypes[index] == chunk.dtype or engine.is_computing:
                 data = parameter.clone(memory_format=torch.preserve_format)

@@ -90,6 +90,16 @@ def metadata_functions() -> frozenset[Any]:
     return frozenset(found)
 
 
+@cache
+def factories() -> frozenset[Any]:
+    """Of these, the ones that make other tensors of the same kind."""
+    names = [name for name in _METADATA_METHODS if name.startswith("new_")]
+    return frozenset((
+        *(getattr(Tensor, name) for name in names),
+        *(getattr(torch, name) for name in _METADATA_FUNCTIONS if name.endswith("_like")),
+    ))  # fmt: skip
+
+
 _attributes: Any = Tensor  # annotated for instances; on the class they are descriptors
 GRAD_GETTERS = frozenset((_attributes.grad.__get__, _attributes._grad.__get__))
 GRAD_SETTERS = frozenset((_attributes.grad.__set__, _attributes._grad.__set__))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
 from lightning_elixir.core.comm import Comm
+from lightning_elixir.core.shells import tensors_inside
 from lightning_elixir.errors import PlanError
 from lightning_elixir.runtime.sources import Source
 from lightning_elixir.runtime.unreadable import set_data
@@ -30,7 +29,7 @@ class ResidentParameters:
         """
         self.parameters.append(placed)
         self._known |= {id(given): given, id(placed): placed}
-        self.nbytes += sum(t.numel() * t.element_size() for t in tensors_of(placed))
+        self.nbytes += sum(t.numel() * t.element_size() for t in tensors_inside(placed))
 
     def __contains__(self, tensor: object) -> bool:
         return id(tensor) in self._known
@@ -96,12 +95,3 @@ def place_beside(parameter: nn.Parameter, device: torch.device) -> None:
             if callable(move):
                 moved = move(device)  # some move themselves, and return nothing
                 setattr(parameter, name, value if moved is None else moved)
-
-
-def tensors_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that hold a parameter's elements: itself, or the inner ones of its class."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from tensors_of(getattr(tensor, name))

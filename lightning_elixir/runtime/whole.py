@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_elixir.errors import StateError
+from lightning_elixir.core.shells import ShellParameter
+from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.groups import Groups
 from lightning_elixir.storage.nvme import MappedMemory
@@ -108,10 +109,21 @@ def whole_values(engine: Engine, *, on_all_ranks: bool, is_frozen_included: bool
     )
     with engine.store.checkpoint_memory() or nullcontext() as memory:
         found = gather_whole(engine, pieces, on_all_ranks, memory)
-    if engine.precision.master is None:
-        return found
-    dtypes = {m.fqn: d for c in engine.chunks for m, d in zip(c.spec.members, c.original_dtypes, strict=True)}
-    return {fqn: value.to(dtypes[fqn]) for fqn, value in found.items()}
+    if engine.precision.master is not None:
+        dtypes = {m.fqn: d for c in engine.chunks for m, d in zip(c.spec.members, c.original_dtypes, strict=True)}
+        found = {fqn: value.to(dtypes[fqn]) for fqn, value in found.items()}
+    shells = {fqn: p.layout_at_elixir for fqn, p in shells_of(engine).items() if fqn in found}
+    return found | {fqn: layout.opened(found[fqn]) for fqn, layout in shells.items()}
+
+
+def shells_of(engine: Engine) -> dict[str, ShellParameter]:
+    """Parameters that stand for tensors around others (Note: shells, `core/shells.py`), by FQN."""
+    return {
+        member.fqn: parameter
+        for chunk in engine.chunks
+        for parameter, member in zip(chunk.parameters, chunk.spec.members, strict=True)
+        if isinstance(parameter, ShellParameter)
+    }
 
 
 def whole_value(engine: Engine, chunk: Chunk, index: int) -> Tensor:
@@ -157,11 +169,14 @@ def write_whole(engine: Engine, values: Mapping[str, Tensor]) -> None:
     """Overwrite parameters with whole values, the same on every rank. Chunks with a replica are released or refilled.
 
     Args:
-        values: FQN -> tensor of the whole parameter's shape, any device and floating dtype.
+        values: FQN -> tensor of the whole parameter's shape, any device and floating dtype; of its class, where that
+            is one around other tensors.
 
     Raises:
+        PlanError: Such a one has another class, or other tensors inside.
         StateError: For a name that is not a managed parameter.
     """
+    values = {**values, **_bytes_of_shells(engine, values)}
     known = {m.fqn for c in engine.chunks for m in c.spec.members}
     unknown = [name for name in values if name not in known]
     if unknown:
@@ -173,6 +188,19 @@ def write_whole(engine: Engine, values: Mapping[str, Tensor]) -> None:
             if named:
                 engine.interception.written.forget({chunk.id: [index for index, _ in named]})
                 _write_chunk(engine, chunk, named)
+
+
+def _bytes_of_shells(engine: Engine, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for fqn, parameter in shells_of(engine).items():
+        if fqn in values:
+            layout = parameter.layout_at_elixir
+            found[fqn] = torch.empty(layout.nbytes, dtype=torch.uint8)
+            try:
+                layout.fill(found[fqn], values[fqn])
+            except ValueError as error:
+                raise PlanError(f"values for {fqn} are those of another parameter: {error}") from error
+    return found
 
 
 @torch.no_grad()

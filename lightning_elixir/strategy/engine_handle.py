@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_elixir.core.module_hooks import without_hooks
+from lightning_elixir.core.shells import ShellParameter
 from lightning_elixir.memory_limits import MemoryLimits
 from lightning_elixir.patterns.apply import take_out
 from lightning_elixir.plan.memory import Budget
@@ -115,7 +116,9 @@ class EngineHandle:
             if parameter in inner.ignored:
                 continue
             value = values.get(name)
-            if value is None:
+            if value is None and isinstance(parameter, ShellParameter):
+                value = parameter.layout_at_elixir.on_meta()
+            elif value is None:
                 value = torch.empty(shapes[name], dtype=parameter.dtype, device="meta")
             plain[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         self.engine.close()

@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.random_states import capture_random_states, restore_random_states
+from lightning_elixir.core.shells import layout_of
 from lightning_elixir.core.together import is_heard, raise_together
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.types import ParamSpec
@@ -216,6 +217,9 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    layout = layout_of(parameter)
+    if layout is not None:  # what it has inside are attributes
+        return nn.Parameter(layout.on_meta(), requires_grad=False)
     twin = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     if type(parameter) is not nn.Parameter:
         twin.__class__ = type(parameter)

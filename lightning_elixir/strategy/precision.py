@@ -27,6 +27,7 @@ from lightning_elixir._lightning import (
     Precision,
     is_overridden,
 )
+from lightning_elixir.core.shells import layout_of
 from lightning_elixir.errors import PlanError
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class ElixirPrecision(Precision):
                 wide.update(id(b) for b in part.buffers())
 
         def cast(tensor: Tensor) -> Tensor:
-            if id(tensor) in alone:
+            if id(tensor) in alone or layout_of(tensor) is not None:
                 return tensor
             return cast_floating(tensor, torch.float32 if id(tensor) in wide else dtype)
 

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import current_device_memory_bytes
 from lightning_elixir.core.host import available_host_bytes
+from lightning_elixir.core.shells import held_as
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.memory_limits import (
@@ -495,7 +496,7 @@ class Planner:
         named = dict(model.named_parameters(remove_duplicate=False))
         check_names(plan, named)
         if self.compute_dtype is None:  # each parameter keeps its own
-            dtypes = [(dtype_name(named[m.fqn].dtype), c.dtype) for c in plan.chunks for m in c.members]
+            dtypes = [(dtype_name(held_as(named[m.fqn])[1]), c.dtype) for c in plan.chunks for m in c.members]
         else:
             dtypes = [(dtype_name(self.compute_dtype), plan.compute_dtype)]
         for ours, planned in dtypes:
