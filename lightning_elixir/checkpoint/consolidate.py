@@ -6,7 +6,7 @@ import ctypes
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from lightning_elixir.checkpoint.folder import whole_file
+from lightning_elixir.checkpoint.folder import META_FILE, whole_file
 from lightning_elixir.checkpoint.index import CheckpointIndex, StoredTensor, first_names
 from lightning_elixir.checkpoint.weight_files import DTYPE_NAMES, INDEX_FILE, SINGLE_FILE
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.storage.nvme import MappedMemory
 
 OWN_KEY = "lightning_elixir"
-"""Of what `meta.pt` holds for us: the loss scale, and the states of the ranks' random generators."""
+"""Of what `meta.pt` holds for us: the loss scale, the states of the ranks' random generators, and which parameters are
+the bytes of tensors around others."""
 
 
 def consolidate(
@@ -53,10 +54,10 @@ def consolidate(
     try:
         if output.suffix == ".safetensors":
             _refuse_existing(output)
-            _write_safetensors(output, index, _weights(index, part))
+            _write_safetensors(output, index, _weights(index, part, weights_only))
             return [output]
         if is_folder:
-            return _write_safetensors_folder(output, index, _weights(index, part), max_file_bytes)
+            return _write_safetensors_folder(output, index, _weights(index, part, weights_only), max_file_bytes)
         _refuse_existing(output)
         _write_checkpoint(output, index, weights_only)
         return [output]
@@ -76,6 +77,7 @@ def _write_checkpoint(output: Path, index: CheckpointIndex, weights_only: bool) 
     checkpoint = index.meta(weights_only)
     own = checkpoint.pop(OWN_KEY, None) or {}
     root = index.model_root
+    _refuse_shells(index, own, index.tensors)
     # Where a file holds the model, or an optimizer, under several names, one is enough.
     others = {*(own.get("names") or {}).values(), *({"model"} if root != "model" else ())} - {root}
     wanted = [k for k in [*index.tensors, *index.objects] if k.partition(".")[0] not in others]
@@ -133,13 +135,26 @@ def _numbered(states: Mapping[str, Any]) -> dict[str, Any]:
 # Safetensors
 
 
-def _weights(index: CheckpointIndex, part: str) -> dict[str, str]:
+def _refuse_shells(index: CheckpointIndex, own: Mapping[str, Any], keys: Collection[str]) -> None:
+    """Raises `PlanError` if one of these keys holds bytes that plain PyTorch would not know as its parameter."""
+    shells = own.get("shells") or {}
+    found = [f"{name}: {words}" for name, words in shells.items() if f"{index.model_root}.{name}" in keys]
+    if found:
+        raise PlanError(
+            f"{index.folder} holds {len(found)} quantised parameters as bytes ({first_names(found)}), which only a"
+            " model with an ElixirModule reads. Save with state_dict_type='full', or take a part without them"
+        )
+
+
+def _weights(index: CheckpointIndex, part: str, weights_only: bool) -> dict[str, str]:
     """Name -> key of the tensors of the model, or of a part of it."""
     keys = index.keys_below(f"{index.model_root}.{part.rstrip('.')}" if part else index.model_root)
     found = {name: key for name, key in keys.items() if key in index.tensors}
     if not found:
         names = first_names(list(index.keys_below(index.model_root)))
         raise PlanError(f"{index.folder} has no weights below {part or 'its model'}: there are {names}")
+    if (index.folder / META_FILE).exists():  # not in what other programs have saved
+        _refuse_shells(index, index.meta(weights_only).get(OWN_KEY) or {}, found.values())
     return found
 
 

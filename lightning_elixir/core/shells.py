@@ -3,9 +3,9 @@
 [Note: shells] Quantised weights of torchao and the like are tensor subclasses around plain tensors: values, scales,
 zero points. Such a *shell* has no storage that a chunk could hold, but torch has a protocol that takes it apart and
 puts it together again (`__tensor_flatten__`, `__tensor_unflatten__`), so the bytes of what is inside can be. The
-parameter becomes a `ShellParameter`, a plain tensor of these bytes, which moves, is sharded and saved as all others are,
-and does as the shell for whoever uses it: functions, methods and attributes get a shell that is put together over the
-bytes. Only `isinstance` tells the two apart. Values that leave the engine are shells again.
+parameter becomes a `ShellParameter`, a plain tensor of these bytes, which moves, is sharded and saved as all others
+are, and does as the shell for whoever uses it: functions, methods and attributes get a shell that is put together over
+the bytes. Only `isinstance` tells the two apart. Values that leave the engine are shells again.
 """
 
 from __future__ import annotations
@@ -88,6 +88,23 @@ class ShellLayout:
             flat: uint8, 1-D, `[nbytes]`.
         """
         return self._made(lambda inside: inside.over(flat))
+
+    def taken_out(self, flat: Tensor, empty: Callable[[int, torch.dtype], Tensor] | None = None) -> Tensor:
+        """As `opened`, in memory of its own for each tensor inside, as torch wants it to save them.
+
+        Args:
+            empty: Gives memory, 1-D, for so many elements of a dtype; None: on the device of the bytes.
+        """
+
+        def taken(inside: _Inside) -> Tensor:
+            numel = torch.Size(inside.shape).numel()
+            if empty is None or not numel:
+                home = torch.empty(numel, dtype=inside.dtype, device=flat.device)
+            else:
+                home = empty(numel, inside.dtype)
+            return home.as_strided(inside.shape, inside.stride).copy_(inside.over(flat))
+
+        return self._made(taken)
 
     def on_meta(self) -> Tensor:
         """A shell without values."""
@@ -251,7 +268,7 @@ class ShellParameter(nn.Parameter):
     """A shell without values."""
 
     def __new__(cls, data: Tensor, layout: ShellLayout) -> ShellParameter:
-        made = cast(ShellParameter, super().__new__(cls, data, requires_grad=False))
+        made = super().__new__(cls, data, requires_grad=False)
         made.layout_at_elixir = layout
         made.bare_at_elixir = layout.on_meta()
         return made
@@ -280,7 +297,7 @@ class ShellParameter(nn.Parameter):
             return getattr(self.detach(), name) if isinstance(found, Tensor) or callable(found) else found
         raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return f"Parameter around {self.layout_at_elixir}"
 
 

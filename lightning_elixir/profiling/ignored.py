@@ -89,8 +89,8 @@ def _is_unchunkable(parameter: nn.Parameter) -> bool:
 
 
 def _compiled_shells(model: nn.Module) -> frozenset[int]:
-    """Ids of parameters around other tensors that compiled code uses: it is made for their class, and in chunks they have
-    another (Note: shells, `core/shells.py`)."""
+    """Ids of parameters around other tensors that compiled code uses: it is made for their class, and in chunks they
+    have another (Note: shells, `core/shells.py`)."""
     entrances = [region.entrance for region in compiled_regions(model)]
     return frozenset(id(p) for module in entrances for p in module.parameters() if is_shell(p))
 

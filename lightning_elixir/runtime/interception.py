@@ -224,7 +224,11 @@ class Interception:
         result = self._call_between_steps(func, args, kwargs, managed, ids)
         self._check_stays(managed[0], result)
         if is_shell(result):
-            return result if func == released.DETACH or not released.is_module_converted() else self._kept_shell(args[0], result)
+            return (
+                result
+                if func == released.DETACH or not released.is_module_converted()
+                else self._kept_shell(args[0], result)
+            )
         for chunk_id in ids:
             self._aliases.note(self._chunks[chunk_id], result)
         if func == released.COPY and engine.home_of(args[0]) is not None:
@@ -526,8 +530,9 @@ class Interception:
         engine, (chunk, index) = self._engine, self._at(parameter)
         if isinstance(parameter, ShellParameter):
             with torch.no_grad(), self._bring(chunk), torch._C.DisableTorchFunctionSubclass():
-                data = parameter.clone()  # of the bytes: some classes quantise anew where a shell is copied
-            return nn.Parameter(parameter.layout_at_elixir.opened(data), requires_grad=False)
+                # Out of the bytes: some classes quantise anew where a shell is copied.
+                data = parameter.layout_at_elixir.taken_out(parameter.detach())
+            return nn.Parameter(data, requires_grad=False)
         with torch.no_grad():
             if chunk.original_dtypes[index] == chunk.dtype or engine.is_computing:
                 data = parameter.clone(memory_format=torch.preserve_format)

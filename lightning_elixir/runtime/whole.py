@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_elixir.core.shells import ShellParameter
+from lightning_elixir.core.shells import ShellParameter, is_shell
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.groups import Groups
@@ -109,11 +109,14 @@ def whole_values(engine: Engine, *, on_all_ranks: bool, is_frozen_included: bool
     )
     with engine.store.checkpoint_memory() or nullcontext() as memory:
         found = gather_whole(engine, pieces, on_all_ranks, memory)
+        empty = None if memory is None else memory.empty
+        for fqn, parameter in shells_of(engine).items():
+            if fqn in found:
+                found[fqn] = parameter.layout_at_elixir.taken_out(found[fqn], empty)
     if engine.precision.master is not None:
         dtypes = {m.fqn: d for c in engine.chunks for m, d in zip(c.spec.members, c.original_dtypes, strict=True)}
-        found = {fqn: value.to(dtypes[fqn]) for fqn, value in found.items()}
-    shells = {fqn: p.layout_at_elixir for fqn, p in shells_of(engine).items() if fqn in found}
-    return found | {fqn: layout.opened(found[fqn]) for fqn, layout in shells.items()}
+        found = {fqn: v if is_shell(v) else v.to(dtypes[fqn]) for fqn, v in found.items()}
+    return found
 
 
 def shells_of(engine: Engine) -> dict[str, ShellParameter]:

@@ -32,6 +32,7 @@ from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import DivergenceError, PeerLostError, StateError
 from lightning_elixir.runtime.averages import Averages
+from lightning_elixir.runtime.whole import shells_of
 from lightning_elixir.strategy.engine_state import (
     CURRENT_MODEL,
     SavePlan,
@@ -113,7 +114,12 @@ class ShardedCheckpoints:
         self._stand_ins = StandIns()
         randoms = comm.exchange_objects(_as_plain(capture_random_states(device)))
         scaler = optimizers[0].scaler.state_dict() if optimizers and optimizers[0].scaler.enabled else None
-        meta[OWN_KEY] = {"random_states": randoms, "loss_scaler": scaler, "names": dict(names or {})}
+        meta[OWN_KEY] = {
+            "random_states": randoms,
+            "loss_scaler": scaler,
+            "names": dict(names or {}),
+            "shells": {fqn: str(p.layout_at_elixir) for fqn, p in shells_of(module.engine).items()},
+        }
         is_async = self._is_async and not is_waited_for
         folder = PendingFolder(path, comm, past_cache=not is_async)
         folder.write(plan.write, meta, module.engine.device, plan.num_files(default_num_threads()))
