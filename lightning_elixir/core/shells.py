@@ -297,7 +297,7 @@ class ShellParameter(nn.Parameter):
             return getattr(self.detach(), name) if isinstance(found, Tensor) or callable(found) else found
         raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"Parameter around {self.layout_at_elixir}"
 
 

@@ -26,6 +26,7 @@ from lightning_elixir._lightning import (
     ParallelStrategy,
     Precision,
     SubprocessScriptLauncher,
+    TorchCheckpointIO,
     Trainer,
     TrainerFn,
     is_overridden,
@@ -516,6 +517,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         restore_previous(path)
         if path.is_dir():
             return self._sharded.open(path, self._comm, weights_only)
+        if type(self.checkpoint_io) is TorchCheckpointIO:
+            # Torch puts no tensors around others where its function of storages, which is the default there, says.
+            return self.checkpoint_io.load_checkpoint(checkpoint_path, map_location="cpu", weights_only=weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override
