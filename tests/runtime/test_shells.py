@@ -44,6 +44,13 @@ class Scaled(Tensor):
         return self.values.to(torch.float32) * scale
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            return args[0] @ args[1].dense().t()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default, aten.alias.default):
@@ -91,8 +98,9 @@ class Block(nn.Module):
         self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how in ("saved", "beside"):
-            y = ByHand.apply(x, self.weight, self.how == "saved")
+        if self.how in ("saved", "beside", "passed"):
+            weight = self.weight.detach() if self.how == "passed" else self.weight
+            y = ByHand.apply(x, weight, self.how != "beside")
         else:
             y = nn.functional.linear(x, self.weight)
         return torch.tanh(y + self.up(self.down(x)))
@@ -102,7 +110,7 @@ class Model(nn.Module):
     def __init__(self, is_checkpointed: bool = False) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.blocks = nn.ModuleList(Block(how) for how in ("linear", "saved", "beside", "nested") * 2)
+        self.blocks = nn.ModuleList(Block(how) for how in ("linear", "saved", "beside", "nested", "passed") * 2)
         self.is_checkpointed = is_checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -205,7 +213,7 @@ def test_what_users_do_between_steps() -> None:
 def test_a_state_dict_goes_back_in() -> None:
     model = Model()
     torch.manual_seed(9)
-    source = {k: drawn() if type(v) is Scaled and "blocks.3" not in k and "blocks.7" not in k else v
+    source = {k: drawn() if type(v) is Scaled and "blocks.3" not in k and "blocks.8" not in k else v
               for k, v in Model().state_dict().items()}  # fmt: skip
     module = wrapped(model)
     module.load_state_dict(source)
@@ -239,3 +247,29 @@ def test_what_no_chunk_can_hold_stays_as_it_is(what: str) -> None:
             make_plan(model)
     else:
         assert [p.fqn for p in make_plan(model).ignored] == ["weight"]
+
+
+def test_no_chunk_is_held_from_forward_to_backward() -> None:
+    model = Model()
+    module = wrapped(model)
+    loss = module(batch(0)).square().mean()
+    assert [str(c.spec) for c in module.engine.chunks if c.dtype is torch.uint8 and c.is_aliased()] == []
+    loss.backward()
+    module.close()
+
+
+def test_under_another_limit() -> None:
+    model = Model()
+    plain = copy.deepcopy(model)
+    module = wrapped(model)
+    expected = train(plain)
+    module.set_memory_limit(gpu="1MiB", cpu="1GiB")
+    assert train(module) == expected
+    module.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_compiled_code_uses_stays_out_of_chunks() -> None:
+    model = Model()
+    model.blocks[2].compile()
+    assert [p.fqn for p in make_plan(model).ignored] == ["blocks.2.weight"]
