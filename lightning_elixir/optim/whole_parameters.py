@@ -73,22 +73,45 @@ class WholeParameters(SegmentOptimizer):
             value: 1-D, `[numel]`, in memory order; updated in place.
             grad: As `value`.
         """
+        near = {key: self._near(v, value.device) for key, v in self.states_of(index).items()}
+        self.keep(index, self.stepped(index, group, value, grad, near))
+
+    def states_of(self, index: int) -> Mapping[str, Any]:
+        """Of a member, where they live; empty before its first step."""
+        return self._states.get(index, {})
+
+    def stepped(
+        self, index: int, group: Mapping[str, Any], value: Tensor, grad: Tensor, near: dict[str, Any]
+    ) -> dict[str, Any]:
+        """One step, as `update`, which keeps no states.
+
+        Args:
+            near: The states, on the device of `value`; may be written over.
+
+        Returns:
+            The new states, there.
+        """
         layout = self._layouts[index]
         parameter = layout.view(value).detach()
         parameter.grad = layout.view(grad)
         one = self._maker.make([{**settings_of(group), "params": [parameter]}])
-        kept = self._states.get(index)
-        if kept:
-            one.state[parameter] = {key: self._near(v, value.device) for key, v in kept.items()}
+        if near:
+            one.state[parameter] = near
         step = type(one).step
         getattr(step, "__wrapped__", step)(one)  # without hooks for all optimizers: this is a part of a step
         if parameter.data_ptr() != value.data_ptr():  # it has made itself a contiguous copy
             layout.view(value).copy_(parameter)
-        state = one.state[parameter]
-        if state:
-            self._states[index] = {
-                key: self._home(v, None if kept is None else kept.get(key)) for key, v in state.items()
-            }
+        return dict(one.state[parameter])
+
+    def keep(self, index: int, states: Mapping[str, Any], *, is_copied: bool = False) -> None:
+        """Take new states of a member to where they live.
+
+        Args:
+            is_copied: Also from memory of the same device, which is not theirs.
+        """
+        kept = self.states_of(index)
+        if states:
+            self._states[index] = {key: self._home(v, kept.get(key), is_copied) for key, v in states.items()}
 
     @staticmethod
     def _near(value: Any, device: torch.device) -> Any:
@@ -96,9 +119,11 @@ class WholeParameters(SegmentOptimizer):
             return value
         return value.to(device, non_blocking=True)
 
-    def _home(self, value: Any, earlier: Any) -> Any:
+    def _home(self, value: Any, earlier: Any, is_copied: bool) -> Any:
         """A state where it lives: the memory that it had before, if it had."""
-        if not isinstance(value, Tensor) or not value.dim() or value.device.type == self.work.device.type:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        if value.device.type == self.work.device.type and not is_copied:
             return value
         if not (isinstance(earlier, Tensor) and (earlier.shape, earlier.dtype) == (value.shape, value.dtype)):
             earlier = self._zeros(value.numel(), value.dtype).as_strided(value.shape, value.stride())

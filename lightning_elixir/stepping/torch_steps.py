@@ -68,6 +68,7 @@ class TorchSteps:
                 record.cpu_numel += numel
             else:
                 record.gpu_numel += numel
+        self._finish()
         engine.device.compute_event().synchronize()  # what has gone down to host memory is there
         has_grad = [any(members) for members in self._grouped(used)]
         self._states.maker.advance(self._states.groups, has_grad)
@@ -86,6 +87,9 @@ class TorchSteps:
         inner.step(self._ready_grad(grad, inner.work.dtype, change), members, self._states.groups)
         if target is not None:
             self._runner.write_back(inner.work, target)
+
+    def _finish(self) -> None:
+        """Wait for what goes on beside the compute stream."""
 
     def _grouped(self, used: Mapping[int, set[int]]) -> list[list[bool]]:
         """Of each group, whether its parameters are used."""

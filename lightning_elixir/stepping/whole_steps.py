@@ -4,23 +4,33 @@ Chunks are laid out before the optimizer is known, and a shard's border may cut 
 each parameter has one rank that owns it (`plan/owners.py`): there its states are, whole, and there it is updated, on
 the compute device, by the optimizer's own code. What lies in one shard is updated where it is. Of a parameter that is
 cut the other ranks send their slices of value and gradient to the owner, and get new values back: two exchanges for a
-chunk, of fp32, or of the compute dtype where there is no master. States in host memory pass through the device, one
-parameter after the other, in the step: forward and backward have none of that memory then.
+chunk, of fp32, or of the compute dtype where there is no master. States in host memory pass through the device in the
+step (`stepping/whole_stream.py`): forward and backward have none of that memory then. Chunks with states on the host
+and on the device take turns, so that the transfers of these hide behind the updates of those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_elixir.optim.execution import UpdateRecord, UpdateRunner
 from lightning_elixir.optim.gradient_change import GradientChange
 from lightning_elixir.optim.whole_parameters import WholeParameters
 from lightning_elixir.plan.shard_segments import Segment, segment_of
+from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
+from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.stepping.torch_steps import TorchSteps
+from lightning_elixir.stepping.whole_stream import HostUpdate, WholeStream
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -45,30 +55,89 @@ class _Shard:
 class WholeSteps(TorchSteps):
     """Runs updates over whole parameters; as `TorchSteps`, within the step."""
 
+    def __init__(self, engine: Engine, states: ChunkOptimizers, runner: UpdateRunner) -> None:
+        super().__init__(engine, states, runner)
+        self._stream = WholeStream(engine.device)
+        self._awaited: dict[int, set[int]] = {}  # members that go through it in this step, by chunk id
+
     def allocate(self) -> None:
         """Nothing: states are made by the first step."""
+
+    def run(self, chunks: Sequence[Chunk], used: Mapping[int, set[int]], change: GradientChange) -> UpdateRecord:
+        on_host = [chunk for chunk in chunks if self._is_streamed(chunk)]
+        near = [chunk for chunk in chunks if not self._is_streamed(chunk)]
+        self._awaited = {chunk.id: used[chunk.id] for chunk in on_host}
+        try:
+            return super().run(taking_turns(on_host, near), used, change)
+        finally:
+            self._stream.close()
+
+    def _finish(self) -> None:
+        self._stream.finish()
+
+    def _is_streamed(self, chunk: Chunk) -> bool:
+        return chunk.spec.optim_tier is Tier.CPU and not self._engine.device.is_synchronous
 
     def _update_chunk(
         self, chunk: Chunk, members: set[int], grad: Tensor, target: Tensor | None, change: GradientChange
     ) -> None:
-        engine, inner = self._engine, self._states.inner[chunk.id]
-        if not isinstance(inner, WholeParameters):
-            raise TypeError("whole parameters are updated by WholeParameters")
-        comm, device = engine.groups.copy, engine.device.torch_device
+        inner, rank = self._inner(chunk), self._engine.groups.copy.rank
+        shard = _Shard(grad, target, change)
         cuts: list[_Cut] = []
         for index in sorted(members):
-            of_ranks = tuple(segment_of(chunk.spec, index, rank, comm.world_size) for rank in range(comm.world_size))
-            owner = self._states.owners[chunk.id, index]
-            own = of_ranks[comm.rank]
-            if sum(segment is not None for segment in of_ranks) > 1:
-                cuts.append(_Cut(index, owner, of_ranks))
+            of_ranks = self._of_ranks(chunk, index)
+            own = of_ranks[rank]
+            if _is_cut(of_ranks):
+                cuts.append(_Cut(index, self._states.owners[chunk.id, index], of_ranks))
+            elif own is not None and self._is_streamed(chunk):
+                if not self._stream.is_open:
+                    self._stream.open(self._slot_bytes())
+                self._stream.issue(self._host_update(chunk, inner, index, own, shard))
             elif own is not None:
-                value = inner.work[own.in_shard].to(device, non_blocking=True)
+                value = inner.work[own.in_shard].to(self._engine.device.torch_device, non_blocking=True)
                 ready = self._near_grad(grad[own.in_shard], inner.work.dtype, change)
                 inner.update(index, self._states.group_of(chunk, index), value, ready)
                 _store(value, own, inner.work, target)
         if cuts:
-            self._update_cut(chunk, inner, cuts, _Shard(grad, target, change))
+            self._update_cut(chunk, inner, cuts, shard)
+
+    def _inner(self, chunk: Chunk) -> WholeParameters:
+        inner = self._states.inner[chunk.id]
+        if not isinstance(inner, WholeParameters):
+            raise TypeError("whole parameters are updated by WholeParameters")
+        return inner
+
+    def _of_ranks(self, chunk: Chunk, index: int) -> tuple[Segment | None, ...]:
+        size = self._engine.groups.copy.world_size
+        return tuple(segment_of(chunk.spec, index, rank, size) for rank in range(size))
+
+    def _host_update(self, chunk: Chunk, inner: WholeParameters, index: int, own: Segment, shard: _Shard) -> HostUpdate:
+        group = self._states.group_of(chunk, index)
+
+        def step(value: Tensor, grad: Tensor, states: dict[str, Any]) -> dict[str, Any]:
+            return inner.stepped(index, group, value, self._near_grad(grad, value.dtype, shard.change), states)
+
+        return HostUpdate(
+            value=inner.work[own.in_shard],
+            grad=shard.grad[own.in_shard],
+            target=None if shard.target is None else shard.target[own.in_shard],
+            states=inner.states_of(index),
+            step=step,
+            keep=partial(inner.keep, index, is_copied=True),
+        )
+
+    def _slot_bytes(self) -> int:
+        """The most of any parameter that goes through the stream in this step."""
+        most, rank = 0, self._engine.groups.copy.rank
+        for chunk_id, members in self._awaited.items():
+            chunk, grad = self._engine.chunks[chunk_id], self._engine.store[chunk_id].grad
+            for index in members if grad is not None else ():
+                of_ranks = self._of_ranks(chunk, index)
+                own = of_ranks[rank]
+                if own is not None and grad is not None and not _is_cut(of_ranks):
+                    shard = _Shard(grad, None, GradientChange())
+                    most = max(most, self._host_update(chunk, self._inner(chunk), index, own, shard).slot_bytes)
+        return most
 
     def _near_grad(self, grad: Tensor, dtype: torch.dtype, change: GradientChange) -> Tensor:
         """A gradient as the optimizer wants it, on the compute device."""
@@ -140,6 +209,17 @@ class WholeSteps(TorchSteps):
             flat, [sum(p.numel() for p in of_rank) for of_rank in sent], numels
         )
         return list(received.split(list(numels)))
+
+
+def taking_turns(first: Sequence[_T], second: Sequence[_T]) -> list[_T]:
+    """Both, each in its order, spread over all: the same on every rank where these are."""
+    places = [((number + 0.5) / len(of), one) for of in (first, second) for number, one in enumerate(of)]
+    return [one for _, one in sorted(places, key=lambda place: place[0])]
+
+
+def _is_cut(of_ranks: Iterable[Segment | None]) -> bool:
+    """Whether several ranks have a part."""
+    return sum(segment is not None for segment in of_ranks) > 1
 
 
 def _own(cut: _Cut, rank: int) -> Segment:

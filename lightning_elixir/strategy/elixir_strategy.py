@@ -518,8 +518,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         if path.is_dir():
             return self._sharded.open(path, self._comm, weights_only)
         if type(self.checkpoint_io) is TorchCheckpointIO:
-            # Torch puts no tensors around others where its function of storages, which is the default there, says.
-            return self.checkpoint_io.load_checkpoint(checkpoint_path, map_location="cpu", weights_only=weights_only)
+            # By name: of a function, which is the default there, torch has no tensors around others loaded.
+            to_host: Any = "cpu"
+            return self.checkpoint_io.load_checkpoint(checkpoint_path, to_host, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_elixir import HybridAdam
+from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.memory import Scheme
 from lightning_elixir.plan.owners import owners_of, whole_update_bytes
 from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.plan.types import Tier
 from lightning_elixir.profiling.ignored import ignored_parameters
+from lightning_elixir.stepping.whole_steps import WholeSteps, taking_turns
+from lightning_elixir.stepping.whole_stream import HostUpdate, WholeStream
 from lightning_elixir.strategy.regimes import with_optimizer
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers import optimizers
@@ -204,7 +211,7 @@ def test_parameters_are_cut_and_owned_evenly() -> None:
 def test_the_plan_counts_what_an_update_takes() -> None:
     plan = make_plan(Net(), **PLACES["offloaded"])
     members = {c.id: set(range(len(c.members))) for c in plan.chunks}
-    assert whole_update_bytes(plan.chunks, members, 1) == 32 * 40 * 60  # of the largest parameter
+    assert whole_update_bytes(plan.chunks, members, 1) == 48 * 40 * 60  # of the largest parameter
     assert whole_update_bytes(plan.chunks, {i: set() for i in members}, 2) == 0
     regime = with_optimizer(TrainingRegime(), can_stream=False, num_states=1, whole_update_bytes=777)
     assert Scheme(1, True, 4096, regime).stream_bytes(plan.chunks) == 777
@@ -223,6 +230,73 @@ def test_beside_plain_torch(name: str) -> None:
     """What tests/gpu does on a GPU. Modes of schedule-free optimizers round on their way there and back."""
     difference = optimizers.largest_difference(name, "offloaded", torch.device("cpu"))
     assert difference <= (1e-6 if "Hybrid" in name or name == "ScheduleFree" else 0.0)
+
+
+@pytest.mark.parametrize("place", ["offloaded", "half"])
+@pytest.mark.parametrize("name", ["Muon and AdamW", "Adafactor", "AdamW8bit"])
+def test_states_on_the_host_go_through_slots(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    issued: list[HostUpdate] = []
+    issue = WholeStream.issue
+    monkeypatch.setattr(WholeSteps, "_is_streamed", lambda self, chunk: chunk.spec.optim_tier is Tier.CPU)
+    monkeypatch.setattr(WholeStream, "issue", lambda self, update: issued.append(update) or issue(self, update))
+    assert optimizers.largest_difference(name, place, torch.device("cpu")) == 0.0
+    assert len(issued) >= 4
+    assert issued[-1].slot_bytes > issued[-1].value.nbytes + issued[-1].grad.nbytes  # states came, too
+
+
+class LoggedLane(CpuDevice):
+    """A device whose lanes and events tell of themselves."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self._log = log
+        self._names = iter(("up", "down"))
+
+    def new_lane(self) -> Any:
+        log, name, count = self._log, next(self._names, "?"), iter(range(100))
+
+        class Lane:
+            issue = resume = staticmethod(contextlib.nullcontext)
+
+            @staticmethod
+            def record() -> Any:
+                number = next(count)
+                log.append(f"{name} {number}")
+                wait = functools.partial(log.append, f"host waits for {name} {number}")
+                return SimpleNamespace(wait=lambda: None, synchronize=wait, is_over=lambda: False)
+
+        return Lane()
+
+
+def test_a_slot_is_filled_again_when_its_parameter_is_back() -> None:
+    log: list[str] = []
+    stream = WholeStream(LoggedLane(log))
+    values, homes = [torch.full((8,), float(i)) for i in range(4)], [torch.ones(8) for _ in range(4)]
+
+    def step(value: torch.Tensor, grad: torch.Tensor, states: dict[str, Any]) -> dict[str, Any]:
+        value.add_(grad * states["momentum"])
+        return {"momentum": states["momentum"].add_(1)}
+
+    updates = [
+        HostUpdate(
+            value, torch.full((8,), 10.0), None, {"momentum": home}, step, lambda s, h=home: h.copy_(s["momentum"])
+        )
+        for value, home in zip(values, homes, strict=True)
+    ]
+    stream.open(max(update.slot_bytes for update in updates))
+    for update in updates:
+        stream.issue(update)
+    stream.finish()
+    stream.close()
+    assert [v[0].item() for v in values] == [10.0, 11.0, 12.0, 13.0]
+    assert all(torch.equal(home, torch.full((8,), 2.0)) for home in homes)
+    assert log[:6] == ["up 0", "down 0", "up 1", "down 1", "host waits for down 0", "up 2"]
+    assert log[-2:] == ["host waits for down 2", "host waits for down 3"]
+
+
+def test_chunks_of_both_sides_take_turns() -> None:
+    assert taking_turns([1, 2, 3, 4], [5, 6]) == [1, 5, 2, 3, 6, 4]
+    assert taking_turns([], [5, 6]) == [5, 6]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor])
