@@ -2,13 +2,15 @@
 
     python examples/benchmarks/compare.py --preset 5b --batch 16 --gpu-limit 40GiB --out compare.json
     python examples/benchmarks/compare.py --preset 5b --batch 16 --gpu-limit 40GiB --clip 1.0 --systems plain elixir
+    python examples/benchmarks/compare.py --preset 5b --batch 16 --gpu-limit 40GiB --optimizer muon
     python examples/benchmarks/compare.py --preset toy --device cpu --systems plain elixir elixir_manual fsdp2
     python examples/benchmarks/compare.py --preset 1.3b --batch 8 --hook-cost
     python examples/benchmarks/compare.py --width 8192 --heads 64 --largest 8 24 --systems elixir --cpu-limit 110GiB
 
 Every system runs in a process of its own (one for each rank), with a time limit, and writes what it measured; whatever
 happens to it, the others run. All train the same model: bf16 (or fp16) parameters and gradients beside an fp32 master,
-AdamW, each block recomputed in backward, the same start values and tokens. `elixir` is
+AdamW (`--optimizer muon`: Muon for the matrices of the blocks), each block recomputed in backward, the same start
+values and tokens. `elixir` is
 `Trainer(strategy=ElixirStrategy(autocast=False))`, which is that arithmetic; `elixir_manual` the engine without
 Lightning; `plain` PyTorch without offloading on the whole card, whatever the limit: it is what the others are held
 against. `plain_autocast` and `torchao` compute under autocast over fp32 parameters.
@@ -100,6 +102,10 @@ def run_here(job: Job) -> dict[str, Any]:
 
     if job.device == "cuda" and not torch.cuda.is_available():
         return {"unsupported": "there is no GPU here (--device cpu)"}
+    if job.optimizer != "adamw" and job.system not in ("plain", "elixir", "hardware"):
+        return {"unsupported": f"{job.system} is measured with AdamW alone"}
+    if job.optimizer != "adamw" and (job.clip or job.precision != "bf16"):
+        return {"unsupported": f"{job.optimizer} is measured in bf16 and without clipping"}
     if job.is_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # warn_only would leave attention as it is
@@ -149,6 +155,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--precision", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--clip", type=float, default=0.0, help="global gradient norm; 0: no clipping")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: plain and elixir alone")
     parser.add_argument("--lr", type=float, default=Job.lr)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -183,6 +190,7 @@ def job_from(arguments: argparse.Namespace) -> Job:
         steps=arguments.steps,
         precision=arguments.precision,
         clip=arguments.clip,
+        optimizer=arguments.optimizer,
         lr=arguments.lr,
         ranks=arguments.ranks,
         device=arguments.device,

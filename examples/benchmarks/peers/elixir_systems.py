@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from lightning_elixir.plan.types import Plan, Tier
 from peers.jobs import Job, Unsupported
 from peers.model import GPT, batches, built_model, empty_model
 from peers.recorder import Phase, Recorder
-from peers.torch_systems import device_of, join_process_group, limit_gpu, rank_of, run_loop
+from peers.torch_systems import by_muon, device_of, join_process_group, limit_gpu, muon, rank_of, run_loop
 
 _WATCHED_STEPS = 2
 
@@ -129,20 +129,29 @@ class Lit(pl.LightningModule):
         super().__init__()
         self.job, self.draw_device, self.draw_rank = job, device, rank
         self.net: GPT | None = None
+        self.automatic_optimization = job.optimizer == "adamw"  # Lightning steps one optimizer a batch by itself
 
     def configure_model(self) -> None:
         if self.net is None:
             self.net = start_model(self.job, self.draw_device, self.draw_rank)
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        return self.net(tokens)  # type: ignore[misc,no-any-return]
+        loss: Tensor = self.net(tokens)  # type: ignore[misc]
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            for optimizer in cast("list[Any]", self.optimizers()):
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return hybrid_adam(self, self.job)
+    def configure_optimizers(self) -> Any:
+        matrices, others = by_muon(self.named_parameters(), self.job)
+        rest = hybrid_adam(others, self.job)
+        return (muon(matrices, self.job), rest) if matrices else rest
 
 
-def hybrid_adam(model: torch.nn.Module, job: Job) -> HybridAdam:
-    return HybridAdam(model.parameters(), lr=job.lr, betas=job.betas, weight_decay=job.weight_decay)
+def hybrid_adam(parameters: Iterable[torch.nn.Parameter], job: Job) -> HybridAdam:
+    return HybridAdam(parameters, lr=job.lr, betas=job.betas, weight_decay=job.weight_decay)
 
 
 class Record(pl.Callback):
@@ -201,7 +210,7 @@ def run_elixir(job: Job) -> dict[str, Any]:
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=job.ranks,
         precision="16-mixed" if job.precision == "fp16" else "bf16-mixed",
-        max_steps=record.num_steps,
+        max_steps=record.num_steps * (1 if job.optimizer == "adamw" else 2),  # counts those of each optimizer
         gradient_clip_val=job.clip or None,
         callbacks=[FindOptimizer(), record],
         logger=False,
@@ -255,7 +264,7 @@ class ManualStep:
         found = find_plan(job, model, hardware) if plan is None else plan(model)
         self.module = ElixirModule(model, found, dtype=getattr(torch, job.dtype), device=device)
         # After wrapping: on ranks other than 0 the parameters were on `meta` until then.
-        self.optimizer = ElixirOptimizer(self.module, hybrid_adam(model, job), max_norm=job.clip)
+        self.optimizer = ElixirOptimizer(self.module, hybrid_adam(model.parameters(), job), max_norm=job.clip)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         loss: Tensor = self.module(tokens)

@@ -52,6 +52,8 @@ class Job:
     """bf16 or fp16: parameters and gradients, beside an fp32 master."""
     clip: float = 0.0
     """Global norm to clip to; 0: no clipping."""
+    optimizer: str = "adamw"
+    """adamw, or muon: the matrices of the blocks by Muon, all else by AdamW."""
     ranks: int = 1
     device: str = "cuda"
     """cuda or cpu; a rank takes the GPU of its number."""

@@ -73,9 +73,9 @@ def physical_limit(job: Job, plain: Mapping[str, Any] | None, hardware: Mapping[
 
     Computing takes what plain PyTorch's forward and backward take, and the update of what stays on the device as long
     as plain's; activations are those that plain was seen to take. None where plain did not run or nothing was
-    measured.
+    measured, and for other optimizers than AdamW.
     """
-    if plain is None or "forward_backward_s" not in plain or hardware is None:
+    if plain is None or "forward_backward_s" not in plain or hardware is None or job.optimizer != "adamw":
         return None
     total = job.shape.num_parameters
     resident = resident_numel(total, job.gpu_limit_bytes, plain["activation_bytes"], job.ranks)
@@ -86,8 +86,9 @@ def physical_limit(job: Job, plain: Mapping[str, Any] | None, hardware: Mapping[
 def unlike(job: Job, other: Mapping[str, Any]) -> list[str]:
     """Fields of another job's JSON for which the reference of that one is none for this one."""
     mine = asdict(job)
-    names = ("shape", "batch", "precision", "clip", "device", "lr", "weight_decay", "seed")
-    return [name for name in names if mine[name] != other.get(name)]
+    names = ("shape", "batch", "precision", "clip", "optimizer", "device", "lr", "weight_decay", "seed")
+    theirs = {"optimizer": Job.optimizer, **other}  # files from before there were others
+    return [name for name in names if mine[name] != theirs.get(name)]
 
 
 def summary(

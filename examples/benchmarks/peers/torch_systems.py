@@ -28,6 +28,19 @@ def adamw(parameters: Iterable[nn.Parameter], job: Job) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=job.lr, betas=job.betas, weight_decay=job.weight_decay, fused=True)
 
 
+def by_muon(named: Iterable[tuple[str, nn.Parameter]], job: Job) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters that Muon updates, and the others: with `job.optimizer` "adamw" all."""
+    found: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for name, parameter in named:
+        is_muons = job.optimizer == "muon" and "blocks." in name and parameter.dim() == 2
+        found[0 if is_muons else 1].append(parameter)
+    return found
+
+
+def muon(parameters: Iterable[nn.Parameter], job: Job) -> torch.optim.Muon:
+    return torch.optim.Muon(parameters, lr=job.lr, weight_decay=job.weight_decay)
+
+
 def rank_of(job: Job) -> int:
     return int(os.environ.get("RANK", "0")) if job.ranks > 1 else 0
 
@@ -70,16 +83,19 @@ class PlainStep:
     """16-bit parameters and gradients, an fp32 master, fused AdamW: what all others are compared to.
 
     One optimizer for each block, so that fp32 copies of gradients exist for one block at a time: 16 bytes a parameter.
+    With `job.optimizer` "muon" its matrices have one of their own.
     """
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job = job
         self._device = device
         self.model = built_model(job, device, where=device, dtype=getattr(torch, job.dtype))
-        members = [list(block.parameters()) for block in self.model.blocks]
-        members.append([p for name, p in self.model.named_parameters() if not name.startswith("blocks.")])
-        self._groups = [(ps, [nn.Parameter(p.detach().float()) for p in ps]) for ps in members]
-        self.optimizers = [adamw(masters, job) for _, masters in self._groups]
+        blocks = [list(block.named_parameters(prefix="blocks.")) for block in self.model.blocks]
+        blocks.append([(n, p) for n, p in self.model.named_parameters() if not n.startswith("blocks.")])
+        members = [(make, ps) for named in blocks for make, ps in zip((muon, adamw), by_muon(named, job), strict=True)]
+        self._groups = [(ps, [nn.Parameter(p.detach().float()) for p in ps]) for _, ps in members if ps]
+        makers: list[Callable[..., torch.optim.Optimizer]] = [make for make, ps in members if ps]
+        self.optimizers = [make(masters, job) for make, (_, masters) in zip(makers, self._groups, strict=True)]
         # What the loss is multiplied by; 1 in bf16.
         self.scale = _FIRST_SCALE if job.precision == "fp16" else 1.0
         self._good_steps = 0
