@@ -18,6 +18,7 @@ from lightning_elixir.optim.elementwise import inner_maker
 from lightning_elixir.optim.execution import UpdateRecord, UpdateRunner, UpdateTimes
 from lightning_elixir.optim.own_steps import OwnStep
 from lightning_elixir.optim.scaling import LossScaler, LossScaling
+from lightning_elixir.plan.regime import StateCount
 from lightning_elixir.plan.shard_segments import Segment
 from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.runtime.agreement import Meeting
@@ -175,9 +176,9 @@ class ElixirOptimizer(torch.optim.Optimizer):
         return self._states.is_adam
 
     @property
-    def num_states(self) -> int:
+    def state_count(self) -> StateCount:
         """States for each element of a parameter (Adam 2), rounded up; 2 before there are any."""
-        return self._states.num_states
+        return self._states.state_count
 
     @property
     def is_waiting_for_norms(self) -> bool:

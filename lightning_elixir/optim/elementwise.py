@@ -106,6 +106,19 @@ class InnerMaker:
     """Whether it looks at whole parameters, so that it runs over these, not over segments."""
 
     @property
+    def moments_in_8_bits(self) -> int:
+        """States of one byte for each element; 0 for all that are not bitsandbytes' in 8 bits."""
+        package, name = _place_of(self.cls)
+        if package != "bitsandbytes" or name not in _OF_BITSANDBYTES:
+            return 0
+        return 2 if name.startswith("Adam") else 1
+
+    @property
+    def least_in_8_bits(self) -> int:
+        """Elements of the smallest parameter that has such states; smaller ones have theirs in fp32."""
+        return int(getattr(getattr(self.prototype, "args", None), "min_8bit_size", 4096))
+
+    @property
     def is_adam(self) -> bool:
         """Whether updates are Adam's, described before they run."""
         return self.cls is HybridAdam

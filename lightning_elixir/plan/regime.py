@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from lightning_elixir.plan.stream_buffers import STREAM_BYTES
 from lightning_elixir.plan.types import DTYPE_BYTES, UpdateTiming
@@ -29,18 +30,42 @@ class ModelDataBytes:
         return self.grad + self.master + self.states
 
     @classmethod
-    def of(cls, dtype: str, *, has_master: bool, num_states: int = 2, grad_bytes: int | None = None) -> ModelDataBytes:
+    def of(
+        cls,
+        dtype: str,
+        *,
+        has_master: bool,
+        num_states: int = 2,
+        byte_states: int = 0,
+        grad_bytes: int | None = None,
+    ) -> ModelDataBytes:
         """The usual figures: 16-bit with an fp32 master 2, 2, 4, 8; fp32 4, 4, 0, 8; 16-bit without master 2, 2, 0, 4.
 
         Args:
             dtype: Compute dtype, key of `DTYPE_BYTES`.
             has_master: Whether 16-bit parameters have an fp32 master.
             num_states: Optimizer states per element (Adam 2, SGD with momentum 1).
+            byte_states: Further ones, of one byte each.
             grad_bytes: Bytes per element of the gradient shard; None: as the parameter.
         """
         compute = DTYPE_BYTES[dtype]
         master = 4 if has_master and compute == 2 else 0
-        return cls(compute, compute if grad_bytes is None else grad_bytes, master, num_states * (master or compute))
+        states = num_states * (master or compute) + byte_states
+        return cls(compute, compute if grad_bytes is None else grad_bytes, master, states)
+
+
+class StateCount(NamedTuple):
+    """What an optimizer keeps for each element."""
+
+    full: int = 0
+    """States of the dtype that it works in."""
+    of_a_byte: int = 0
+    """Further ones, of one byte each."""
+
+
+def most_states(counts: Iterable[StateCount]) -> StateCount:
+    """Those that take the most; none of none."""
+    return max(counts, key=lambda count: 4 * count.full + count.of_a_byte, default=StateCount())
 
 
 @dataclass(frozen=True)
@@ -60,6 +85,8 @@ class TrainingRegime:
     """Whether 16-bit parameters have an fp32 master."""
     num_states: int = 2
     """Optimizer states per element (Adam 2, SGD with momentum 1, without 0)."""
+    byte_states: int = 0
+    """Further states per element, of one byte each: what optimizers in 8 bits keep, their scales among them."""
     accumulates: bool = False
     """Gradients of several backwards are added up, in fp32."""
     num_backwards: int = 1
@@ -88,6 +115,7 @@ class TrainingRegime:
                 dtype,
                 has_master=self.master_weights,
                 num_states=self.num_states,
+                byte_states=self.byte_states,
                 grad_bytes=max(4, itemsize) if self.accumulates else None,
             )
             for dtype, itemsize in DTYPE_BYTES.items()

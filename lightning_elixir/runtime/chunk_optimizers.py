@@ -14,12 +14,17 @@ from lightning_elixir.optim.segments import SegmentOptimizer
 from lightning_elixir.optim.whole_parameters import Layout, WholeParameters
 from lightning_elixir.plan.memory import is_on_nvme
 from lightning_elixir.plan.owners import owners_of, whole_update_bytes
+from lightning_elixir.plan.regime import StateCount
 from lightning_elixir.plan.shard_segments import Segment
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.chunk import Chunk
 
 if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
+
+
+# bitsandbytes has an fp32 scale for each 256 elements of a moment.
+_SCALE_BYTES = 4 / 256
 
 
 class ChunkOptimizers:
@@ -66,15 +71,25 @@ class ChunkOptimizers:
         return self.maker.is_adam
 
     @property
-    def num_states(self) -> int:
+    def state_count(self) -> StateCount:
         """States for each element of a parameter (Adam 2), rounded up; 2 before there are any."""
+        if self.maker.moments_in_8_bits:
+            return StateCount(0, self._bytes_in_8_bits())
         if self.maker.is_whole:  # ranks have other shares of them, and must plan alike: Adafactor may have a momentum
-            return 2 if any(group.get("beta1") is not None for group in self.groups) else 1
+            return StateCount(2 if any(group.get("beta1") is not None for group in self.groups) else 1)
         inners = [inner for inner in self.inner.values() if inner.state_bytes()]
         if not inners:
-            return 2
+            return StateCount(2)
         # Step counts and the like are too small to count as a state.
-        return math.ceil(sum(i.state_bytes() for i in inners) / max(1, sum(i.work.nbytes for i in inners)) - 0.1)
+        share = sum(i.state_bytes() for i in inners) / max(1, sum(i.work.nbytes for i in inners))
+        return StateCount(math.ceil(share - 0.1))
+
+    def _bytes_in_8_bits(self) -> int:
+        """For each element: moments of a byte and their scales, or of small parameters in fp32, rounded up over all."""
+        least = self.maker.least_in_8_bits
+        numels = [self._engine.chunks[i].spec.members[m].numel for i, members in self.members.items() for m in members]
+        total = sum(numel * (1 + _SCALE_BYTES if numel >= least else 4) for numel in numels)
+        return math.ceil(self.maker.moments_in_8_bits * total / max(1, sum(numels)))
 
     @property
     def whole_update_bytes(self) -> int:

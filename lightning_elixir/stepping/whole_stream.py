@@ -1,6 +1,6 @@
 """Updates of whole parameters whose states live in host memory: the next one comes while one is updated.
 
-[Note: whole parameters on their way] A matrix that Muon updates goes up with its gradient and its states, and comes
+[Note: matrices on their way] A matrix that Muon updates goes up with its gradient and its states, and comes
 back: some 20 bytes for each element, which takes about as long as its update. So two lanes work beside the compute
 stream: one parameter goes up, one is updated, one comes down. What goes up lies in one of two slots, taken before the
 first and given back after the last; a slot is filled again when its parameter has come back, for which the host waits.

@@ -60,7 +60,7 @@ def guessed_regime(regime: TrainingRegime) -> TrainingRegime:
 
 
 def with_optimizer(
-    regime: TrainingRegime, *, can_stream: bool, num_states: int, whole_update_bytes: int = 0
+    regime: TrainingRegime, *, can_stream: bool, num_states: int, byte_states: int = 0, whole_update_bytes: int = 0
 ) -> TrainingRegime:
     """What training is like with this optimizer.
 
@@ -68,6 +68,7 @@ def with_optimizer(
         regime: Without it.
         can_stream: Whether its updates may be streamed to the device, and so run behind a forward: `HybridAdam`.
         num_states: States for each element.
+        byte_states: Further ones, of one byte each.
         whole_update_bytes: See `TrainingRegime`.
     """
     timing = regime.update_timing if can_stream else UpdateTiming.AFTER_BACKWARD
@@ -75,6 +76,7 @@ def with_optimizer(
         regime,
         can_stream=can_stream,
         num_states=num_states,
+        byte_states=byte_states,
         update_timing=timing,
         whole_update_bytes=whole_update_bytes,
     )

@@ -217,6 +217,27 @@ def test_the_plan_counts_what_an_update_takes() -> None:
     assert Scheme(1, True, 4096, regime).stream_bytes(plan.chunks) == 777
 
 
+@pytest.mark.parametrize(("name", "count"), [("AdamW8bit", (0, 3)), ("Lion8bit", (0, 2))])
+def test_states_in_8_bits_are_counted_as_what_they_take(name: str, count: tuple[int, int]) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="8-bit optimizers are those of bitsandbytes")
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
+    module = ElixirModule(model, make_plan(model, placement_policy="cpu"))
+    optimizer = ElixirOptimizer(module, getattr(bitsandbytes.optim, name)(model.parameters(), lr=1e-3))
+    assert optimizer.state_count == count
+    optimizer.backward(module(torch.randn(2, 256)).square().mean())
+    optimizer.step()
+    held = module.stats().held_bytes["cpu_states"] / sum(p.numel() for p in model.parameters())
+    assert sum(count) - 1 < held <= sum(count)
+    regime = with_optimizer(TrainingRegime(), can_stream=False, num_states=0, byte_states=count[1])
+    assert regime.data_bytes["bfloat16"].states == count[1]
+    small = nn.Linear(32, 32)  # of fp32 then
+    other = ElixirModule(small, make_plan(small, placement_policy="cpu"))
+    inner = getattr(bitsandbytes.optim, name)(small.parameters(), lr=1e-3)
+    assert ElixirOptimizer(other, inner).state_count == (0, 4 * (count[1] - 1))
+    module.close()
+    other.close()
+
+
 def test_on_nvme_is_refused() -> None:
     model = Net()
     module = ElixirModule(model, make_plan(model, placement_policy="cpu", chunk_size=4096, nvme_offload_fraction=1.0))
