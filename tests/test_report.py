@@ -15,6 +15,7 @@ import pytest
 
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.io import load_plan
+from lightning_elixir.plan.sharding import NOTE
 from lightning_elixir.plan.simulator.timeline import MemoryPoint, Span, Timeline
 from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Member, Plan, StepTimes, Tier, UpdateTiming
 from lightning_elixir.report import Measured, ReportData, render_report
@@ -299,6 +300,14 @@ def test_cards_tell_the_result() -> None:
     assert "83% of 24.0 GiB" in text
     broken = replace(data, measured=Measured(peak_gpu_bytes=25 * GIB))
     assert "stayed within the limit?no" in next(parsed(render_report(broken)).all("dl")).whole_text
+
+
+def test_who_shares_what_is_told_where_it_was_weighed() -> None:
+    data = make_data()
+    assert "Ranks:" not in render_report(data)
+    note = "sharded over 2 ranks, in 2 copies: 1.00 s; sharded over all 4 ranks: 2.00 s"
+    noted = replace(data, plan=replace(data.plan, notes={**data.plan.notes, NOTE: note}))
+    assert f"<b>Ranks: </b>{note}" in render_report(noted)
 
 
 def test_runners_up_are_listed() -> None:

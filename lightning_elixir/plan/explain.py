@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_elixir.plan.activations import describe_activations
 from lightning_elixir.plan.describe import describe_disk, describe_ignored, describe_placement, describe_updates
-from lightning_elixir.plan.sharding import NOTE, describe_sharding
+from lightning_elixir.plan.sharding import sharding_note
 from lightning_elixir.plan.types import DTYPE_BYTES, Plan, StepTimes
 from lightning_elixir.plan.units import format_bytes, format_seconds
 
@@ -39,8 +39,8 @@ def explain(plan: Plan) -> str:
         f" {len(plan.chunks)} chunks of up to {format_bytes(_largest_bytes(plan))}{_blocks_text(plan)}",
         f"  {describe_placement(plan.chunks, plan.rcache_blocks, plan.prefetch_depth)}",
     ]
-    if plan.num_copies > 1 or NOTE in plan.notes:
-        lines.append(f"  {plan.notes.get(NOTE, describe_sharding(plan.mesh))}")
+    if sharding_note(plan):
+        lines.append(f"  {sharding_note(plan)}")
     if not plan.mesh.is_trivial:
         cut = sum(c.nbytes for c in plan.chunks if c.axes)
         lines.append(

@@ -103,6 +103,13 @@ def _seconds_text(plan: Plan) -> str:
     return "not predicted" if plan.forecast is None else format_seconds(step_seconds(plan))
 
 
+def sharding_note(plan: Plan) -> str:
+    """Who shares what, and what else was weighed; empty where all ranks share all, and nothing was."""
+    if plan.num_copies == 1 and NOTE not in plan.notes:
+        return ""
+    return str(plan.notes.get(NOTE, describe_sharding(plan.mesh)))
+
+
 def describe_sharding(mesh: Mesh) -> str:
     """Who shares what, for people."""
     if mesh.copies == 1:

@@ -6,6 +6,7 @@ import statistics
 
 from lightning_elixir.plan.activations import blocks_by_fate
 from lightning_elixir.plan.describe import describe_disk, describe_ignored, describe_updates
+from lightning_elixir.plan.sharding import sharding_note
 from lightning_elixir.plan.simulator.timeline import is_time_known
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.report.chunk_picture import chunk_picture
@@ -44,6 +45,7 @@ def render_report(data: ReportData) -> str:
         element("p", _subtitle(data), class_="soft"),
         _cards(data),
         _binding(data),
+        _sharding(data),
         *(element("p", f"Assumed: {remark}", class_="soft") for remark in data.remarks),
         _not_predicted(data),
         *_pictures(data),
@@ -102,6 +104,12 @@ def _binding(data: ReportData) -> Markup:
     if forecast is None or not forecast.binding:
         return Markup("")
     return element("p", element("b", "The limit: "), forecast.binding, class_="binding")
+
+
+def _sharding(data: ReportData) -> Markup:
+    """Who shares what; nothing where that goes without saying."""
+    note = sharding_note(data.plan)
+    return element("p", element("b", "Ranks: "), note) if note else Markup("")
 
 
 def _not_predicted(data: ReportData) -> Markup:
