@@ -280,8 +280,8 @@ _CHECKPOINTS = (
         "checkpoints",
         "silent",
         "strategy/sharded_checkpoints.py",
-        '{"random_states": randoms, "loss_scaler": scaler, "names"',
-        '{"random_states": randoms, "names"',
+        '            "loss_scaler": scaler,\n',
+        "",
         "A resumed fp16 run begins with the first loss scale again, and skips steps until it has come down.",
     ),
     Fault(
