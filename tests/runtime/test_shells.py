@@ -143,3 +143,32 @@ def test_what_compiled_code_uses_stays_out_of_chunks() -> None:
     model = Model()
     model.blocks[2].compile()
     assert [p.fqn for p in make_plan(model).ignored] == ["blocks.2.weight"]
+
+
+class OverNf4(nn.Module):
+    """A product with an NF4 weight of torchao, whose function keeps it beside autograd, and an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor", reason="has the weights")
+        self.linear = nf4.linear_nf4
+        self.weight = nn.Parameter(nf4.to_nf4(torch.randn(128, 128) / 8), requires_grad=False)
+        self.adapter = nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x, self.weight) + self.adapter(x))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_nf4_of_torchao() -> None:
+    torch.manual_seed(2)
+    plain = nn.Sequential(nn.Linear(WIDTH, 128), *(OverNf4() for _ in range(6)))
+    model = nn.Sequential(nn.Linear(WIDTH, 128), *(OverNf4() for _ in range(6)))
+    model.load_state_dict(plain.state_dict(), assign=False)
+    module = wrapped(model, chunk_size=70_000, gpu_bytes=450_000)
+    assert not module.plan.ignored
+    assert train(module) == train(plain)
+    assert module.stats().evictions > 0
+    assert_same_state(module.state_dict(), plain.state_dict())
+    module.close()
