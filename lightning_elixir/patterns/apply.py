@@ -198,8 +198,8 @@ def _cuts_of(
             if not 0 <= dim < parameter.dim() or parameter.shape[dim] % size:
                 raise PlanError(
                     f"patterns: {whole} {list(parameter.shape)} cannot be cut into {size} equal parts along dimension"
-                    f" {dim} ({pattern.axis}_parallel_size={size}): pad the model to a multiple, or give the module no"
-                    " pattern"
+                    f" {dim} ({pattern.axis}_parallel_size={size}): choose a size that divides it, pad the model to a"
+                    " multiple, or give the module no pattern"
                 )
             known = found.get(id(parameter), ())
             cut = AxisCut(pattern.axis, dim)

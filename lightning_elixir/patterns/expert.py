@@ -23,13 +23,21 @@ class Expert(ParallelPattern):
     The module is called with tokens `[n, width]`, the numbers of their experts `[n, k]`, and
     the experts' weights `[n, k]`; it returns `[n, width]`, the sum over a token's experts of what each makes of the
     token with its weight. transformers' experts (Mixtral, Qwen3-MoE and others) are such modules. Each rank calls it
-    with what has come to it and `k` 1, with its own experts numbered from 0. Some ranks may get no tokens at all.
+    with what has come to it and `k` 1, with its own experts numbered from 0. Some ranks may get no tokens at all. What
+    it returns is given the dtype of the tokens.
     """
 
     axis = "expert"
 
     def cuts(self, module: nn.Module) -> Mapping[str, int]:
         parameters = dict(module.named_parameters())
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            adapters = [name for name in parameters if name.startswith("lora_")]
+            raise PlanError(
+                f"Expert cannot spread experts that peft has adapted ({', '.join(adapters[:2])}): have LoRA adapt other"
+                " layers, such as the attention's, or leave out expert_parallel_size, and ranks share the experts as"
+                " all else"
+            )
         # Of modules below, each of which may be an expert, nothing is known.
         has_own_alone = len(list(module.parameters(recurse=False))) == len(parameters)
         numbers = {p.shape[0] if p.dim() and has_own_alone else 0 for p in parameters.values()}
@@ -56,7 +64,7 @@ class Expert(ParallelPattern):
             # Foreseen, as if all tokens stayed here: they go and come back, and so do gradients.
             nbytes = experts.shape[-1] * tokens.nbytes
             told = foreseen_rows(tokens, peers, nbytes)
-            return foreseen_rows(compute(told, experts % number, weights), peers, nbytes)
+            return foreseen_rows(_results(compute(told, experts % number, weights), told), peers, nbytes)
         width, k = tokens.shape[-1], experts.shape[-1]
         flat = experts.reshape(-1)
         order = torch.argsort(flat, stable=True)  # by expert, and so by rank
@@ -79,7 +87,7 @@ class Expert(ParallelPattern):
             Permuted.apply(weights.reshape(-1, 1), order, inverse),  # type: ignore[no-untyped-call]
         )
         numbers = peers.exchange_rows((flat % number)[order].unsqueeze(1), num_received, num_sent)
-        results = compute(here, numbers, here_weights) if here.shape[0] else here
+        results = _results(compute(here, numbers, here_weights), here) if here.shape[0] else here
         peers.meet(Exchange.ROWS, width)  # on its way through the experts a rank may have needed the others
         # The mean over the ranks that have the same experts leaves out that each gets tokens of `size` batches.
         _, back = ExchangedRows.apply(  # type: ignore[no-untyped-call]
@@ -102,3 +110,12 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tenso
             f" {len(args)} arguments and {', '.join(kwargs) or 'none by name'}"
         )
     return args
+
+
+def _results(made: Any, tokens: Tensor) -> Tensor:
+    """What experts have made of tokens, as ranks expect it that have none to see it by: under autocast it may have
+    another dtype."""
+    if not isinstance(made, Tensor) or made.shape != tokens.shape:
+        what = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise PlanError(f"a module with Expert returns a tensor like its tokens, {list(tokens.shape)}, and gave {what}")
+    return made.to(tokens.dtype)

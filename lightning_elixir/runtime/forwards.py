@@ -198,7 +198,7 @@ class Forwards:
             engine.interception.check_unwritten("forward")
         else:  # the versions are those of an earlier region
             engine.interception.check_bound("forward")
-        if engine.active.needs_agreement:
+        if engine.active.needs_agreement or engine.wire.meets_in_forwards:
             with engine.iterations.sampler.waiting():
                 engine.active.agreement.meet(Meeting.FORWARD_END)
         engine.iterations.end_forward()

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_elixir.core.module_hooks import OwnHook
 from lightning_elixir.core.shells import ShellParameter, is_shell, opened
+from lightning_elixir.patterns.cuts import cuts_of
 from lightning_elixir.runtime.chunk import Chunk
 
 
@@ -36,11 +37,13 @@ class BackwardEvents(Protocol):
 
 
 class StateDictEvents(Protocol):
-    """Gets the begin and end of every module's `state_dict()`."""
+    """Gets the begin and end of every module's `state_dict()`, and what its `load_state_dict()` is about to load."""
 
     def enter_state_dict(self) -> None: ...
 
     def exit_state_dict(self) -> None: ...
+
+    def take_parts(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None: ...
 
 
 class _ModuleHook(OwnHook):
@@ -150,10 +153,16 @@ class Hooks:
         def after_state_dict(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
             state_dicts.exit_state_dict()
 
+        def before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            state_dicts.take_parts(module, state, prefix)
+
         pre, post = _ModuleHook(before_state_dict, watched), _ModuleHook(after_state_dict, watched)
+        load = _ModuleHook(before_loading, watched)
         for module in forwards.modules:
             self._handles.append(module.register_state_dict_pre_hook(pre))
             self._handles.append(module.register_state_dict_post_hook(post))
+            if any(cuts_of(p) for p in module.parameters(recurse=False)):
+                self._handles.append(module.register_load_state_dict_pre_hook(load))
         for chunk in chunks:
             for index, parameter in enumerate(chunk.parameters):
                 if parameter.requires_grad:

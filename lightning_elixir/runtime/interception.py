@@ -74,6 +74,7 @@ class Interception:
         self._classes: list[list[tuple[nn.Parameter, type, type]]] = []  # per chunk: parameter, plain, intercepting
         self._parameters = [p for chunk in chunks for p in chunk.parameters]
         self._frozen = [chunk for chunk in chunks if not chunk.spec.requires_grad]
+        self._set_to_themselves = _set_to_themselves(engine.module)
         for chunk in chunks:
             rows = []
             for parameter in chunk.parameters:
@@ -159,8 +160,9 @@ class Interception:
     def _count(self) -> list[int]:
         """Autograd's version counter of every parameter: users' writes and updates show in it, chunks that move do
         not."""
+        excepted = self._set_to_themselves
         with torch._C.DisableTorchFunctionSubclass():
-            return [p._version for p in self._parameters]
+            return [0 if id(p) in excepted else p._version for p in self._parameters]
 
     def forget_versions(self) -> None:
         """No forward waits for its backward any more."""
@@ -556,6 +558,23 @@ class Interception:
         if mine.depth == 0:
             mine.whole = None
 
+    def take_parts(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """`load_state_dict()` gets whole values, as `state_dict()` gives them: of a module's own parameters that are
+        cut, put this rank's parts in their places.
+
+        Args:
+            state: What is loaded, by name; a dict of its own.
+            prefix: Of the module's names.
+        """
+        groups = self._engine.groups
+        for name, parameter in module._parameters.items():
+            home = None if parameter is None else self._engine.home_of(parameter)
+            value = state.get(prefix + name)
+            if home is not None and isinstance(value, Tensor):
+                member = home[0].spec.members[home[1]]
+                if tuple(value.shape) == groups.whole_shape(member):
+                    state[prefix + name] = groups.part_of(member, value)
+
     def forget_state_dict(self) -> None:
         """Values change now: what an exception may have left of a `state_dict()` is none."""
         self._num_changes += 1
@@ -608,3 +627,10 @@ def _is_same(values: Tensor, stored: Tensor | None) -> bool:
         return False
     bits = BITS[values.dtype.itemsize]
     return torch.equal(values.to(stored.device).view(bits), stored.view(bits))
+
+
+def _set_to_themselves(model: nn.Module) -> frozenset[int]:
+    """The `id` of each parameter that peft adapts by itself, such as the experts of a mixture in one parameter: in each
+    forward torch makes it a parametrized one, by `p.set_(p)`, which counts as a write."""
+    wrappers: list[Any] = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
+    return frozenset(id(wrapper.get_param()) for wrapper in wrappers)

@@ -9,6 +9,7 @@ Where every chunk is resident no rank wants any, so that hosts need not meet in 
 each other once more, with gradients to reduce; peers along "tensor" do so at the same points of the same graph, so if
 nothing else is cut they need not meet there either (ranks that share experts have other tokens, and so other points).
 They meet for the first exchanges all the same, to compare, and tell at the end of each backward how many there were.
+As long as some rank may meet in a forward all wait at its end, where they serve those that have more exchanges.
 
 A rank that runs a batch again alone, as its memory ran out, would come to the exchanges of that batch anew while its
 peers wait in the middle of it, and values would be mixed. So exchanges are numbered, and a run that begins again breaks
@@ -52,6 +53,8 @@ class PatternWire:
         self._num_met = dict.fromkeys(self._comms, 0)
         is_like_peers = mesh.expert == 1
         self._free_phases = (Phase.FORWARD, Phase.BACKWARD) if is_like_peers else (Phase.FORWARD,)
+        self.meets_in_forwards = not mesh.is_trivial
+        """Whether ranks meet in forwards also where every chunk is resident; the same on all."""
 
     def meet(self, axis: str, message: Sequence[int]) -> list[list[int]]:
         """See `Wire.meet`.
@@ -92,6 +95,8 @@ class PatternWire:
                 common = [[counts[rank][index]] for rank in ranks]
                 if any(one != common[0] for one in common):
                     raise self._divergence(axis, common, ranks)
+        if self._engine.groups.mesh.expert == 1:  # else ranks tell in each exchange of tokens how many there are
+            self.meets_in_forwards = any(number <= _NUM_COMPARED for row in counts for number in row)
 
     def note_rerun(self) -> None:
         """This rank runs a batch from its beginning again."""

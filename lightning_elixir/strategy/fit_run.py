@@ -14,6 +14,7 @@ from lightning_elixir._lightning import GradientAccumulationScheduler, Lightning
 from lightning_elixir.core.waits import SETUP
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optimizer import ElixirOptimizer
+from lightning_elixir.patterns.placed import placed_modules
 from lightning_elixir.plan.ignored import ignored_in_fp32
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile
@@ -167,6 +168,9 @@ class FitRun:
     def _dry_run(self, batch: Any, batch_idx: int) -> MemoryProfile:
         if not self._module.automatic_optimization:
             raise PlanError("under manual optimization a batch may have several steps")
+        if next(placed_modules(self._module), None) is not None:
+            # Torch keeps masks of DTensors from one operator to the next: one without values would stay for good.
+            raise PlanError("parallelize_module() has cut the model, whose DTensors need values")
         plan = self._handle.engine.plan
         return dry_run(
             self._module,

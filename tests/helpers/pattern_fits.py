@@ -45,7 +45,8 @@ OF_LLAMA = {
 
 
 def make(kind: str) -> nn.Module:
-    """A model by its name, up to a "+"; with activation checkpointing where the name ends with "checkpointed"."""
+    """A model by its name, up to a "+"; with activation checkpointing where the name ends with "checkpointed", with a
+    frozen embedding where it begins with "frozen"."""
     torch.manual_seed(5)
     kind, is_checkpointed = kind.partition("+")[0], kind.endswith("checkpointed")
     if kind in ("language", "mixture"):
@@ -54,21 +55,25 @@ def make(kind: str) -> nn.Module:
     if kind == "mixtral":
         config = transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
         return transformers.MixtralForCausalLM(config)
-    if kind == "qwen3_moe":
+    if kind in ("qwen3_moe", "lora_of_experts"):
         more = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
-        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL, **more))
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL, **more))
+        return model if kind == "qwen3_moe" else _adapted(model, ["q_proj", "down_proj"])
     options = {**SMALL, "vocab_size": 63 if kind == "uneven" else 64}
     # parallelize_module() makes two parameters of one that is tied.
-    config = transformers.LlamaConfig(**options, tie_word_embeddings=kind != "untied_llama")
+    config = transformers.LlamaConfig(**options, tie_word_embeddings=not kind.endswith("untied_llama"))
     model = transformers.LlamaForCausalLM(config)
+    model.get_input_embeddings().requires_grad_(not kind.startswith("frozen"))
     if is_checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-    if kind != "lora":
-        return model
+    return _adapted(model, ["q_proj", "o_proj", "down_proj"]) if kind == "lora" else model
+
+
+def _adapted(model: nn.Module, targets: list[str]) -> nn.Module:
     peft = pytest.importorskip("peft")
-    targets = ["q_proj", "o_proj", "down_proj"]
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    made: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    return made
 
 
 def cut_by_torch(net: Any, mesh: Any) -> None:

@@ -11,8 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_elixir.errors import DivergenceError, PeerLostError
+from lightning_elixir.patterns.apply import put_in
+from lightning_elixir.plan.mesh import Mesh
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
-from tests.helpers.patterns import Case, batch, build
+from tests.helpers.patterns import TENSOR, Case, batch, build, difference
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import full
 
 TIGHT = {"placement_policy": "cpu", "chunk_size": 6000}
@@ -125,18 +129,17 @@ class Branching(nn.Module):
         return loss if branch else loss + self.net(tokens)
 
 
-def branches() -> tuple[float, dict[str, Tensor]]:
-    from lightning_elixir.patterns.apply import put_in
-    from lightning_elixir.plan.mesh import Mesh
-    from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
-    from tests.helpers.patterns import TENSOR
-    from tests.helpers.plans import make_plan
-
+def branching(plan: dict[str, Any]) -> tuple[ElixirModule, Mesh]:
     mesh, rank = Mesh(4, 2), dist.get_rank()
     torch.manual_seed(0)
     model = Branching()
     put_in(model, {f"net.{k}" if k[0] != "*" else k: v for k, v in TENSOR.items()}, mesh, rank)
-    module = ElixirModule(model, make_plan(model, mesh=mesh, **TIGHT))
+    return ElixirModule(model, make_plan(model, mesh=mesh, **plan)), mesh
+
+
+def branches() -> tuple[float, dict[str, Tensor]]:
+    (module, mesh), rank = branching(TIGHT), dist.get_rank()
+    model = module.module
     optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer.backward(module(batch(0, mesh.batch_of(rank)), mesh.batch_of(rank)))
     optimizer.step()
@@ -147,8 +150,6 @@ def branches() -> tuple[float, dict[str, Tensor]]:
 
 
 def test_groups_that_branch_apart() -> None:
-    from tests.helpers.patterns import difference
-
     torch.manual_seed(0)
     model = Branching()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -157,6 +158,27 @@ def test_groups_that_branch_apart() -> None:
     for evictions, state in run_ranks(branches, 4):
         assert evictions > 0
         assert difference(state, model.state_dict()) < 1e-5
+
+
+def branches_without_gradients() -> tuple[bool, int]:
+    """What comes after each forward is a collective that knows nothing of patterns, as of metrics."""
+    module, mesh = branching({"placement_policy": "cuda", "chunk_size": 6000})
+    of = mesh.batch_of(dist.get_rank())
+    losses = []
+    for step in range(3):
+        with torch.no_grad():
+            losses.append(module(batch(step, of), of))
+        module.engine.comm.exchange_objects(step)
+    evictions = module.stats().evictions
+    module.close()
+    torch.manual_seed(0)
+    model = Branching()
+    close = all(torch.allclose(loss, model(batch(step, of), of), atol=1e-5) for step, loss in enumerate(losses))
+    return close, evictions
+
+
+def test_groups_that_branch_apart_where_all_is_resident() -> None:
+    assert run_ranks(branches_without_gradients, 4) == [(True, 0)] * 4
 
 
 def runs_again_where_hosts_do_not_meet() -> tuple[str, str]:

@@ -20,14 +20,15 @@ from lightning_elixir.plan.memory import Budget
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.problem import PlacementRequest
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.planning import make_plan, place_anew
+from lightning_elixir.planning import place_anew
 from lightning_elixir.profiling.parameters import module_accesses
 from lightning_elixir.runtime import offloading
 from lightning_elixir.runtime.averages import Averages
-from lightning_elixir.wrapper import ElixirModule
+from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.once import computed_once
 from tests.helpers.patterns import Case, Language, difference, train_plain, train_ranks
+from tests.helpers.plans import make_plan
 from tests.helpers.tiers import telling
 
 TIGHT = {"placement_policy": "cpu", "chunk_size": 6000}
@@ -168,13 +169,6 @@ class Chain(nn.Module):
 
 
 def chain(world: int) -> list[torch.Tensor]:
-    import torch.distributed as dist
-
-    from lightning_elixir.patterns.apply import put_in
-    from lightning_elixir.plan.mesh import Mesh
-    from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
-    from tests.helpers.plans import make_plan
-
     torch.manual_seed(1)
     model, x = Chain(), torch.randn(2, 6, 8)
     if world > 1:
@@ -218,7 +212,7 @@ def _averages_that_come_back() -> tuple[dict[str, bool], bool]:
     mesh = Mesh(2, tensor=2)
     put_in(model, {"0": Column(), "2": Row()}, mesh, rank)
     budget = Budget(cpu_bytes=10**9)
-    plan = make_plan(model, PlacementRequest("cpu"), mesh=mesh, budget=budget, compute_dtype=torch.float32)
+    plan = make_plan(model, placement_policy="cpu", mesh=mesh, cpu_bytes=10**9, compute_dtype=torch.float32)
     module = ElixirModule(model, plan, device="cpu")
     averages = Averages(module.engine, lambda average, value, count: average)
     averages.load(whole)
@@ -235,3 +229,48 @@ def test_averages_are_loaded_by_parts_and_places_change_by_them() -> None:
     assert first == {"0.weight": True, "2.weight": True}
     assert same
     assert other
+
+
+class Casting(nn.Module):
+    """Experts that give another dtype than their tokens have, as products under autocast do."""
+
+    def __init__(self, results: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16, 16) / 16)
+        self.results = results
+
+    def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        chosen = self.weight.to(torch.bfloat16)[experts[:, 0]]
+        made = torch.einsum("nj,nij->ni", tokens.to(torch.bfloat16), chosen)
+        return made if self.results == "narrow" else made[:, :8]
+
+
+def _cast(results: str) -> tuple[float, str]:
+    """All tokens go to the experts of rank 0."""
+    torch.manual_seed(0)
+    model, mesh = nn.ModuleList([Casting(results)]), Mesh(2, expert=2)
+    numbers = torch.tensor([[1, 0]]).repeat(6, 1)
+    tokens, weights = torch.randn(6, 16), torch.ones(6, 2)
+    expected = sum(model[0](tokens, numbers[:, k : k + 1], weights).detach().float() for k in (0, 1))
+    put_in(model, {"0": Expert()}, mesh, dist.get_rank())
+    module = ElixirModule(model, make_plan(model, mesh=mesh, **TIGHT))
+    try:
+        found = model[0](tokens, numbers, weights).detach()
+    except Exception as error:
+        module.engine.comm.leave(error)
+        return 0.0, f"{type(error).__name__}: {error}"
+    difference = float((found - expected).abs().max())
+    module.close()
+    return difference, str(found.dtype)
+
+
+def test_experts_that_give_another_dtype_than_that_of_tokens() -> None:
+    """A rank without tokens cannot see which."""
+    assert run_ranks(_cast, 2, "narrow") == [(0.0, "torch.float32")] * 2
+
+
+@pytest.mark.full
+def test_experts_that_give_another_shape() -> None:
+    (_, first), (_, second) = run_ranks(_cast, 2, "short", fresh=True)
+    assert "returns a tensor like its tokens, [24, 16], and gave [24, 8]" in first
+    assert "PeerLostError" in second

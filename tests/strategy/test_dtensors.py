@@ -45,8 +45,9 @@ KINDS = ["untied_llama", "language", "language+checkpointed", "untied_llama+chec
 )
 def test_equals_plain_training(kind: str, world: int) -> None:
     kind = kind.replace("+", "+dtensors-") if "+" in kind else f"{kind}+dtensors"
-    expected = fit_plain(kind, world // 2)
-    found, evictions = run_ranks(fit, world, kind, 2, 1, {}, {}, init_group=False)[0]
+    short = {"limit_train_batches": 2}
+    expected = fit_plain(kind, world // 2, **short)
+    found, evictions = run_ranks(fit, world, kind, 2, 1, {}, short, init_group=False)[0]
     assert evictions > 0
     assert difference(found, expected) < CLOSE
 
@@ -66,6 +67,17 @@ def test_under_options(kind: str, way: str) -> None:
     expected = fit_plain(kind, 1, **of_trainer)
     found, evictions = run_ranks(fit, 2, f"{kind}+dtensors", 2, 1, options, of_trainer, init_group=False)[0]
     assert evictions > 0 or way == "resident"
+    assert difference(found, expected) < CLOSE
+
+
+@pytest.mark.full
+def test_a_frozen_embedding_where_placements_are_searched() -> None:
+    """Torch keeps the mask of an embedding that is cut from one operator to the next: one of a dry run, which had
+    broken off in between, was there in the first step."""
+    expected = fit_plain("frozen_untied_llama", 1)
+    options = {"placement_policy": "auto", "gpu_memory_limit": "120KiB"}
+    found, evictions = run_ranks(fit, 2, "frozen_untied_llama+dtensors", 2, 1, options, {}, init_group=False)[0]
+    assert evictions > 0
     assert difference(found, expected) < CLOSE
 
 

@@ -34,6 +34,8 @@ KINDS = [
     pytest.param("llama", 2, 1, id="llama"),
     pytest.param("uneven", 2, 1, id="llama-vocabulary-left-whole"),
     pytest.param("lora", 2, 1, id="llama-lora"),
+    pytest.param("lora_of_experts", 1, 1, id="qwen3_moe-lora-of-experts-sharding"),
+    pytest.param("lora_of_experts", 2, 1, id="qwen3_moe-lora-of-experts-tensor"),
 ]
 
 
@@ -91,6 +93,31 @@ def test_one_model_with_other_sizes_in_every_fit() -> None:
     for _ in range(3):
         trainer_of("auto", 1).fit(model, DataLoader(Tokens(), batch_size=4))
     found = run_ranks(other_patterns_later, 2, "mixtral", init_group=False)[0]
+    assert difference(found, model.state_dict()) < CLOSE
+
+
+class Restoring(Model):
+    """Loads what its own `state_dict()` gives, halved, between two steps."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 2:
+            self.load_state_dict({name: value / 2 for name, value in self.state_dict().items()})
+
+
+def restores(kind: str, tensor: int, expert: int) -> dict[str, Tensor]:
+    strategy = ElixirStrategy(tensor_parallel_size=tensor, expert_parallel_size=expert, **TIGHT)
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    sampler = DistributedSampler(Tokens(), num_replicas=world // tensor, rank=rank // tensor, shuffle=False)
+    trainer_of(strategy, world).fit(Restoring(kind), DataLoader(Tokens(), batch_size=4 // world, sampler=sampler))
+    return {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "tensor", "expert"), [("mixtral", 1, 2), ("untied_llama+dtensors", 2, 1)], ids=str)
+def test_a_module_loads_whole_values_between_steps(kind: str, tensor: int, expert: int) -> None:
+    model = Restoring(kind.partition("+")[0])
+    trainer_of("auto", 1).fit(model, DataLoader(Tokens(), batch_size=4 // tensor))
+    found = run_ranks(restores, 2, kind, tensor, expert, init_group=False)[0]
     assert difference(found, model.state_dict()) < CLOSE
 
 
@@ -213,6 +240,22 @@ def refused(name: str) -> str:
 def test_patterns_that_do_not_fit_the_model_are_refused_on_every_rank(name: str) -> None:
     told = run_ranks(refused, 2, name, init_group=False)
     assert all(REFUSED[name][1] in text for text in told)
+
+
+def refuses_adapted_experts() -> str:
+    trainer = trainer_of(ElixirStrategy(expert_parallel_size=2), int(os.environ["WORLD_SIZE"]))
+    try:
+        trainer.fit(Model("lora_of_experts"), DataLoader(Tokens(), batch_size=2))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_experts_with_adapters_are_not_spread() -> None:
+    for text in run_ranks(refuses_adapted_experts, 2, init_group=False):
+        assert "Expert cannot spread experts that peft has adapted" in text
 
 
 def too_few() -> None:
