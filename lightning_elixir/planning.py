@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -223,7 +223,8 @@ def _decided(
         beside = replace(problem, budget=budget, ignored_bytes=nbytes)
         plan = _decided(layouts, beside, profile, ())
         return replace(plan, ignored=ignored, notes={**plan.notes, "ignored_bytes": nbytes})
-    candidates = [_candidate(one, profile, problem, problem.blocks) for one in layouts]
+    fated = cache(partial(_with_fates, profile))  # the same for all chunk sizes
+    candidates = [_candidate(one, profile, fated, problem, problem.blocks) for one in layouts]
     if problem.request.policy == "auto":
         return search(candidates, problem)
     candidate = candidates[0]
@@ -245,18 +246,35 @@ def _decided(
     return with_alternatives(plan, tried)
 
 
+def _with_fates(
+    profile: MemoryProfile | StepProfile | None, blocks: tuple[ModelBlock, ...]
+) -> MemoryProfile | StepProfile | None:
+    return with_fates(profile, blocks) if isinstance(profile, MemoryProfile) else profile
+
+
 def _candidate(
-    layout: Layout, profile: MemoryProfile | StepProfile | None, problem: Problem, blocks: tuple[ModelBlock, ...]
+    layout: Layout,
+    profile: MemoryProfile | StepProfile | None,
+    fated: Callable[[tuple[ModelBlock, ...]], MemoryProfile | StepProfile | None],
+    problem: Problem,
+    blocks: tuple[ModelBlock, ...],
 ) -> Candidate:
     """The chunks, and what a step does to them with these fates of activations. Where the plan is to choose those, and
-    a dry run tells what they mean, others can be asked for."""
-    fated = with_fates(profile, blocks) if isinstance(profile, MemoryProfile) else profile
+    a dry run tells what they mean, others can be asked for.
+
+    Args:
+        layout: The chunks.
+        profile: Of a step, as far as that is known.
+        fated: The same with fates.
+        problem: What is asked, and limits.
+        blocks: Fates.
+    """
     is_searched = problem.request.activations.is_searched and isinstance(profile, MemoryProfile) and profile.visits
     return Candidate(
         layout,
-        _profile_over(layout, fated, problem),
+        _profile_over(layout, fated(blocks), problem),
         blocks,
-        partial(_candidate, layout, profile, problem) if is_searched else None,
+        partial(_candidate, layout, profile, fated, problem) if is_searched else None,
     )
 
 

@@ -60,6 +60,8 @@ class ActivationMoves:
     """The computing begins when what was to come back before is there."""
 
     def __add__(self, later: ActivationMoves) -> ActivationMoves:
+        if later is NO_MOVES or self is NO_MOVES:
+            return self if later is NO_MOVES else later
         return ActivationMoves(
             self.out_bytes + later.out_bytes, self.in_bytes + later.in_bytes, self.is_awaited or later.is_awaited
         )
@@ -69,6 +71,7 @@ class ActivationMoves:
 
 
 NO_MOVES = ActivationMoves()
+"""Of nearly all intervals, which is told by identity where simulations ask for each of them."""
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,10 @@ class StepProfile:
         Args:
             changed: From those of an interval to others.
         """
-        intervals = (replace(i, non_model_bytes=changed(i.non_model_bytes)) for i in self.intervals)
+        intervals = [
+            StepInterval(i.compute_s, changed(i.non_model_bytes), i.grads, i.is_backward, i.moves)
+            for i in self.intervals
+        ]
         return replace(self, intervals=tuple(intervals))
 
 

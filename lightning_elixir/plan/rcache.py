@@ -146,14 +146,14 @@ class RCache:
             What to evict and fetch. The chunks count as resident from here on.
         """
         ids = tuple(ids)
-        needed = tuple(dict.fromkeys(i for i in ids if i in self.cost_blocks))
+        needed = tuple(dict.fromkeys([i for i in ids if i in self.cost_blocks]))
         if is_traced:
             self._advance(ids)
-        missing = tuple(i for i in needed if i not in self._resident)
+        missing = tuple([i for i in needed if i not in self._resident])
         counts = self._counts
         evict: tuple[int, ...] = ()
         if missing or self._used_blocks > self.budget_blocks:
-            room = sum(self.cost_blocks[i] for i in missing)
+            room = sum([self.cost_blocks[i] for i in missing])
             evict = self._make_room(room, needed, held)
             if self._used_blocks + room > self.budget_blocks:
                 counts["overflows"] += 1

@@ -30,6 +30,7 @@ class FatesTried:
         names: Sequence[str],
         seconds: Callable[[Candidate], float],
         num_backwards: int,
+        first_seconds: Callable[[Candidate], float] | None = None,
     ) -> tuple[FatesTried, ...]:
         """Those that are worth a look, the best first; where nothing fits, those that take least of the device.
 
@@ -38,6 +39,7 @@ class FatesTried:
             names: Of the blocks, in the order of forward.
             seconds: Of a step under the placement that is best for it; infinite where nothing fits.
             num_backwards: Micro-batches of a step.
+            first_seconds: As `seconds`, under some placement, which takes less to find; asked before.
         """
         candidates: dict[Mix, Candidate] = {}
         found: dict[Mix, float] = {}
@@ -47,11 +49,16 @@ class FatesTried:
                 candidates[mix] = candidate_of(mix.blocks(names))
             return candidates[mix]
 
-        def look(mix: Mix) -> float:
-            found[mix] = seconds(candidate(mix))
+        def first(mix: Mix) -> float:
+            found[mix] = seconds(candidate(mix)) if first_seconds is None else first_seconds(candidate(mix))
             return found[mix]
 
-        best = best_mix(len(names), look, lambda mix: num_backwards * candidate(mix).profile.compute_s)
+        def look(mix: Mix) -> float:
+            if first_seconds is not None:
+                found[mix] = seconds(candidate(mix))
+            return found[mix]
+
+        best = best_mix(len(names), first, look, lambda mix: num_backwards * candidate(mix).profile.compute_s)
         if best is None:
             best = Mix(recomputed=len(names))
             found[best] = math.inf

@@ -17,10 +17,11 @@ test compares them with every placement of small models.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, product
+from typing import overload
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
@@ -44,6 +45,7 @@ from lightning_elixir.plan.placing.spilling import Spilling, in_host_memory
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, scheme_of, simulate_step
+from lightning_elixir.plan.tables import Table
 from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 
@@ -54,6 +56,7 @@ _LEAST_ACTIVATIONS = 10
 # A climb tries about twenty neighbours a round; more than a few rounds bring nothing.
 _MOST_ROUNDS = 6
 _MOST_SIMULATIONS = 80
+_MOST_CLIMBING = 20  # from what is good elsewhere
 # Where chunks are few, each weighs much and they differ in size: then chunks are also moved and exchanged one by one.
 _FEW_CHUNKS = 16
 _VERY_FEW_CHUNKS = 6
@@ -127,17 +130,27 @@ def _fates_tried(candidate: Candidate, problem: Problem) -> tuple[FatesTried, ..
         return ()
     names = [block.name for block in problem.blocks]
     best: list[tuple[float, Choice]] = []  # to start from with other fates
+    searches = Table[Candidate, _LayoutSearch](lambda one: _LayoutSearch(one, problem))
+    starts = Table[_LayoutSearch, Outcome | None](lambda one: one.start(best[0][1] if best else None))
 
-    def seconds(one: Candidate) -> float:
-        looked = _LayoutSearch(one, problem)
-        outcome = looked.best(best[0][1] if best else None)
+    def seconds_of(looked: _LayoutSearch, outcome: Outcome | None) -> float:
         if outcome is None:
             return math.inf
         if not best or outcome.felt_s < best[0][0]:
             best[:] = [(outcome.felt_s, looked.relative(outcome.choice))]
         return outcome.felt_s
 
-    return FatesTried.all_of(candidate.with_fates, names, seconds, problem.regime.num_backwards)
+    def first_seconds(one: Candidate) -> float:
+        looked = searches(one)
+        return seconds_of(looked, starts(looked))
+
+    def seconds(one: Candidate) -> float:
+        looked = searches(one)
+        start = starts(looked)
+        return seconds_of(looked, None if start is None else looked.climbed(start))
+
+    num_backwards = problem.regime.num_backwards
+    return FatesTried.all_of(candidate.with_fates, names, seconds, num_backwards, first_seconds)
 
 
 def _with_fates_of_its_own(
@@ -217,27 +230,52 @@ class _LayoutSearch(Space):
         Args:
             seed: The best choice of another layout, as shares of a thousand, to start from instead of the grid.
         """
+        start = self.start(seed)
+        if start is None or start.choice == self.everything:
+            return start
+        return self._climbed(start, _MOST_SIMULATIONS if seed is None else self.num_simulations + _MOST_CLIMBING)
+
+    def start(self, seed: Choice | None) -> Outcome | None:
+        """An outcome to climb from; None if nothing fits. As `best`."""
         everything = self.look(self.everything)
         if everything.times is not None:
             self.look(Choice(kept=len(self.layout.packed), streamed_share=self._balanced_share()))
             return everything
         starts = list(self._grid() if seed is None else self._near(seed))
-        fitting = [o for o in map(self.look, starts) if o.times is not None]
-        if not fitting:
+        best = self._best_of(starts, None)
+        if best is None:
             depth = self._depths()[-1]
-            extremes = (replace(c, depth=depth) for c in (self._least_gpu(), self._least_host()))
-            fitting = [o for o in map(self.look, extremes) if o.times is not None]
-        if not fitting:
-            return None
-        most = _MOST_SIMULATIONS if seed is None else self.num_simulations + _MOST_SIMULATIONS // 4
-        return self._climbed(min(fitting, key=rank), most)
+            best = self._best_of((replace(c, depth=depth) for c in (self._least_gpu(), self._least_host())), None)
+        return best
+
+    def climbed(self, start: Outcome) -> Outcome:
+        """The best that a short climb from there leads to."""
+        if start.choice == self.everything:
+            return start
+        return self._climbed(start, self.num_simulations + _MOST_CLIMBING)
+
+    @overload
+    def _best_of(self, choices: Iterable[Choice], best: Outcome, most: float = ...) -> Outcome: ...
+
+    @overload
+    def _best_of(self, choices: Iterable[Choice], best: None, most: float = ...) -> Outcome | None: ...
+
+    def _best_of(self, choices: Iterable[Choice], best: Outcome | None, most: float = math.inf) -> Outcome | None:
+        """The fastest of these and `best`, of equals the first; until there have been so many simulations. None: there
+        is none that fits."""
+        for choice in choices:
+            if self.num_simulations >= most:
+                break
+            outcome = self.glimpse(choice, math.inf if best is None else best.felt_s)
+            if outcome.times is not None and (best is None or rank(outcome) < rank(best)):
+                best = outcome
+        return best
 
     def _climbed(self, best: Outcome, most: int) -> Outcome:
         """The best that neighbours lead to, until there have been so many simulations."""
         step = max(1, len(self.layout.packed) // 8)
         for _ in range(_MOST_ROUNDS):
-            neighbours = [self.look(c) for c in self._neighbours(best.choice, step) if self.num_simulations < most]
-            better = min([best, *neighbours], key=rank)
+            better = self._best_of(self._neighbours(best.choice, step), best, most)
             if better is best and step == 1:
                 break
             if better is best:
@@ -254,7 +292,7 @@ class _LayoutSearch(Space):
         if len(self.layout.packed) > _FEW_CHUNKS or outcome.choice == self.everything:
             return outcome
         starts: dict[int, Outcome] = {}
-        for known in sorted(self.outcomes.values(), key=rank):
+        for known in sorted(map(self.look, list(self.outcomes)), key=rank):
             if known.times is not None:
                 starts.setdefault(sum(c.optim_tier is Tier.GPU for c in known.chunks), known)
         ordered = sorted(starts.values(), key=rank)[:_NUM_STARTS]
@@ -262,8 +300,7 @@ class _LayoutSearch(Space):
         for start in ordered:
             best = start
             while self.num_simulations < most:
-                neighbours = [self.look(c) for c in self._one_by_one(best.choice) if self.num_simulations < most]
-                better = min([best, *neighbours], key=rank)
+                better = self._best_of(self._one_by_one(best.choice), best, most)
                 if better is best:
                     break
                 best = better
@@ -329,6 +366,10 @@ class _LayoutSearch(Space):
             turned = replace(at, streamed_share=share, kept=0)
             turned = replace(turned, resident=min(at.resident, self._most_resident(turned)))
             yield replace(turned, kept=min(at.kept, self._most_kept(turned)))
+        # Nor of how much fits beside other activations.
+        for share in dict.fromkeys((0.0, self._balanced_share())):
+            base = Choice(streamed_share=share, depth=at.depth)
+            yield replace(base, resident=self._most_resident(base))
 
     def _grid(self) -> Iterator[Choice]:
         depth = self._depths()[-1]
@@ -592,6 +633,7 @@ def _alternatives(
         )
         if kind not in kinds or rank(outcome) < rank(kinds[kind][1]):
             kinds[kind] = one, outcome
+    kinds = {kind: (one, one.look(outcome.choice)) for kind, (one, outcome) in kinds.items()}
     said = {describe_placement(best.chunks, best.blocks, best.choice.depth)}
     result: list[Alternative] = []
     for one, outcome in sorted(kinds.values(), key=lambda item: rank(item[1])):

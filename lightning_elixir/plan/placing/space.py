@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,13 +14,14 @@ from lightning_elixir.plan.placing.spilling import Spilling
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.simulator.timeline import RCacheScripts, StepSimulator, compressed
-from lightning_elixir.plan.types import ChunkSpec, StepTimes, Tier, UpdateTiming
+from lightning_elixir.plan.types import ChunkSpec, Plan, StepTimes, Tier, UpdateTiming
 
 KEPT = Site(Tier.GPU, Tier.CPU, True)
 SHARDED = Site(Tier.GPU, Tier.GPU, False)
 SHARDED_PARAMS = Site(Tier.GPU, Tier.CPU, False)
 PATTERNS = ("first", "last", "spread", "smallest")
 DEPTHS = (2, 4, 8)
+_ROUNDING = 1e-9  # of sums of times in another order
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Outcome:
     """Of a step; None if it does not fit."""
     handling_s: float = 0.0
     """The host's work to have chunks moved and updated, which is not in `times`."""
+    is_glimpsed: bool = False
+    """It is slower than it had to be, and no more was found than that: `times` are too short."""
 
     @property
     def felt_s(self) -> float:
@@ -165,31 +169,46 @@ class Space:
 
     def look(self, choice: Choice) -> Outcome:
         """Build, check against the limits, and simulate."""
+        return self.glimpse(choice, math.inf)
+
+    def glimpse(self, choice: Choice, limit_s: float) -> Outcome:
+        """As `look`, but of a step that feels longer than `limit_s`, no more is found than that."""
         known = self.outcomes.get(choice)
-        if known is not None:
+        if known is not None and not (known.is_glimpsed and known.felt_s <= limit_s):
             return known
         wanted = self.placer.at(self._sites(choice)).with_spares(choice.spare_pattern, choice.spares)
         depth = 0 if not wanted.managed else choice.depth
         same = self._by_placement.get((wanted, depth))  # other numbers that come to the same
-        if same is None:
-            same = self._by_placement[wanted, depth] = self._looked(choice, self._within_host(wanted))
+        if same is None or (same.is_glimpsed and same.felt_s <= limit_s):
+            same = self._by_placement[wanted, depth] = self._looked(choice, self._within_host(wanted), limit_s)
         outcome = self.outcomes[choice] = replace(same, choice=choice)
         return outcome
 
-    def _looked(self, choice: Choice, placement: Placement) -> Outcome:
+    def _looked(self, choice: Choice, placement: Placement, limit_s: float) -> Outcome:
+        """Of a step that feels longer than `limit_s`, only that."""
         blocks, use = placement.blocks, placement.use
-        times, handling_s = None, 0.0
+        times, handling_s, is_glimpsed = None, 0.0, False
         if (
             self._fits_gpu(placement)
             and self._fits_host(use.host_bytes)
             and use.nvme_bytes <= self.problem.budget.nvme_bytes
         ):
             plan = self.placer.bare_plan(placement.chunks, blocks, choice.depth, "auto")
-            times = self._simulator.run(plan).times
             handling_s = self._simulator.handling_s(placement.chunks)
+            times = self._times(plan, limit_s - handling_s)
+            is_glimpsed = times.total_s + handling_s > limit_s
             self.num_simulations += 1
         gpu_bytes = placement.gpu_bytes(blocks)
-        return Outcome(choice, placement.chunks, gpu_bytes, use.host_bytes, use.nvme_bytes, blocks, times, handling_s)
+        found = Outcome(choice, placement.chunks, gpu_bytes, use.host_bytes, use.nvme_bytes, blocks, times)
+        return replace(found, handling_s=handling_s, is_glimpsed=is_glimpsed)
+
+    def _times(self, plan: Plan, limit_s: float) -> StepTimes:
+        """Of a step; of one that takes longer than `limit_s`, some that say so."""
+        if math.isfinite(limit_s):
+            least = self._simulator.least(plan.chunks, plan.update_timing)
+            if least.total_s > limit_s * (1 + _ROUNDING):
+                return least
+        return self._simulator.run(plan, limit_s=limit_s).times
 
     def _fits_gpu(self, placement: Placement) -> bool:
         limit = self.problem.budget.gpu_bytes

@@ -59,7 +59,7 @@ class Work:
 class _Site(ABC):
     """A queue of updates, and what does them one after the other."""
 
-    def __init__(self, h2d: Bus, d2h: Bus, record: Record, done: dict[int, float]) -> None:
+    def __init__(self, h2d: Bus, d2h: Bus, record: Record | None, done: dict[int, float]) -> None:
         self.h2d, self.d2h, self.record, self.done = h2d, d2h, record, done
         self.free_s = 0.0
         self.waiting: list[Work] = []
@@ -118,7 +118,7 @@ class _Site(ABC):
 
 
 class _Host(_Site):
-    def __init__(self, h2d: Bus, d2h: Bus, record: Record, done: dict[int, float], cpu: Bus) -> None:
+    def __init__(self, h2d: Bus, d2h: Bus, record: Record | None, done: dict[int, float], cpu: Bus) -> None:
         super().__init__(h2d, d2h, record, done)
         self.cpu = cpu
         self._held: list[tuple[Work, float]] = []  # updated, with values that may not go up yet
@@ -133,7 +133,8 @@ class _Host(_Site):
 
     def _update(self, work: Work) -> float:
         start_s, self.free_s = self.cpu.reserve(max(self.free_s, work.ready_s), work.seconds)
-        self.record("cpu", start_s, self.free_s, f"update {work.chunk_id}")
+        if self.record is not None:
+            self.record("cpu", start_s, self.free_s, f"update {work.chunk_id}")
         return self.free_s
 
     def let_go(self, now_s: float) -> None:
@@ -144,7 +145,8 @@ class _Host(_Site):
 
     def _write_back(self, work: Work, from_s: float) -> float:
         begin_s, end_s = self.h2d.reserve(from_s, work.write_back_s)
-        self.record("h2d", begin_s, end_s, f"write back {work.chunk_id}")
+        if self.record is not None:
+            self.record("h2d", begin_s, end_s, f"write back {work.chunk_id}")
         return end_s
 
 
@@ -152,7 +154,9 @@ class _HostOverDisk(_Host):
     """States are read into buffers, in the order of the queue, also before gradients have landed; the host updates what
     is there; then they are written back. Reads and writes share the disk, first come, first served."""
 
-    def __init__(self, h2d: Bus, d2h: Bus, record: Record, done: dict[int, float], cpu: Bus, num_buffers: int) -> None:
+    def __init__(
+        self, h2d: Bus, d2h: Bus, record: Record | None, done: dict[int, float], cpu: Bus, num_buffers: int
+    ) -> None:
         super().__init__(h2d, d2h, record, done, cpu)
         self.disk = Bus()
         self.unread: list[Work] = []
@@ -198,14 +202,16 @@ class _HostOverDisk(_Host):
             self._free_buffers.remove(free_s)
             self.waiting.append(self.unread.pop(0))
             begin_s, end_s = self.disk.reserve(max(free_s, work.known_s), work.read_s)
-            self.record("nvme", begin_s, end_s, f"read states {work.chunk_id}")
+            if self.record is not None:
+                self.record("nvme", begin_s, end_s, f"read states {work.chunk_id}")
             work.ready_s = max(work.ready_s, end_s)
 
     def _update(self, work: Work) -> float:
         end_s = super()._update(work)
         self._read(end_s)  # all that the disk was asked for before
         begin_s, written_s = self.disk.reserve(end_s, work.write_s)
-        self.record("nvme", begin_s, written_s, f"store states {work.chunk_id}")
+        if self.record is not None:
+            self.record("nvme", begin_s, written_s, f"store states {work.chunk_id}")
         self._free_buffers.append(written_s)
         return end_s
 
@@ -230,8 +236,9 @@ class _Stream(_Site):
         begin_s, up_end_s = self.h2d.reserve(start_s, count * work.up_s)
         down_s, end_s = self.d2h.reserve(begin_s + work.up_s, count * work.down_s)
         end_s = max(end_s, begin_s + count * piece_s)
-        self.record("h2d", begin_s, up_end_s, f"update {work.chunk_id}")
-        self.record("d2h", down_s, down_s + count * work.down_s, f"update {work.chunk_id}")
+        if self.record is not None:
+            self.record("h2d", begin_s, up_end_s, f"update {work.chunk_id}")
+            self.record("d2h", down_s, down_s + count * work.down_s, f"update {work.chunk_id}")
         # A piece needs a slot, which one that still comes down has.
         self.free_s = max(begin_s + count * piece_s, end_s - (NUM_SLOTS - 1) * piece_s)
         work.num_pieces -= count
@@ -246,11 +253,11 @@ class Backlog:
     Args:
         h2d: The bus to the device, shared with fetches.
         d2h: The bus from the device, shared with gradients.
-        record: Told what is done when.
+        record: Told what is done when; None: nothing is.
         num_buffers: For states on NVMe.
     """
 
-    def __init__(self, h2d: Bus, d2h: Bus, record: Record, num_buffers: int = 0) -> None:
+    def __init__(self, h2d: Bus, d2h: Bus, record: Record | None, num_buffers: int = 0) -> None:
         self.cpu = Bus()
         """The host's worker."""
         self._done: dict[int, float] = {}

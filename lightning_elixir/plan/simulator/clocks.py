@@ -48,7 +48,7 @@ class Clocks:
         self.fetch, self.reduce = Lane(), Lane()
         self.activations_in, self.activations_out = Lane(), Lane()
         self.h2d, self.d2h = Bus(), Bus()
-        self.backlog = Backlog(self.h2d, self.d2h, record.span, num_nvme_buffers)
+        self.backlog = Backlog(self.h2d, self.d2h, record.span if record.is_detailed else None, num_nvme_buffers)
         self.busy = Busy()
 
     def begin_step(self) -> None:

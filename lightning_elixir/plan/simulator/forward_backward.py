@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_elixir.plan.activations import ActivationMoves
+from lightning_elixir.plan.activations import NO_MOVES, ActivationMoves
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.simulator.clocks import Clocks
@@ -80,7 +80,7 @@ class ForwardBackward:
         for access, interval in self._accesses:
             if access.fetches or access.awaited:
                 self._access(access)
-            if interval.moves:
+            if interval.moves is not NO_MOVES:
                 self._bring_activations(interval.moves)
             if is_detailed:
                 clocks.record.access(access.used_blocks)
@@ -92,7 +92,7 @@ class ForwardBackward:
                 self._compute(interval, f"chunk {', '.join(map(str, access.ids))}")
             else:
                 clocks.now_s += interval.compute_s
-            if interval.moves:
+            if interval.moves is not NO_MOVES:
                 self._send_activations(interval.moves)
             for chunk_id in interval.grads:
                 self._gradient(chunk_id)

@@ -32,6 +32,10 @@ class Bus:
         if seconds <= 0:
             return start_s, start_s
         begins, ends = self._begins, self._ends
+        if not ends or start_s >= ends[-1]:  # as mostly
+            begins.append(start_s)
+            ends.append(start_s + seconds)
+            return start_s, ends[-1]
         index = bisect_right(ends, start_s)
         while index < len(begins) and begins[index] - start_s < seconds:
             start_s = max(start_s, ends[index])

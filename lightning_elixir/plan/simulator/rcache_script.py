@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from lightning_elixir.plan.policy import CachePolicy
 from lightning_elixir.plan.rcache import Decision, RCache
@@ -13,8 +14,7 @@ from lightning_elixir.plan.types import AccessTrace, Acquire, Drop, Plan
 _NOTHING = Decision()
 
 
-@dataclass(frozen=True)
-class ScriptedAccess:
+class ScriptedAccess(NamedTuple):
     """One acquire of the trace, and what the rCache does about it."""
 
     ids: tuple[int, ...]
@@ -93,6 +93,9 @@ def drive(
         if isinstance(event, Drop):
             rcache.drop(event.ids)
             continue
+        if rcache.serve(event.ids, pin=event.is_pinned):  # as the runtime does
+            yield event, _NOTHING, _NOTHING
+            continue
         decision, ahead = rcache.acquire(event.ids, pin=event.is_pinned, held=event.held), _NOTHING
         fetched = decision.fetch
         # Ranks meet, and so agree on what to prefetch, only where they gather something on demand.
@@ -115,12 +118,16 @@ def _step(plan: Plan, trace: AccessTrace, rcache: RCache, policy: CachePolicy) -
     accesses = []
     there: set[int] = set()  # waited for
     for event, decision, ahead in drive(plan, rcache, trace, outdated):
-        fetches = tuple([(i, i in outdated) for i in decision.fetch + ahead.fetch])
-        if outdated:
-            outdated.difference_update(decision.fetch, ahead.fetch)
-        there.difference_update(decision.fetch, ahead.fetch)
-        awaited = tuple([i for i in event.ids if i not in there])
-        there.update(awaited)
+        fetched = decision.fetch + ahead.fetch
+        fetches: tuple[tuple[int, bool], ...] = ()
+        if fetched:
+            fetches = tuple([(i, i in outdated) for i in fetched])
+            outdated.difference_update(fetched)
+            there.difference_update(fetched)
+        awaited: tuple[int, ...] = ()
+        if not there.issuperset(event.ids):
+            awaited = tuple([i for i in event.ids if i not in there])
+            there.update(awaited)
         accesses.append(ScriptedAccess(event.ids, fetches, rcache.used_blocks, awaited))
     rcache.release([c.id for c in trained if not c.is_persistent])
     return tuple(accesses)

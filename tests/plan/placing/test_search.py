@@ -19,7 +19,7 @@ from lightning_elixir.plan.packing import candidate_chunk_numels, pack, regular_
 from lightning_elixir.plan.placing import search as search_module
 from lightning_elixir.plan.placing.placement import OFFLOADED, Layout, host_parts
 from lightning_elixir.plan.placing.search import search
-from lightning_elixir.plan.placing.space import Candidate, Choice
+from lightning_elixir.plan.placing.space import Candidate, Choice, Space
 from lightning_elixir.plan.placing.structure import structural_profile
 from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepInterval, StepProfile
@@ -828,3 +828,29 @@ def test_the_empty_trace() -> None:
     problem = Problem(asked(), Budget(16 * KIB), 1, MIXED, HARDWARE["nominal"])
     plan = search([Candidate(layout, profile)], problem)
     assert forecast_of(plan).times.compute_s == 0
+
+
+def test_a_glimpse_tells_what_is_slower_and_of_all_else_what_a_look_does() -> None:
+    random = Random(23)
+    cut_short = 0
+    for _ in range(40):
+        case = random_case(random, hardware=HARDWARE[random.choice(list(HARDWARE))])
+        timing = random.choice(list(UpdateTiming))
+        case = replace(case, problem=changed(case.problem, update_timing=timing))
+        problem = case.problem.with_updates(case.problem.regime.waiting())
+        looked, glimpsed = (Space(Candidate(case.layout, case.profile), problem) for _ in range(2))
+        numbers = range(len(case.layout.packed) + 1)
+        choices = [Choice(resident=r, kept=k, depth=2) for r, k in product(numbers, repeat=2)]
+        found = {choice: looked.look(choice) for choice in choices}
+        fitting = [outcome.felt_s for outcome in found.values() if outcome.times is not None]
+        for choice in choices if fitting else ():
+            limit_s = random.choice(fitting) * random.uniform(0.7, 1.3)
+            glimpse, outcome = glimpsed.glimpse(choice, limit_s), found[choice]
+            assert (glimpse.times is None) == (outcome.times is None)
+            if glimpse.is_glimpsed:
+                assert limit_s < glimpse.felt_s <= outcome.felt_s * 1.005
+                cut_short += glimpse.times != outcome.times
+            else:
+                assert glimpse == outcome
+            assert glimpsed.look(choice) == outcome
+    assert cut_short > 5
