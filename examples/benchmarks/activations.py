@@ -8,7 +8,8 @@
     python examples/benchmarks/activations.py --suite toy --device cpu --out toy_activations.json
 
 `gpt`: the 5B model, 16 x 1024 tokens, at 40 GiB with activations="auto", beside plain PyTorch on the whole card that
-recomputes all blocks. `llama_8k`, `llama_32k`: Llama-7B, 2 x 8192 and 1 x 32768 tokens, at 40 GiB, with the head's
+recomputes all blocks; both with all logits, which are 16 x 1024 x 50304 in fp32, and with `linear_cross_entropy`.
+`llama_8k`, `llama_32k`: Llama-7B, 2 x 8192 and 1 x 32768 tokens, at 40 GiB, with the head's
 loss in pieces (`use_fused_kernels`), as logits of 32768 x 32000 in fp32 would take 4 GiB each time: "auto" and each
 single choice, beside the same strategy where the model keeps all, recomputes all (transformers' own checkpointing),
 saves all on the CPU (torch's hook), or only what recomputed blocks begin from, by torch's hook or TRL's (which must be
@@ -53,12 +54,17 @@ CASES = {
     "gpt_auto": replace(_GPT, activations="auto"),
     "gpt_auto_bf16": replace(_GPT, activations="auto", autocast=False),
     "gpt_plain_recompute": replace(_GPT, gpu_limit=None, is_plain=True, autocast=False),
+    "gpt_fused_auto": replace(_GPT, activations="auto", is_fused=True),
+    "gpt_fused_auto_bf16": replace(_GPT, activations="auto", is_fused=True, autocast=False),
+    "gpt_fused_plain_recompute": replace(_GPT, gpu_limit=None, is_plain=True, is_fused=True, autocast=False),
     **_around(_LLAMA, "llama_8k"),
     **_around(replace(_LLAMA, batch=1, seq=32768), "llama_32k"),
     **_around(_TOY, "toy"),
     **_around(_TOY_LLAMA, "toy_llama"),
     **{f"toy_longest_{n}": replace(_LONG, model="toy-llama", seq=n, gpu_limit=12 * 2**20) for n in (128, 256)},
     "toy_plain_recompute": replace(_TOY, gpu_limit=None, is_plain=True, autocast=False),
+    "toy_fused_auto": replace(_TOY, activations="auto", is_fused=True),
+    "toy_fused_plain_recompute": replace(_TOY, gpu_limit=None, is_plain=True, is_fused=True, autocast=False),
     **{f"longest_{n}k": replace(_LONG, seq=n * 1024) for n in _LENGTHS},
 }
 SUITES = {

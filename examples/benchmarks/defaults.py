@@ -81,7 +81,7 @@ class Case:
     is_compiled: bool = False
     """Each block by `block.compile()`."""
     is_fused: bool = False
-    """`use_fused_kernels=True`."""
+    """`use_fused_kernels=True`; of the GPT, which is no model of transformers, `linear_cross_entropy` in its code."""
     autocast: bool = True
     """Whether bf16 parameters compute under autocast; without, as `ElixirStrategy(autocast=False)` does."""
     activations: str | None = None
@@ -275,7 +275,7 @@ def make_model(case: Case, *, has_values: bool = True) -> nn.Module:
     if case.model in GPT_SHAPES:
         with torch.device("meta"):
             gpt = GPT(replace(GPT_SHAPES[case.model], seq=case.seq))
-        gpt.is_checkpointed = case.is_recomputed
+        gpt.is_checkpointed, gpt.has_logits = case.is_recomputed, not case.is_fused
         model: nn.Module = gpt.to_empty(device="cpu") if has_values else gpt
     elif case.model in _CONV_SHAPES:
         import transformers
@@ -621,7 +621,7 @@ def _fit(case: Case, model: nn.Module | None, seen: Seen) -> ElixirStrategy:
         gpu_memory_limit=case.gpu_limit,
         cpu_memory_limit=case.cpu_limit,
         autocast=case.autocast,
-        use_fused_kernels=case.is_fused,
+        use_fused_kernels=case.is_fused and case.model not in GPT_SHAPES,
         activations=case.activations,  # type: ignore[arg-type]
         start_method="fork",  # all is imported here
     )

@@ -48,6 +48,7 @@ class GPT(nn.Module):
         super().__init__()
         self.shape = shape
         self.is_checkpointed = True  # every block is recomputed in backward
+        self.has_logits = True  # all at once; else pieces of them, by this package's loss
         self.tokens = nn.Embedding(shape.vocab, shape.width)
         self.positions = nn.Embedding(shape.seq, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -62,6 +63,10 @@ class GPT(nn.Module):
             # Nothing random inside: keeping the generators' states would cost host time in every system.
             is_own = self.is_checkpointed
             x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if is_own else block(x)
+        if not self.has_logits:
+            from lightning_elixir import linear_cross_entropy
+
+            return linear_cross_entropy(self.norm(x), self.head.weight, wanted)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
 
