@@ -69,6 +69,8 @@ class RCache:
         self._position = 0
         self._next_uses: dict[int, int] = {}  # as far as they were asked for; those before `_position` are past
         self._suspected: int | None = None  # where the trace goes on if the last, unexpected access was a leap
+        # What `_needed_after` has found last, and for which position: while nothing comes, goes, or is used or dropped.
+        self._after: tuple[int, list[tuple[int, int]]] | None = None
         self._settled_until = 0  # before this position there is nothing to prefetch, unless something goes
         # Before this position this budget has no room to prefetch, unless something comes, goes or is dropped.
         self._full_until = 0
@@ -130,7 +132,7 @@ class RCache:
         self._policy = policy
         self._position = 0
         self._next_uses = {}
-        self._suspected = None
+        self._suspected = self._after = None
         self._settled_until = self._full_until = 0
 
     def acquire(self, ids: Iterable[int], *, pin: bool, held: Container[int] = (), is_traced: bool = True) -> Decision:
@@ -211,7 +213,7 @@ class RCache:
                 raise StateError(f"chunk {chunk_id} is dropped more often than it was acquired")
             if count == 1:
                 del pins[chunk_id]
-                self._full_until = 0
+                self._full_until, self._after = 0, None
             else:
                 pins[chunk_id] = count - 1
 
@@ -287,7 +289,7 @@ class RCache:
     def unpin_all(self) -> None:
         """Forget all pins (after an exception in the middle of an iteration)."""
         self._pins.clear()
-        self._full_until = 0
+        self._full_until, self._after = 0, None
 
     def reset_counters(self) -> None:
         self._counts = asdict(CacheCounters())
@@ -299,7 +301,7 @@ class RCache:
         """Follow the trace. An access that is not the expected one counts as a miss; it may be one too many (stay) or
         the first after some that were left out (go on there): the next access tells. Believing the first sign would,
         after one access too many in forward, go on at the same chunk's access in backward."""
-        policy = self._policy
+        policy, self._after = self._policy, None
         if policy is None:
             return
         if ids == policy.access(self._position):
@@ -326,6 +328,8 @@ class RCache:
     def _needed_after(self, at: int) -> list[tuple[int, int]]:
         """(next use, chunk id) of the resident chunks that are not pinned and that nothing needs until after `at`, in
         order of arrival."""
+        if self._after is not None and self._after[0] == at:
+            return self._after[1]
         found: list[tuple[int, int]] = []
         pins, next_uses, position = self._pins, self._next_uses, self._position
         for chunk_id in self._resident:
@@ -335,6 +339,7 @@ class RCache:
                     use = self._next_use(chunk_id)
                 if use > at:
                     found.append((use, chunk_id))
+        self._after = at, found
         return found
 
     def _make_room(
@@ -346,7 +351,14 @@ class RCache:
         if lacking <= 0:
             return ()
         candidates = self._needed_after(-1 if needed_at is None else needed_at)
-        candidates.sort(key=lambda c: (-c[0], self._resident[c[1]]))  # of equals, the least recently used
+        if not candidates:
+            return ()
+        furthest = max(candidates)[0]
+        last = [c for c in candidates if c[0] == furthest]
+        if len(last) > 1 or self.cost_blocks[last[0][1]] < lacking or last[0][1] in kept or last[0][1] in held:
+            candidates = sorted(candidates, key=lambda c: (-c[0], self._resident[c[1]]))  # of equals, the least recent
+        else:  # as mostly
+            candidates = last
         chosen: list[int] = []
         for _, chunk_id in candidates:
             if lacking <= 0:
@@ -364,18 +376,19 @@ class RCache:
     def _use(self, ids: Iterable[int], pin: bool) -> None:
         """Each of these resident chunks once."""
         self._clock += 1
+        self._after = None
         for chunk_id in ids:
             self._resident[chunk_id] = self._clock
             if pin:
                 self._pins[chunk_id] = self._pins.get(chunk_id, 0) + 1
 
     def _add(self, chunk_id: int) -> None:
-        self._full_until = 0
+        self._full_until, self._after = 0, None
         self._resident[chunk_id] = self._clock
         self._used_blocks += self.cost_blocks[chunk_id]
         self.peak_blocks = max(self.peak_blocks, self._used_blocks)
 
     def _remove(self, chunk_id: int) -> None:
-        self._settled_until = self._full_until = 0
+        self._settled_until, self._full_until, self._after = 0, 0, None
         del self._resident[chunk_id]
         self._used_blocks -= self.cost_blocks[chunk_id]

@@ -410,7 +410,7 @@ def test_the_short_way_is_not_taken_above_the_budget() -> None:
 
 def test_what_is_remembered_of_prefetching_changes_nothing() -> None:
     """Beside one that looks anew each time: pins, aliases, chunks that stay, a budget that changes, departures."""
-    random, num_short, num_full = Random(8), 0, 0
+    random, num_short, num_full, num_kept = Random(8), 0, 0, 0
     for _ in range(400):
         num_chunks = random.randint(2, 7)
         costs = {i: random.choice((1, 1, 2)) for i in range(num_chunks) if random.random() < 0.85}
@@ -427,9 +427,9 @@ def test_what_is_remembered_of_prefetching_changes_nothing() -> None:
             ids, held = event.ids, {*event.held, *event.ids}
             if not event.is_pinned and random.random() < 0.05:
                 ids = (random.randrange(num_chunks),)
-            anew._settled_until = anew._full_until = 0
+            _forget(anew)
             expected = anew.acquire(ids, pin=event.is_pinned, held=held)
-            anew._settled_until = anew._full_until = 0
+            _forget(anew)
             wanted = anew.prefetch_candidates(())
             num_full += short._full_until > short.position
             if short.serve(ids, pin=event.is_pinned):
@@ -438,10 +438,22 @@ def test_what_is_remembered_of_prefetching_changes_nothing() -> None:
             else:
                 assert short.acquire(ids, pin=event.is_pinned, held=held) == expected
                 assert short.prefetch_candidates(()) == wanted
+            _forget(anew)
+            num_kept += short._after is not None and bool(wanted)
             assert anew.prefetch(wanted, held) == short.prefetch(wanted, held)
+            if random.random() < 0.1:
+                few = random.sample(range(num_chunks), random.randint(0, num_chunks))
+                _forget(anew)
+                assert anew.shrink(few) == short.shrink(few)
             assert list(anew.resident_ids) == list(short.resident_ids)
             assert (anew.counters, anew.position) == (short.counters, short.position)
             if random.random() < 0.05:
                 anew.budget_blocks = short.budget_blocks = random.randint(1, 5)
     assert num_short > 500
     assert num_full > 500
+    assert num_kept > 100
+
+
+def _forget(cache: RCache) -> None:
+    cache._settled_until = cache._full_until = 0
+    cache._after = None

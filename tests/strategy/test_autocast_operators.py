@@ -41,7 +41,9 @@ class Operators(TorchDispatchMode):
         return result
 
     def num_casts(self) -> int:
-        return sum(n for (name, given, made), n in self.seen.items() if "_to_copy" in name and given[0][0] != made[0][0])
+        return sum(
+            n for (name, given, made), n in self.seen.items() if "_to_copy" in name and given[0][0] != made[0][0]
+        )
 
 
 class Wide(nn.LayerNorm):
