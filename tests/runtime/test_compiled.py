@@ -146,8 +146,8 @@ def num_graphs() -> int:
     return int(number)
 
 
-def batch(step: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+def batch(step: int, rows: int = 4) -> Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(step))
 
 
 def new_adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -185,10 +185,12 @@ class Plain:
 class Ours:
     made: ClassVar[list[Ours]] = []
 
-    def __init__(self, model: nn.Module, placement: str = "tight", **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, placement: str = "tight", activations: str | None = None, **options: Any
+    ) -> None:
         self.model = model
         plan = make_plan(model, **(PLACEMENTS[placement] | options))
-        self.module = ElixirModule(model, plan, device=torch.device("cpu"))
+        self.module = ElixirModule(model, plan, device=torch.device("cpu"), activations=activations)
         self._optimizer = ElixirOptimizer(self.module, new_adam(model))
         self.is_tight = placement == "tight"
         self.made.append(self)
@@ -207,16 +209,16 @@ class Ours:
         return list(self.module.full_state_dict().values())
 
 
-def steps(run: Any, num_steps: int = 4) -> Trained:
+def steps(run: Any, num_steps: int = 4, rows: int = 4) -> Trained:
     """All but the first with two micro-batches, and a look without gradients before them. Nothing is compiled after the
     third."""
     losses, compiled, num_after_third = [], torch._dynamo.utils.counters["stats"], None
     for step in range(num_steps):
         if step:
             with torch.no_grad():
-                losses.append(run(batch(100 + step)).sum())
+                losses.append(run(batch(100 + step, rows)).sum())
         for micro in range(2 if step else 1):
-            loss = run(batch(2 * step + micro)).square().mean()
+            loss = run(batch(2 * step + micro, rows)).square().mean()
             run.backward(loss)
             losses.append(loss.detach())
         run.step()
@@ -289,6 +291,52 @@ def test_frozen_weights_and_adapters(form: Callable[[Net], nn.Module]) -> None:
     ours = Ours(frozen())
     assert_equal(steps(ours), expected)
     assert ours.module.stats().evictions > 20
+
+
+MANY = 2048  # rows, of which blocks save what is large enough to go to host memory
+FATES = ["keep", "recompute", "offload", "recompute_offloaded"]
+
+
+def partly_trained(trained: str) -> Net:
+    """All of it, some blocks alone, or adapters."""
+    net = Net()
+    for block in net.blocks if trained == "adapters" else net.blocks[:2] if trained == "some" else ():
+        block.requires_grad_(False)
+    for block in net.blocks if trained == "adapters" else ():
+        block.down = nn.Sequential(block.down, nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False))
+    return net
+
+
+def check_fates(run: Ours, fate: str) -> None:
+    stats = run.module.stats()
+    assert (stats.recomputed_blocks > 0) == fate.startswith("recompute")
+    assert (stats.activations_out_bytes > 0) == fate.endswith(("offload", "offloaded"))
+    assert stats.activations_left_bytes == 0
+    assert not run.is_tight or stats.evictions > 20
+
+
+@pytest.mark.parametrize(
+    ("fate", "trained", "form", "placement"),
+    [
+        ("recompute", "adapters", by_call, "tight"),
+        ("offload", "some", by_module, "tight"),
+        full("recompute_offloaded", "all", by_call, "tight"),
+        full("recompute_offloaded", "adapters", by_module, "tight"),
+        full("keep", "adapters", by_module, "tight"),
+        full("keep", "some", by_call, "resident"),
+        full("recompute", "some", by_module, "resident"),
+        full("offload", "adapters", by_call, "resident"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_with_fates_of_activations(fate: str, trained: str, form: Callable[[Net], nn.Module], placement: str) -> None:
+    """Accumulating, evaluating, partly frozen: nothing is compiled after the third step."""
+    expected = steps(Plain(form(partly_trained(trained))), rows=MANY)
+    ours = Ours(form(partly_trained(trained)), placement, activations=fate)
+    actual = steps(ours, rows=MANY)
+    assert all(map(torch.equal, actual.losses, expected.losses))
+    assert all(map(torch.equal, actual.state, expected.state))
+    check_fates(ours, fate)
 
 
 class Bare(Ours):
@@ -438,13 +486,30 @@ def test_parameters_of_others_in_compiled_code() -> None:
     assert ours.module.stats().evictions > 20
 
 
-def _on_ranks(placement: str) -> tuple[list[Tensor], int]:
-    rank = torch.distributed.get_rank()
-    ours = Ours(by_call(Net("around")), placement, world_size=torch.distributed.get_world_size())
+def _on_ranks(placement: str, fate: str | None = None) -> tuple[list[Tensor], int]:
+    rank, rows = torch.distributed.get_rank(), 4 if fate is None else MANY
+    net = by_call(Net("around" if fate is None else "no"))
+    ours = Ours(net, placement, activations=fate, world_size=torch.distributed.get_world_size())
     for step in range(3):
-        ours.backward(ours(batch(2 * step + rank)).square().mean())
+        ours.backward(ours(batch(2 * step + rank, rows)).square().mean())
         ours.step()
+    if fate is not None:
+        check_fates(ours, fate)
     return ours.values(), ours.module.stats().evictions
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fate", FATES)
+def test_two_ranks_with_fates_of_activations(fate: str) -> None:
+    plain = Plain(by_call(Net()))
+    for step in range(3):
+        for rank in range(2):
+            plain.backward(plain(batch(2 * step + rank, MANY)).square().mean() / 2)
+        plain.step()
+    for placement in PLACEMENTS:
+        (values, _), (other, _) = run_ranks(_on_ranks, 2, placement, fate)
+        assert all(map(torch.equal, values, other))
+        assert all(map(torch.equal, values, plain.values()))
 
 
 def test_two_ranks() -> None:
