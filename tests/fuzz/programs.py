@@ -263,10 +263,11 @@ def generate(seed: int, draw: Draw | None = None) -> Program:
     if dtype != "float32" and not dict(options).get("master_weights", True):  # nothing is kept in fp32 then
         program = replace(program, layers=_without(layers, KEPT_UNASKED))
     program = replace(program, plan=plan, options=options)
+    program = compiled(program) if draw.is_compiled else program  # before its layers are named
     program = replace(program, options=with_blocks(random.Random(f"{seed} blocks"), program))
     if recomputes(program.options):
         program = replace(program, actions=tuple(a for a in program.actions if a.name not in NOT_RECOMPUTED))
-    return compiled(program) if draw.is_compiled else program
+    return program
 
 
 def compiled(program: Program) -> Program:
