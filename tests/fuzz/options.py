@@ -202,6 +202,11 @@ def with_blocks(rng: random.Random, program: Program) -> Drawn:
     options = dict(program.options)
     if rng.random() < 0.25:
         drawn = [(n, rng.choice(list(Fate)).value) for n in range(len(program.layers)) if rng.random() < 0.6]
+        if sum(layer.kind == "compiled" for layer in program.layers) > 1:
+            # They share code, of which torch may recompute another one's graph: under its own checkpoint, too
+            # (pytorch#166926).
+            stays = Fate.OFFLOAD.value
+            drawn = [(n, stays if program.layers[n].kind == "compiled" else fate) for n, fate in drawn]
         if drawn:
             options["activations"] = tuple((f"body.layers.{n}", fate) for n, fate in drawn)
         elif program.through == "trainer" and "plan" not in options:

@@ -13,6 +13,7 @@ from lightning_elixir.plan.types import Alternative, Plan
 from lightning_elixir.plan.units import format_seconds
 
 _NUM_ALTERNATIVES = 4
+_FAR = 1.35  # times the best
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class FatesTried:
         seconds: Callable[[Candidate], float],
         num_backwards: int,
         first_seconds: Callable[[Candidate], float] | None = None,
+        earlier: Sequence[FatesTried] = (),
     ) -> tuple[FatesTried, ...]:
         """Those that are worth a look, the best first; where nothing fits, those that take least of the device.
 
@@ -40,7 +42,11 @@ class FatesTried:
             seconds: Of a step under the placement that is best for it; infinite where nothing fits.
             num_backwards: Micro-batches of a step.
             first_seconds: As `seconds`, under some placement, which takes less to find; asked before.
+            earlier: Those that were looked at with chunks of another size: what was far from the best there is not
+                looked at again, but stays among them.
         """
+        far_s = _FAR * earlier[0].seconds if earlier else math.inf
+        far = {one.blocks: one for one in earlier if far_s < one.seconds < math.inf}
         candidates: dict[Mix, Candidate] = {}
         found: dict[Mix, float] = {}
 
@@ -50,6 +56,8 @@ class FatesTried:
             return candidates[mix]
 
         def first(mix: Mix) -> float:
+            if mix.blocks(names) in far:
+                return math.inf
             found[mix] = seconds(candidate(mix)) if first_seconds is None else first_seconds(candidate(mix))
             return found[mix]
 
@@ -62,8 +70,8 @@ class FatesTried:
         if best is None:
             best = Mix(recomputed=len(names))
             found[best] = math.inf
-        others = sorted((mix for mix in found if mix != best), key=lambda mix: found[mix])
-        return tuple(cls(mix.blocks(names), found[mix]) for mix in (best, *others))
+        others = [*(cls(mix.blocks(names), found[mix]) for mix in found if mix != best), *far.values()]
+        return (cls(best.blocks(names), found[best]), *sorted(others, key=lambda one: one.seconds))
 
 
 def with_alternatives(plan: Plan, tried: Sequence[FatesTried]) -> Plan:

@@ -124,8 +124,14 @@ def _of_each_size(
     return searches, found
 
 
-def _fates_tried(candidate: Candidate, problem: Problem) -> tuple[FatesTried, ...]:
-    """The fates of activations that were looked at with such chunks, the best first; none where there is no choice."""
+def _fates_tried(candidate: Candidate, problem: Problem, earlier: Sequence[FatesTried] = ()) -> tuple[FatesTried, ...]:
+    """The fates of activations that were looked at with such chunks, the best first; none where there is no choice.
+
+    Args:
+        candidate: The chunks, and what a step does.
+        problem: Limits, hardware and what training does.
+        earlier: Those that were looked at with chunks of another size.
+    """
     if candidate.with_fates is None:
         return ()
     names = [block.name for block in problem.blocks]
@@ -150,7 +156,7 @@ def _fates_tried(candidate: Candidate, problem: Problem) -> tuple[FatesTried, ..
         return seconds_of(looked, None if start is None else looked.climbed(start))
 
     num_backwards = problem.regime.num_backwards
-    return FatesTried.all_of(candidate.with_fates, names, seconds, num_backwards, first_seconds)
+    return FatesTried.all_of(candidate.with_fates, names, seconds, num_backwards, first_seconds, earlier)
 
 
 def _with_fates_of_its_own(
@@ -161,11 +167,11 @@ def _with_fates_of_its_own(
 ) -> tuple[Outcome, _LayoutSearch, tuple[FatesTried, ...]]:
     """The best outcome, its search, and the fates that were looked at for it, when the sizes that came nearest have
     fates that suit their own chunks: those that suit the first size may be far from the best of another."""
-    of_layout = {c.layout: c for c in reversed(candidates)}
+    of_layout, earlier = {c.layout: c for c in reversed(candidates)}, best[2]
     for _, near in sorted(found, key=lambda pair: pair[0].felt_s)[:_MOST_SIZES_WITH_FATES]:
         if near.layout == candidates[0].layout:
             continue
-        tried = _fates_tried(of_layout[near.layout], problem)
+        tried = _fates_tried(of_layout[near.layout], problem, earlier)
         one = _LayoutSearch(_with_fates([of_layout[near.layout]], tried)[0], problem)
         outcome = one.best(None)
         if outcome is not None:
