@@ -328,8 +328,8 @@ _RCACHE = (
         "rcache",
         "work",
         "plan/rcache.py",
-        "        self._settled_until = self._full_until = 0\n        del self._resident[chunk_id]\n",
-        "        self._full_until = 0\n        del self._resident[chunk_id]\n",
+        "self._settled_until, self._full_until, self._after = 0, 0, None\n        del self._resident[chunk_id]\n",
+        "self._full_until, self._after = 0, None\n        del self._resident[chunk_id]\n",
         "A chunk that leaves after prefetching has settled is not fetched ahead of its next use.",
     ),
     Fault(

@@ -137,7 +137,9 @@ def _fates_tried(candidate: Candidate, problem: Problem, earlier: Sequence[Fates
     names = [block.name for block in problem.blocks]
     best: list[tuple[float, Choice]] = []  # to start from with other fates
     searches = Table[Candidate, _LayoutSearch](lambda one: _LayoutSearch(one, problem))
-    starts = Table[_LayoutSearch, Outcome | None](lambda one: one.start(best[0][1] if best else None))
+    starts = Table[_LayoutSearch, Outcome | None](
+        lambda one: one.start(best[0][1] if best else None, is_of_other_fates=True)
+    )
 
     def seconds_of(looked: _LayoutSearch, outcome: Outcome | None) -> float:
         if outcome is None:
@@ -241,13 +243,20 @@ class _LayoutSearch(Space):
             return start
         return self._climbed(start, _MOST_SIMULATIONS if seed is None else self.num_simulations + _MOST_CLIMBING)
 
-    def start(self, seed: Choice | None) -> Outcome | None:
-        """An outcome to climb from; None if nothing fits. As `best`."""
+    def start(self, seed: Choice | None, *, is_of_other_fates: bool = False) -> Outcome | None:
+        """An outcome to climb from; None if nothing fits.
+
+        Args:
+            seed: As for `best`.
+            is_of_other_fates: The seed is the best beside other activations.
+        """
         everything = self.look(self.everything)
         if everything.times is not None:
             self.look(Choice(kept=len(self.layout.packed), streamed_share=self._balanced_share()))
             return everything
         starts = list(self._grid() if seed is None else self._near(seed))
+        if seed is not None and is_of_other_fates:
+            starts += self._filled(seed.depth)
         best = self._best_of(starts, None)
         if best is None:
             depth = self._depths()[-1]
@@ -372,9 +381,11 @@ class _LayoutSearch(Space):
             turned = replace(at, streamed_share=share, kept=0)
             turned = replace(turned, resident=min(at.resident, self._most_resident(turned)))
             yield replace(turned, kept=min(at.kept, self._most_kept(turned)))
-        # Nor of how much fits beside other activations.
+
+    def _filled(self, depth: int) -> Iterator[Choice]:
+        """As much on the GPU for good as it holds: what is best beside other activations says nothing of that."""
         for share in dict.fromkeys((0.0, self._balanced_share())):
-            base = Choice(streamed_share=share, depth=at.depth)
+            base = Choice(streamed_share=share, depth=depth)
             yield replace(base, resident=self._most_resident(base))
 
     def _grid(self) -> Iterator[Choice]:
