@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_elixir._lightning import LightningModule, pl
+from lightning_elixir import fabric
+from lightning_elixir._lightning import Fabric, LightningModule, pl
 from lightning_elixir.cli import main
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.io import load_plan
 from lightning_elixir.strategy import ElixirStrategy
+from tests.helpers.dist import run_ranks
 from tests.strategy.models import assert_same_state, make_optimizer, make_trainer
 
 transformers = pytest.importorskip("transformers")
@@ -56,19 +58,22 @@ class NewLimit(pl.Callback):
             trainer.strategy.set_memory_limit(gpu="1GiB")
 
 
-@pytest.fixture
-def plan_file(tmp_path: Path) -> Path:
-    """Room for four chunks at a time."""
+def _save(path: Path, num_gpus: int = 1) -> Path:
+    """A plan with room for four chunks at a time."""
     sizes = [f"{name}={value}" for name, value in SIZES.items()]
     arguments = ["--model", "llama", "--set", *sizes, "--batch-size", "2", "--seq-len", "8", "--precision", "32-true"]
-    arguments += ["--policy", "cpu", "--chunk-size", "32KiB", "--cpu-memory", "4GiB"]
-    path = tmp_path / "plan.json"
+    arguments += ["--policy", "cpu", "--chunk-size", "32KiB", "--cpu-memory", "4GiB", "--gpus", str(num_gpus)]
     assert main(["plan", *arguments, "--gpu-memory", "1GiB", "--save-plan", str(path)]) == 0
     roomy = load_plan(path)
     assert roomy.forecast is not None
     limit = roomy.forecast.peak_gpu_bytes - (roomy.rcache_blocks - 4) * roomy.block_bytes
     assert main(["plan", *arguments, "--gpu-memory", str(limit), "--save-plan", str(path)]) == 0
     return path
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    return _save(tmp_path / "plan.json")
 
 
 def _fit(strategy: Any, model: TokenNet, **options: Any) -> Any:
@@ -98,3 +103,46 @@ def test_what_is_trained_beside_the_part_is_named(plan_file: Path) -> None:
         match=r"with 'model\.' before its names, it has no place for parameters head\.weight, head\.bias; .*`--module`",
     ):
         _fit(ElixirStrategy(plan=plan_file), TokenNet(has_more=True))
+
+
+def test_fabric_obeys_the_plan_of_a_module_that_holds_the_model(plan_file: Path) -> None:
+    holding = _fit(ElixirStrategy(plan=plan_file), TokenNet()).plan
+    strategy = fabric.ElixirStrategy(plan=holding)
+    loop = Fabric(strategy=strategy, accelerator="cpu", devices=1)
+    loop.launch()
+    results = []
+    for is_plain in (True, False):
+        model: nn.Module = TokenNet().model
+        optimizer = make_optimizer("adamw", model.parameters(), 1e-2)
+        if not is_plain:
+            model, optimizer = loop.setup(model, optimizer)
+        for tokens in torch.arange(32).view(2, 2, 8):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward() if is_plain else loop.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(loss.detach().clone())
+    assert results[2:] == results[:2]
+    given = load_plan(plan_file)
+    assert [c.members for c in strategy.plan.chunks] == [c.members for c in given.chunks]
+    assert strategy.stats().evictions > 0
+
+
+def _fits_on_ranks(path: str) -> Any:
+    runs = []
+    for strategy in ("ddp", ElixirStrategy(plan=path)):
+        model = TokenNet()
+        used = _fit(strategy, model, devices=2, callbacks=[] if strategy == "ddp" else [NewLimit()])
+        state = used.lightning_module_state_dict()
+        runs.append((model.losses, {name: value.clone() for name, value in state.items()}))
+    return runs, used.stats().evictions, used.plan.world_size
+
+
+@pytest.mark.full
+def test_on_two_ranks(tmp_path: Path) -> None:
+    path = _save(tmp_path / "plan.json", 2)
+    told = run_ranks(_fits_on_ranks, 2, str(path), init_group=False)
+    for (plain, ours), evictions, world_size in told:
+        assert ours[0] == plain[0]
+        assert (evictions > 0, world_size) == (True, 2)
+    assert_same_state(told[0][0][1][1], told[0][0][0][1])
