@@ -14,6 +14,10 @@ class PlanError(ElixirError, ValueError):
     """A plan, an option or a model that cannot be used as given."""
 
 
+class OptionError(PlanError, TypeError):
+    """There is no option of that name."""
+
+
 class CapacityError(ElixirError):
     """Memory (GPU, host or disk) cannot hold what the plan needs.
 

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_elixir.core.comm import make_comm
 from lightning_elixir.core.device import make_device
 from lightning_elixir.core.module_hooks import without_hooks
+from lightning_elixir.core.option_names import checks_option_names
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.fused import FusedChoice, fuse
 from lightning_elixir.memory_limits import LimitedModule, change_limits
@@ -80,8 +81,10 @@ class ElixirModule(nn.Module):
         PlanError: If the plan is for another model, another number of ranks or another dtype, fp16 is asked for on
             the CPU, `keep_fp32`, `ignored` or `activations` names what the model has not got, or no fused operator can
             be swapped in.
+        OptionError: If there is no option of that name.
     """
 
+    @checks_option_names
     def __init__(
         self,
         model: nn.Module,

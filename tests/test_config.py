@@ -10,8 +10,10 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.patterns import Column, Expert, Row
 from lightning_elixir.plan.hardware import HardwareSpec, save_hardware
 from lightning_elixir.plan.packing import ChunkSizes
 from lightning_elixir.plan.problem import PlacementRequest
@@ -219,3 +221,18 @@ def test_strategy_has_every_option_with_the_same_default() -> None:
     for option in dataclasses.fields(ElixirConfig):
         assert parameters[option.name].default == option.default
         assert f"\n    {option.name}: " in documented
+
+
+@pytest.mark.parametrize(
+    ("sizes", "idle"),
+    [
+        ({}, {"tensor": ["'*.up'", "Linear"], "expert": ["'*.experts'"]}),
+        ({"tensor_parallel_size": 2}, {"expert": ["'*.experts'"]}),
+        ({"expert_parallel_size": 2}, {"tensor": ["'*.up'", "Linear"]}),
+        ({"tensor_parallel_size": 2, "expert_parallel_size": 2}, {}),
+    ],
+)
+def test_patterns_without_ranks_to_share_the_work(sizes: dict[str, int], idle: dict[str, list[str]]) -> None:
+    config = ElixirConfig(patterns={"*.up": Column(), nn.Linear: Row(), "*.experts": Expert()}, **sizes)  # type: ignore[arg-type]
+    assert config.idle_patterns == idle
+    assert ElixirConfig(**sizes).idle_patterns == {}  # type: ignore[arg-type]

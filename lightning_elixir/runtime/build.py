@@ -32,6 +32,7 @@ from lightning_elixir.plan.memory import (
     problem_of_places,
     uses_nvme,
 )
+from lightning_elixir.plan.prefixes import Prefix
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.groups import Groups
@@ -504,8 +505,14 @@ def _check_modules(module: nn.Module) -> None:
         )
 
 
-def check_names(plan: Plan, named: Mapping[str, nn.Parameter]) -> None:
-    """Raises `PlanError` if the plan is not for a model of these parameters (tied ones under all their names)."""
+def check_names(plan: Plan, named: Mapping[str, nn.Parameter], prefix: Prefix | None = None) -> None:
+    """Raises `PlanError` if the plan is not for a model of these parameters (tied ones under all their names).
+
+    Args:
+        plan: Under the names of the model, as far as these can be told.
+        named: The model's parameters by name.
+        prefix: What the plan's names had more, or less, when it was made.
+    """
     planned = {m.fqn: m.shape for c in plan.chunks for m in c.members} | {p.fqn: p.shape for p in plan.ignored}
     trains = {m.fqn: c.requires_grad for c in plan.chunks for m in c.members}
     trains |= {p.fqn: p.requires_grad for p in plan.ignored}
@@ -527,4 +534,9 @@ def check_names(plan: Plan, named: Mapping[str, nn.Parameter]) -> None:
     ):
         if names:
             shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-            raise PlanError(f"the plan was made for another model: it has {what} {shown}; make a new plan")
+            under, instead = "", "make a new plan"
+            if prefix is not None and prefix.path:
+                under = f"{prefix}, "
+                if not prefix.is_taken_off:
+                    instead += f", of all that is trained and not of `{prefix.path}` alone: `--module` takes a module"
+            raise PlanError(f"the plan was made for another model: {under}it has {what} {shown}; {instead}")

@@ -182,6 +182,15 @@ class ElixirConfig(LossScaling):
             )
 
     @property
+    def idle_patterns(self) -> dict[str, list[str]]:
+        """By axis, the keys of given patterns that cut nothing, since there is one rank along it."""
+        found: dict[str, list[str]] = {}
+        for key, pattern in (self.patterns or {}).items():
+            if getattr(self, f"{pattern.axis}_parallel_size") == 1:
+                found.setdefault(pattern.axis, []).append(key.__name__ if isinstance(key, type) else repr(key))
+        return found
+
+    @property
     def fused_choice(self) -> FusedChoice:
         """`use_fused_kernels`; none beside parallel patterns, whose modules they would pass by."""
         return self.use_fused_kernels if self.tensor_parallel_size == self.expert_parallel_size == 1 else False

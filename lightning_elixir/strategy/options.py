@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 
 from lightning_elixir._lightning import Accelerator, CheckpointIO, ClusterEnvironment, Precision
+from lightning_elixir.core.option_names import checks_option_names
 from lightning_elixir.fused import FusedChoice
 from lightning_elixir.plan.sharding import Sharding
 from lightning_elixir.strategy.config import (
@@ -29,6 +30,7 @@ from lightning_elixir.strategy.processes import Processes, StartMethod
 class StrategyOptions(Processes):
     """Takes them, and keeps those that are ours as one checked value."""
 
+    @checks_option_names
     def __init__(
         self,
         placement_policy: PolicyName = "auto",
@@ -144,7 +146,8 @@ class StrategyOptions(Processes):
                 that is on a disk.
             nvme_backend: What reads and writes there: "direct" (our own) or "tensornvme" (the package of that name).
             nvme_checksums: Check what is read from NVMe against what was written; slow, for debugging.
-            plan: A `Plan`, or the path of one that was saved, to obey instead of searching.
+            plan: A `Plan`, or the path of one that was saved, to obey instead of searching. Its names may be those of a
+                model that this one holds as its only part with parameters (`self.model`), or is such a part of.
             hardware: Figures of the machine to plan with: a `HardwareSpec`, or the path of one that was saved. Default:
                 measured on GPUs, once for each machine; round figures on the CPU accelerator.
             report_dir: Folder that receives `plan.json`, `report.json` and `report.html` at the end of `fit`, also
@@ -167,7 +170,8 @@ class StrategyOptions(Processes):
             expert_parallel_size: Ranks between which the experts of mixtures are spread; each has a batch of its own.
                 Likewise, by the model's own `ep_plan`.
             patterns: How to share the work of which modules: a dict from names of modules (globs, such as
-                "*.experts") or classes to patterns of `lightning_elixir.patterns`. Default: the model's own.
+                "*.experts") or classes to patterns of `lightning_elixir.patterns`. They cut nothing along an axis whose
+                size is 1, which is warned of. Default: the model's own.
             sharding: Which ranks share parameters, gradients and optimizer states on several nodes. "world": all ranks.
                 "node": those of a node; each node has a copy of everything then, and what goes between nodes are
                 slices of gradients, once for each backward. "auto": what is predicted to be faster, of what fits. On
@@ -192,6 +196,7 @@ class StrategyOptions(Processes):
 
         Raises:
             PlanError: An option that cannot be used as given.
+            OptionError: One that does not exist.
         """
         given = locals()
         self._config = ElixirConfig(**{option.name: given[option.name] for option in fields(ElixirConfig)})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from lightning_elixir.checkpoint.index import first_names
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.core.device import release_cached_memory
@@ -18,6 +20,8 @@ from lightning_elixir.patterns.placed import check_placed, placed_modules, take_
 from lightning_elixir.plan.mesh import offsets_in_whole
 from lightning_elixir.runtime.sources import set_source, source_of
 from lightning_elixir.strategy.config import ElixirConfig
+
+log = logging.getLogger(__name__)
 
 
 def check_mesh(config: ElixirConfig, world_size: int, num_nodes: int) -> None:
@@ -32,6 +36,17 @@ def check_mesh(config: ElixirConfig, world_size: int, num_nodes: int) -> None:
         raise PlanError(
             f"the given plan is for {given.mesh}, and this Trainer has {mesh}: give the same tensor_parallel_size,"
             " expert_parallel_size and number of devices, or leave out `plan`"
+        )
+
+
+def _tell_of_idle(config: ElixirConfig) -> None:
+    """No error: one program may be run on one rank and on many."""
+    for axis, keys in config.idle_patterns.items():
+        log.warning(
+            "patterns are given for %s, but %s_parallel_size is 1: every rank computes these modules whole. Give the"
+            " number of ranks that are to share them, or leave the patterns out",
+            first_names(keys),
+            axis,
         )
 
 
@@ -56,6 +71,8 @@ def put_patterns_in(module: nn.Module, config: ElixirConfig, comm: Comm) -> None
     """
     mesh = config.mesh(comm.world_size)
     check_placed(module, mesh)
+    if comm.rank == 0:
+        _tell_of_idle(config)
     if mesh.is_trivial and config.patterns is None:
         take_out(module)  # those of an earlier run
         return

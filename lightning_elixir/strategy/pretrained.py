@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_elixir.checkpoint import Extent, StoredWeight, WeightFiles
 from lightning_elixir.checkpoint.index import first_names
 from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.prefixes import Prefix
 from lightning_elixir.runtime.chunk import kept_stride
 from lightning_elixir.runtime.sources import set_source
 from lightning_elixir.strategy.model_init import awaits_engine, parameters_on_meta, replace_parameters
@@ -231,8 +232,8 @@ def _other_names(name: str, prefix: str) -> Iterator[str]:
     for one in names:
         yield one
         if prefix:
-            yield one.removeprefix(f"{prefix}.")
-            yield f"{prefix}.{one}"
+            yield Prefix(prefix, is_taken_off=True).apply(one)
+            yield Prefix(prefix).apply(one)
 
 
 def _end_of(name: str) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
 from lightning_elixir.plan.memory import Budget, memory_use
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.packing import packed_chunks, round_up
+from lightning_elixir.plan.prefixes import Prefix, with_names_of
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.sharding import best_sharding, with_note_of
@@ -396,7 +397,7 @@ class Planner:
         """
         is_known = all(self.comm.exchange_objects(profile is not None))
         shared = self._shared_profile(profile, current, is_seen=True) if profile is not None and is_known else None
-        given = self.config.given_plan()
+        given, _ = self._given_plan(model)
         if given is not None:
             given = with_ignored(with_kept(given, kept_in(current), is_exact=True), current.ignored)
             host_bytes = current.activation_host_bytes
@@ -469,10 +470,12 @@ class Planner:
         return first.with_bytes(lambda nbytes: nbytes + more) if more > 0 else first
 
     def _decide(self, model: nn.Module, budget: Budget, is_training: bool) -> tuple[Plan, bool]:
-        given = self.config.given_plan()
+        given, prefix = self._given_plan(model)
         if given is not None:
+            if prefix.path:
+                log.info("the given plan is obeyed %s", prefix)
             given = with_activations(model, self._with_kept(given, model), self.config.activations)
-            self._check_given(given, model, budget)
+            self._check_given(given, prefix, model, budget)
             return given, True
         is_auto = self.config.placement_policy == "auto"
         if is_auto and is_training and budget.gpu_bytes is not None:
@@ -486,15 +489,29 @@ class Planner:
             return self._guessed_over(model, plan, budget), False
         return self._evaluation_plan(model, plan, budget), False
 
-    def _check_given(self, plan: Plan, model: nn.Module, budget: Budget) -> None:
+    def _given_plan(self, model: nn.Module) -> tuple[Plan | None, Prefix]:
+        """The user's, under the model's names: a LightningModule has its model, of which the command may have made the
+        plan, as a part."""
+        given = self.config.given_plan()
+        if given is None:
+            return None, Prefix()
+        return with_names_of(given, [name for name, _ in model.named_parameters(remove_duplicate=False)])
+
+    def _check_given(self, plan: Plan, prefix: Prefix, model: nn.Module, budget: Budget) -> None:
         """Whether a plan of the user's can be obeyed here.
+
+        Args:
+            plan: Under the model's names.
+            prefix: What its own names had more, or less.
+            model: As it is to be trained.
+            budget: Limits of one rank.
 
         Raises:
             PlanError: It was made for another model or precision.
             CapacityError: It takes more than there is, activations not counted.
         """
         named = dict(model.named_parameters(remove_duplicate=False))
-        check_names(plan, named)
+        check_names(plan, named, prefix)
         if self.compute_dtype is None:  # each parameter keeps its own
             dtypes = [(dtype_name(held_as(named[m.fqn])[1]), c.dtype) for c in plan.chunks for m in c.members]
         else:

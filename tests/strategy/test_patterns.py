@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_elixir import ElixirStrategy, pretrained
-from lightning_elixir._lightning import LightningModule
+from lightning_elixir import ElixirStrategy, fabric, pretrained
+from lightning_elixir._lightning import Fabric, LightningModule
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns import Column, Expert, Row
 from tests.helpers.dist import RankError, run_ranks
@@ -266,6 +266,25 @@ def too_few() -> None:
 def test_a_number_of_ranks_that_the_sizes_do_not_divide() -> None:
     with pytest.raises(RankError, match="multiple of 2, and there are 3"):
         run_ranks(too_few, 3, init_group=False)
+
+
+@pytest.mark.parametrize("has_trainer", [True, False])
+def test_patterns_that_cut_nothing_are_warned_of(has_trainer: bool, caplog: pytest.LogCaptureFixture) -> None:
+    patterns = {"u*": Column(), "down": Row()}
+    for given in (None, patterns):
+        model = Plain()
+        if has_trainer:
+            trainer_of(ElixirStrategy(patterns=given), 1).fit(model, DataLoader(torch.randn(8, 8)))
+        else:
+            loop = Fabric(strategy=fabric.ElixirStrategy(patterns=given), accelerator="cpu", devices=1)
+            loop.launch()
+            loop.setup(model, new_optimizer(model.parameters()))
+        told = [record.getMessage() for record in caplog.records if "patterns are given" in record.getMessage()]
+        if given is None:
+            assert told == []
+    assert [text.split(":")[0] for text in told] == [
+        "patterns are given for 'u*', 'down', but tensor_parallel_size is 1"
+    ]
 
 
 def by_fabric(tensor: int, expert: int, path: str) -> None:

@@ -1,0 +1,40 @@
+"""Options whose names do not exist, told in terms of what there is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from lightning_elixir.errors import OptionError
+
+S = TypeVar("S")
+P = ParamSpec("P")
+
+
+def checks_option_names(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+    """For an `__init__` whose keyword arguments are options: it raises `OptionError` for others, with the nearest name.
+
+    Subclasses may pass theirs on (`**options`): what their own `__init__` takes is among the names that are proposed,
+    and its class is the one that the message names.
+    """
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def checked(self: S, /, *args: P.args, **options: P.kwargs) -> None:
+        unknown = [name for name in options if name not in signature.parameters]
+        if unknown:
+            raise OptionError(_message(type(self), unknown[0], [*signature.parameters][1:]))
+        init(self, *args, **options)
+
+    return checked
+
+
+def _message(kind: type[Any], unknown: str, names: list[str]) -> str:
+    own = inspect.signature(kind.__init__).parameters.values()
+    named = [p.name for p in own if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+    near = get_close_matches(unknown, dict.fromkeys([*names, *named]), n=1)
+    hint = f"; did you mean {near[0]}?" if near else f": help({kind.__name__}) has them all"
+    return f"{kind.__name__} has no option {unknown!r}{hint}"
