@@ -611,9 +611,38 @@ def test_the_parts_of_the_missing_gpu_memory_add_up(whole: int, other: int, timi
         assert sum(parts) == need, caught.value
         are_named = "buffers of updates of whole parameters, as Muon's: 48 bytes for each" in str(caught.value)
         assert are_named == (whole > 8 or (whole > 0 and timing is not UpdateTiming.AFTER_BACKWARD))
-        if whole == 64:  # no smaller batch makes the update smaller
-            assert "activations cut to" not in str(caught.value)
-            assert "smaller batch" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("whole", "is_advised"), [(64, False), (8, True)])
+@pytest.mark.parametrize("policy", ["auto", "cpu"])
+def test_a_smaller_batch_is_not_advised_where_the_update_alone_does_not_fit(
+    whole: int, is_advised: bool, policy: str
+) -> None:
+    """Backward takes 84 KiB, 72 of them activations, and the update 12 and its buffers."""
+    specs = layers(9)
+    regime, hardware = replace(MIXED, whole_update_bytes=whole * KIB), HARDWARE["nominal"]
+    layout, accesses = layout_of(specs), accesses_of(specs)
+    profile = structural_profile(layout, accesses, hardware, 72 * KIB)
+    problem = Problem(asked(policy=policy, accesses=accesses), Budget(70 * KIB), 1, regime, hardware)
+    with pytest.raises(CapacityError, match=r"needs 84\.0 KiB") as caught:
+        search([Candidate(layout, profile)], problem) if policy == "auto" else place(layout, problem, profile)
+    assert ("activations cut to" in str(caught.value) or "a smaller batch" in str(caught.value)) == is_advised
+
+
+def test_gradients_that_are_not_there_yet_are_no_part() -> None:
+    """The step is highest in its forward, where no gradient of the resident states has come."""
+    specs = layers(9)
+    layout, accesses, hardware = layout_of(specs), accesses_of(specs), HARDWARE["nominal"]
+    profile = structural_profile(layout, accesses, hardware, 0)
+    first, *others = profile.intervals
+    profile = replace(profile, intervals=(replace(first, non_model_bytes=256 * KIB), *others))
+    problem = Problem(asked(policy="cuda", accesses=accesses), Budget(64 * KIB), 1, MIXED, hardware)
+    with pytest.raises(
+        CapacityError, match=r"gradients and their blocks 8\.0 KiB; activations .* 256\.0 KiB"
+    ) as caught:
+        place(layout, problem, profile)
+    parts, need = parts_and_need(str(caught.value))
+    assert sum(parts) == need
 
 
 def test_what_a_fixed_policy_needs_counts_the_updates_before_a_step_is_known() -> None:
@@ -633,7 +662,7 @@ def test_advice_on_the_host_begins_with_what_is_nearest() -> None:
     candidate = Candidate(layout, structural_profile(layout, accesses, DISK))
 
     def refusal(cpu: int, regime: TrainingRegime = MIXED) -> str:
-        budget = Budget(12 * KIB, cpu, words=DeviceWords(host_limit="cpu_memory_limit"))
+        budget = Budget(12 * KIB + regime.whole_update_bytes, cpu, words=DeviceWords(host_limit="cpu_memory_limit"))
         with pytest.raises(CapacityError) as caught:
             search([candidate], Problem(asked(accesses=accesses), budget, 1, regime, DISK))
         return str(caught.value)
@@ -644,7 +673,8 @@ def test_advice_on_the_host_begins_with_what_is_nearest() -> None:
         r" states, or 2 GPUs on as many hosts\.$"
     )
     assert re.search(advice, refusal(9 * 16 * KIB - 20 * KIB))
-    assert "NVMe" not in refusal(9 * 16 * KIB - 20 * KIB, replace(MIXED, whole_update_bytes=1))
+    whole = refusal(9 * 16 * KIB - 20 * KIB, replace(MIXED, whole_update_bytes=1))
+    assert "(raise cpu_memory_limit), or a smaller model" in whole  # such states cannot be on a disk
     match = re.search(r"([\d.]+ \w+) of NVMe for each rank's optimizer states and parameters \(", refusal(90 * KIB))
     assert match is not None
     budget = Budget(12 * KIB, 90 * KIB, nvme_bytes=int(in_bytes(match[1])))
