@@ -356,7 +356,7 @@ def describe_chunks(strategy: Any) -> Iterator[str]:
     if plan.rcache_blocks:
         yield f"those that come and go share room for {plan.rcache_blocks} chunks on the GPU (the rCache)"
     yield (
-        f"chunks fetched {stats.fetches + stats.prefetches:,} times, {stats.prefetches:,} of them ahead of need; "
+        f"chunks fetched {stats.fetches:,} times when they were needed, and {stats.prefetches:,} times ahead of need; "
         f"evicted {stats.evictions:,} times"
     )
     yield f"bytes moved: {mib(stats.h2d_bytes)} to the GPU, {mib(stats.d2h_bytes)} back"
@@ -381,7 +381,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--precision", default="32-true", help="32-true (default), 64-true, 16-mixed, bf16-mixed, 16-true, bf16-true"
     )
-    parser.add_argument("--policy", help="placement policy: auto (default), cpu, cuda, const, static")
+    parser.add_argument("--policy", help="placement policy: auto (default), cpu, cuda, const")
     parser.add_argument("--gpu-memory-limit", help='plan as if there were no more, such as "24GiB"')
     parser.add_argument("--cpu-memory-limit", help="the same for the host")
     parser.add_argument("--chunk-size", help='bytes of a chunk, such as "64MiB"; found by a search otherwise')

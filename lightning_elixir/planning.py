@@ -25,7 +25,7 @@ from lightning_elixir.plan.fates import with_fates
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.ignored import ignored_bytes
 from lightning_elixir.plan.kept_dtypes import kept_in
-from lightning_elixir.plan.memory import Budget, host_share
+from lightning_elixir.plan.memory import Budget, Scheme, host_share
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.packing import DEFAULT_N_GRIDS, ChunkSizes, PackedChunk, packed_chunks
 from lightning_elixir.plan.placing.fallbacks import plan_with_fallbacks
@@ -38,7 +38,7 @@ from lightning_elixir.plan.problem import DEFAULT_PREFETCH_DEPTH, PlacementReque
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.sharding import Sharding, best_sharding, check_sharding, meshes_of
-from lightning_elixir.plan.simulator.timeline import Timeline, scheme_of, simulate_step
+from lightning_elixir.plan.simulator.timeline import Timeline, peak_gpu_bytes, scheme_of, simulate_step
 from lightning_elixir.plan.types import ALIGN_NUMEL, TRAINED_DTYPES, IgnoredParam, ParamSpec, Plan, UpdateTiming
 from lightning_elixir.plan.units import option_bytes
 from lightning_elixir.profiling.blocks import blocks_of
@@ -333,13 +333,28 @@ def timeline_of(
         regime: What training is like.
         is_detailed: Whether to give its spans and its memory, which takes several times as long.
     """
+    scheme = scheme_of(plan, regime)
+    return simulate_step(plan, _profile_of(plan, profile, hardware, scheme), hardware, scheme, is_detailed=is_detailed)
+
+
+def step_gpu_bytes(
+    plan: Plan, profile: MemoryProfile | StepProfile, hardware: HardwareSpec, regime: TrainingRegime
+) -> int:
+    """Device bytes of the plan at the highest moment of such a step. Arguments as for `timeline_of`; nothing is
+    simulated."""
+    scheme = scheme_of(plan, regime)
+    return peak_gpu_bytes(plan, _profile_of(plan, profile, hardware, scheme), scheme)
+
+
+def _profile_of(
+    plan: Plan, profile: MemoryProfile | StepProfile, hardware: HardwareSpec, scheme: Scheme
+) -> StepProfile:
     if isinstance(profile, MemoryProfile):
         profile = step_profile(with_fates(profile, plan.activations), packed_chunks(plan), hardware)
-    scheme = scheme_of(plan, regime)
-    if plan.ignored:
-        beside = ignored_bytes(plan.ignored, scheme)
-        profile = profile.with_bytes(lambda nbytes: nbytes + beside)
-    return simulate_step(plan, profile, hardware, scheme, is_detailed=is_detailed)
+    if not plan.ignored:
+        return profile
+    beside = ignored_bytes(plan.ignored, scheme)
+    return profile.with_bytes(lambda nbytes: nbytes + beside)
 
 
 def _profile_over(layout: Layout, profile: MemoryProfile | StepProfile | None, problem: Problem) -> StepProfile:
@@ -386,7 +401,10 @@ def detect_budget(
         cpu_bytes=cpu,
         non_model_bytes=non_model_bytes,
         spare_cpu_bytes=spare,
-        words=DeviceWords.of_a_cpu("gpu_bytes") if device_bytes is None else DeviceWords(),
+        words=replace(
+            DeviceWords.of_a_cpu("gpu_bytes") if device_bytes is None else DeviceWords(),
+            host_limit="" if cpu_bytes is None else "cpu_bytes",
+        ),
     )
 
 

@@ -542,6 +542,12 @@ def test_unwritable_output_is_an_error(capsys: pytest.CaptureFixture[str]) -> No
         ("Raise gpu_memory_limit, lower chunk_size, or", "Raise --gpu-memory, lower --chunk-size, or"),
         ('Use placement_policy="auto" or "cpu"', 'Use --policy "auto" or "cpu"'),
         ("world_size = 3", "--gpus 3"),
+        # Options that are words, too.
+        ("activations='auto': no blocks", "--activations 'auto': no blocks"),
+        ("activations: the plan names layers", "--activations: the plan names layers"),
+        ("blocks 8.0 KiB; activations and other data 3 KiB", "blocks 8.0 KiB; activations and other data 3 KiB"),
+        ("activations cut to 80%, an ignored module, sharding", "activations cut to 80%, an ignored module, sharding"),
+        ("a disk (nvme_offload_fraction, nvme_offload_dir)", "a disk (--nvme-memory)"),
         # An option already, other arguments, and parameters of a model.
         ("--chunk-size", "--chunk-size"),
         ("min_chunk_size", "min_chunk_size"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_elixir.cli.wording import size_of
 from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, load_hardware
 from lightning_elixir.plan.links import Network, on_nodes
 from lightning_elixir.plan.memory import Budget, host_share
@@ -54,7 +55,8 @@ def machine_of(options: argparse.Namespace, dtype: str) -> Machine:
     if options.hardware is None:
         remarks = ("speeds are round figures of no machine in particular: see --hardware", *remarks)
     cpu, spare = host_share(host_bytes, options.gpus, size_of(options.cpu_memory_limit, "--cpu-memory-limit"))
-    budget = Budget(gpu_bytes, cpu, nvme_bytes=nvme_bytes // options.gpus, spare_cpu_bytes=spare)
+    words = DeviceWords(host_limit="--cpu-memory-limit" if options.cpu_memory_limit else "--cpu-memory")
+    budget = Budget(gpu_bytes, cpu, nvme_bytes=nvme_bytes // options.gpus, spare_cpu_bytes=spare, words=words)
     return Machine(spec, budget, remarks)
 
 

@@ -15,6 +15,7 @@ _OPTIONS = {
     "cpu_memory_limit": "--cpu-memory",
     "cpu_bytes": "--cpu-memory",
     "nvme_bytes": "--nvme-memory",
+    "nvme_offload_dir": "--nvme-memory",
     "chunk_size": "--chunk-size",
     "keep_fp32": "--keep-fp32",
     "use_fused_kernels": "--use-fused-kernels",
@@ -26,11 +27,14 @@ _OPTIONS = {
     "num_backwards": "--accumulate",
     "step_fn": "the training step",
 }
+# Options that are words, too: meant only where something is said of their value.
+_WORDS = ("activations", "ignored", "sharding")
+_PATTERNS = [name + r"(?=\s*=|:|\[|`| must\b)" if name in _WORDS else name for name in _OPTIONS]
 # A whole name, with the "=" of an assignment. Not one of a parameter ("layers.chunk_size"), nor an option already.
-_NAME = re.compile(rf"(?<![\w.-])({'|'.join(_OPTIONS)})(\s*=\s*|(?![\w-]|\.\w))")
+_NAME = re.compile(rf"(?<![\w.-])({'|'.join(_PATTERNS)})(\s*=\s*|(?![\w-]|\.\w))")
 
 # Advice that the command has no option for.
-_USELESS = re.compile(r"; [^;.]*\bnon_model_bytes\b[^;.]*")
+_USELESS = re.compile(r"; [^;.]*\bnon_model_bytes\b[^;.]*|\bnvme_offload_fraction, ")
 
 
 def in_options(message: str) -> str:

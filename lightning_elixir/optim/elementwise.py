@@ -79,7 +79,9 @@ def register_elementwise(cls: type[Optimizer], **arguments: Any) -> type[Optimiz
         PlanError: It is not element-wise; says what was seen. Nothing is registered then.
     """
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise PlanError(f"register_elementwise() takes a subclass of torch.optim.Optimizer, got {cls!r}")
+        raise PlanError(
+            f"register_elementwise() takes a subclass of torch.optim.Optimizer, got {cls!r}: give the class itself"
+        )
     probe = torch.nn.Parameter(torch.zeros(3))
     try:
         sample = cls([probe], **arguments)

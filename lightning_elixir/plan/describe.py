@@ -81,6 +81,8 @@ def describe_updates(plan: Plan) -> str:
     if not beside:
         return ""
     text = _TIMINGS[plan.update_timing]
+    if plan.forecast is None and plan.update_timing is not UpdateTiming.AFTER_BACKWARD:  # made for whatever comes
+        text += " (those of HybridAdam and CPUAdam; other optimizers' run in their step)"
     if plan.grad_reuses_compute_shard:
         text += "; gradients take the place of the parameters in host memory, which saves 2 bytes each"
     if plan.has_spare_states:

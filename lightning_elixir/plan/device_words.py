@@ -14,6 +14,8 @@ class DeviceWords:
     memory: str = "GPU memory"
     more: str = "more GPU memory"
     """After an amount."""
+    host_limit: str = ""
+    """The option that limits the host's memory, where one does."""
 
     @classmethod
     def of_a_cpu(cls, option: str) -> DeviceWords:

@@ -67,7 +67,7 @@ def explain(plan: Plan) -> str:
         "states": "gpu_state_bytes",
         "gradients": "gpu_grad_bytes",
         "rCache": "rcache_bytes",
-        "buffers of streamed updates": "gpu_stream_bytes",
+        "buffers of updates": "gpu_stream_bytes",
         "activations and other data": "non_model_bytes",
     }
     lines.append(f"    {_kinds(plan, kinds)}")

@@ -389,13 +389,14 @@ class MemoryUse:
     """Buffers through which states on NVMe are updated, and parameters come from there."""
     host_activation_bytes: int = 0
     """Activations between their forward and their backward."""
+    gpu_stream_bytes: int = 0
+    """Buffers of updates (`Scheme.stream_bytes`); `memory_use`, which knows of no moment, leaves them out."""
 
     @property
     def gpu_bytes(self) -> int:
         """Everything on the device, as if all its peaks came together."""
-        return (
-            self.gpu_param_bytes + self.gpu_state_bytes + self.gpu_grad_bytes + self.rcache_bytes + self.non_model_bytes
-        )
+        held = self.gpu_param_bytes + self.gpu_state_bytes + self.gpu_grad_bytes
+        return held + self.rcache_bytes + self.gpu_stream_bytes + self.non_model_bytes
 
     @property
     def host_bytes(self) -> int:

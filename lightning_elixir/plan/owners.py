@@ -35,9 +35,9 @@ def owners_of(chunks: Sequence[ChunkSpec], world_size: int) -> dict[tuple[int, i
 # Of each element of the parameter that is updated: value, gradient and states in fp32, and what Muon or Adafactor make
 # of them on the way (a copy in fp32 and three in bf16, or two in fp32); and value, gradient and states of the next one,
 # which comes meanwhile from host memory.
-_UPDATE_BYTES = 32 + 16
+UPDATE_BYTES = 32 + 16
 # Of each element of a chunk with a parameter that ranks cut: value and gradient, sent, received and put together.
-_EXCHANGE_BYTES = 24
+EXCHANGE_BYTES = 24
 
 
 def whole_update_bytes(chunks: Sequence[ChunkSpec], members: Mapping[int, Collection[int]], world_size: int) -> int:
@@ -52,4 +52,4 @@ def whole_update_bytes(chunks: Sequence[ChunkSpec], members: Mapping[int, Collec
     ids = [chunk_id for chunk_id, indices in members.items() if indices]
     numels = [chunks[chunk_id].members[index].numel for chunk_id in ids for index in members[chunk_id]]
     sent = max((chunks[chunk_id].numel for chunk_id in ids), default=0) if world_size > 1 else 0
-    return _UPDATE_BYTES * max(numels, default=0) + _EXCHANGE_BYTES * sent
+    return UPDATE_BYTES * max(numels, default=0) + EXCHANGE_BYTES * sent

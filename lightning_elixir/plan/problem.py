@@ -74,7 +74,8 @@ class Problem:
         """Raises `PlanError` for an unknown policy or an option out of its range."""
         request = self.request
         if request.policy not in POLICIES:
-            raise PlanError(f"unknown placement policy {request.policy!r}; known are {', '.join(map(repr, POLICIES))}")
+            offered = ", ".join(repr(name) for name in POLICIES if name != "static")
+            raise PlanError(f"unknown placement policy {request.policy!r}; known are {offered}")
         for name in (
             "shard_param_frac",
             "offload_optim_frac",

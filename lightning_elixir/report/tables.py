@@ -17,7 +17,7 @@ GPU_KINDS = (
     ("gpu_state_bytes", "master and optimizer states", "purple"),
     ("gpu_grad_bytes", "gradients and their blocks", "yellow"),
     ("rcache_bytes", "rCache", "cyan"),
-    ("gpu_stream_bytes", "buffers of streamed updates", "sand"),
+    ("gpu_stream_bytes", "buffers of updates", "sand"),
     ("non_model_bytes", "activations and other data", "green"),
 )
 HOST_KINDS = (

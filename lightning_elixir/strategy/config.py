@@ -132,16 +132,16 @@ class ElixirConfig(LossScaling):
             timings = ", ".join(get_args(TimingName))
             raise PlanError(f"unknown update_timing {self.update_timing!r}: choose one of {timings}")
         known = get_args(PolicyName)
+        offered = [name for name in known if name != "static"]  # another name of "const"
         if self.placement_policy not in known:
-            raise PlanError(f"unknown placement_policy {self.placement_policy!r}: choose one of {', '.join(known)}")
+            raise PlanError(f"unknown placement_policy {self.placement_policy!r}: choose one of {', '.join(offered)}")
         if self.placement_policy in ("const", "static"):
             return
         defaults = ElixirConfig.__dataclass_fields__
         for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac"):
             if getattr(self, name) != defaults[name].default:
                 raise PlanError(
-                    f"{name} belongs to placement_policy 'const' (or 'static'), but the policy is"
-                    f" {self.placement_policy!r}"
+                    f"{name} belongs to placement_policy 'const', but the policy is {self.placement_policy!r}"
                 )
 
     def _check_patterns(self) -> None:

@@ -41,7 +41,14 @@ from lightning_elixir.plan.sharding import best_sharding, with_note_of
 from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, scheme_of, with_times
 from lightning_elixir.plan.types import ALIGN_NUMEL, Alternative, IgnoredParam, ParamSpec, Plan, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
-from lightning_elixir.planning import COMMON_SHARE, make_plan, param_specs, timeline_of, with_common_activations
+from lightning_elixir.planning import (
+    COMMON_SHARE,
+    make_plan,
+    param_specs,
+    step_gpu_bytes,
+    timeline_of,
+    with_common_activations,
+)
 from lightning_elixir.profiling.blocks import with_activations
 from lightning_elixir.profiling.ignored import ignored_parameters, plain_tensors_of
 from lightning_elixir.profiling.kept_fp32 import is_nothing, kept_parameters
@@ -75,6 +82,15 @@ def disk_options(config: ElixirConfig) -> DiskOptions:
     """Where states on NVMe go."""
     folder = None if config.nvme_offload_dir is None else os.fspath(config.nvme_offload_dir)
     return DiskOptions(folder, config.nvme_backend, config.nvme_checksums)
+
+
+def _with_whole_updates(plan: Plan, regime: TrainingRegime) -> dict[str, float | int | str]:
+    """What a plan notes, with the device memory that updates of whole parameters take in the step."""
+    lacking = scheme_of(plan, regime).stream_bytes(plan.chunks) - int(plan.notes.get("gpu_stream_bytes", 0))
+    notes = dict(plan.notes)
+    for name in ("gpu_stream_bytes", "gpu_bytes"):
+        notes[name] = int(notes.get(name, 0)) + lacking
+    return notes
 
 
 class Neighbours(Protocol):
@@ -198,8 +214,11 @@ class Planner:
             current_device_memory_bytes(self._device),
             self._free_nvme_bytes(),
         )
-        words = DeviceWords.of_a_cpu("gpu_memory_limit") if self._device.type == "cpu" else DeviceWords()
         within = self._limits_with(limits or MemoryLimits())
+        words = replace(
+            DeviceWords.of_a_cpu("gpu_memory_limit") if self._device.type == "cpu" else DeviceWords(),
+            host_limit="" if within.cpu_bytes is None else "cpu_memory_limit",
+        )
         by_rank: list[RankMemory] = self.comm.exchange_objects(own)
         found = common_budget(by_rank, within, words, is_begun=earlier is not None, part_of=self._neighbours.part_of)
         if earlier is None:
@@ -546,8 +565,24 @@ class Planner:
         try:
             return self._make(model, budget, regime, layout=current, profile=profile)
         except CapacityError as error:  # and yet a step may run, or has done so
-            log.warning("going on with the smallest plan there is: %s", error)
-            return self._safe_plan(model, current, budget)
+            plan = self._safe_plan(model, current, budget, regime)
+            log.warning(
+                "going on with the smallest plan there is%s: %s", self._excess(plan, budget, profile, regime), error
+            )
+            return plan
+
+    def _excess(self, plan: Plan, budget: Budget, profile: StepProfile | MemoryProfile, regime: TrainingRegime) -> str:
+        """By how much such steps are expected to exceed which limit, for people; empty if by nothing."""
+        use = memory_use(plan.chunks, plan.rcache_blocks, scheme_of(plan, regime))
+        over = [
+            f"the {format_bytes(limit)} of {name} by {format_bytes(nbytes - limit, is_rounded_up=True)}"
+            for name, nbytes, limit in (
+                (budget.words.memory, step_gpu_bytes(plan, profile, self.figures.best, regime), budget.gpu_bytes),
+                ("host memory", use.host_bytes, budget.cpu_bytes),
+            )
+            if limit is not None and nbytes > limit
+        ]
+        return f", which will exceed {' and '.join(over)}" if over else ""
 
     def _guessed_plan(self, model: nn.Module, budget: Budget, layout: Plan | None = None) -> Plan:
         """The fastest one if activations take a common share of the device and the optimizer is an Adam of ours. It
@@ -568,23 +603,30 @@ class Planner:
         """A plan from before anything is known of a step."""
         return with_common_activations(make, budget) if self._counts_activations else make(budget)
 
-    def _safe_plan(self, model: nn.Module, plan: Plan, budget: Budget) -> Plan:
+    def _safe_plan(self, model: nn.Module, plan: Plan, budget: Budget, regime: TrainingRegime | None = None) -> Plan:
         """As little on the device as possible: what the activations take is not known. No chunk has spare states, which
-        a few steps are not worth."""
-        timing = self.regime.update_timing
-        if self.regime.needs_global_norm and timing is UpdateTiming.INSIDE_BACKWARD:
+        a few steps are not worth.
+
+        Args:
+            regime: With the optimizer; None: that is not known.
+        """
+        regime = regime or self.regime
+        timing = regime.update_timing
+        if regime.needs_global_norm and timing is UpdateTiming.INSIDE_BACKWARD:
             timing = UpdateTiming.BEHIND_FORWARD
-        regime = replace(self.regime, update_timing=timing, needs_global_norm=False)
+        regime = replace(regime, update_timing=timing, needs_global_norm=False)
+        light = replace(regime, whole_update_bytes=0)  # they come on top, whether or not that fits
         if self.chooses_activations:
             least = tuple(replace(block, fate=Fate.RECOMPUTE) for block in plan.activations)
             plan = replace(plan, activations=least, activation_host_bytes=0)
         try:
-            largest = self._make(model, budget, regime, layout=plan, policy="cpu")
-            smallest = self._make(model, replace(budget, gpu_bytes=None), regime, layout=plan, policy="cpu")
+            largest = self._make(model, budget, light, layout=plan, policy="cpu")
+            smallest = self._make(model, replace(budget, gpu_bytes=None), light, layout=plan, policy="cpu")
         except CapacityError as error:  # the host cannot hold everything
             log.info("no room to start with everything on the host (%s)", error)
             return self._roomy_plan(model, plan, budget, regime)
-        return replace(largest, rcache_blocks=min(largest.rcache_blocks, smallest.rcache_blocks))
+        blocks = min(largest.rcache_blocks, smallest.rcache_blocks)
+        return replace(largest, rcache_blocks=blocks, notes=_with_whole_updates(largest, regime))
 
     def _roomy_plan(self, model: nn.Module, plan: Plan, budget: Budget, regime: TrainingRegime) -> Plan:
         """As `_safe_plan`, where the device must take what the host cannot: leaves as much to activations as it can."""

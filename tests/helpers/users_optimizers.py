@@ -171,5 +171,5 @@ REFUSED = {
     Noisy: "so it draws random numbers",
     Counting: "a step changes its attribute num",
     ByNormInGroup: "the setting seen of its group",
-    Closing: "failed when it was tried on small tensors",
+    Closing: "failed when it was tried on small tensors.*, or use HybridAdam",
 }

@@ -88,7 +88,8 @@ def test_refusals_on_the_cpu_speak_of_no_gpu(policy: str) -> None:
 
 
 def test_nor_do_those_for_want_of_host_memory() -> None:
-    with pytest.raises(CapacityError, match="^host memory: ") as caught:
+    advice = r"^host memory: .* more host memory for each rank \(raise cpu_memory_limit\), or .* \(nvme_offload_dir; "
+    with pytest.raises(CapacityError, match=advice) as caught:
         fit(ElixirStrategy(gpu_memory_limit="60KiB", cpu_memory_limit="10KiB"))
     assert "GPU" not in str(caught.value)
 

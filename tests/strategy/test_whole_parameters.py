@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_elixir import ElixirStrategy
+from lightning_elixir.plan.units import format_bytes
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import full, telling
 
@@ -97,6 +99,23 @@ def _assert_same(model: pl.LightningModule, plain: pl.LightningModule, atol: flo
     state = model.state_dict()
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=atol)
+
+
+def test_a_limit_that_updates_exceed_is_told_with_parts_that_add_up(caplog: pytest.LogCaptureFixture) -> None:
+    """Beside the smallest rCache and gradient blocks an update takes 48 bytes for each of 40 x 40 elements."""
+    strategy = ElixirStrategy(chunk_size=4096, gpu_memory_limit="40KiB")
+    _fit(WithMuon(), strategy, max_epochs=1)
+    (warning,) = [r.getMessage() for r in caplog.records if "smallest plan there is" in r.getMessage()]
+    assert "as Muon's: 48 bytes for each element of the largest, 75.0 KiB" in warning
+    match = re.search(r"needs ([\d.]+) KiB \(([^)]*)\), but there are 40\.0 KiB", warning)
+    assert match is not None
+    parts = [part.split()[-2:] for part in match[2].split("; ")]
+    assert sum(float(number) for number, unit in parts if unit == "KiB") == pytest.approx(float(match[1]), abs=0.2)
+    plan = strategy.plan
+    lacking = format_bytes(int(plan.notes["gpu_bytes"]) - 40 * 1024, is_rounded_up=True)
+    assert f"which will exceed the 40.0 KiB of CPU memory (gpu_memory_limit) by {lacking}: " in warning
+    assert plan.notes["gpu_stream_bytes"] == 48 * 1600
+    assert "updates of states beside the GPU run after backward" in plan.explain()
 
 
 @pytest.mark.parametrize("kind", KINDS)

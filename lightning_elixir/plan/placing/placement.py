@@ -11,11 +11,12 @@ from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.activations import has_offloaded
 from lightning_elixir.plan.memory import MemoryUse, memory_use, num_grad_blocks, problem_of_params_on_nvme
 from lightning_elixir.plan.packing import PackedChunk, pack, padding_bytes, regular_block_bytes, waste_bytes
+from lightning_elixir.plan.placing.parts import STREAMABLE, gpu_parts, host_parts
 from lightning_elixir.plan.placing.spares import chunks_to_spare
 from lightning_elixir.plan.placing.spilling import can_move_params
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.simulator.timeline import beside_rcache_bytes, moments
+from lightning_elixir.plan.simulator.timeline import beside_rcache_bytes, highest_moment, moments
 from lightning_elixir.plan.types import DTYPE_BYTES, AccessTrace, ChunkSpec, ParamSpec, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 
@@ -202,8 +203,22 @@ class Placement:
         """Device bytes at the highest moment of a step, without the rCache."""
         placer = self._placer
         if placer.profile is None:
-            return self.use.gpu_bytes + placer.budget.non_model_bytes
+            return self.at_peak.gpu_bytes
         return beside_rcache_bytes(self.chunks, placer.moments, placer.scheme, self.use)
+
+    @cached_property
+    def at_peak(self) -> MemoryUse:
+        """Bytes by kind at that moment; where none is known, as if all kinds came together."""
+        placer = self._placer
+        if placer.profile is None:
+            stream_bytes = placer.scheme.stream_bytes(self.chunks)
+            return replace(self.use, gpu_stream_bytes=stream_bytes, non_model_bytes=placer.budget.non_model_bytes)
+        return highest_moment(self.chunks, placer.moments, placer.scheme, self.use)
+
+    def update_bytes(self, blocks: int) -> int:
+        """On the device while updates run, with so many blocks: what no smaller batch makes less."""
+        placer = self._placer
+        return beside_rcache_bytes(self.chunks, (), placer.scheme, self.use) + blocks * placer.layout.block_bytes
 
     def gpu_bytes(self, blocks: int) -> int:
         """Highest moment of a step on the device, with so many blocks."""
@@ -278,7 +293,7 @@ class Placer:
         chunks, blocks = placement.chunks, placement.blocks
         use = memory_use(chunks, blocks, self.scheme, self._non_model_bytes())
         gpu_bytes = placement.gpu_bytes(blocks)
-        self._check_gpu(use, gpu_bytes, chunks, blocks)
+        self._check_gpu(placement)
         self._check_host(use, chunks)
         depth = self.request.prefetch_depth if prefetch_depth is None else prefetch_depth
         return replace(
@@ -329,38 +344,27 @@ class Placer:
     def _non_model_bytes(self) -> int:
         return self.budget.non_model_bytes if self.profile is None else self.profile.peak_non_model_bytes
 
-    def _check_gpu(self, use: MemoryUse, gpu_bytes: int, chunks: Sequence[ChunkSpec], blocks: int) -> None:
-        limit = self.budget.gpu_bytes
+    def _check_gpu(self, placement: Placement) -> None:
+        limit, blocks, use = self.budget.gpu_bytes, placement.blocks, placement.at_peak
+        gpu_bytes = placement.gpu_bytes(blocks)
         if limit is None or gpu_bytes <= limit:
             return
-        parts = [
-            f"parameters that stay on it {format_bytes(use.gpu_param_bytes)}",
-            f"optimizer states {format_bytes(use.gpu_state_bytes)}",
-            f"gradients {format_bytes(use.gpu_grad_bytes)}",
-            f"activations and other data {format_bytes(use.non_model_bytes)}",
-        ]
         if blocks:
-            module = self.needs.smallest({c.id for c in chunks if not c.is_persistent})[1]
-            parts.insert(
-                0,
-                f"the smallest rCache, {blocks} block{'s' * (blocks > 1)} of {format_bytes(self.layout.block_bytes)}"
-                f" for {module or 'the model'}, {format_bytes(use.rcache_bytes)}",
-            )
             cures = ["raise gpu_memory_limit"]
-            if gpu_bytes - limit <= self.saved_by_smaller_chunks(chunks, blocks):
+            if gpu_bytes - limit <= self.saved_by_smaller_chunks(placement.chunks, blocks):
                 cures.append("lower chunk_size")
             if use.gpu_param_bytes + use.gpu_state_bytes:
                 cures.append(f"keep less on the {self.budget.words.device}")
-            if use.non_model_bytes > gpu_bytes - limit:
+            if use.non_model_bytes > gpu_bytes - limit and placement.update_bytes(blocks) <= limit:
                 is_recomputing = self.profile is not None and self.profile.is_recomputing
                 cures.append(f"use a smaller batch{'' if is_recomputing else ' or activation checkpointing'}")
         else:
             cures = ['use placement_policy="auto" or "cpu"', "more ranks"]
         cure = ", or ".join(cures)
+        parts = gpu_parts(use, self.scheme, blocks, self.needs.smallest(placement.managed)[1])
         raise CapacityError(
-            f"{self.budget.words.memory}: the plan needs {format_bytes(gpu_bytes)} on each rank ({'; '.join(parts)}),"
-            f" but there are {format_bytes(limit)}: {format_bytes(gpu_bytes - limit)} too few."
-            f" {cure[0].upper()}{cure[1:]}.",
+            f"{self.budget.words.memory}: the plan needs {format_bytes(gpu_bytes)} on each rank ({parts}), but there"
+            f" are {format_bytes(limit)}: {format_bytes(gpu_bytes - limit)} too few. {cure[0].upper()}{cure[1:]}.",
             resource="GPU",
             lacking_bytes=gpu_bytes - limit,
         )
@@ -372,42 +376,31 @@ class Placer:
         in_memory = sum(
             c.numel for c in chunks if Tier.CPU in (c.param_tier, c.optim_tier if c.requires_grad else c.param_tier)
         )
-        cures = (
-            [f"keep more on the {self.budget.words.device}", "spread the model over more hosts"] if in_memory else []
-        )
-        if use.host_state_bytes:
-            cures.append("keep optimizer states on a disk (nvme_offload_fraction, nvme_offload_dir)")
-        elif use.host_param_bytes:
+        cures = [f"raise {self.budget.words.host_limit}"] if self.budget.words.host_limit else []
+        if use.host_state_bytes and not self.scheme.regime.whole_update_bytes:
+            cures.append(f"keep optimizer states on a disk (nvme_offload_fraction, nvme_offload_dir; {STREAMABLE})")
+        elif use.host_param_bytes and not use.host_state_bytes:
             cures.append("keep parameters on the disk as well (nvme_offload_param_fraction)")
         if use.host_buffer_bytes > limit // 2:
             cures.append("take a smaller chunk_size (buffers hold some chunks)")
+        if in_memory:
+            cures.append(f"keep more on the {self.budget.words.device}")
+        cures.append("make the model smaller")
+        if use.host_state_bytes:
+            cures.append("take an optimizer with fewer states")
+        if in_memory:
+            cures.append("spread the model over more hosts")
         fitting = ""
         if in_memory:
             num_fitting = in_memory * max(0, limit - use.host_buffer_bytes) // (use.host_bytes - use.host_buffer_bytes)
             fitting = f" What would fit is about {num_fitting:,} of the {in_memory:,} parameters in host memory."
-        cure = ", or ".join([*cures, "make the model smaller"])
+        cure = ", or ".join(cures)
         raise CapacityError(
             f"host memory: the plan needs {format_bytes(use.host_bytes)} for each rank ({host_parts(use)}), but there"
             f" are {format_bytes(limit)}.{fitting} {cure[0].upper()}{cure[1:]}.",
             resource="host",
             lacking_bytes=use.host_bytes - limit,
         )
-
-
-def host_parts(use: MemoryUse) -> str:
-    """What the host's bytes of a placement are for, for people: all of them, since people add them up."""
-    parts = [
-        f"parameters {format_bytes(use.host_param_bytes)}",
-        f"optimizer states {format_bytes(use.host_state_bytes)}",
-        f"gradients {format_bytes(use.host_grad_bytes)}",
-    ]
-    if use.host_spare_bytes:
-        parts.append(f"spare states {format_bytes(use.host_spare_bytes)}")
-    if use.host_activation_bytes:
-        parts.append(f"activations {format_bytes(use.host_activation_bytes)}")
-    if use.host_buffer_bytes:
-        parts.append(f"buffers for states on NVMe {format_bytes(use.host_buffer_bytes)}")
-    return "; ".join(parts)
 
 
 def with_states_on_nvme(chunks: Sequence[ChunkSpec], fraction: float) -> tuple[ChunkSpec, ...]:

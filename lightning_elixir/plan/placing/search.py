@@ -17,6 +17,7 @@ test compares them with every placement of small models.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,8 @@ from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.memory import memory_use
 from lightning_elixir.plan.placing.fallbacks import SAME, plan_with_fallbacks
 from lightning_elixir.plan.placing.fates_tried import FatesTried, with_alternatives
-from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Site, host_parts, sites_of
+from lightning_elixir.plan.placing.parts import STREAMABLE, gpu_parts, host_parts
+from lightning_elixir.plan.placing.placement import OFFLOADED, RESIDENT, Layout, Site, sites_of
 from lightning_elixir.plan.placing.space import (
     PATTERNS,
     SHARDED,
@@ -574,28 +576,18 @@ class _LayoutSearch(Space):
         limit, needed = self.problem.budget.gpu_bytes or 0, smallest.gpu_bytes(smallest.smallest)
         blocks, module = placer.needs.smallest(smallest.managed)
         other = self.profile.peak_non_model_bytes
-        parts = [f"gradient blocks {format_bytes(placer.scheme.grad_block_bytes(smallest.chunks))}"]
-        if blocks:
-            parts.insert(
-                0,
-                f"the smallest rCache, {blocks} block{'s' * (blocks > 1)} of {format_bytes(self.layout.block_bytes)}"
-                f" for {module or 'the model'}",
-            )
-        kept = smallest.use.gpu_param_bytes
-        if kept:
-            parts.append(f"parameters {format_bytes(kept)}")
-        parts.append(f"activations and other data {format_bytes(other)}")
         words = self.problem.budget.words
         cures = [f"{format_bytes(needed - limit, is_rounded_up=True)} {words.more}"]
         share = 100 * (limit - needed + other) // other if other else 0
-        if share >= _LEAST_ACTIVATIONS:
+        if share >= _LEAST_ACTIVATIONS and smallest.update_bytes(blocks) <= limit:
             how = "" if self.profile.is_recomputing else ", or activation checkpointing"
             cures.append(f"activations cut to {share}% (a batch that much smaller{how})")
         if needed - limit <= placer.saved_by_smaller_chunks(smallest.chunks, blocks):
             cures.append("a smaller chunk_size")
+        parts = gpu_parts(smallest.at_peak, placer.scheme, blocks, module)
         return CapacityError(
-            f"{words.memory}: even with as much as possible beside it, a rank needs {format_bytes(needed)}"
-            f" ({'; '.join(parts)}), but there are {format_bytes(limit)}. What would fit: {', or '.join(cures)}.",
+            f"{words.memory}: even with as much as possible beside it, a rank needs {format_bytes(needed)} ({parts}),"
+            f" but there are {format_bytes(limit)}. What would fit: {', or '.join(cures)}.",
             resource="GPU",
             lacking_bytes=needed - limit,
         )
@@ -607,28 +599,42 @@ class _LayoutSearch(Space):
         use = placement.use
         limit = problem.budget.cpu_bytes or 0
         lacking = use.host_bytes - limit
-        cures = [f"{format_bytes(lacking, is_rounded_up=True)} more host memory for each rank"]
+        words = problem.budget.words
+        how = f" (raise {words.host_limit})" if words.host_limit else ""
+        cures = [f"{format_bytes(lacking, is_rounded_up=True)} more host memory for each rank{how}"]
+        on_nvme = self._nvme_cure(placement.chunks)
+        if on_nvme is not None:
+            cures.append(on_nvme)
+        cures.append("a smaller model" + ", or an optimizer with fewer states" * (use.host_state_bytes > 0))
         # What more ranks, each on a host of its own, do not divide.
         whole = 0 if problem.request.distributed_storage else use.host_param_bytes
         if limit > whole:
             hosts = math.ceil((use.host_bytes - whole) * problem.world_size / (limit - whole))
-            cures.append(f"{hosts} {problem.budget.words.devices} on as many hosts")
-        on_nvme = self._nvme_bytes(placement.chunks)
-        if on_nvme is not None:
-            cures.append(f"{format_bytes(on_nvme, is_rounded_up=True)} of NVMe for each rank's optimizer states")
+            cures.append(f"{hosts} {words.devices} on as many hosts")
         return CapacityError(
-            f"host memory: with as much on the {problem.budget.words.device} as it holds, each rank still needs"
+            f"host memory: with as much on the {words.device} as it holds, each rank still needs"
             f" {format_bytes(use.host_bytes)} on the host ({host_parts(use)}), but there are {format_bytes(limit)}."
             f" What would fit: {', or '.join(cures)}.",
             resource="host",
             lacking_bytes=lacking,
         )
 
-    def _nvme_bytes(self, chunks: Sequence[ChunkSpec]) -> int | None:
-        """What the states take that have to go on to NVMe, with what is there already; None if that is no cure."""
+    def _nvme_cure(self, chunks: Sequence[ChunkSpec]) -> str | None:
+        """What has to go on to NVMe, with what is there already, or what a disk leaves to the host; None if it is no
+        cure."""
         scheme, limit = self.placer.scheme, self.problem.budget.cpu_bytes or 0
-        use = memory_use(Spilling(scheme).states(in_host_memory(chunks), limit, None), 0, scheme)
-        return use.nvme_bytes if use.host_bytes <= limit else None
+        if scheme.regime.whole_update_bytes:
+            return None  # such states stay in memory
+        spilling, whose = Spilling(scheme), "optimizer states"
+        use = memory_use(spilling.states(in_host_memory(chunks), limit, None), 0, scheme)
+        if use.host_bytes > limit:
+            moved = spilling.states_and_params(in_host_memory(chunks), limit, sys.maxsize)
+            if moved is None:
+                least = format_bytes(use.host_bytes, is_rounded_up=True)
+                return f"{least} on the host beside a disk (nvme_offload_dir; {STREAMABLE})" if use.nvme_bytes else None
+            use, whose = memory_use(moved, 0, scheme), "optimizer states and parameters"
+        nbytes = format_bytes(use.nvme_bytes, is_rounded_up=True)
+        return f"{nbytes} of NVMe for each rank's {whose} (nvme_offload_dir; {STREAMABLE})"
 
 
 def _alternatives(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.memory import MemoryUse, Scheme, memory_use
@@ -37,8 +38,10 @@ __all__ = [
     "Timeline",
     "beside_rcache_bytes",
     "compressed",
+    "highest_moment",
     "is_time_known",
     "moments",
+    "peak_gpu_bytes",
     "scheme_of",
     "simulate_step",
     "with_times",
@@ -84,8 +87,7 @@ def simulate_step(
         infinite unless `is_time_known`.
     """
     step = StepSimulator(profile, hardware, scheme).run(plan, is_detailed=is_detailed)
-    beside = beside_rcache_bytes(plan.chunks, moments(profile), scheme, memory_use(plan.chunks, 0, scheme))
-    peak = beside + max(plan.rcache_blocks, step.peak_blocks) * plan.block_bytes
+    peak = peak_gpu_bytes(plan, profile, scheme, step.peak_blocks)
     return Timeline(step.times, peak, step.backward_end_s, step.spans, step.memory, step.host_update_s)
 
 
@@ -132,21 +134,58 @@ def beside_rcache_bytes(
         scheme: What training does to them.
         use: Of these chunks, without the rCache.
     """
+    return _highest(chunks, moments, scheme, use).total
+
+
+def highest_moment(
+    chunks: Sequence[ChunkSpec], moments: Sequence[tuple[tuple[int, ...], int]], scheme: Scheme, use: MemoryUse
+) -> MemoryUse:
+    """What is on the device at that moment, by kind, so that the kinds add up to it. Arguments as for
+    `beside_rcache_bytes`."""
+    highest = _highest(chunks, moments, scheme, use)
+    return replace(
+        use,
+        gpu_grad_bytes=use.gpu_grad_bytes - highest.shards_to_come,
+        gpu_stream_bytes=highest.stream_bytes,
+        non_model_bytes=use.non_model_bytes + highest.non_model_bytes,
+    )
+
+
+class _Highest(NamedTuple):
+    """The highest moment without the rCache, in bytes."""
+
+    total: int
+    shards_to_come: int
+    """Gradient shards that are not there yet."""
+    stream_bytes: int
+    non_model_bytes: int
+
+
+def _highest(
+    chunks: Sequence[ChunkSpec], moments: Sequence[tuple[tuple[int, ...], int]], scheme: Scheme, use: MemoryUse
+) -> _Highest:
     grads = {c.id: scheme.chunk_bytes(c).gpu_grad for c in chunks if c.optim_tier is Tier.GPU}
     shards = sum(grads.values())
     fixed = use.gpu_bytes - shards
     accumulates = scheme.regime.accumulates  # gradients of earlier backwards are there from the start
     held = shards if accumulates else 0
     stream_bytes = scheme.stream_bytes(chunks)
-    peak = fixed + shards + stream_bytes  # the update
-    if scheme.updates.timing is not UpdateTiming.AFTER_BACKWARD:
-        fixed += stream_bytes
+    highest = _Highest(fixed + shards + stream_bytes, 0, stream_bytes, 0)  # the update
+    stays = stream_bytes if scheme.updates.timing is not UpdateTiming.AFTER_BACKWARD else 0
     for finished, non_model_bytes in moments:
         if not accumulates:
             for chunk_id in finished:
                 held += grads.get(chunk_id, 0)
-        peak = max(peak, fixed + held + non_model_bytes)
-    return peak
+        total = fixed + stays + held + non_model_bytes
+        if total > highest.total:
+            highest = _Highest(total, shards - held, stays, non_model_bytes)
+    return highest
+
+
+def peak_gpu_bytes(plan: Plan, profile: StepProfile, scheme: Scheme, blocks: int = 0) -> int:
+    """Highest moment of a step on the device, with the plan's rCache, or with so many blocks if those are more."""
+    beside = beside_rcache_bytes(plan.chunks, moments(profile), scheme, memory_use(plan.chunks, 0, scheme))
+    return beside + max(plan.rcache_blocks, blocks) * plan.block_bytes
 
 
 def compressed(profile: StepProfile) -> StepProfile:

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.explain import explain, step_parts
 from lightning_elixir.plan.memory import Budget, MemoryUse, memory_use
 from lightning_elixir.plan.packing import candidate_chunk_numels, pack, regular_block_bytes
 from lightning_elixir.plan.placing import search as search_module
-from lightning_elixir.plan.placing.placement import OFFLOADED, Layout, host_parts
+from lightning_elixir.plan.placing.parts import host_parts
+from lightning_elixir.plan.placing.placement import OFFLOADED, Layout, place
 from lightning_elixir.plan.placing.search import search
 from lightning_elixir.plan.placing.space import Candidate, Choice, Space
 from lightning_elixir.plan.placing.structure import structural_profile
@@ -579,10 +581,105 @@ def test_the_parts_of_the_missing_host_memory_add_up() -> None:
         place_specs(specs, "cpu", nvme_offload_fraction=0.5, cpu=60 * KIB)
     every = MemoryUse(0, 0, 0, 0, 2**11, 2**12, 2**13, 0, host_spare_bytes=2**14, host_buffer_bytes=2**15)
     for text in (str(auto.value), str(fixed.value), f"needs {format_bytes(every.host_bytes)} ({host_parts(every)})"):
-        match = re.search(r"needs ([\d.]+ \w+) [^(]*\(([^)]*)\)", text)
-        assert match is not None, text
-        parts = [in_bytes(" ".join(part.split()[-2:])) for part in match[2].split("; ")]
-        assert sum(parts) == in_bytes(match[1]), text
+        parts, need = parts_and_need(text)
+        assert sum(parts) == need, text
+
+
+def parts_and_need(text: str) -> tuple[list[float], float]:
+    """The bytes of each part that a refusal names, and of their sum as it says it."""
+    match = re.search(r"needs ([\d.]+ \w+) [^(]*\(([^)]*)\)", text)
+    assert match is not None, text
+    return [in_bytes(" ".join(part.split()[-2:])) for part in match[2].split("; ")], in_bytes(match[1])
+
+
+@pytest.mark.parametrize("timing", [UpdateTiming.AFTER_BACKWARD, UpdateTiming.BEHIND_FORWARD])
+@pytest.mark.parametrize(("whole", "other"), [(64, 0), (64, 8), (8, 64), (64, 64), (0, 16)])
+def test_the_parts_of_the_missing_gpu_memory_add_up(whole: int, other: int, timing: UpdateTiming) -> None:
+    """Whether the step is highest in its update or in its backward, and with resident states too."""
+    specs = layers(9)
+    accesses = accesses_of(specs)
+    regime = replace(MIXED, whole_update_bytes=whole * KIB, update_timing=timing)
+    layout, hardware = layout_of(specs), HARDWARE["nominal"]
+    profile = structural_profile(layout, accesses, hardware, other * KIB)
+    for policy in ("auto", "cpu", "const"):
+        request = asked(policy=policy, accesses=accesses, shard_param_frac=0.5)
+        problem = Problem(request, Budget(14 * KIB, None, other * KIB), 1, regime, hardware)
+        problem = problem.with_updates(regime.waiting())
+        with pytest.raises(CapacityError) as caught:
+            search([Candidate(layout, profile)], problem) if policy == "auto" else place(layout, problem, profile)
+        parts, need = parts_and_need(str(caught.value))
+        assert sum(parts) == need, caught.value
+        are_named = "buffers of updates of whole parameters, as Muon's: 48 bytes for each" in str(caught.value)
+        assert are_named == (whole > 8 or (whole > 0 and timing is not UpdateTiming.AFTER_BACKWARD))
+
+
+@pytest.mark.parametrize(("whole", "is_advised"), [(64, False), (8, True)])
+@pytest.mark.parametrize("policy", ["auto", "cpu"])
+def test_a_smaller_batch_is_not_advised_where_the_update_alone_does_not_fit(
+    whole: int, is_advised: bool, policy: str
+) -> None:
+    """Backward takes 84 KiB, 72 of them activations, and the update 12 and its buffers."""
+    specs = layers(9)
+    regime, hardware = replace(MIXED, whole_update_bytes=whole * KIB), HARDWARE["nominal"]
+    layout, accesses = layout_of(specs), accesses_of(specs)
+    profile = structural_profile(layout, accesses, hardware, 72 * KIB)
+    problem = Problem(asked(policy=policy, accesses=accesses), Budget(70 * KIB), 1, regime, hardware)
+    with pytest.raises(CapacityError, match=r"needs 84\.0 KiB") as caught:
+        search([Candidate(layout, profile)], problem) if policy == "auto" else place(layout, problem, profile)
+    assert ("activations cut to" in str(caught.value) or "a smaller batch" in str(caught.value)) == is_advised
+
+
+def test_gradients_that_are_not_there_yet_are_no_part() -> None:
+    """The step is highest in its forward, where no gradient of the resident states has come."""
+    specs = layers(9)
+    layout, accesses, hardware = layout_of(specs), accesses_of(specs), HARDWARE["nominal"]
+    profile = structural_profile(layout, accesses, hardware, 0)
+    first, *others = profile.intervals
+    profile = replace(profile, intervals=(replace(first, non_model_bytes=256 * KIB), *others))
+    problem = Problem(asked(policy="cuda", accesses=accesses), Budget(64 * KIB), 1, MIXED, hardware)
+    with pytest.raises(
+        CapacityError, match=r"gradients and their blocks 8\.0 KiB; activations .* 256\.0 KiB"
+    ) as caught:
+        place(layout, problem, profile)
+    parts, need = parts_and_need(str(caught.value))
+    assert sum(parts) == need
+
+
+def test_what_a_fixed_policy_needs_counts_the_updates_before_a_step_is_known() -> None:
+    regime = replace(MIXED, whole_update_bytes=64 * KIB)
+    with pytest.raises(
+        CapacityError, match=r"needs 76\.0 KiB .*and 24 for each of the largest chunk, 64\.0 KiB"
+    ) as caught:
+        place_specs(layers(4), "cpu", gpu=60 * KIB, regime=regime, world_size=2)
+    parts, need = parts_and_need(str(caught.value))
+    assert sum(parts) == need
+
+
+def test_advice_on_the_host_begins_with_what_is_nearest() -> None:
+    specs = layers(9)
+    accesses = accesses_of(specs)
+    layout = layout_of(specs)
+    candidate = Candidate(layout, structural_profile(layout, accesses, DISK))
+
+    def refusal(cpu: int, regime: TrainingRegime = MIXED) -> str:
+        budget = Budget(12 * KIB + regime.whole_update_bytes, cpu, words=DeviceWords(host_limit="cpu_memory_limit"))
+        with pytest.raises(CapacityError) as caught:
+            search([candidate], Problem(asked(accesses=accesses), budget, 1, regime, DISK))
+        return str(caught.value)
+
+    advice = (
+        r"What would fit: 20\.0 KiB more host memory for each rank \(raise cpu_memory_limit\), or 48\.0 KiB of NVMe"
+        r" for each rank's optimizer states \(nvme_offload_dir; .*\), or a smaller model, or an optimizer with fewer"
+        r" states, or 2 GPUs on as many hosts\.$"
+    )
+    assert re.search(advice, refusal(9 * 16 * KIB - 20 * KIB))
+    whole = refusal(9 * 16 * KIB - 20 * KIB, replace(MIXED, whole_update_bytes=1))
+    assert "(raise cpu_memory_limit), or a smaller model" in whole  # such states cannot be on a disk
+    match = re.search(r"([\d.]+ \w+) of NVMe for each rank's optimizer states and parameters \(", refusal(90 * KIB))
+    assert match is not None
+    budget = Budget(12 * KIB, 90 * KIB, nvme_bytes=int(in_bytes(match[1])))
+    assert search([candidate], Problem(asked(accesses=accesses), budget, 1, MIXED, DISK)).notes["nvme_bytes"]
+    assert re.search(r"[\d.]+ KiB on the host beside a disk \(nvme_offload_dir", refusal(10 * KIB))
 
 
 def test_no_host_memory_at_all() -> None:
@@ -605,7 +702,7 @@ def test_the_gpu_error_says_what_is_needed_for_which_module() -> None:
     text = str(caught.value)
     assert "a rank needs 17.0 KiB" in text
     assert "2 blocks of 4.0 KiB for attention" in text
-    assert "gradient blocks 8.0 KiB" in text
+    assert "gradients and their blocks 8.0 KiB" in text
     assert "activations and other data 1.0 KiB" in text
     assert "there are 15.0 KiB. What would fit: 2.0 KiB more GPU memory." in text
 

@@ -426,6 +426,8 @@ def test_spare_states_and_gradients_in_compute_shards_exclude_each_other() -> No
 def test_a_plan_says_when_its_updates_run(timing: UpdateTiming, text: str) -> None:
     candidates, problem = problem_of(None, update_timing=timing)
     assert f"updates of states beside the GPU run {text}" in search(candidates, problem).explain()
+    before = replace(search(candidates, problem), forecast=None).explain()  # and before the optimizer is known
+    assert ("(those of HybridAdam and CPUAdam; other optimizers' run in their step)" in before) == (timing is not AFTER)
     everything = replace(problem, budget=Budget(None, None))
     assert "updates of states" not in search(candidates, everything).explain()
 
