@@ -85,6 +85,7 @@ def test_what_reacts_may_stop_it() -> None:
 
 @pytest.mark.parametrize(("how", "told"), [("", "orderly\n"), ("raise ValueError", ""), full("watch.stop()", "")])
 @pytest.mark.parametrize("work", [full("False"), "time.sleep(0.3)"])
+@pytest.mark.full
 def test_a_program_ends_with_a_watch_at_work(work: str, how: str, told: str) -> None:
     code = (
         "import time; from lightning_elixir.core.peers import Watch\n"

@@ -135,6 +135,7 @@ def test_while_others_train_with_all_resident(call: str) -> None:
         full("optimizer.state_dict", 2),
     ],
 )
+@pytest.mark.full
 def test_while_others_wait_in_a_barrier_of_torch(call: str, world_size: int) -> None:
     words, cure = ALONE[call]
     for kind, text, seconds in run_ranks(call_alone, world_size, call, "barrier", "tight", fresh=True):
@@ -240,6 +241,7 @@ def _code(call: str, others: str) -> str:
     ],
     ids=["state_dict", "forward"],
 )
+@pytest.mark.full
 def test_where_the_other_has_ended(call: str, where: str, cure: str) -> None:
     codes = run_processes(_code(call, "ended"), 2)
     assert codes == [0, 0]

@@ -844,6 +844,7 @@ def _one_rank_alone(what: str) -> int:
 
 
 @pytest.mark.parametrize("what", telling(["drops", "fails", "goes_elsewhere"], "fails"))
+@pytest.mark.full
 def test_a_rank_that_runs_its_updates_again_alone(what: str) -> None:
     """The others need not know: neither bits nor collectives depend on it."""
     assert run_ranks(_one_rank_alone, 2, what) == [0, 2]

@@ -194,6 +194,7 @@ def _on_ranks(activations: str) -> Any:
         return [x.item() for x in model.losses], plan.fingerprint(), fates_of(trainer)
 
 
+@pytest.mark.full
 def test_ranks_have_the_same_fates_and_numbers() -> None:
     expected = run_ranks(_on_ranks, 2, "keep", init_group=False)
     results = run_ranks(_on_ranks, 2, "auto", init_group=False)

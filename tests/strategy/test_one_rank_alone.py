@@ -95,6 +95,7 @@ def _in_fit(call: str, has_barrier: bool, state_dict_type: str) -> tuple[str, st
         ("barrier", False, "full"),
     ],
 )
+@pytest.mark.full
 def test_in_fit(call: str, has_barrier: bool, state_dict_type: str) -> None:
     theirs = "rank 1 is in strategy.barrier() (" if has_barrier else "rank 1 is in "
     words, cure = TOLD[call]

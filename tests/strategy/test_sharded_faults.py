@@ -277,6 +277,7 @@ def train_until(name: str, ranks: int, path: str | None, max_steps: int) -> Any:
         ("all on nvme", 2, [1], 0.0),
     ],
 )
+@pytest.mark.full
 def test_sigterm_saves_and_the_resumed_run_equals_the_uninterrupted(
     name: str, ranks: int, order: list[int], gap_s: float
 ) -> None:

@@ -147,6 +147,7 @@ def _differ(callback: Slow, trainer: Any) -> None:
     callback.factor = 1000.0 if trainer.global_rank else 1.0
 
 
+@pytest.mark.full
 def test_the_slowest_rank_counts_on_all() -> None:
     (_, rate, plans), (_, other_rate, other_plans) = run_ranks(_rank, 2, init_group=False)
     assert (rate, plans) == (other_rate, other_plans)
