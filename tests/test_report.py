@@ -317,6 +317,17 @@ def test_runners_up_are_listed() -> None:
     assert ["slower", "waits", "5.00 s", "+25.0%"] in rows
 
 
+def test_runners_up_are_compared_in_the_figures_that_they_were_weighed_with() -> None:
+    data = make_data()
+    assert data.plan.forecast is not None
+    page = render_report(replace(data, plan=replace(data.plan, forecast=replace(data.plan.forecast, weighed_s=2.5))))
+    rows = [[cell.whole_text for cell in row.children] for row in parsed(page).all("tr")]
+    assert ["slower", "waits", "5.00 s", "+100.0%"] in rows
+    told = "The best of those that lost, by the times known then, when this plan was to take 2.50 s."
+    assert told in page
+    assert "by the times known then" not in render_report(data)
+
+
 def test_narrow_neighbours_become_one_bar() -> None:
     spans = [Span("h2d", i * 1e-5, (i + 1) * 1e-5, f"fetch {i}") for i in range(50)]
     (bar,) = lane_bars(spans, 1.0)

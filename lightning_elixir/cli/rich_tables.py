@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_elixir.plan.activations import describe_activations
-from lightning_elixir.plan.describe import describe_disk, describe_ignored, describe_updates
+from lightning_elixir.plan.describe import describe_disk, describe_ignored, describe_spending, describe_updates
 from lightning_elixir.plan.hardware import HardwareSpec, hardware_table
 from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.plan.units import format_bytes
@@ -34,6 +34,7 @@ def print_plan(found: Found, options: argparse.Namespace) -> None:
     forecast = found.plan.forecast
     if forecast is not None:
         console.print(f"\n[bold]The limit:[/] {escape(forecast.binding)}")
+        console.print(f"{format_seconds(forecast.times.total_s)} a step, {describe_spending(forecast.times)}")
         if forecast.alternatives:
             console.print(_alternatives(found.plan))
     for remark in found.remarks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_elixir.plan.types import ChunkSpec, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.types import ChunkSpec, Forecast, Plan, StepTimes, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 
 _TIMINGS = {
@@ -41,6 +41,26 @@ def describe_placement(chunks: Sequence[ChunkSpec], blocks: int, depth: int) -> 
     return ", ".join(parts)
 
 
+def describe_spending(times: StepTimes) -> str:
+    """What most of a predicted step goes to, beside computing."""
+    costs = {
+        "updates take": times.step_s + times.update_waiting_s,
+        "waiting for chunks and gradients takes": times.waiting_s - times.update_waiting_s,
+    }
+    dearest = max(costs, key=lambda name: costs[name])
+    if costs[dearest] < _HIDDEN * times.total_s:
+        return "nearly all of it computing"
+    return f"of which {dearest} {format_seconds(costs[dearest])}"
+
+
+def describe_weighing(forecast: Forecast) -> str:
+    """By which seconds the alternatives were weighed, where the forecast has newer ones; else empty."""
+    if forecast.weighed_s is None:
+        return ""
+    return f"by the times known then, when this plan was to take {format_seconds(forecast.weighed_s)}"
+
+
+_HIDDEN = 5e-3  # part of the step below which a cost is not worth telling
 _PACE = 0.7
 _FELT = 0.05
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from lightning_elixir.plan.activations import describe_activations
-from lightning_elixir.plan.describe import describe_disk, describe_ignored, describe_placement, describe_updates
+from lightning_elixir.plan.describe import (
+    describe_disk,
+    describe_ignored,
+    describe_placement,
+    describe_spending,
+    describe_updates,
+    describe_weighing,
+)
 from lightning_elixir.plan.sharding import sharding_note
 from lightning_elixir.plan.types import DTYPE_BYTES, Plan, StepTimes
 from lightning_elixir.plan.units import format_bytes, format_seconds
@@ -84,13 +91,15 @@ def explain(plan: Plan) -> str:
     on_nvme = int(plan.notes.get("nvme_bytes", 0))
     if on_nvme:
         lines.append(f"  NVMe: {format_bytes(on_nvme)}")
-    lines.append(f"  predicted step: {format_seconds(forecast.times.total_s)}; machine: {forecast.hardware}")
+    step = f"{format_seconds(forecast.times.total_s)}, {describe_spending(forecast.times)}"
+    lines.append(f"  predicted step: {step}; machine: {forecast.hardware}")
     lines += [f"    {format_seconds(seconds)} {text}" for text, seconds in step_parts(forecast.times)]
     disk = describe_disk(plan)
     if disk:
         lines.append(f"  {disk}")
     if forecast.alternatives:
-        lines.append("  looked at as well:")
+        when = describe_weighing(forecast)
+        lines.append(f"  looked at as well{f', {when}' if when else ''}:")
         for other in forecast.alternatives:
             time = "does not fit" if other.total_s is None else format_seconds(other.total_s)
             lines.append(f"    {time}: {other.description} ({other.reason})")

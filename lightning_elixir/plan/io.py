@@ -213,6 +213,10 @@ class _Fields:
     def optional_number(self, key: str) -> float | None:
         return None if self.get(key) is None else self.number(key)
 
+    def later_number(self, key: str) -> float | None:
+        """A number or nothing, under a key that is missing in earlier files."""
+        return None if self._content.get(key) is None else self.number(key)
+
     def boolean(self, key: str) -> bool:
         value = self.get(key)
         if not isinstance(value, bool):
@@ -285,6 +289,7 @@ def _forecast(content: object) -> Forecast | None:
         binding=fields.text("binding"),
         hardware=fields.text("hardware"),
         alternatives=tuple(alternatives),
+        weighed_s=fields.later_number("weighed_s"),
     )
 
 

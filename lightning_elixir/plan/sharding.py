@@ -13,7 +13,6 @@ from typing import Literal, get_args
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.types import Plan
-from lightning_elixir.plan.units import format_seconds
 
 NOTE = "sharding"
 """Key of a plan's `notes`: what was weighed, the fastest first."""
@@ -83,7 +82,8 @@ def best_sharding(make: Callable[[Mesh], Plan], meshes: Sequence[Mesh]) -> Plan:
     if not plans:
         raise refusals[0][1]
     best = min(plans, key=step_seconds)
-    told = [f"{describe_sharding(plan.mesh)}: {_seconds_text(plan)}" for plan in sorted(plans, key=step_seconds)]
+    told = [describe_sharding(best.mesh)]
+    told += [_beside(plan, best) for plan in sorted(plans, key=step_seconds) if plan is not best]
     told += [f"{describe_sharding(mesh)}: does not fit" for mesh, _ in refusals]
     return replace(best, notes={**best.notes, NOTE: "; ".join(told)})
 
@@ -99,8 +99,11 @@ def step_seconds(plan: Plan) -> float:
     return 0.0 if plan.forecast is None else plan.forecast.times.total_s
 
 
-def _seconds_text(plan: Plan) -> str:
-    return "not predicted" if plan.forecast is None else format_seconds(step_seconds(plan))
+def _beside(other: Plan, best: Plan) -> str:
+    """How much slower: as a ratio, since seconds are known better later on, and the note stays."""
+    best_s = step_seconds(best)
+    slower = f"the step is {step_seconds(other) / best_s:.2f} times as long" if best_s else "not predicted"
+    return f"{describe_sharding(other.mesh)}: {slower}"
 
 
 def sharding_note(plan: Plan) -> str:

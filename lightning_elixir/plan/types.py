@@ -177,7 +177,7 @@ class Alternative:
 
     description: str
     total_s: float | None
-    """Predicted seconds of one step; None if it does not fit."""
+    """Predicted seconds of one step, by the figures of `Forecast.compared_s`; None if it does not fit."""
     reason: str
 
 
@@ -192,11 +192,20 @@ class Forecast:
     host_bytes: int
     host_limit_bytes: int | None
     binding: str
-    """The limit that keeps the plan from being faster."""
+    """The limit that keeps the plan from being faster, without seconds: these are in `times` alone, which may be made
+    anew."""
     hardware: str
     """Whose figures the times come from."""
     alternatives: tuple[Alternative, ...] = ()
     """The best of those that lost, the fastest first."""
+    weighed_s: float | None = None
+    """Predicted seconds of this plan when `alternatives` were weighed against it, if `times` are newer than that; None:
+    they are not."""
+
+    @property
+    def compared_s(self) -> float:
+        """Predicted seconds of this plan by the figures that the alternatives' seconds are from."""
+        return self.times.total_s if self.weighed_s is None else self.weighed_s
 
 
 @dataclass(frozen=True)

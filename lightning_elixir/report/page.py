@@ -5,7 +5,13 @@ from __future__ import annotations
 import statistics
 
 from lightning_elixir.plan.activations import blocks_by_fate
-from lightning_elixir.plan.describe import describe_disk, describe_ignored, describe_updates
+from lightning_elixir.plan.describe import (
+    describe_disk,
+    describe_ignored,
+    describe_spending,
+    describe_updates,
+    describe_weighing,
+)
 from lightning_elixir.plan.sharding import sharding_note
 from lightning_elixir.plan.simulator.timeline import is_time_known
 from lightning_elixir.plan.units import format_bytes
@@ -103,7 +109,15 @@ def _binding(data: ReportData) -> Markup:
     forecast = data.plan.forecast
     if forecast is None or not forecast.binding:
         return Markup("")
-    return element("p", element("b", "The limit: "), forecast.binding, class_="binding")
+    spending = (
+        f"The predicted step takes {format_seconds(forecast.times.total_s)}, {describe_spending(forecast.times)}."
+    )
+    return element("p", element("b", "The limit: "), f"{forecast.binding}. {spending}", class_="binding")
+
+
+def _alternatives_note(data: ReportData) -> str:
+    when = "" if data.plan.forecast is None else describe_weighing(data.plan.forecast)
+    return f"The best of those that lost{f', {when}' if when else ''}."
 
 
 def _sharding(data: ReportData) -> Markup:
@@ -257,9 +271,7 @@ def _figures(data: ReportData) -> list[Markup]:
     if times is not None:
         sections.append(_section("Where the time goes", step_table(times), note="Predicted seconds of one step."))
     sections.append(_section("Where the bytes are", memory_tables(data), note="Each kind at its own highest moment."))
-    sections.append(
-        _section("What else was looked at", alternatives_table(data.plan), note="The best of those that lost.")
-    )
+    sections.append(_section("What else was looked at", alternatives_table(data.plan), note=_alternatives_note(data)))
     if data.hardware is not None:
         sections.append(_section("The machine", machine_table(data.hardware)))
     if data.facts:

@@ -156,13 +156,13 @@ def alternatives_table(plan: Plan) -> Markup:
     forecast = plan.forecast
     if forecast is None or not forecast.alternatives:
         return Markup("")
-    best_s = forecast.times.total_s
+    best_s = forecast.compared_s
     rows: list[Row] = []
     for other in forecast.alternatives:
         time = "does not fit" if other.total_s is None else format_seconds(other.total_s)
         slower = "" if other.total_s is None or not best_s else f"{(other.total_s / best_s - 1) * 100:+.1f}%"
         rows.append((other.description, other.reason, time, slower))
-    return table(("placement", "why not", "one step", "against the best"), rows, num_text=2)
+    return table(("placement", "why not", "one step", "against this plan"), rows, num_text=2)
 
 
 def comparison_table(data: ReportData, measured: Measured) -> Markup:

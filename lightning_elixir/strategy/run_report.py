@@ -77,9 +77,9 @@ class RunReport:
 def _with_times(data: ReportData) -> Plan:
     """The plan, with what is expected of it by the figures that the report shows."""
     plan, timeline = data.plan, data.timeline
-    if plan.forecast is None or timeline is None or timeline.times == plan.forecast.times:
+    if plan.forecast is None or timeline is None or data.hardware is None or timeline.times == plan.forecast.times:
         return plan
-    return with_times(plan, timeline, "nothing that is known: the plan was made with other figures than these")
+    return with_times(plan, timeline, data.hardware.name)
 
 
 def _summary(data: ReportData, held_bytes: Mapping[str, int]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.sharding import best_sharding, with_note_of
 from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, scheme_of, with_times
 from lightning_elixir.plan.types import ALIGN_NUMEL, Alternative, IgnoredParam, ParamSpec, Plan, UpdateTiming
-from lightning_elixir.plan.units import format_bytes, format_seconds
+from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.planning import (
     COMMON_SHARE,
     make_plan,
@@ -91,6 +91,11 @@ def _with_whole_updates(plan: Plan, regime: TrainingRegime) -> dict[str, float |
     for name in ("gpu_stream_bytes", "gpu_bytes"):
         notes[name] = int(notes.get(name, 0)) + lacking
     return notes
+
+
+def _beside_another(loser: Alternative) -> Alternative:
+    """What lost against a plan that was not taken either."""
+    return loser if loser.total_s is None else replace(loser, reason=f"beside the fastest found: {loser.reason}")
 
 
 class Neighbours(Protocol):
@@ -361,7 +366,8 @@ class Planner:
             try:
                 better = self._make(model, budget, regime, layout=current, profile=shared)
             except CapacityError:
-                return with_times(current, now, "what is known now: by that, no plan would fit")
+                binding = "what is known now: by that, no plan would fit"
+                return with_times(current, now, self.figures.best.name, binding=binding, alternatives=())
             is_same = better.fingerprint() == current.fingerprint()
             if better.forecast is None or is_same:
                 return better if is_same else current
@@ -374,8 +380,14 @@ class Planner:
                 total_s,
                 f"not faster by {LEAST_GAIN:.0%}, which a move would have to be worth",
             )
-            binding = f"what a move is worth: the fastest plan found would take {format_seconds(total_s)}"
-            return with_times(current, now, binding, (other, *better.forecast.alternatives))
+            others = (_beside_another(one) for one in better.forecast.alternatives)
+            return with_times(
+                current,
+                now,
+                self.figures.best.name,
+                binding=f"what a move is worth: the fastest plan found would not save {LEAST_GAIN:.0%} of the step",
+                alternatives=(other, *others),
+            )
 
         return self._share(decide)
 
@@ -383,14 +395,9 @@ class Planner:
         """The plan in force with what is expected of it by what is known now. Collective. Arguments as for
         `final_plan`."""
         shared = self._shared_profile(profile, current, is_seen=True)
-        forecast = current.forecast
-        if forecast is None or not self.can_predict(current):
+        if current.forecast is None or not self.can_predict(current):
             return current
-        return self._share(
-            lambda: with_times(
-                current, self.simulated(current, shared, regime), forecast.binding, forecast.alternatives
-            )
-        )
+        return self._share(lambda: with_times(current, self.simulated(current, shared, regime), self.figures.best.name))
 
     def limited_plan(
         self,

@@ -167,7 +167,8 @@ class WarmUp:
             return plan
         chunks = tuple(replace(c, has_spare_states=False) for c in plan.chunks)
         times = self._planner.simulated(replace(plan, chunks=chunks), profile, self._regime()).times
-        return replace(plan, forecast=replace(forecast, times=times, binding=_WAITING, alternatives=()))
+        expected = replace(forecast, times=times, binding=_WAITING, alternatives=(), weighed_s=None)
+        return replace(plan, forecast=expected)
 
     def before_batch(self, dry_run: DryRun) -> None:
         """A batch begins: the first plan, or one for steps that have grown. Collective until the warm-up is done.

@@ -66,6 +66,8 @@ def test_a_forecast_survives_the_round_trip(forecast_plan: Plan, tmp_path: Path)
     assert loaded == forecast_plan
     assert (loaded.forecast, loaded.notes) == (forecast_plan.forecast, forecast_plan.notes)
     assert loaded.explain() == forecast_plan.explain()
+    earlier = edited(forecast_plan, lambda content: content["forecast"].pop("weighed_s"))
+    assert plan_from_dict(earlier).forecast == forecast_plan.forecast  # a file of before there was that
     assert [c.is_update_streamed for c in loaded.chunks] == [c.is_update_streamed for c in forecast_plan.chunks]
 
 
@@ -91,6 +93,7 @@ def test_the_fingerprint_ignores_the_forecast_and_not_streaming(forecast_plan: P
         (lambda f: f["times"].update(total_s=True), "forecast, times: total_s must be a number"),
         (lambda f: f["times"].pop("step_s"), "forecast, times has no 'step_s'"),
         (lambda f: f["times"].update(more_s=1), "forecast, times has unknown keys: more_s"),
+        (lambda f: f.update(weighed_s="1"), "forecast: weighed_s must be a number"),
         (lambda f: f.update(alternatives={}), "forecast: alternatives must be a list"),
         (lambda f: f["alternatives"].append(3), "forecast, alternative .* must be an object, not int"),
         (lambda f: f["alternatives"][0].update(why=""), "forecast, alternative 0 has unknown keys: why"),

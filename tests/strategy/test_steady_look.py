@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from lightning_elixir.optimizer import ElixirOptimizer
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.types import AccessTrace, Plan
+from lightning_elixir.plan.units import format_seconds
 from lightning_elixir.strategy import ElixirStrategy, warm_up
 from lightning_elixir.strategy.steady_look import SteadyLook
 from tests.helpers.dist import run_ranks
@@ -118,6 +120,11 @@ def test_a_slow_host_corrects_figures_and_forecast(monkeypatch: pytest.MonkeyPat
     assert before is not None
     assert after is not None
     assert after.times.adam_s > 100 * before.times.adam_s
+    assert after.hardware == known.name
+    assert not re.search(r"\d (us|ms|s)\b", after.binding)
+    assert after.weighed_s is not None  # what lost was weighed before that
+    when = f"by the times known then, when this plan was to take {format_seconds(after.weighed_s)}:"
+    assert f"looked at as well, {when}" in callback.plans[-1].explain()
     expected = fit("auto", Net, train=lambda: make_data(96))[2].losses
     assert all(map(torch.equal, losses, expected))
 

@@ -46,13 +46,12 @@ from lightning_elixir.plan.placing.spares import SPARE_PATTERNS
 from lightning_elixir.plan.placing.spilling import Spilling, in_host_memory
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.simulator.timeline import Timeline, is_time_known, scheme_of, simulate_step
+from lightning_elixir.plan.simulator.timeline import is_time_known, scheme_of, simulate_step
 from lightning_elixir.plan.tables import Table
 from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 
 _NUM_ALTERNATIVES = 6
-_HIDDEN = 5e-3  # part of the step below which a cost is not worth telling
 # Activations cannot be cut to less than this part: of a batch of eight, one sample and checkpointing would be left.
 _LEAST_ACTIVATIONS = 10
 # A climb tries about twenty neighbours a round; more than a few rounds bring nothing.
@@ -531,22 +530,15 @@ class _LayoutSearch(Space):
             gpu_limit_bytes=self.problem.budget.gpu_bytes,
             host_bytes=outcome.host_bytes,
             host_limit_bytes=self.problem.budget.cpu_bytes,
-            binding=self._binding(outcome, timeline),
+            binding=self._binding(outcome),
             hardware=hardware,
             alternatives=_alternatives(outcome, others, self),
         )
         return replace(plan, forecast=forecast)
 
-    def _binding(self, outcome: Outcome, timeline: Timeline) -> str:
-        times = timeline.times
+    def _binding(self, outcome: Outcome) -> str:
         if is_all_on_gpu(outcome.chunks):
-            if times.waiting_s + times.step_s < times.total_s / 2:
-                return "none: everything fits on the GPU, and the step is bound by its own computing"
-            return (
-                f"none: everything fits on the GPU. Of {format_seconds(times.total_s)} a step,"
-                f" {format_seconds(times.compute_s)} are computing, and messages between the ranks take"
-                f" {format_seconds(times.collective_s)}"
-            )
+            return "none: everything fits on the GPU"
         everything = self.look(self.everything)
         lacking = everything.gpu_bytes - (self.problem.budget.gpu_bytes or 0)
         where = "the GPU's memory"
@@ -554,18 +546,7 @@ class _LayoutSearch(Space):
             where += f", of which states may take {format_bytes(self.most_state_bytes)} (gpu_margin_mem_ratio)"
         if outcome.nvme_bytes:
             where = "the host's memory, which sends states to NVMe"
-        costs = {
-            "updates of states beside the GPU": times.step_s + times.update_waiting_s,
-            "waiting for chunks and gradients": times.waiting_s - times.update_waiting_s,
-        }
-        dearest = max(costs, key=lambda name: costs[name])
-        share = f"of which {dearest} {format_seconds(costs[dearest])}"
-        if costs[dearest] < _HIDDEN * times.total_s:
-            share = "nearly all of it computing: transfers and updates are hidden behind that"
-        return (
-            f"{where}: with {format_bytes(max(0, lacking))} more on the GPU everything would stay there. The step takes"
-            f" {format_seconds(times.total_s)}, {share}"
-        )
+        return f"{where}: with {format_bytes(max(0, lacking))} more on the GPU everything would stay there"
 
     def refusal(self) -> CapacityError:
         """Why nothing fits, and the nearest change that would."""

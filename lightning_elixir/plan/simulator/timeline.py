@@ -91,23 +91,35 @@ def simulate_step(
     return Timeline(step.times, peak, step.backward_end_s, step.spans, step.memory, step.host_update_s)
 
 
-def with_times(plan: Plan, timeline: Timeline, binding: str, alternatives: tuple[Alternative, ...] = ()) -> Plan:
-    """A plan of which something is expected, with newer figures of its step. Nothing stays that older ones have led to.
+def with_times(
+    plan: Plan,
+    timeline: Timeline,
+    hardware: str,
+    *,
+    binding: str | None = None,
+    alternatives: tuple[Alternative, ...] | None = None,
+) -> Plan:
+    """A plan of which something is expected, with newer figures of its step.
 
     Args:
         plan: Without a forecast it is returned as it is.
         timeline: Its step.
-        binding: See `Forecast.binding`.
-        alternatives: In the newer figures.
+        hardware: Whose figures that is simulated with.
+        binding: See `Forecast.binding`; None: it stays.
+        alternatives: In the newer figures. None: they stay, in the figures that they were weighed with
+            (`Forecast.weighed_s`).
     """
-    if plan.forecast is None:
+    earlier = plan.forecast
+    if earlier is None:
         return plan
     forecast = replace(
-        plan.forecast,
+        earlier,
         times=timeline.times,
         peak_gpu_bytes=timeline.peak_gpu_bytes,
-        binding=binding,
-        alternatives=alternatives,
+        hardware=hardware,
+        binding=earlier.binding if binding is None else binding,
+        alternatives=earlier.alternatives if alternatives is None else alternatives,
+        weighed_s=earlier.compared_s if alternatives is None and earlier.alternatives else None,
     )
     return replace(plan, forecast=forecast)
 

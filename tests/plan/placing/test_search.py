@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from random import Random
 from typing import Any
@@ -27,7 +27,8 @@ from lightning_elixir.plan.problem import PlacementRequest, Problem
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.step import SimulatedStep, StepSimulator
-from lightning_elixir.plan.types import AccessTrace, Acquire, Forecast, ParamSpec, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.simulator.timeline import Timeline, with_times
+from lightning_elixir.plan.types import AccessTrace, Acquire, Forecast, ParamSpec, Plan, StepTimes, Tier, UpdateTiming
 from lightning_elixir.plan.units import format_bytes, format_seconds
 from tests.helpers.tiers import full
 from tests.plan.models import accesses_of, random_specs, spec
@@ -752,6 +753,39 @@ def test_a_plan_explains_itself() -> None:
     for name, seconds in parts:
         assert f"{format_seconds(seconds)} {name}" in text
     assert sum(seconds for _, seconds in parts[:3]) == pytest.approx(forecast.times.total_s)
+
+
+def seconds_told(text: str) -> set[str]:
+    return set(re.findall(r"[\d.]+ (?:us|ms|s)\b", text))
+
+
+@pytest.mark.parametrize("gpu", [None, 90 * KIB, 24 * KIB])
+def test_newer_figures_leave_no_older_seconds(gpu: int | None) -> None:
+    """But for those of what lost, which say so."""
+    plan = place_specs(layers(10), gpu=gpu, prefetch_depth=2)
+    before = forecast_of(plan)
+    assert seconds_told(before.binding) == set()
+    times = replace(before.times, **{f.name: 1234.5 * getattr(before.times, f.name) for f in fields(before.times)})
+    twice = with_times(with_times(plan, Timeline(before.times, 5, 0.0, (), ()), "other"), timeline_of(times), "mine")
+    after = forecast_of(twice)
+    assert (after.times, after.peak_gpu_bytes, after.hardware, after.binding) == (times, 7, "mine", before.binding)
+    assert after.alternatives == before.alternatives
+    assert after.compared_s == (before.times.total_s if before.alternatives else times.total_s)
+    told, _, others = twice.explain().partition("looked at as well")
+    assert seconds_told(told) <= {format_seconds(getattr(times, f.name)) for f in fields(times)} | {"0 us"} | {
+        format_seconds(times.step_s + times.update_waiting_s),
+        format_seconds(times.waiting_s - times.update_waiting_s),
+    }
+    if before.alternatives:
+        when = f"by the times known then, when this plan was to take {format_seconds(before.times.total_s)}:"
+        assert others.startswith(f", {when}")
+        assert "looked at as well:" in plan.explain()
+    fresh = with_times(twice, timeline_of(times), "mine", binding="a limit", alternatives=before.alternatives)
+    assert (forecast_of(fresh).compared_s, forecast_of(fresh).binding) == (times.total_s, "a limit")
+
+
+def timeline_of(times: StepTimes) -> Timeline:
+    return Timeline(times, 7, 0.0, (), ())
 
 
 def test_what_lost_is_slower_or_does_not_fit() -> None:
