@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_elixir.profiling import measured_hardware
 from lightning_elixir.runtime.hooks import innermost_pack
 from tests.helpers.dist import stop_workers
 
@@ -86,6 +87,14 @@ def _restore_torch_state() -> Iterator[None]:
 def _work_in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logs and checkpoints that a Trainer writes into the working directory land in a folder of the test's own."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _no_kept_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of tests do not depend on what somebody has measured on this machine. With a GPU they do: measuring for
+    each would take too long."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(measured_hardware, "default_cache_dir", lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,9 @@ from lightning_elixir.cli.wording import in_options, size_of, speaking_of_option
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import HardwareSpec, load_hardware, save_hardware
 from lightning_elixir.plan.io import load_plan, plan_from_dict
+from lightning_elixir.profiling.disturbance import CoreWatch
 from lightning_elixir.profiling.measured_hardware import FoundHardware, HardwareProbe
+from lightning_elixir.profiling.stopwatch import Stopwatch
 from lightning_elixir.report.tables import GPU_KINDS
 from tests.helpers.dist import run_ranks
 
@@ -664,6 +666,18 @@ def test_bench_tells_kept_figures_from_measured_ones(
 ) -> None:
     quick = partial(HardwareProbe, cache_dir=tmp_path, budget_s=0.1, max_bytes=2**24)
     monkeypatch.setattr("lightning_elixir.cli.bench.HardwareProbe", quick)
+    monkeypatch.setattr(Stopwatch, "disturbance", lambda self: "")
+    monkeypatch.setattr(CoreWatch, "others", lambda self: "other programs had a core")
+    assert main(["bench-hardware", "--out", "busy.json"]) == 0
+    output = capsys.readouterr().out
+    assert (
+        "Measured just now, but other programs had a core meanwhile: these figures say little, and are not kept"
+        in output
+    )
+    assert "measure again: lightning-elixir bench-hardware --refresh\n" in output
+    assert list(tmp_path.glob("hardware-*.json")) == []
+    assert load_hardware("busy.json").name.endswith(", on a busy machine")
+    monkeypatch.setattr(CoreWatch, "others", lambda self: "")
     assert main(["bench-hardware"]) == 0
     output = capsys.readouterr().out
     (path,) = tmp_path.glob("hardware-*.json")

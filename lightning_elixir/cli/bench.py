@@ -48,20 +48,26 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def origin_text(found: FoundHardware, nvme_dir: str | None) -> str:
-    """Whether figures are kept ones, from when and where, and how to measure again.
+    """Whether figures are kept ones, from when and where, or why not, and how to measure again.
 
     Args:
         found: The figures.
         nvme_dir: The folder whose disk was measured as well.
     """
+    disk = "" if nvme_dir is None else f" --nvme-dir {shlex.quote(nvme_dir)}"
+    again = f"lightning-elixir bench-hardware --refresh{disk}"
+    if found.disturbance:
+        return (
+            f"Measured just now, but {found.disturbance} meanwhile: these figures say little, and are not kept. When"
+            f" nothing else runs, measure again: {again}"
+        )
     if found.path is None:
         return "Measured just now. The figures could not be kept: every run that needs them measures again."
     if found.stored_at is None:
         return f"Measured just now, and kept in {found.path} for the next time."
-    disk = "" if nvme_dir is None else f" --nvme-dir {shlex.quote(nvme_dir)}"
     return (
         f"Not measured now: kept since {found.stored_at:%Y-%m-%d %H:%M} in {found.path}. Only the sizes of memory are"
-        f" today's. To measure again: lightning-elixir bench-hardware --refresh{disk}"
+        f" today's. To measure again: {again}"
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -35,6 +37,33 @@ def num_usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class CoreTimes:
+    """What cores have done since some moment in the past."""
+
+    cores: frozenset[int]
+    """Those that this process may run on."""
+    busy_s: float
+    """Seconds of all of them together, of whatever process, other guests of the machine included."""
+    own_s: float
+    """What all threads of this process had of that."""
+
+
+def core_times() -> CoreTimes | None:
+    """What the cores of this process have done until now, to look at the difference later; None: the system does not
+    say."""
+    try:
+        rows = psutil.cpu_times(percpu=True)
+    except (OSError, RuntimeError, NotImplementedError):
+        return None
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(rows))
+    if not cores or max(cores) >= len(rows):
+        return None
+    names = ("user", "nice", "system", "irq", "softirq", "steal")
+    busy_s = sum(getattr(rows[core], name, 0.0) for core in cores for name in names)
+    return CoreTimes(frozenset(cores), busy_s, time.process_time())
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:

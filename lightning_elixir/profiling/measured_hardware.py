@@ -29,6 +29,7 @@ from lightning_elixir.core.threads import default_num_threads
 from lightning_elixir.errors import PlanError
 from lightning_elixir.kernels.cpu import implementation
 from lightning_elixir.plan.hardware import HARDWARE_SCHEMA, HardwareSpec
+from lightning_elixir.profiling.disturbance import CoreWatch
 from lightning_elixir.profiling.hardware_cache import HardwareCache, default_cache_dir
 from lightning_elixir.profiling.nvme_speed import free_disk_bytes, measure_disk
 from lightning_elixir.profiling.rates import Workbench
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 # rest.
 _NUM_MEASUREMENTS = 60
 # Raised when figures come to mean something else: kept ones are measured again.
-_METHOD = 3
+_METHOD = 4
 # The disk gets a fixed part of the budget: a file is written and read several times.
 _DISK_SHARE = 0.05
 _MIN_ARENA_BYTES = 4 * 2**20
@@ -66,6 +67,9 @@ class FoundHardware:
     """The file in which they are kept, on rank 0; None: they are not."""
     stored_at: datetime | None
     """Local time at which they were put there, on rank 0, if they were read; None: measured just now."""
+    disturbance: str = ""
+    """What else was at work while they were measured, for people; then they are not kept. Empty: nothing, as far as is
+    known."""
 
 
 def profile_hardware(
@@ -82,7 +86,8 @@ def profile_hardware(
     """What one rank may count on while all ranks do the same. Collective: every rank makes the same call.
 
     Rates are kept in a file for each machine, device, software version, number of ranks and folder, and read from
-    there the next time; memory is always looked at anew. Several ranks measure at once and return the same figures:
+    there the next time; memory is always looked at anew. What was measured while other programs were at work is not
+    kept, which a warning and the name of the figures say. Several ranks measure at once and return the same figures:
     the slowest rank's rates, the least memory.
 
     Args:
@@ -145,12 +150,13 @@ class HardwareProbe:
         with self._bench() as (device, ranks):
             facts, memory, kept = self._facts_and_cache(device, ranks)
             spec = self._load(kept, ranks)
-            stored_at = None if spec is None or ranks.rank > 0 else kept.stored_at()
+            stored_at, disturbance = None if spec is None or ranks.rank > 0 else kept.stored_at(), ""
             is_kept = spec is not None
             if spec is None:
-                spec = self._measured(device, ranks, memory, facts)
-                is_kept = ranks.rank == 0 and kept.store(spec)
-            return FoundHardware(replace(spec, **asdict(memory)), kept.path if is_kept else None, stored_at)
+                spec, disturbance = self._measured(device, ranks, memory, facts)
+                is_kept = ranks.rank == 0 and not disturbance and kept.store(spec)
+            path = kept.path if is_kept else None
+            return FoundHardware(replace(spec, **asdict(memory)), path, stored_at, disturbance)
 
     def find_kept(self) -> HardwareSpec | None:
         """Figures of an earlier run; None: there are none. Collective."""
@@ -171,8 +177,8 @@ class HardwareProbe:
         log.info("measuring what the device computes: everything fits there, and no figures were kept")
         with self._bench() as (device, ranks):
             memory = _least_memory(ranks, device.torch_device, None)
-            figures = self._measured_with_bench(device, ranks, memory, Workbench.measure_computing)
-            name = f"{_name(device_facts(device.torch_device), ranks.world_size)}, computing only"
+            figures, disturbance = self._measured_with_bench(device, ranks, memory, Workbench.measure_computing)
+            name = f"{_name(device_facts(device.torch_device), ranks.world_size, disturbance)}, computing only"
             specs: list[HardwareSpec] = ranks.exchange_objects(replace(spec, name=name, **figures))
         return specs[0]
 
@@ -234,11 +240,18 @@ class HardwareProbe:
             if self.comm is None:
                 ranks.close()
 
-    def _measured(self, device: Device, comm: Comm, memory: _Memory, facts: DeviceFacts) -> HardwareSpec:
+    def _measured(self, device: Device, comm: Comm, memory: _Memory, facts: DeviceFacts) -> tuple[HardwareSpec, str]:
+        """New figures, and what disturbed them."""
         log.info("measuring what this machine can do; this takes up to %.0f s and is done once", self.budget_s)
-        figures = self._measured_with_bench(device, comm, memory, Workbench.measure)
+        figures, disturbance = self._measured_with_bench(device, comm, memory, Workbench.measure)
+        if disturbance and comm.rank == 0:
+            log.warning(
+                "%s while this machine was measured: its figures are not kept, and plans by them may be poor. Run"
+                " lightning-elixir bench-hardware once, while nothing else runs",
+                disturbance,
+            )
         spec = HardwareSpec(
-            name=_name(facts, comm.world_size),
+            name=_name(facts, comm.world_size, disturbance),
             gpu_total_bytes=facts.total_bytes,
             world_size=comm.world_size,
             versions=_versions(facts),
@@ -247,21 +260,22 @@ class HardwareProbe:
             **asdict(memory),
         )
         specs: list[HardwareSpec] = comm.exchange_objects(spec)
-        return specs[0]  # names may differ, figures do not: each was agreed when it was measured
+        return specs[0], disturbance  # names may differ, figures do not: each was agreed when it was measured
 
     def _measured_with_bench(
         self, device: Device, comm: Comm, memory: _Memory, measure: Callable[[Workbench], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """What is measured with a bench."""
+    ) -> tuple[dict[str, Any], str]:
+        """What is measured with a bench, and what disturbed that."""
         arena_bytes = _arena_bytes(_unused(comm, device, memory), self.local_world_size, self.max_bytes)
         try:
             watch = Stopwatch(device, comm, self.budget_s / _NUM_MEASUREMENTS)
-            bench = Workbench(device, comm, watch, arena_bytes, self.local_world_size)
+            bench, cores = Workbench(device, comm, watch, arena_bytes, self.local_world_size), CoreWatch(comm)
             figures: dict[str, Any] = measure(bench)
+            disturbance = cores.others() or watch.disturbance()
             del bench  # with it its memory, page-locked or on the device
         finally:
             release_cached_memory(device.torch_device)
-        return figures
+        return figures, disturbance
 
     def _disk_rates(self, device: Device, comm: Comm, free: int) -> dict[str, Any]:
         """Of the folder's disk, where that is asked for."""
@@ -336,7 +350,7 @@ def _versions(facts: DeviceFacts) -> dict[str, str]:
     return {**versions, "driver": facts.driver} if facts.driver else versions
 
 
-def _name(facts: DeviceFacts, world_size: int) -> str:
+def _name(facts: DeviceFacts, world_size: int, disturbance: str) -> str:
     cores = f"{num_usable_cores()} cores of {cpu_model()}"
     where = cores if facts.total_bytes is None else f"{world_size} x {facts.name}, {cores}"
-    return f"{where}; measured {date.today().isoformat()}"
+    return f"{where}; measured {date.today().isoformat()}{', on a busy machine' if disturbance else ''}"

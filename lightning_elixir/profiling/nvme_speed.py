@@ -67,7 +67,7 @@ def measure_disk(folder: Path, comm: Comm, watch: Stopwatch, max_bytes: int) -> 
             except OSError as error:
                 failures.append(error)
 
-        return watch.seconds(guarded)
+        return watch.usual_seconds(guarded)
 
     file: _ScratchFile | None = None
     try:

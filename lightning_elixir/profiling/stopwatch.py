@@ -12,8 +12,15 @@ from lightning_elixir.core.device import Device
 # Short work is repeated until one timing takes about this long, so that waiting for its end does not count.
 _TIMING_S = 0.005
 _MAX_CALLS = 64
+_LEAST_TIMINGS = 2
 _MAX_TIMINGS = 7
 _REST_S = 0.2
+_NUM_BURSTS = 2
+_NUM_SETTLED = 4
+# Times the best: where a usual repeat takes more than that, something else was at work.
+_DISTURBED = 2.0
+# Of all measurements: one that is disturbed says little about the others.
+_FEW = 0.05
 
 
 class Stopwatch:
@@ -29,45 +36,99 @@ class Stopwatch:
         self._device = device
         self._comm = comm
         self.limit_s = limit_s
+        self._num_measured = 0
+        self._num_disturbed = 0  # repeats differed, and did so again; the same on every rank
 
     def seconds(self, work: Callable[[], None]) -> float:
-        """Seconds of one call of `work` among many, issued without waiting in between: the median of several timings.
-        Collective.
+        """Seconds of one call of `work` among many, issued without waiting in between: the best of several timings,
+        since what disturbs one makes it longer. Collective.
 
         Args:
             work: What is timed; does the same on every rank.
         """
-        work()  # loads kernels, touches memory
-        once_s = self.slowest_s(self._timed(work, 1))
-        if once_s > self.limit_s:
-            return once_s
-        num_calls = _between(_TIMING_S / once_s, 1, _MAX_CALLS)
-        num_timings = _between(self.limit_s / (num_calls * once_s), 1, _MAX_TIMINGS)
-        timings = [self._timed(work, num_calls) / num_calls for _ in range(num_timings)]
-        return self.slowest_s(statistics.median(timings))
+        return self._repeated(work)[0]
+
+    def usual_seconds(self, work: Callable[[], None]) -> float:
+        """As `seconds`, for work that takes now more and now less by itself, as a disk's: the median. Collective."""
+        return self._repeated(work, is_judged=False)[1]
 
     def burst_seconds(self, work: Callable[[], None], burst_s: float) -> float:
-        """Seconds of one call of `work` among those that fill `burst_s` after a rest. Collective."""
+        """Seconds of one call of `work` among those that fill `burst_s` after a rest: the best of some. Collective."""
         work()
-        once_s = self.slowest_s(self._timed(work, 1))
+        once_s = self._once(work)
         if once_s > self.limit_s:
             return once_s
         num_calls = _between(burst_s / once_s, 1, _MAX_CALLS)
-        time.sleep(min(_REST_S, self.limit_s))
-        return self.slowest_s(self._timed(work, num_calls) / num_calls)
+        timings = []
+        for _ in range(_NUM_BURSTS):
+            time.sleep(min(_REST_S, self.limit_s))
+            timings.append(self._timed(work, num_calls) / num_calls)
+        best_s, usual_s = self._judged(timings)
+        self._count(best_s, usual_s)
+        return best_s
 
     def settled_seconds(self, work: Callable[[], None], span_s: float) -> float:
-        """Seconds of one call of `work` after others without a pause, for `span_s` in all. Collective."""
-        once_s = self.slowest_s(self._timed(work, 1))
+        """Seconds of one call of `work` after others without a pause, for `span_s` in all: the median of several
+        timings at its end. Collective."""
+        once_s = self._once(work)
         if once_s > self.limit_s:
             return once_s
         num_calls = max(1, int(span_s / 2 / once_s))
         self._timed(work, num_calls)
-        return self.slowest_s(self._timed(work, num_calls) / num_calls)
+        num_timings = min(_NUM_SETTLED, num_calls)
+        num_calls //= num_timings
+        timings = [self._timed(work, num_calls) / num_calls for _ in range(num_timings)]
+        return self._judged(timings)[1]
+
+    def _repeated(self, work: Callable[[], None], *, is_judged: bool = True) -> tuple[float, float]:
+        """The best and the median of several timings, of the slowest rank.
+
+        Args:
+            work: What is timed.
+            is_judged: Whether timings that differ much are taken again, and counted if they still do.
+        """
+        work()  # loads kernels, touches memory
+        best_s = self.slowest_s(self._timed(work, 1))
+        if best_s > self.limit_s:
+            best_s, usual_s = self._judged([best_s, self._timed(work, 1)] if is_judged else [best_s])
+        else:
+            best_s, usual_s = self._round(work, best_s)
+            if is_judged and usual_s > _DISTURBED * best_s:  # a GPU has woken up meanwhile, or something came between
+                best_s, usual_s = self._round(work, best_s)
+        if is_judged:
+            self._count(best_s, usual_s)
+        return best_s, usual_s
+
+    def _round(self, work: Callable[[], None], best_s: float) -> tuple[float, float]:
+        """Several timings, of as many calls as one that takes `best_s` allows: the best of these and that, and the
+        median."""
+        num_calls = _between(_TIMING_S / best_s, 1, _MAX_CALLS)
+        num_timings = _between(self.limit_s / (num_calls * best_s), _LEAST_TIMINGS, _MAX_TIMINGS)
+        found_s, usual_s = self._judged([self._timed(work, num_calls) / num_calls for _ in range(num_timings)])
+        return min(best_s, found_s), usual_s
+
+    def _once(self, work: Callable[[], None]) -> float:
+        """Seconds of one call: the better of two."""
+        return min(self.slowest_s(self._timed(work, 1)) for _ in range(2))
+
+    def _judged(self, timings: list[float]) -> tuple[float, float]:
+        """Best and median, of the slowest rank."""
+        return self.slowest_s(min(timings)), self.slowest_s(statistics.median(timings))
+
+    def _count(self, best_s: float, usual_s: float) -> None:
+        self._num_measured += 1
+        self._num_disturbed += usual_s > _DISTURBED * best_s
 
     def slowest_s(self, seconds: float) -> float:
         """The longest of all ranks' times, at least a nanosecond. Collective."""
         return max(1, *(row[0] for row in self._comm.exchange([round(seconds * 1e9)]))) / 1e9
+
+    def disturbance(self) -> str:
+        """What measurements until now say of others at work, for people, the same on every rank; empty: nothing."""
+        if self._num_disturbed < 2 or self._num_disturbed <= _FEW * self._num_measured:
+            return ""
+        share = f"{self._num_disturbed} of {self._num_measured}"
+        return f"repeats of {share} measurements took more than {_DISTURBED:.0f} times as long as the best of them"
 
     def _timed(self, work: Callable[[], None], num_calls: int) -> float:
         self._comm.exchange(())  # all ranks begin together

@@ -46,7 +46,8 @@ class MachineFigures:
         """Whether measuring was put off until a plan depends on it."""
 
     def prepare(self, *, is_training: bool) -> None:
-        """Find out what costs nothing, and put off what need not be known where everything fits on the device.
+        """Find out what costs nothing, and put off what need not be known where everything fits on the device. On the
+        CPU, where only the order of placements matters, nothing is measured: kept figures serve, or round ones.
         Collective."""
         config, comm = self._config, self._comm
         found = run_together(comm, config.given_hardware if comm.rank == 0 else lambda: None)
@@ -55,6 +56,8 @@ class MachineFigures:
         self.known = given or self.known
         is_reported = config.report_dir is not None
         is_needed = is_training and (config.is_placement_searched or is_reported)
+        if self._device.type == "cpu" and is_needed:
+            self._take_kept()
         if self._device.type == "cpu" and (is_needed or self._disk is not None):
             self._take_nominal()
         self.is_pending = self.known is None and is_needed
@@ -70,11 +73,9 @@ class MachineFigures:
     def measure_computing(self) -> None:
         """Have figures with which a step can be predicted in which nothing moves, in little time. Collective."""
         if self.known is None and self._computing_only is None:
-            probe = self._probe()
-            self.known = probe.find_kept()
-            self.is_measured = self.known is not None
+            self._take_kept()
             if self.known is None:
-                self._computing_only = probe.with_computing_rates(self.best)
+                self._computing_only = self._probe().with_computing_rates(self.best)
         self.is_pending = self.is_pending and self.known is None
 
     def measure(self) -> None:
@@ -103,6 +104,12 @@ class MachineFigures:
         known = self._take_nominal()
         if known.nvme_adam_numel_per_s is None:
             self.known = self._probe().with_disk_rates(known)
+
+    def _take_kept(self) -> None:
+        """If nothing is known: figures of an earlier run, where there are any."""
+        if self.known is None:
+            self.known = self._probe().find_kept()
+            self.is_measured = self.known is not None
 
     def _take_nominal(self) -> HardwareSpec:
         """What is known, or else round figures."""

@@ -4,7 +4,10 @@ import fcntl
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +20,11 @@ import torch.distributed as dist
 import lightning_elixir
 from lightning_elixir.core.comm import SoloComm, make_comm
 from lightning_elixir.core.device import make_device
+from lightning_elixir.core.host import core_times
 from lightning_elixir.errors import PlanError, StorageError
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, hardware_table
 from lightning_elixir.profiling import measured_hardware, nvme_speed
+from lightning_elixir.profiling.disturbance import CoreWatch, RankUse, others_at_work
 from lightning_elixir.profiling.hardware_cache import HardwareCache, default_cache_dir
 from lightning_elixir.profiling.measured_hardware import profile_hardware
 from lightning_elixir.profiling.rates import Workbench
@@ -29,6 +34,17 @@ from tests.helpers.dist import run_ranks
 MIB = 2**20
 # Little memory and time: what is tested is never how fast this machine is.
 QUICK: dict[str, Any] = {"device": torch.device("cpu"), "budget_s": 0.1, "max_bytes": 16 * MIB}
+
+
+@pytest.fixture(autouse=True)
+def calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_calm(monkeypatch)
+
+
+def be_calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests run side by side, so that this machine is busy."""
+    monkeypatch.setattr(CoreWatch, "others", lambda self: "")
+    monkeypatch.setattr(Stopwatch, "disturbance", lambda self: "")
 
 
 def quick(cache_dir: Path | str, **options: Any) -> HardwareSpec:
@@ -287,15 +303,14 @@ def test_readers_see_whole_files_while_others_write(tmp_path: Path) -> None:
 
 def profile_rank(folder: str, world_size: int) -> list[HardwareSpec]:
     """Measured; from rank 0's cache, the others having none; measured again because rank 0 says so."""
-    rank, genuine = dist.get_rank(), measured_hardware.available_host_bytes
+    rank = dist.get_rank()
     own = Path(folder) / str(rank)
-    measured_hardware.available_host_bytes = lambda: (10 - rank) * GIB
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        be_calm(patch)
+        patch.setattr(measured_hardware, "available_host_bytes", lambda: (10 - rank) * GIB)
         specs = [
             quick(own, local_world_size=world_size, refresh=how == "anew" and rank == 0) for how in ("", "", "anew")
         ]
-    finally:
-        measured_hardware.available_host_bytes = genuine
     assert own.exists() == (rank == 0)
     return specs
 
@@ -334,6 +349,137 @@ def test_slowest_rank_counts_and_all_call_as_often() -> None:
     assert calls_a == calls_b
     assert seconds_a == seconds_b
     assert seconds_a >= 0.02
+
+
+class PlannedWatch(Stopwatch):
+    """One that takes as long as planned, call by call; the last plan holds from then on."""
+
+    def __init__(self, *seconds: float) -> None:
+        super().__init__(make_device(torch.device("cpu")), SoloComm(), limit_s=0.1)
+        self.planned = list(seconds)
+        self.num_calls: list[int] = []
+
+    def _timed(self, work: Callable[[], None], num_calls: int) -> float:
+        self.num_calls.append(num_calls)
+        return num_calls * (self.planned.pop(0) if len(self.planned) > 1 else self.planned[0])
+
+
+@pytest.mark.parametrize(
+    ("planned", "found", "num_rounds"),
+    [
+        ([0.01], 0.01, 1),
+        ([0.09, 0.09, 0.01, 0.02, 0.01], 0.01, 2),  # a first timing that was disturbed leaves few: again, and more
+        ([0.01] + 4 * [0.011] + 3 * [0.5], 0.01, 1),  # some are disturbed, the best counts
+        ([0.01] + 4 * [0.03] + [0.01], 0.01, 2),  # most were: again
+        ([0.2, 0.12], 0.12, 0),  # one call takes more than the limit: two of them
+    ],
+)
+def test_the_best_of_repeats_counts(
+    planned: list[float], found: float, num_rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[float] = []
+    genuine = Stopwatch._round
+    monkeypatch.setattr(Stopwatch, "_round", lambda self, *args: rounds.append(0.0) or genuine(self, *args))
+    watch = PlannedWatch(*planned)
+    assert watch.seconds(lambda: None) == pytest.approx(found)
+    assert (len(rounds), watch._num_measured, watch._num_disturbed) == (num_rounds, 1, 0)
+
+
+def test_repeats_that_still_differ_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # of `calm`
+    watch = PlannedWatch(0.001, 0.003)
+    for _ in range(2):
+        assert watch.disturbance() == ""  # one may happen
+        watch.planned = [0.001, 0.003]
+        assert watch.seconds(lambda: None) == pytest.approx(0.001)
+    told = "repeats of 2 of 2 measurements took more than 2 times as long as the best of them"
+    assert watch.disturbance() == told
+    for _ in range(38):
+        assert watch.disturbance() != ""
+        watch.planned = [0.001]
+        watch.seconds(lambda: None)
+    assert watch.disturbance() == ""  # of so many, two are few
+    assert watch.num_calls[:3] == [1, 5, 5]
+
+
+def test_what_differs_by_itself_is_taken_as_it_usually_is() -> None:
+    watch = PlannedWatch(0.01, 0.03)
+    assert watch.usual_seconds(lambda: None) == pytest.approx(0.03)
+    assert watch._num_measured == 0
+
+
+def test_a_burst_is_the_better_of_two() -> None:
+    watch = PlannedWatch(0.01, 0.01, 0.05, 0.01)
+    assert watch.burst_seconds(lambda: None, 0.05) == pytest.approx(0.01)
+    assert watch.num_calls == [1, 1, 5, 5]
+    assert watch._num_disturbed == 1
+
+
+CORES = set(range(4))
+
+
+def use(
+    busy_s: float, own_s: float, *, cores: frozenset[int] = CORES, num_threads: int = 4, host: str = "a"
+) -> RankUse:
+    return RankUse(host, cores, num_threads, 10.0, busy_s, own_s)
+
+
+@pytest.mark.parametrize(
+    ("uses", "found"),
+    [
+        ([use(32.0, 30.0)], ""),  # a fifth of a core
+        ([use(40.0, 30.0)], "1.0 of the 4 cores of a"),
+        ([use(15.0, 5.0, num_threads=2)], ""),  # there are cores enough
+        ([use(30.0, 5.0, num_threads=2)], "2.5 of the 4 cores of a"),
+        ([use(39.0, 19.0, num_threads=2), use(39.0, 20.0, num_threads=2)], ""),  # each other
+        ([use(39.0, 9.0, num_threads=2), use(39.0, 20.0, num_threads=2)], "1.0 of the 4 cores of a"),
+        ([use(39.0, 39.0), use(39.0, 20.0, host="b")], "1.9 of the 4 cores of b"),
+        (
+            [use(19.0, 19.0, cores={0, 1}), use(19.0, 3.0, cores={2, 3})],
+            "1.6 of the 2 cores of a",
+        ),
+        ([use(3.0, 9.0)], ""),  # a system that does not tell
+        ([], ""),
+    ],
+)
+def test_who_else_had_the_cores(uses: list[RankUse], found: str) -> None:
+    assert others_at_work(uses) == (f"other programs had {found} at work" if found else "")
+
+
+def test_another_process_is_seen() -> None:
+    before = core_times()
+    if before is None or before.busy_s == 0:
+        pytest.skip("this system does not say what its cores do")
+    spin = "import time\nend = time.monotonic() + 0.6\nwhile time.monotonic() < end: pass"
+    subprocess.run([sys.executable, "-S", "-c", spin], check=True)
+    after = core_times()
+    assert after is not None
+    assert after.busy_s - before.busy_s - (after.own_s - before.own_s) > 0.3
+    assert after.own_s - before.own_s < 0.3
+    since = time.process_time()
+    while time.process_time() < since + 0.1:
+        pass
+    assert 0.09 < core_times().own_s - after.own_s < 0.3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("who", [CoreWatch, Stopwatch])
+def test_what_a_busy_machine_shows_is_not_kept(
+    who: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    probe = measured_hardware.HardwareProbe(**QUICK, cache_dir=tmp_path, refresh=True)
+    calm = probe.find()
+    assert (calm.path, calm.disturbance) == (only_file(tmp_path), "")
+    content = only_file(tmp_path).read_text()
+    monkeypatch.setattr(who, "others" if who is CoreWatch else "disturbance", lambda self: "something was at work")
+    with caplog.at_level(logging.WARNING):
+        found = probe.find()
+        computing = probe.with_computing_rates(HardwareSpec.nominal())
+    check_figures(found.spec)
+    assert (found.path, found.stored_at, found.disturbance) == (None, None, "something was at work")
+    assert only_file(tmp_path).read_text() == content
+    assert found.spec.name == f"{calm.spec.name}, on a busy machine"
+    assert computing.name == f"{calm.spec.name}, on a busy machine, computing only"
+    assert "something was at work while this machine was measured: its figures are not kept" in caplog.text
 
 
 def test_a_rate_is_taken_when_work_has_gone_on_for_some_time() -> None:

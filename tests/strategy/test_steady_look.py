@@ -6,6 +6,7 @@ import gc
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.profile import StepInterval, StepProfile
 from lightning_elixir.plan.types import AccessTrace, Plan
 from lightning_elixir.plan.units import format_seconds
+from lightning_elixir.profiling import measured_hardware
+from lightning_elixir.profiling.measured_hardware import HardwareProbe
 from lightning_elixir.strategy import ElixirStrategy, warm_up
 from lightning_elixir.strategy.steady_look import SteadyLook
 from tests.helpers.dist import run_ranks
@@ -258,3 +261,23 @@ def test_garbage_is_collected_before_training_has_settled(monkeypatch: pytest.Mo
     fit(strategy, Net, train=lambda: make_data(64))
     assert stages[-1] is warm_up.Stage.DONE
     assert stages.count(warm_up.Stage.DONE) == 1
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_fit_on_the_cpu_goes_by_kept_figures(is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And measures nothing. They are the machine's own, so training corrects them."""
+    monkeypatch.setattr(measured_hardware, "default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(HardwareProbe, "_measured", lambda *args: pytest.fail("measured in a fit on the CPU"))
+    kept = replace(HardwareSpec.nominal(), name="kept", cpu_adam_numel_per_s=2e9)
+    cpu = HardwareProbe(device=torch.device("cpu"))
+    if is_kept:
+        with cpu._bench() as (device, ranks):
+            assert cpu._facts_and_cache(device, ranks)[2].store(kept)
+    strategy = ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK)
+    fit(strategy, Net, train=lambda: make_data(8))
+    figures = strategy._machine_figures
+    assert figures is not None
+    assert (figures.is_measured, figures.is_nominal) == (is_kept, not is_kept)
+    assert _figures(strategy).cpu_adam_numel_per_s == (2e9 if is_kept else HardwareSpec.nominal().cpu_adam_numel_per_s)
+    assert strategy.plan.forecast is not None
+    assert strategy.plan.forecast.hardware == ("kept" if is_kept else HardwareSpec.nominal().name)
