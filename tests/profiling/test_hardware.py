@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -415,13 +415,10 @@ def test_a_burst_is_the_better_of_two() -> None:
     assert watch._num_disturbed == 1
 
 
-CORES = set(range(4))
-
-
 def use(
-    busy_s: float, own_s: float, *, cores: frozenset[int] = CORES, num_threads: int = 4, host: str = "a"
+    busy_s: float, own_s: float, *, cores: Iterable[int] = range(4), num_threads: int = 4, host: str = "a"
 ) -> RankUse:
-    return RankUse(host, cores, num_threads, 10.0, busy_s, own_s)
+    return RankUse(host, frozenset(cores), num_threads, 10.0, busy_s, own_s)
 
 
 @pytest.mark.parametrize(
