@@ -45,10 +45,11 @@ def step(model: nn.Module, inp: Mapping[str, Any]) -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
-    """A machine of 3 GiB of device memory and 64 GiB on the host."""
+    """A machine of 3 GiB of device memory and 64 GiB on the host, which is not measured."""
     memory: dict[str, int | None] = {"gpu": 3 * 2**30, "host": 64 * 2**30}
     monkeypatch.setattr(planning, "current_device_memory_bytes", lambda: memory["gpu"])
     monkeypatch.setattr(planning, "available_host_bytes", lambda: memory["host"])
+    monkeypatch.setattr(planning, "profile_hardware", lambda **options: HardwareSpec.nominal())
     return memory
 
 
