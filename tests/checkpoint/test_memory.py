@@ -85,6 +85,7 @@ def _measure(path: Path, num_files: int) -> Any:
 
 
 @pytest.mark.parametrize("num_files", telling([1, 3], "3"))
+@pytest.mark.full
 def test_saving_and_loading_take_a_chunk_or_two(tmp_path: Path, num_files: int) -> None:
     saving, loading = run_ranks(_measure, 1, tmp_path / "one", num_files, fresh=True, init_group=False)[0]
     # Saving: one state of a chunk, and one weight. Loading: a chunk's values, a weight and a state of it.

@@ -45,5 +45,6 @@ def _open_twice(first_try_of: str) -> bool:
 
 
 @pytest.mark.parametrize("first_try_of", ["this rank", full("the other rank")])
+@pytest.mark.full
 def test_what_was_found_out_of_a_first_try_says_nothing_of_the_second(first_try_of: str) -> None:
     assert run_ranks(_open_twice, 1, first_try_of, timeout_s=40.0) == [True]

@@ -366,6 +366,7 @@ def test_such_a_backward_where_everything_stays() -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [8192, 1 << 17], ids=["small chunks", "one chunk"])
+@pytest.mark.full
 def test_beside_a_thread_that_reads(chunk_size: int) -> None:
     """Also where a module above has the chunk brought."""
     plain, ours = Plain(by_call(Net())), Ours(by_call(Net()), chunk_size=chunk_size)
@@ -471,6 +472,7 @@ class Borrowing(Block):
         return super().forward(x) * self.lender[0].weight.mean()
 
 
+@pytest.mark.full
 def test_parameters_of_others_in_compiled_code() -> None:
     """Which the compiler leaves to us: its graph ends there."""
 

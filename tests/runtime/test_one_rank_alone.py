@@ -162,6 +162,7 @@ def _read_and_train() -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("call", telling(["state_dict", "a read"], "state_dict"))
+@pytest.mark.full
 def test_where_others_have_closed_the_module(call: str) -> None:
     everyone = run_ranks(call_alone, 3, call, "close", "tight", fresh=True)
     kind, text, seconds = everyone[0]
@@ -313,6 +314,7 @@ def fail_and_train_again() -> tuple[str, dict[str, torch.Tensor]]:
     return str(caught.value), module.state_dict()
 
 
+@pytest.mark.full
 def test_ranks_that_have_heard_train_again() -> None:
     (_, first), (_, second) = run_ranks(fail_and_train_again, 2, fresh=True)
     expected = run_ranks(train_three_times, 2)[0]

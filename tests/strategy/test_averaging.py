@@ -192,6 +192,7 @@ def test_sharded_checkpoints_hold_what_whole_ones_do(tmp_path: Path) -> None:
     [(2, 1, "32-true"), full(1, 2, "32-true"), full(2, 3, "bf16-mixed"), full(2, 1, "bf16-true")],
 )
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.full
 def test_sharded_checkpoints_and_other_ranks(saved_by: int, loaded_by: int, precision: str, tmp_path: Path) -> None:
     run_ranks(_save_folder, saved_by, tmp_path / "folder", saved_by, precision, init_group=False)
     folder = tmp_path / "folder" / "epoch=0-step=4.ckpt"

@@ -420,6 +420,7 @@ def _ddp() -> Any:
     return [loss.item() for loss in fit("ddp", devices=2, train=lambda: make_data(64))[2].losses]
 
 
+@pytest.mark.full
 def test_all_ranks_watch_where_one_cannot_tell() -> None:
     found = run_ranks(_one_rank_cannot_tell, 2, 0, init_group=False)
     assert [stages for _, stages in found] == [["watched", "settling", "timed", "done"]] * 2

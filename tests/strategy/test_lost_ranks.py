@@ -248,6 +248,7 @@ _OTHER_CALLBACK = pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")
         full(NetThatStumbles, "full", "exceptions alone"),
     ],
 )
+@pytest.mark.full
 def test_the_error_of_one_rank_is_not_hidden_by_the_save(kind: type[Net], state_dict_type: str, callback: str) -> None:
     """Which needs all ranks, and the others have not come to it."""
     options = TIGHT | {"state_dict_type": state_dict_type}

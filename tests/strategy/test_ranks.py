@@ -150,6 +150,7 @@ class LookingNet(BatchNormNet):
         return loss
 
 
+@pytest.mark.full
 def test_running_statistics_are_shared_when_a_step_begins() -> None:
     """Once, however many forwards it runs: DDP takes a step for one."""
     _assert_equal_to_ddp(LookingNet, max_epochs=2)
