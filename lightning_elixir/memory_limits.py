@@ -259,10 +259,7 @@ class LimitedModule:
             0 if self.nvme_folder is None else shutil.disk_usage(self.nvme_folder).free,
         )
         is_cpu = engine.device.torch_device.type == "cpu"
-        words = replace(
-            DeviceWords.of_a_cpu("gpu") if is_cpu else DeviceWords(),
-            host_limit="" if limits.cpu_bytes is None else "cpu",
-        )
+        words = DeviceWords.of("gpu", "cpu", is_cpu=is_cpu, is_host_limited=limits.cpu_bytes is not None)
         budget = common_budget(engine.comm.exchange_objects(own), limits, words, is_begun=True)
         if not self._regime().can_stream:
             budget = replace(budget, nvme_bytes=0)

@@ -401,9 +401,8 @@ def detect_budget(
         cpu_bytes=cpu,
         non_model_bytes=non_model_bytes,
         spare_cpu_bytes=spare,
-        words=replace(
-            DeviceWords.of_a_cpu("gpu_bytes") if device_bytes is None else DeviceWords(),
-            host_limit="" if cpu_bytes is None else "cpu_bytes",
+        words=DeviceWords.of(
+            "gpu_bytes", "cpu_bytes", is_cpu=device_bytes is None, is_host_limited=cpu_bytes is not None
         ),
     )
 

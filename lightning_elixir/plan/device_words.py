@@ -18,10 +18,16 @@ class DeviceWords:
     """The option that limits the host's memory, where one does."""
 
     @classmethod
-    def of_a_cpu(cls, option: str) -> DeviceWords:
-        """Of a CPU that a limit makes as small as a GPU.
+    def of(cls, limit: str, host_limit: str, *, is_cpu: bool, is_host_limited: bool) -> DeviceWords:
+        """Of a GPU, or of a CPU that a limit makes as small as one.
 
         Args:
-            option: Its name.
+            limit: Name of the option that limits the device's memory.
+            host_limit: Of that for the host's.
+            is_cpu: Whether a CPU plays the device.
+            is_host_limited: Whether that option is given.
         """
-        return cls("device", "ranks", f"CPU memory ({option})", f"more ({option})")
+        given = host_limit if is_host_limited else ""
+        if not is_cpu:
+            return cls(host_limit=given)
+        return cls("device", "ranks", f"CPU memory ({limit})", f"more ({limit})", given)

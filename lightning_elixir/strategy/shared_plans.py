@@ -220,9 +220,11 @@ class Planner:
             self._free_nvme_bytes(),
         )
         within = self._limits_with(limits or MemoryLimits())
-        words = replace(
-            DeviceWords.of_a_cpu("gpu_memory_limit") if self._device.type == "cpu" else DeviceWords(),
-            host_limit="" if within.cpu_bytes is None else "cpu_memory_limit",
+        words = DeviceWords.of(
+            "gpu_memory_limit",
+            "cpu_memory_limit",
+            is_cpu=self._device.type == "cpu",
+            is_host_limited=within.cpu_bytes is not None,
         )
         by_rank: list[RankMemory] = self.comm.exchange_objects(own)
         found = common_budget(by_rank, within, words, is_begun=earlier is not None, part_of=self._neighbours.part_of)
