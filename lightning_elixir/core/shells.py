@@ -4,8 +4,8 @@
 zero points. Such a *shell* has no storage that a chunk could hold, but torch has a protocol that takes it apart and
 puts it together again (`__tensor_flatten__`, `__tensor_unflatten__`), so the bytes of what is inside can be. The
 parameter becomes a `ShellParameter`, a plain tensor of these bytes, which moves, is sharded and saved as all others
-are, and does as the shell for whoever uses it: functions, methods and attributes get a shell that is put together over
-the bytes. Only `isinstance` tells the two apart. Values that leave the engine are shells again.
+are, and acts as the shell in all code that uses it: functions, methods and attributes get a shell that is put together
+over the bytes. Only `isinstance` tells the two apart. Values that leave the engine are shells again.
 """
 
 from __future__ import annotations

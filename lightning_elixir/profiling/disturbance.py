@@ -25,7 +25,7 @@ class RankUse:
     """With which the rank computes on the host."""
     wall_s: float
     busy_s: float
-    """Of all cores together, whoever had them."""
+    """Of all cores together, for whatever process."""
     own_s: float
     """What the rank's process had of that."""
 
@@ -43,8 +43,8 @@ class CoreWatch:
         self._since = core_times()
 
     def others(self) -> str:
-        """Who else was at work since then, for people, the same on every rank; empty: nobody, as far as is known.
-        Collective."""
+        """Which other programs were at work since then, for people, the same on every rank; empty: none, as far as is
+        known. Collective."""
         now, since = core_times(), self._since
         use = None if now is None or since is None else self._use(since, now)
         found = [one for one in self._comm.exchange_objects(use) if one is not None]

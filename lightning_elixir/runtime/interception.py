@@ -74,7 +74,8 @@ class Interception:
         self._classes: list[list[tuple[nn.Parameter, type, type]]] = []  # per chunk: parameter, plain, intercepting
         self._parameters = [p for chunk in chunks for p in chunk.parameters]
         self._frozen = [chunk for chunk in chunks if not chunk.spec.requires_grad]
-        self._set_to_themselves = _set_to_themselves(engine.module)
+        excepted = _set_to_themselves(engine.module)
+        self._counted = [p for p in self._parameters if id(p) not in excepted]
         for chunk in chunks:
             rows = []
             for parameter in chunk.parameters:
@@ -158,11 +159,9 @@ class Interception:
         self._versions = self._count()
 
     def _count(self) -> list[int]:
-        """Autograd's version counter of every parameter: users' writes and updates show in it, chunks that move do
-        not."""
-        excepted = self._set_to_themselves
+        """Autograd's version counters: users' writes and updates show in them, chunks that move do not."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [0 if id(p) in excepted else p._version for p in self._parameters]
+            return [p._version for p in self._counted]
 
     def forget_versions(self) -> None:
         """No forward waits for its backward any more."""
@@ -186,8 +185,7 @@ class Interception:
             return
         now = self._count()
         if versions != now:
-            names = [m.fqn for chunk in self._chunks for m in chunk.spec.members]
-            written = [name for name, a, b in zip(names, versions, now, strict=True) if a != b]
+            written = [self.name_of(p) for p, a, b in zip(self._counted, versions, now, strict=True) if a != b]
             raise StateError(f"parameters were written inside {where}: {', '.join(written[:5])}; {_WRITE_CURE}")
 
     # Intercepted calls

@@ -1,11 +1,11 @@
 """From one placement to another of the same chunk layout, chunk by chunk.
 
-A chunk moves as a whole, shard and optimizer states, and what it leaves is free before the next one moves (host memory
-that gradients land in before and after stays); the order
-(`plan/moving.py`) is one in which neither the device nor the host holds more than the larger of both placements and a
-chunk. Moments and masters go to a disk, from it, and from file to file through one piece of memory. The file stays
-where all states that shall be there have their places in it; otherwise another one is opened before anything moves, and
-for a moment both exist, so `auto` plans with half of the free space.
+A chunk moves as a whole, shard and optimizer states, and what it leaves is free before the next one moves, but for host
+memory that gradients land in before and after. The order (`plan/moving.py`) is one in which neither the device nor the
+host holds more than the larger of both placements and a chunk. Moments and masters go to a disk, from it, and from file
+to file through one piece of memory. The file stays where all states that shall be there have their places in it;
+otherwise another one is opened before anything moves, and for a moment both exist, so `auto` plans with half of the
+free space.
 """
 
 from __future__ import annotations

@@ -131,11 +131,13 @@ class WholeSteps(TorchSteps):
         most, rank = 0, self._engine.groups.copy.rank
         for chunk_id, members in self._awaited.items():
             chunk, grad = self._engine.chunks[chunk_id], self._engine.store[chunk_id].grad
-            for index in members if grad is not None else ():
+            if grad is None:
+                continue
+            shard = _Shard(grad, None, GradientChange())
+            for index in members:
                 of_ranks = self._of_ranks(chunk, index)
                 own = of_ranks[rank]
-                if own is not None and grad is not None and not _is_cut(of_ranks):
-                    shard = _Shard(grad, None, GradientChange())
+                if own is not None and not _is_cut(of_ranks):
                     most = max(most, self._host_update(chunk, self._inner(chunk), index, own, shard).slot_bytes)
         return most
 

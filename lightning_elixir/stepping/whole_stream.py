@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.core.device import Device, Event
+from lightning_elixir.plan.packing import round_up
 from lightning_elixir.plan.types import ALIGN_NUMEL
 
 NUM_SLOTS = 2
@@ -123,7 +124,7 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_NUMEL) * ALIGN_NUMEL
+    return round_up(nbytes, ALIGN_NUMEL)
 
 
 class _Slot:
