@@ -104,6 +104,8 @@ def test_on_gpus(chosen: list[str]) -> int:
     # A GPU does not gain by more processes at once, and each takes some GiB of its memory.
     many = ["-n", str(min(10, num_cores())), "--dist", "load"] if has_module(python, "xdist") else []
     codes = []
+    # pytest-benchmark, where it is installed, warns beside xdist, and warnings are errors here.
+    many += ["-p", "no:benchmark"]
     for marks, spread in (("gpu and not several_gpus", many), ("several_gpus", [])):
         begin_s = time.monotonic()
         codes.append(run([python, "-m", "pytest", "-m", marks, *spread, *chosen], {"OMP_NUM_THREADS": "4"}))

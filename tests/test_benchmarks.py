@@ -56,7 +56,7 @@ def _output_of(*command: object) -> str:
 def test_placements_by_hand_are_tried_in_one_engine_and_simulated_again(placements: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "placements.json"
     tiny = ("--size", "tiny", "--batch-size", 2, "--seq-len", 32, "--device", "cpu", "--steps", 1)
-    small = ("--limits-mib", 2, "--again-above", 1e9, "--out", out)
+    small = ("--limits-mib", 2, "--out", out)
     _output_of(FOLDER / "placements.py", *tiny, *small)
     found = json.loads(out.read_text())
     runs = found["limits"][0]["runs"]
@@ -68,6 +68,8 @@ def test_placements_by_hand_are_tried_in_one_engine_and_simulated_again(placemen
     for run in runs:
         assert placements.simulated_again(found, run).times.total_s == pytest.approx(run["predicted"]["total_s"])
         assert 0 < run["steps"][0]["backward_s"] <= run["steps"][0]["step_s"]
+        both = [run["steps"], run["again"][0]["steps"]]
+        assert run["measured_s"] == pytest.approx(min(sum(one["step_s"] for one in steps) for steps in both))
     assert found["limits"][0]["compared"]["by_hand"] == len(places)
     shown = _output_of(FOLDER / "placements.py", "--simulate", out)
     assert all(run["name"] in shown for run in runs)

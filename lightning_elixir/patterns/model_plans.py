@@ -27,9 +27,11 @@ _TENSOR: dict[str, ParallelPattern] = {
     "embedding_rowwise": Vocabulary(),
     "replicated_with_grad_allreduce": PartialGradients(),
 }
-_EXPERT: dict[str, ParallelPattern] = {"ep_dispatch_experts": Expert()}
-_LEFT_WHOLE = {"replicate", "moe_tp_experts", "grouped_gemm"}
-"""Styles of modules and parameters that every rank along the axis keeps, or that the module above them is for."""
+# Until 5.17 or so transformers' experts had the same style in both plans; Expert needs nothing of their router.
+_EXPERT: dict[str, ParallelPattern] = {"ep_dispatch_experts": Expert(), "moe_tp_experts": Expert()}
+_LEFT_WHOLE = {"replicate", "moe_tp_experts", "grouped_gemm", "ep_router"}
+"""Styles of modules and parameters that every rank along the axis keeps, or that the module above them is for, where
+there is no pattern for them."""
 
 
 def own_patterns(model: nn.Module, mesh: Mesh) -> dict[str | type, ParallelPattern]:
@@ -71,19 +73,21 @@ def _models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _resolved(model: nn.Module, kind: str, known: Mapping[str, ParallelPattern]) -> dict[str, ParallelPattern]:
-    plan: Mapping[str, str] = getattr(model, kind, None) or {}
+    # Models of transformers before 5.18 or so show the plan for experts to nobody.
+    plan: Mapping[str, str] = getattr(model, kind, None) or getattr(model, f"_{kind}", None) or {}
     modules = dict(model.named_modules())
     # A star stands for one part of a name.
     meant = {key: re.compile(re.escape(key).replace(r"\*", r"[^.]+")) for key in plan}
+    left_whole = _LEFT_WHOLE - set(known)
     whole = [
-        name for name in modules for key, rule in meant.items() if plan[key] in _LEFT_WHOLE and rule.fullmatch(name)
+        name for name in modules for key, rule in meant.items() if plan[key] in left_whole and rule.fullmatch(name)
     ]
     found: dict[str, ParallelPattern] = {}
     for key, style in plan.items():
         names = [name for name in modules if meant[key].fullmatch(name)]
         parameters = [name for name, _ in model.named_parameters() if meant[key].fullmatch(name)]
         is_handled = all(any(name.startswith(f"{top}.") for top in [*whole, *found]) for name in parameters)
-        if style in _LEFT_WHOLE or (not names and is_handled):
+        if style in left_whole or (not names and is_handled):
             continue
         if style not in known or parameters:
             raise PlanError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -77,15 +78,16 @@ def test_two_modules_keep_within_the_limit() -> None:
 
 def test_memory_is_given_back_and_taken_again() -> None:
     expected = _losses(ElixirStrategy(placement_policy="cuda"), "bf16-mixed", steps=8)
+    gc.collect()
     torch.cuda.empty_cache()
-    at_first = torch.cuda.memory_reserved()
     strategy, held = ElixirStrategy(chunk_size="5MiB"), []
 
     def change(step: int) -> None:
         if step in (4, 6):
-            strategy.set_memory_limit(**({"gpu": "96MiB"} if step == 4 else {}))
-            held.append(torch.cuda.memory_reserved() - at_first)
+            # Near 100 MiB of it are what cuBLAS computes in, on a large GPU; all here takes 200 MiB beside that.
+            strategy.set_memory_limit(**({"gpu": "192MiB"} if step == 4 else {}))
+            held.append(torch.cuda.memory_reserved())
 
     assert _losses(strategy, "bf16-mixed", steps=8, before=change) == expected
-    assert held[0] < 96 * MIB < held[1]
+    assert held[0] < 192 * MIB < held[1]
     strategy.close()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_elixir.patterns import Expert
+from lightning_elixir.plan.hardware import HardwareSpec
 from tests.helpers.dist import run_ranks
 from tests.helpers.pattern_fits import fit, fit_plain
 from tests.helpers.patterns import Case, difference, train_plain, train_ranks
@@ -77,6 +78,8 @@ FITS: dict[str, tuple[str, int, int, int, dict[str, Any], dict[str, Any]]] = {
 @on_gpus(FITS, 1)
 def test_models_under_a_trainer(name: str) -> None:
     kind, world, tensor, expert, options, of_trainer = FITS[name]
+    # By what is measured of a GPU everything would stay there.
+    options = {**options, "hardware": HardwareSpec.nominal(host_bytes=2**34)}
     expected = fit_plain(kind, world // tensor, "gpu", **of_trainer)
     found, evictions = run_ranks(
         fit, world, kind, tensor, expert, options, of_trainer, "gpu", device="cuda", init_group=False

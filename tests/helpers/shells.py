@@ -48,7 +48,8 @@ class Scaled(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        # `to()` may name the dtype that the whole is used as, on a GPU say; what is inside keeps its own.
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "dtype"}
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default, aten.alias.default):
             names, context = args[0].__tensor_flatten__()
             own = {name: func(getattr(args[0], name), *args[1:], **kwargs) for name in names}
