@@ -26,6 +26,7 @@ plan had changed, and what its updates took. That step is to be no longer than 1
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
 import os
@@ -37,6 +38,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -63,6 +65,7 @@ from lightning_elixir.strategy import ElixirStrategy
 GIB = 2**30
 GPT_SHAPES = PRESETS | {"30b": Shape(48, 7168, 56)}  # the last one as OPT-30B
 _MOST_MEDIANS = 1.5  # of a step after the second one
+_TO_SAY_WHERE_S = 2.0  # for processes that take too long
 _NUM_DRAWN = 2**26 + 1  # odd, so that layers are not alike
 
 
@@ -757,8 +760,9 @@ def _touch(pieces: list[Tensor]) -> None:
         piece[::512].zero_()
 
 
-def run(cases: Mapping[str, Case], arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    started = time.monotonic()
+def run(
+    cases: Mapping[str, Case], arguments: argparse.Namespace, started: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, case in cases.items():
         left = arguments.budget_s - (time.monotonic() - started)
         if left < 20:
@@ -771,23 +775,23 @@ def run(cases: Mapping[str, Case], arguments: argparse.Namespace) -> Iterator[tu
             code = _forked(work, log, min(left, arguments.timeout_s))
             if out.exists():
                 yield name, json.loads(out.read_text())
-            elif code is None:
-                yield name, {"outcome": "took too long"}
-            else:
-                tail = log.read_text(errors="replace")[-2000:]
-                yield name, {"outcome": "killed" if code == -9 else f"failed ({code})", "why": tail}
+                continue
+            outcome = "took too long" if code is None else "killed" if code == -9 else f"failed ({code})"
+            yield name, {"outcome": outcome, "why": log.read_text(errors="replace")[-4000:]}
 
 
 def _forked(work: Callable[[], None], log: Path, timeout_s: float) -> int | None:
-    """Run it in a fork of this process.
+    """Run it in a fork of this process, which ends with all that it has started.
 
     Returns:
-        Its exit code, negative for a signal; None: it took too long.
+        Its exit code, negative for a signal; None: it took too long, and the log ends with where its threads were.
     """
+    faulthandler.register(signal.SIGUSR1)
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
+            os.setpgid(0, 0)
             file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(file, 1)
             os.dup2(file, 2)
@@ -799,15 +803,23 @@ def _forked(work: Callable[[], None], log: Path, timeout_s: float) -> int | None
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)  # nothing of the parent's is to be ended
-    end_s = time.monotonic() + timeout_s
-    while time.monotonic() < end_s:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
+    with suppress(OSError):  # it may have done so, or have ended
+        os.setpgid(pid, pid)
+    try:
+        end_s = time.monotonic() + timeout_s
+        while time.monotonic() < end_s:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.05)
+        os.killpg(pid, signal.SIGUSR1)
+        time.sleep(_TO_SAY_WHERE_S)
+        return None
+    finally:
+        with suppress(ProcessLookupError):  # nothing is left of it, usually
+            os.killpg(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
 
 
 def _timed_touch(nbytes: int) -> float:
@@ -850,10 +862,11 @@ def measured(cases: Mapping[str, Case], arguments: argparse.Namespace) -> dict[s
     if any(case.model not in GPT_SHAPES for case in cases.values()):  # seconds, for each of the forks
         from transformers.models.llama import modeling_llama  # noqa: F401
         from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
+    started = time.monotonic()
     found: dict[str, Any] = {"command": sys.argv, "torch": torch.__version__, "cases": {}}
     if arguments.touch_first:
         found["touch_first_s"] = _timed_touch(available_host_bytes() * 9 // 10)
-    for name, result in run(cases, arguments):
+    for name, result in run(cases, arguments, started):
         taken = result.get("host_peak_bytes", 0) - result.get("host_bytes_before", 0)
         if arguments.touch_first and taken > GIB:
             result["touch_s"] = _timed_touch(taken)

@@ -62,6 +62,7 @@ _spec.loader.exec_module(train_gpt)
 CLOSE = 0.05  # placements that measure closer than this have no order
 KEPT = Site(Tier.GPU, Tier.CPU, True)
 BY_HAND = 12
+TIMED = 3  # steps, for what computing takes
 SETTLING = 2  # steps until updates overlap with the next forward as they go on doing
 SHARES = (1.0, 0.5, 0.0)  # of the chunks that fit with their states on the GPU
 STREAMED = (0.0, 0.25, 1.0)  # of the updates beside the GPU, in the order in which they are tried
@@ -187,18 +188,23 @@ class Bench:
             torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total))
 
     def sample(self) -> StepProfile:
-        """A step for the memory, one to settle, one for the times."""
+        """A step for the memory, one to settle, and some for the times, of which the fastest counts: what slows a step
+        down that is looked at is no part of those that are not."""
         self.engine.sample_activations(True)
         self.steps(1)
         self.engine.sample_activations(False)
         self.steps(1)
         self.engine.sample_times(True)
-        self.steps(1)
+        found = []
+        for _ in range(TIMED):
+            self.steps(1)
+            found.append(self.engine.step_profile())
         self.engine.sample_times(False)
-        profile = self.engine.step_profile()
-        if profile is None:
+        seen = [profile for profile in found if profile is not None]
+        if not seen:
             raise SystemExit("no step was sampled")
-        return profile.with_margin(self.engine.plan.block_bytes)
+        fastest = min(seen, key=lambda profile: profile.compute_s)
+        return fastest.with_margin(self.engine.plan.block_bytes)
 
     def run(self, name: str, plan: Plan, profile: StepProfile) -> dict[str, Any]:
         """Predict, move to the plan, and measure."""
