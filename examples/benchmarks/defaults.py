@@ -519,6 +519,7 @@ def steps_seen(clock: Clock) -> dict[str, Any]:
     }
     if clock.device.type == "cuda":
         found["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
+        found["gpu_reserved_bytes"] = torch.cuda.max_memory_reserved()  # with what lies in gaps
         found["device"] = torch.cuda.get_device_name()
     return found
 
@@ -613,7 +614,15 @@ def run_case(case: Case, device: torch.device, traced: int | None, out: Path) ->
             result = seen.result(_fit(case, model, seen))
         return result | {"outcome": "trained", "host_bytes_before": before}
     ranks: list[dict[str, Any]] = [json.loads(of_rank(out, rank).read_text()) for rank in range(case.devices)]
-    kept = ("step_s", "longest_after_two", "host_peak_bytes", "gpu_peak_bytes", "longest", "machine")
+    kept = (
+        "step_s",
+        "longest_after_two",
+        "host_peak_bytes",
+        "gpu_peak_bytes",
+        "gpu_reserved_bytes",
+        "longest",
+        "machine",
+    )
     others = [{key: found[key] for key in kept if key in found} for found in ranks]
     host_bytes = sum(found["host_peak_bytes"] for found in ranks)
     return ranks[0] | {"outcome": "trained", "ranks": others, "host_peak_bytes": host_bytes, "host_bytes_before": 0}

@@ -31,7 +31,7 @@ SYSTEMS = {
     "deepspeed_zero2": "DeepSpeed ZeRO-2, offload",
     "torchao": "torchao, CPU offload",
 }
-DEFAULTS = "defaults_looked_at_again_h200_2026-11-25.json"
+DEFAULTS = ("defaults_edges_h200_2026-11-25.json", "defaults_looked_at_again_h200_2026-11-25.json")
 MODELS = {
     "llama-7b": "Llama-7B",
     "5b": "GPT of 4.8B",
@@ -209,7 +209,7 @@ def checkpoint_table() -> str:
 
 def defaults_table() -> str:
     rows = []
-    for run in load(DEFAULTS)["runs"]:
+    for run in [run for name in DEFAULTS for run in load(name)["runs"]]:
         plains = [c for c in run["cases"].values() if c["case"]["is_plain"] and "step_s" in c]
         plain = {(c["case"]["model"], num_devices(c["case"])): c["step_s"] for c in plains}
         for found in run["cases"].values():
