@@ -136,7 +136,9 @@ class ElixirModule(nn.Module):
         self._casts_inputs = is_half and not autocast
         self._handles: list[RemovableHandle] = []
         if self._casts_inputs:
-            self._handles = compute_in_fp32(model, kept_in(plan) | ignored_in_fp32(plan), self.dtype, self._device_type)
+            self._handles = compute_in_fp32(
+                model, kept_in(plan) | ignored_in_fp32(plan.ignored), self.dtype, self._device_type
+            )
         self._force_outputs_fp32 = force_outputs_fp32
 
     @property

@@ -12,7 +12,7 @@ from lightning_elixir.cli.wording import size_of
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, load_hardware
-from lightning_elixir.plan.links import Network, on_nodes
+from lightning_elixir.plan.links import Network, on_nodes, on_ranks
 from lightning_elixir.plan.memory import Budget, host_share
 
 
@@ -38,7 +38,8 @@ def machine_of(options: argparse.Namespace, dtype: str) -> Machine:
         PlanError: No such figures, or a size is missing or none.
     """
     spec = named_hardware(options.hardware) if options.hardware else HardwareSpec.nominal()
-    spec, remarks = _for_ranks(_with_figures(spec, options, dtype), options.gpus, options)
+    remarks = _assumed(spec, options)
+    spec = _with_figures(on_ranks(spec, options.gpus), options, dtype)
     spec = _for_nodes(spec, options)
     gpu_bytes = size_of(options.gpu_memory, "--gpu-memory") or spec.gpu_bytes
     host_bytes = size_of(options.cpu_memory, "--cpu-memory") or spec.host_bytes
@@ -106,22 +107,16 @@ def _with_figures(spec: HardwareSpec, options: argparse.Namespace, dtype: str) -
     return replace(spec, **changed, name=f"{spec.name}; {len(changed)} of the figures given by hand")  # type: ignore[arg-type]
 
 
-def _for_ranks(spec: HardwareSpec, num_ranks: int, options: argparse.Namespace) -> tuple[HardwareSpec, tuple[str, ...]]:
-    """The figures of one rank where another number of ranks was measured."""
-    if spec.world_size == num_ranks or spec.num_nodes > 1:
-        return spec, ()
+def _assumed(spec: HardwareSpec, options: argparse.Namespace) -> tuple[str, ...]:
+    """What is assumed where another number of ranks was measured."""
+    if spec.world_size == options.gpus or spec.num_nodes > 1:
+        return ()
     remarks = []
-    changed: dict[str, object] = {"world_size": num_ranks}
-    if options.cpu_adam is None:  # the ranks share the host's cores
-        changed["cpu_adam_numel_per_s"] = spec.cpu_adam_numel_per_s * spec.world_size / num_ranks
-        if spec.host_bytes_per_s is not None:
-            changed["host_bytes_per_s"] = spec.host_bytes_per_s * spec.world_size / num_ranks
-        remarks.append(f"Adam on the host: the figure of {_ranks(spec.world_size)}, shared by {_ranks(num_ranks)}")
-    if num_ranks > 1 and spec.all_gather is None:
-        nominal = HardwareSpec.nominal()
-        changed |= {"all_gather": nominal.all_gather, "reduce_scatter": nominal.reduce_scatter}
+    if options.cpu_adam is None:
+        remarks.append(f"Adam on the host: the figure of {_ranks(spec.world_size)}, shared by {_ranks(options.gpus)}")
+    if options.gpus > 1 and spec.all_gather is None and options.collective_gb_s is None:
         remarks.append("collectives: round figures, since one rank was measured; see --collective-gb-s")
-    return replace(spec, **changed), tuple(remarks)  # type: ignore[arg-type]
+    return tuple(remarks)
 
 
 def _for_nodes(spec: HardwareSpec, options: argparse.Namespace) -> HardwareSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from lightning_elixir.cli.wording import size_of, speaking_of_options
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.activations import ActivationRequest
 from lightning_elixir.plan.fates import with_fates
+from lightning_elixir.plan.ignored import ignored_in_fp32
 from lightning_elixir.plan.io import plan_to_dict, save_plan
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.profile import MemoryProfile
@@ -156,15 +157,17 @@ def study(
         subject = module_subject(options) if options.module else transformers_subject(options)
     change(subject.model)
     with _telling(options, "running a training step without values"), speaking_of_options():
+        left_out = ignored_parameters(subject.model, options.ignored)
+        in_fp32 = kept_of(subject, options, precision) | ignored_in_fp32(left_out)
         profile = profile_memory(
             subject.model,
             subject.inp,
             subject.step_fn,
             precision.compute_dtype,
             autocast=precision.has_autocast,
-            keep_fp32=options.keep_fp32,
+            keep_fp32=sorted(in_fp32) or None,
             use_fused_kernels=options.use_fused_kernels,
-            master_weights=precision.is_mixed,
+            master_weights=False,  # what is kept is known
             blocks=[block.name for block in blocks_of(subject.model, activations_of(options))],
             around_operator=guess_values if subject.may_guess_values else None,
         )
@@ -269,11 +272,7 @@ def _fit_plan(
         compute_dtype=precision.compute_dtype,
         hardware=machine.hardware,
     )
-    kept: Collection[str] = ()
-    if precision.compute_dtype is not None:
-        kept = kept_parameters(
-            subject.model, options.keep_fp32, has_autocast=precision.has_autocast, has_defaults=precision.is_mixed
-        )
+    kept = kept_of(subject, options, precision)
     sizes = ChunkSizes(size_of(options.chunk_size, "--chunk-size"))
     left_out = ignored_parameters(subject.model, options.ignored)
     cut = partial(make, chunk_sizes=sizes, keep_fp32=kept, ignored=left_out)
@@ -285,6 +284,15 @@ def _fit_plan(
         return make(budget=budget, regime=regime, profile=profile, layout=layout)
     except CapacityError:
         return cut(budget=budget, regime=regime, profile=profile)
+
+
+def kept_of(subject: Subject, options: argparse.Namespace, precision: ElixirPrecision) -> frozenset[str]:
+    """Names of the parameters in chunks that stay in fp32 where others are cast."""
+    if precision.compute_dtype is None:
+        return frozenset()
+    return kept_parameters(
+        subject.model, options.keep_fp32, has_autocast=precision.has_autocast, has_defaults=precision.is_mixed
+    )
 
 
 def activations_of(options: argparse.Namespace) -> ActivationRequest:

@@ -8,7 +8,7 @@ of all others; plans place the others alone, beside what these take.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lightning_elixir.plan.memory import Scheme
@@ -47,6 +47,6 @@ def with_ignored(plan: Plan, ignored: Sequence[IgnoredParam]) -> Plan:
     return replace(result, rcache_blocks=min(everything, plan.rcache_blocks))
 
 
-def ignored_in_fp32(plan: Plan) -> frozenset[str]:
+def ignored_in_fp32(ignored: Iterable[IgnoredParam]) -> frozenset[str]:
     """Names of those that are computed with in fp32."""
-    return frozenset(p.fqn for p in plan.ignored if p.dtype == "float32")
+    return frozenset(p.fqn for p in ignored if p.dtype == "float32")

@@ -18,6 +18,35 @@ from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
 _SIZES = tuple(2**n for n in range(10, 33, 2))
 
 
+def on_ranks(host: HardwareSpec, num_ranks: int) -> HardwareSpec:
+    """The figures of one rank of so many on a host where those of another number were measured: they share its cores,
+    its memory and its disk. Collectives that were not measured are round figures; those that were stay as they are.
+    Figures of several hosts stay as they are.
+
+    Args:
+        host: Of a rank of one host.
+        num_ranks: On that host.
+    """
+    if host.world_size == num_ranks or host.num_nodes > 1:
+        return host
+    nominal, has_none = HardwareSpec.nominal(), num_ranks > 1 and host.all_gather is None
+
+    def share(rate: float | None) -> float | None:
+        return None if rate is None else rate * host.world_size / num_ranks
+
+    return replace(
+        host,
+        world_size=num_ranks,
+        cpu_adam_numel_per_s=host.cpu_adam_numel_per_s * host.world_size / num_ranks,
+        joint_adam_numel_per_s=host.joint_adam_numel_per_s * host.world_size / num_ranks,
+        host_bytes_per_s=share(host.host_bytes_per_s),
+        nvme_read_bytes_per_s=share(host.nvme_read_bytes_per_s),
+        nvme_write_bytes_per_s=share(host.nvme_write_bytes_per_s),
+        all_gather=nominal.all_gather if has_none else host.all_gather,
+        reduce_scatter=nominal.reduce_scatter if has_none else host.reduce_scatter,
+    )
+
+
 @dataclass(frozen=True)
 class Network:
     """Between nodes."""

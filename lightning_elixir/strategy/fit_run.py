@@ -178,7 +178,7 @@ class FitRun:
             self._loss_of,
             compute_dtype=self._planner.compute_dtype,
             has_autocast=self._planner.has_autocast,
-            kept_fp32=kept_in(plan) | ignored_in_fp32(plan),
+            kept_fp32=kept_in(plan) | ignored_in_fp32(plan.ignored),
             blocks=[block.name for block in plan.activations],
         )
 

@@ -7,6 +7,7 @@ import torch
 from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.together import run_together
 from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.links import on_ranks
 from lightning_elixir.profiling.measured_hardware import HardwareProbe
 from lightning_elixir.strategy.config import ElixirConfig
 
@@ -52,6 +53,8 @@ class MachineFigures:
         config, comm = self._config, self._comm
         found = run_together(comm, config.given_hardware if comm.rank == 0 else lambda: None)
         given: HardwareSpec | None = comm.exchange_objects(found)[0]
+        if given is not None:
+            given = on_ranks(given, self._num_local_ranks)
         self.is_measured = self.is_measured and given is None
         self.known = given or self.known
         is_reported = config.report_dir is not None

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
-from lightning_elixir.plan.links import Network, on_nodes
+from lightning_elixir.plan.links import Network, on_nodes, on_ranks
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.sharding import NOTE, best_sharding, meshes_of
 from lightning_elixir.plan.simulator.cost import Costs
@@ -52,6 +52,20 @@ def test_copies_that_cannot_be_are_refused(mesh: Mesh) -> None:
 )
 def test_what_is_weighed(mesh: Mesh, nodes: int, sharding: Any, copies: list[int]) -> None:
     assert [one.copies for one in meshes_of(mesh, nodes, sharding)] == copies
+
+
+def test_ranks_of_a_host_share_it() -> None:
+    one = replace(HardwareSpec.nominal(), joint_adam_numel_per_s=2e9, host_bytes_per_s=8e10, nvme_read_bytes_per_s=4e9)
+    four = on_ranks(one, 4)
+    shared = ("cpu_adam_numel_per_s", "joint_adam_numel_per_s", "host_bytes_per_s", "nvme_read_bytes_per_s")
+    for name in shared:
+        assert getattr(four, name) == pytest.approx(getattr(one, name) / 4)
+    assert (four.world_size, four.nvme_write_bytes_per_s, four.h2d) == (4, None, one.h2d)
+    assert on_ranks(four, 1).cpu_adam_numel_per_s == pytest.approx(one.cpu_adam_numel_per_s)
+    assert on_ranks(four, 4) is four
+    bare = replace(one, all_gather=None, reduce_scatter=None)
+    assert on_ranks(bare, 2).all_gather == HardwareSpec.nominal().all_gather
+    assert on_ranks(replace(four, all_gather=None), 1).all_gather is None
 
 
 def planned(mesh: Mesh, hardware: HardwareSpec | None = None, **options: Any) -> Plan:

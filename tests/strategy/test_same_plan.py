@@ -14,10 +14,11 @@ from lightning_elixir import CPUAdam
 from lightning_elixir._lightning import LightningModule
 from lightning_elixir.cli.options import make_parser
 from lightning_elixir.cli.plan import find
-from lightning_elixir.plan.hardware import HardwareSpec, save_hardware
+from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, save_hardware
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.shared_plans import Planner
+from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import telling
 from tests.strategy.models import make_trainer
 
@@ -68,6 +69,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "timing": ({"update_timing": "after_backward"}, ["--update-timing", "after_backward"]),
     "fp32": ({"precision": "32-true"}, ["--precision", "32-true"]),
     "cpu": ({"placement_policy": "auto", "chunk_size": "256KiB"}, ["--chunk-size", "256KiB"]),
+    "ignored": ({"ignored": ["embed"]}, ["--ignored", "embed"]),
 }
 
 
@@ -81,10 +83,11 @@ def test_the_fit_comes_to_the_plan_of_the_command(
     machine = tmp_path / "machine.json"
     save_hardware(replace(HardwareSpec.nominal(), device_bytes_per_s=1e11), machine)
     trained, typed = CASES[case]
-    limit = "114MiB"  # 98 of them for activations and working memory
+    # 98 MiB for activations and working memory; fewer chunks take less.
+    limit = "106MiB" if case == "ignored" else "114MiB"
     planned = _planned(machine, {"--gpu-memory": limit, "--cpu-memory": "1GiB", "--cpu-memory-limit": host}, typed)
     options = dict(trained)
-    names = ("update_timing", "placement_policy", "chunk_size")
+    names = ("update_timing", "placement_policy", "chunk_size", "ignored")
     strategy = ElixirStrategy(
         gpu_memory_limit=limit,
         cpu_memory_limit=host,
@@ -97,3 +100,24 @@ def test_the_fit_comes_to_the_plan_of_the_command(
     assert strategy.plan.fingerprint() == planned.fingerprint()
     assert not planned.is_all_resident
     assert any(c.has_spare_states for c in planned.chunks) == (case == "clip")
+
+
+def _plan_of_rank(machine: Path) -> str:
+    """Run by each of two ranks."""
+    strategy = ElixirStrategy(gpu_memory_limit="114MiB", cpu_memory_limit="64MiB", hardware=machine)
+    trainer = make_trainer(strategy, max_steps=1, devices=2, precision="bf16-mixed", use_distributed_sampler=False)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Planner, "_counts_activations", property(lambda planner: True))
+        trainer.fit(Net(), torch.utils.data.DataLoader([batch()[i] for i in range(BATCH)] * 4, batch_size=BATCH))
+    return strategy.plan.fingerprint()
+
+
+@pytest.mark.full
+def test_two_ranks_share_the_host_that_one_rank_was_measured_on(tmp_path: Path) -> None:
+    machine = tmp_path / "machine.json"
+    collectives = BandwidthCurve.constant(100e9)
+    figures = replace(HardwareSpec.nominal(), device_bytes_per_s=1e11, host_bytes_per_s=5e10)
+    save_hardware(replace(figures, all_gather=collectives, reduce_scatter=collectives), machine)
+    limits = {"--gpu-memory": "114MiB", "--cpu-memory": "1GiB", "--cpu-memory-limit": "64MiB"}
+    planned = _planned(machine, limits, ["--gpus", "2"])
+    assert set(run_ranks(_plan_of_rank, 2, machine, init_group=False)) == {planned.fingerprint()}
