@@ -51,7 +51,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--stride", type=int, default=1, help="from seed to seed")
     parser.add_argument("--jobs", type=int, default=1, help="campaigns side by side, each with seeds of its own")
-    parser.add_argument("--ranks", default="1", help="numbers of ranks to choose from, as 1,2")
+    parser.add_argument(
+        "--ranks", default="1", help="numbers of ranks to choose from, as 1,2; --signals and --like-a-gpu run on one"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--through", choices=("module", "trainer"), help="only this")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="only this")

@@ -30,12 +30,12 @@ def interrupted(program: Program) -> Program:
     """The same, as one that can be interrupted: what a forward changes beside gradients would be changed twice."""
     layers = _stateless(program.layers)
     # Nor can one that keeps bf16 alone: a step that runs again rounds otherwise, and Adam makes much of that.
-    left_out = ("init_step", "process_group", "master_weights")
+    left_out = ("init_step", "master_weights")
     options = tuple(o for o in program.options if o[0] not in left_out)
     # A loss scale is part of what a step changes, and here only parameters tell whether it was taken.
     dtype = "bfloat16" if program.dtype == "float16" else program.dtype
     program = replace(program, layers=layers, options=options, dtype=dtype, steps=max(4, program.steps))
-    return replace(program, actions=(), schedule="", ranks=1, through="module")
+    return replace(program.on_one_rank(), actions=(), schedule="", through="module")
 
 
 def _stateless(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:

@@ -27,7 +27,8 @@ _TRANSFER_S = 1e-3
 
 def watched(program: Program) -> Program:
     """The same, with one rank, and with a thread that reads meanwhile."""
-    return replace(program, ranks=1, device="cpu", watcher=program.watcher or WATCHERS[program.seed % len(WATCHERS)])
+    watcher = program.watcher or WATCHERS[program.seed % len(WATCHERS)]
+    return replace(program.on_one_rank(), device="cpu", watcher=watcher)
 
 
 def run_like_a_gpu(program: Program) -> Outcome:

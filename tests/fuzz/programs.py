@@ -155,6 +155,10 @@ class Program(_Shown):
     def option(self, name: str, default: Any = None) -> Any:
         return dict(self.options).get(name, default)
 
+    def on_one_rank(self) -> Program:
+        """The same there, where no group of processes is begun that could be given."""
+        return replace(self, ranks=1, options=tuple(o for o in self.options if o[0] != "process_group"))
+
 
 def _leaves(layers: tuple[Layer, ...]) -> Iterator[Layer]:
     for layer in layers:
@@ -335,7 +339,7 @@ NOT_IN_TRAINER = {
 def simpler(program: Program) -> Iterator[Program]:
     """Programs with one thing less, the largest things first."""
     if program.ranks > 1:
-        yield replace(program, ranks=1)
+        yield program.on_one_rank()
     if program.through != "module":
         yield replace(program, through="module")
     if program.watcher:

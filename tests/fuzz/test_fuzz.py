@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -16,7 +17,9 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.config import PolicyName, TimingName
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.fuzz.backends import Engine, Plain
-from tests.fuzz.campaign import Summary, campaign, shrink
+from tests.fuzz.campaign import Summary, campaign, run_apart, shrink
+from tests.fuzz.interrupts import interrupted
+from tests.fuzz.like_a_gpu import watched
 from tests.fuzz.options import NOT_DRAWN, given_options
 from tests.fuzz.play import Player
 from tests.fuzz.programs import (
@@ -112,6 +115,21 @@ def test_programs_with_the_threads_of_a_gpu(first_seed: int, count: int) -> None
     summary = campaign(range(first_seed, first_seed + count), draw, are_like_a_gpu=True)
     assert not summary.findings, summary.text()
     assert summary.counters["refused reads by threads"] > 0
+
+
+@pytest.mark.parametrize(("seed", "changed"), [(12, watched), full(12, interrupted), full(43, watched)])
+def test_programs_of_two_ranks_that_run_on_one(seed: int, changed: Callable[[Program], Program]) -> None:
+    """Where there is no process group to give."""
+    program = generate(seed, Draw(ranks=(2,)))
+    assert program.option("process_group")
+    outcome = run_apart(changed(program), is_interrupted=changed is interrupted, is_like_a_gpu=changed is watched)
+    assert not outcome.is_finding, outcome.detail
+
+
+def test_what_is_simpler_on_one_rank_has_no_process_group() -> None:
+    program = generate(0, Draw(ranks=(2,)))
+    assert program.option("process_group")
+    assert not any(p.option("process_group") for p in simpler(program) if p.ranks == 1)
 
 
 @pytest.mark.gpu
