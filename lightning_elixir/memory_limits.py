@@ -26,7 +26,7 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.ignored import ignored_bytes
 from lightning_elixir.plan.memory import Budget, host_share, memory_use
 from lightning_elixir.plan.problem import PlacementRequest
-from lightning_elixir.plan.regime import StateCount, TrainingRegime, most_states
+from lightning_elixir.plan.regime import StateCount, TrainingRegime, states_of
 from lightning_elixir.plan.simulator.timeline import scheme_of
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.plan.units import format_bytes, parse_bytes
@@ -289,11 +289,13 @@ class LimitedModule:
         """What training is like, by the first plan and the optimizers that there are."""
         engine, plan = self.engine, self.built_plan
         states = engine.steps.optimizers.states
-        count = most_states(one.state_count for one in states) if states else StateCount(2)
+        known = [(one.state_count, one.parameter_names()) for one in states]
+        count, others = states_of(known) if known else (StateCount(2), ())
         return TrainingRegime(
             master_weights=engine.precision.master is not None,
             num_states=count.full,
             byte_states=count.of_a_byte,
+            other_states=others,
             whole_update_bytes=max((one.whole_update_bytes for one in states), default=0),
             update_timing=plan.update_timing,
             needs_global_norm=plan.has_spare_states,

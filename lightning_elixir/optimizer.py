@@ -180,6 +180,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """States for each element of a parameter (Adam 2), rounded up; 2 before there are any."""
         return self._states.state_count
 
+    def parameter_names(self) -> list[str]:
+        """FQNs of its parameters, as plans have them."""
+        return self._states.parameter_names()
+
     @property
     def is_waiting_for_norms(self) -> bool:
         """Whether updates that the plan has begin inside backward wait for the step now, since too many had to run

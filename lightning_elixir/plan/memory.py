@@ -335,9 +335,24 @@ class Scheme:
         return is_on_host and data.master > 0 and data.grad <= data.compute
 
     def state_bytes(self, chunk: ChunkSpec) -> int:
-        """Master and optimizer states of one rank."""
-        data = self.data_bytes[chunk.dtype]
-        return self.shard_numel(chunk) * (data.master + data.states) if chunk.requires_grad else 0
+        """Master and optimizer states of one rank; where parameters of several optimizers share the chunk, of the rank
+        whose slice has the most."""
+        if not chunk.requires_grad:
+            return 0
+        data, fewer = self.data_bytes[chunk.dtype], self.regime.fewer_bytes[chunk.dtype]
+        each = data.master + data.states
+        if not fewer or not chunk.members:
+            return self.shard_numel(chunk) * each
+        least = min(fewer.get(member.fqn, 0) for member in chunk.members)  # what is padding counts as the fullest
+        numel = self.shard_numel(chunk)
+        without = [0] * (chunk.numel // numel)  # of each rank
+        for member in chunk.members:
+            lacking = fewer.get(member.fqn, 0) - least
+            end = member.offset + member.numel
+            for rank in range(member.offset // numel, -(-end // numel)) if lacking else ():
+                first = max(member.offset, rank * numel)
+                without[rank] += lacking * max(0, min(end, (rank + 1) * numel) - first)
+        return numel * (each - least) - min(without)
 
     def spare_bytes(self, chunk: ChunkSpec) -> int:
         """The second set of master and states, and the memory for new values, where the chunk has them."""

@@ -62,10 +62,32 @@ class StateCount(NamedTuple):
     of_a_byte: int = 0
     """Further ones, of one byte each."""
 
+    def nbytes(self, itemsize: int) -> int:
+        """Of an element.
 
-def most_states(counts: Iterable[StateCount]) -> StateCount:
-    """Those that take the most; none of none."""
-    return max(counts, key=lambda count: 4 * count.full + count.of_a_byte, default=StateCount())
+        Args:
+            itemsize: Of the dtype that the optimizer works in.
+        """
+        return self.full * itemsize + self.of_a_byte
+
+    def and_full(self, num: int) -> StateCount:
+        """With so many more."""
+        return self._replace(full=self.full + num)
+
+
+OtherStates = tuple[tuple[str, StateCount], ...]
+"""FQNs of parameters, and what their optimizer keeps."""
+
+
+def states_of(counts: Iterable[tuple[StateCount, Iterable[str]]]) -> tuple[StateCount, OtherStates]:
+    """What the optimizer keeps that keeps the most, and the parameters of those that keep less.
+
+    Args:
+        counts: Of each optimizer, with the FQNs of its parameters.
+    """
+    known = [(count, tuple(names)) for count, names in counts]
+    most = max((count for count, _ in known), key=lambda count: count.nbytes(4), default=StateCount())
+    return most, tuple((name, count) for count, names in known if count != most for name in sorted(names))
 
 
 @dataclass(frozen=True)
@@ -87,6 +109,8 @@ class TrainingRegime:
     """Optimizer states per element (Adam 2, SGD with momentum 1, without 0)."""
     byte_states: int = 0
     """Further states per element, of one byte each: what optimizers in 8 bits keep, their scales among them."""
+    other_states: OtherStates = ()
+    """Parameters of which an optimizer beside that one keeps less (Muon 1)."""
     accumulates: bool = False
     """Gradients of several backwards are added up, in fp32."""
     num_backwards: int = 1
@@ -119,6 +143,15 @@ class TrainingRegime:
                 grad_bytes=max(4, itemsize) if self.accumulates else None,
             )
             for dtype, itemsize in DTYPE_BYTES.items()
+        }
+
+    @cached_property
+    def fewer_bytes(self) -> Mapping[str, Mapping[str, int]]:
+        """By how many bytes an element of some parameters has fewer states than `data_bytes` says, by compute dtype and
+        FQN."""
+        return {
+            dtype: {name: data.states - count.nbytes(data.master or data.compute) for name, count in self.other_states}
+            for dtype, data in self.data_bytes.items()
         }
 
     @property

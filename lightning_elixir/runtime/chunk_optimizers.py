@@ -78,11 +78,11 @@ class ChunkOptimizers:
         if self.maker.is_whole:  # ranks have other shares of them, and must plan alike: Adafactor may have a momentum
             return StateCount(2 if any(group.get("beta1") is not None for group in self.groups) else 1)
         inners = [inner for inner in self.inner.values() if inner.state_bytes()]
-        if not inners:
+        if self.maker.is_adam or not inners:
             return StateCount(2)
-        # Step counts and the like are too small to count as a state.
-        share = sum(i.state_bytes() for i in inners) / max(1, sum(i.work.nbytes for i in inners))
-        return StateCount(math.ceil(share - 0.1))
+        # Step counts and the like are too small to count as a state. Other optimizers may share the chunks.
+        own = sum(inner.work.element_size() * sum(place.numel for place in inner.places) for inner in inners)
+        return StateCount(math.ceil(sum(inner.state_bytes() for inner in inners) / max(1, own) - 0.1))
 
     def _bytes_in_8_bits(self) -> int:
         """For each element: moments of a byte and their scales, or of small parameters in fp32, rounded up over all."""
@@ -90,6 +90,11 @@ class ChunkOptimizers:
         numels = [self._engine.chunks[i].spec.members[m].numel for i, members in self.members.items() for m in members]
         total = sum(numel * (1 + _SCALE_BYTES if numel >= least else 4) for numel in numels)
         return math.ceil(self.maker.moments_in_8_bits * total / max(1, sum(numels)))
+
+    def parameter_names(self) -> list[str]:
+        """FQNs of the members."""
+        chunks = self._engine.plan.all_chunks
+        return [chunks[i].members[m].fqn for i, members in self.members.items() for m in members]
 
     @property
     def whole_update_bytes(self) -> int:

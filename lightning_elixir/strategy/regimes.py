@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.plan.regime import OtherStates, TrainingRegime
 from lightning_elixir.plan.types import UpdateTiming
 
 
@@ -60,7 +60,13 @@ def guessed_regime(regime: TrainingRegime) -> TrainingRegime:
 
 
 def with_optimizer(
-    regime: TrainingRegime, *, can_stream: bool, num_states: int, byte_states: int = 0, whole_update_bytes: int = 0
+    regime: TrainingRegime,
+    *,
+    can_stream: bool,
+    num_states: int,
+    byte_states: int = 0,
+    other_states: OtherStates = (),
+    whole_update_bytes: int = 0,
 ) -> TrainingRegime:
     """What training is like with this optimizer.
 
@@ -69,6 +75,7 @@ def with_optimizer(
         can_stream: Whether its updates may be streamed to the device, and so run behind a forward: `HybridAdam`.
         num_states: States for each element.
         byte_states: Further ones, of one byte each.
+        other_states: See `TrainingRegime`.
         whole_update_bytes: See `TrainingRegime`.
     """
     timing = regime.update_timing if can_stream else UpdateTiming.AFTER_BACKWARD
@@ -77,6 +84,7 @@ def with_optimizer(
         can_stream=can_stream,
         num_states=num_states,
         byte_states=byte_states,
+        other_states=other_states,
         update_timing=timing,
         whole_update_bytes=whole_update_bytes,
     )

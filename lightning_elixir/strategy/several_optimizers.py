@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.execution import UpdateTimes
 from lightning_elixir.optimizer import ElixirOptimizer
-from lightning_elixir.plan.regime import TrainingRegime, most_states
+from lightning_elixir.plan.regime import TrainingRegime, states_of
 from lightning_elixir.strategy.regimes import with_optimizer
 
 
@@ -34,15 +34,18 @@ def check_disjoint(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 def regime_with(regime: TrainingRegime, optimizers: Sequence[ElixirOptimizer], num_averages: int = 0) -> TrainingRegime:
     """What training is like with these optimizers, as they are now: states come with their first steps. A plan says of
-    no chunk whose it is, so it counts the most states that one has, and streams only what all can; averages of weights
-    are states more, in fp32: two of parameters in 16 bits without masters."""
+    no chunk whose it is, so it streams only what all can; averages of weights are states more, in fp32: two of
+    parameters in 16 bits without masters."""
     states_of_averages = num_averages * (1 if regime.master_weights else 2)
-    states = most_states(optimizer.state_count for optimizer in optimizers)
+    states, others = states_of(
+        (optimizer.state_count.and_full(states_of_averages), optimizer.parameter_names()) for optimizer in optimizers
+    )
     return with_optimizer(
         regime,
         can_stream=all(optimizer.can_stream for optimizer in optimizers),
-        num_states=states.full + states_of_averages,
+        num_states=states.full,
         byte_states=states.of_a_byte,
+        other_states=others,
         whole_update_bytes=max((optimizer.whole_update_bytes for optimizer in optimizers), default=0),
     )
 

@@ -217,6 +217,18 @@ def test_the_plan_counts_what_an_update_takes() -> None:
     assert Scheme(1, True, 4096, regime).stream_bytes(plan.chunks) == 777
 
 
+def test_a_limit_that_changes_counts_each_parameters_states() -> None:
+    model = Net()
+    module = ElixirModule(model, make_plan(model, **PLACES["offloaded"]))
+    optimizers = [ElixirOptimizer(module, inner) for inner in _muon_and_hybrid(model)]
+    assert [optimizer.state_count for optimizer in optimizers] == [(1, 0), (2, 0)]
+    regime = module._limited._regime()
+    matrices = [name for name, p in model.named_parameters() if p.dim() == 2]
+    assert regime.num_states == 2
+    assert dict(regime.other_states) == dict.fromkeys(matrices, (1, 0))
+    module.close()
+
+
 @pytest.mark.parametrize(("name", "count"), [("AdamW8bit", (0, 3)), ("Lion8bit", (0, 2))])
 def test_states_in_8_bits_are_counted_as_what_they_take(name: str, count: tuple[int, int]) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="8-bit optimizers are those of bitsandbytes")

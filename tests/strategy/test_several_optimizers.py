@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_elixir import ElixirStrategy, HybridAdam
 from lightning_elixir.errors import PlanError, StateError
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import telling
+from tests.helpers.tiers import full, telling
 
 BATCHES = 4
 
@@ -160,6 +160,47 @@ def test_automatic_placement_and_mixed_precision() -> None:
         _fit(model, ElixirStrategy(**options), precision="bf16-mixed")
         torch.testing.assert_close(model.seen, plain.seen, rtol=0.05, atol=0.01)
     assert _differing(models[1], models[0]) == _differing(models[2], models[0]) == []
+
+
+class Matrices(pl.LightningModule):
+    """Muon for matrices, another optimizer for the rest: parameters of both lie in each chunk."""
+
+    def __init__(self, rest: Any) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.rest = rest
+        torch.manual_seed(2)
+        layers = (nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 16)) for _ in range(6))
+        self.layers = nn.Sequential(*layers)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(self.layers(batch).square().mean())
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        matrices, rest = ([p for p in self.parameters() if (p.dim() == 2) is is_2d] for is_2d in (True, False))
+        return [torch.optim.Muon(matrices, lr=0.01), self.rest(rest, lr=0.01)]
+
+
+@pytest.mark.parametrize(
+    ("rest", "precision"),
+    [(HybridAdam, "bf16-mixed"), full(HybridAdam, "32-true"), (torch.optim.AdamW, "32-true")],
+)
+def test_a_plan_counts_the_states_of_each_parameters_optimizer(rest: Any, precision: str) -> None:
+    strategy = ElixirStrategy(gpu_memory_limit="180KiB")
+    _fit(Matrices(rest), strategy, precision=precision)  # type: ignore[arg-type]
+    held, notes, chunks = strategy.stats().held_bytes, strategy.plan.notes, strategy.plan.chunks
+    taken = held.get("gpu_states", 0) + held["cpu_states"]
+    masters = sum(4 * chunk.numel for chunk in chunks if chunk.dtype == "bfloat16")
+    counted = int(notes["gpu_state_bytes"]) + int(notes["host_state_bytes"]) - masters
+    if rest is HybridAdam:  # whose states have the padding of chunks
+        assert taken == counted
+        return
+    matrices = sum(m.numel for chunk in chunks for m in chunk.members if len(m.shape) == 2)
+    assert taken == 4 * (2 * sum(m.numel for chunk in chunks for m in chunk.members) - matrices)
+    assert counted == 4 * (2 * sum(chunk.numel for chunk in chunks) - matrices)
 
 
 def _on_ranks(kind: str, options: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:

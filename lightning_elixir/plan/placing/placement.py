@@ -97,7 +97,9 @@ def place(layout: Layout, problem: Problem, profile: StepProfile | None = None) 
 def _const_sites(placer: Placer) -> list[Site]:
     request, packed = placer.request, placer.layout.packed
     param_bytes = [c.nbytes for c in packed]
-    optim_bytes = [c.numel * placer.scheme.data_bytes[c.dtype].optim if c.requires_grad else 0 for c in packed]
+    scheme = placer.scheme
+    chunks = placer.at([RESIDENT] * len(packed)).chunks
+    optim_bytes = [(scheme.grad_shard_bytes(c) + scheme.state_bytes(c)) * scheme.num_sharing(c) for c in chunks]
     sharded = _highest(param_bytes, request.shard_param_frac)
     offloaded = _highest(param_bytes, request.offload_param_frac)
     optim_offloaded = _highest(optim_bytes, request.offload_optim_frac)

@@ -177,12 +177,12 @@ class Costs:
         if chunk.optim_tier is Tier.GPU or not chunk.requires_grad:
             return 0
         data = self.scheme.data_bytes[chunk.dtype]
-        each = data.grad + 2 * (data.master + data.states) + data.compute
+        each, states = data.grad + data.compute, 2 * self.scheme.state_bytes(chunk)
         if chunk.param_tier is Tier.GPU:  # values go up again, or never come down
             each += -data.compute if chunk.is_update_streamed else data.compute
         if is_on_nvme(chunk):  # the disk writes them to host memory, and reads them there
-            each += 2 * (data.master + data.states)
-        return (each + data.compute) * self.scheme.shard_numel(chunk)
+            states *= 2
+        return states + (each + data.compute) * self.scheme.shard_numel(chunk)
 
     def handling_s(self, chunk: ChunkSpec) -> float:
         """The host's work to have a chunk moved and updated in a step, as far as threads of Python do it, at most: a

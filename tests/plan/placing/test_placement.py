@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.io import plan_from_dict, plan_to_dict
 from lightning_elixir.plan.memory import (
     NVME_BUFFER_BYTES,
@@ -20,7 +21,10 @@ from lightning_elixir.plan.memory import (
 from lightning_elixir.plan.packing import PackedChunk, pack
 from lightning_elixir.plan.placing.placement import Needs, place, with_states_on_nvme
 from lightning_elixir.plan.problem import PlacementRequest, Problem
-from lightning_elixir.plan.regime import ModelDataBytes
+from lightning_elixir.plan.regime import ModelDataBytes, StateCount, states_of
+from lightning_elixir.plan.shard_segments import segments_of
+from lightning_elixir.plan.simulator.cost import Costs
+from lightning_elixir.plan.simulator.timeline import scheme_of
 from lightning_elixir.plan.types import ChunkSpec, ParamSpec, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 from tests.plan.models import accesses_of, random_specs, spec
@@ -38,6 +42,62 @@ def test_bytes_per_element() -> None:
     assert of("bfloat16", has_master=False) == (2, 2, 0, 4)
     assert of("bfloat16", has_master=True, num_states=1) == (2, 2, 4, 4)
     assert of("float32", has_master=False, num_states=0) == (4, 4, 0, 0)
+
+
+# Several optimizers
+
+
+def test_of_several_optimizers_the_one_that_keeps_the_most_counts_and_the_parameters_of_others() -> None:
+    adam, muon, in_8_bits = StateCount(2), StateCount(1), StateCount(0, 3)
+    assert states_of([(muon, ["b", "a"]), (adam, ["c"]), (adam, ["d"])]) == (adam, (("a", muon), ("b", muon)))
+    assert states_of([(in_8_bits, ["a"]), (muon, ["b"])]) == (muon, (("a", in_8_bits),))
+    assert states_of([(adam, ["a"])]) == (adam, ())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("master", [True, False])
+def test_each_parameters_states_are_those_of_its_optimizer(world_size: int, master: bool) -> None:
+    counts = (StateCount(2), StateCount(1), StateCount(0, 3))
+    is_mixed = False
+    for seed in range(20):
+        specs = random_specs(Random(seed), mixed=False)
+        of = {s.fqn: counts[Random(f"{seed} {s.fqn}").randrange(3)] for s in specs}
+        regime = replace(MIXED, master_weights=master, other_states=tuple(o for o in of.items() if o[1] != counts[0]))
+        plan = place_specs(specs, "cpu", chunk_numel=20_000, world_size=world_size, regime=regime)
+        scheme = scheme_of(plan, regime)
+        for chunk in plan.chunks:
+            fullest = max((of[m.fqn].nbytes(4) for m in chunk.members), default=8)
+            is_mixed |= len({of[m.fqn] for m in chunk.members}) > 1
+            taken = []
+            for rank in range(world_size):
+                own = segments_of(chunk, rank, world_size)
+                padding = chunk.numel // world_size - sum(s.numel for s in own)
+                taken.append(padding * fullest + sum(s.numel * of[s.fqn].nbytes(4) for s in own))
+            assert scheme.state_bytes(chunk) == max(taken)
+        held = sum(map(scheme.state_bytes, plan.chunks))
+        assert plan.notes["host_state_bytes"] == held
+    assert is_mixed
+
+
+def test_fewer_states_fit_where_more_do_not_and_are_told() -> None:
+    specs = layers(8)
+    regime = replace(MIXED, other_states=tuple((s.fqn, StateCount(1)) for s in specs[2:]))
+    host_bytes = 8 * 8 * KIB + (2 * 2 + 6) * 4 * KIB  # parameters and gradients; states
+    plan = place_specs(specs, "cpu", cpu=host_bytes, regime=regime)
+    assert plan.notes["host_state_bytes"] == 40 * KIB
+    assert f"host_state_bytes: {format_bytes(40 * KIB)}" in plan.explain()
+    for limit, of in ((host_bytes, MIXED), (host_bytes - 1, regime)):
+        with pytest.raises(CapacityError) as caught:
+            place_specs(specs, "cpu", cpu=limit, regime=of)
+        assert f"optimizer states {format_bytes((64 if of is MIXED else 40) * KIB)}" in str(caught.value)
+
+
+def test_updates_in_host_memory_read_and_write_fewer_states() -> None:
+    plan = place_specs(layers(2), "cpu")
+    regime = replace(MIXED, other_states=(("l1.w", StateCount(1)),))
+    costs = Costs(HardwareSpec.nominal(), scheme_of(plan, regime))
+    adam, muon = map(costs.update_traffic_bytes, plan.chunks)
+    assert adam - muon == 2 * 4 * KIB
 
 
 # Policies
