@@ -6,7 +6,7 @@
     python3 dev.py test --full             (linters, and all tests; with the package tensornvme, see below)
     python3 dev.py test --gpu              (the tests that need GPUs, many at once, without linters)
     python3 dev.py test [--full] [arguments of pytest]
-    python3 dev.py docs                    (builds the documentation's site into build/docs)
+    python3 dev.py docs                    (builds the documentation's site into build/docs; needs no torch)
     python3 dev.py tensornvme              (compiles and installs the package tensornvme, for its tests)
 
 All make the environment `.venv` when it is missing, bring it up to date when `pyproject.toml` has changed, and
@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> int:
             return test_on_gpus([a for a in arguments[1:] if a != "--gpu"])
         return test(interpreter(extra="test"), arguments[1:])
     if arguments == ["docs"]:
-        return docs(interpreter(extra="test"))
+        return docs(interpreter(extra="docs"))
     if arguments == ["tensornvme"]:
         return install_tensornvme(interpreter(extra="test"))
     print(__doc__)
@@ -181,12 +182,12 @@ def build_site(python: str, folder: str, output: IO[bytes] | None = None) -> int
 
 
 def interpreter(extra: str) -> str:
-    """Path of a Python that has the package's requirements and those of `extra`."""
-    needs = TEST_NEEDS if extra == "test" else RUN_NEEDS
-    lacks_linters = (
-        extra == "test" and os.environ.get("CI") == "true" and not all(map(is_importable, (*LINTERS, *SITE_BUILDERS)))
-    )
-    if all(is_served(names, least) for names, least in needs) and not lacks_linters:
+    """Path of a Python that has the package's requirements and those of `extra`; of "docs", these alone."""
+    needs = {"test": TEST_NEEDS, "docs": ()}.get(extra, RUN_NEEDS)
+    modules: tuple[str, ...] = (*SITE_BUILDERS, "ruff") if extra == "docs" else ()
+    if extra == "test" and os.environ.get("CI") == "true":
+        modules = (*LINTERS, *SITE_BUILDERS)
+    if all(is_served(names, least) for names, least in needs) and all(map(is_importable, modules)):
         return sys.executable
     return venv_interpreter(extra)
 
@@ -216,10 +217,13 @@ def venv_interpreter(extra: str) -> str:
     """Python of `.venv`, made or brought up to date first where that is needed."""
     python = VENV / ("Scripts" if os.name == "nt" else "bin") / "python"
     torch = TORCH_WITH_GPU if has_gpu() else TORCH_WITHOUT_GPU
-    content = [(ROOT / "pyproject.toml").read_text(), torch, str(ROOT), sys.version]
+    project_file = (ROOT / "pyproject.toml").read_text()
+    content = [project_file, torch, str(ROOT), sys.version]
     wanted = hashlib.sha256("\n".join(content).encode()).hexdigest()
     stamp = read_stamp()
-    extras = sorted({*stamp.get("extras", []), extra} - {""})
+    extras = sorted({*stamp.get("extras", []), extra})
+    if "test" in extras:  # the others are part of it
+        extras = ["test"]
     if stamp.get("installed") == wanted and extras == stamp["extras"] and python.exists():
         return str(python)
 
@@ -231,9 +235,13 @@ def venv_interpreter(extra: str) -> str:
         make_venv()
     write_stamp(is_ours=is_ours, python=sys.version, installed="", extras=extras)
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
-    install([*pip, torch], f"installing {torch}")
-    project = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-    install([*pip, torch, "--editable", project], "installing lightning_elixir and what it needs")
+    if extras == ["docs"]:  # the site is made of the source files, without importing them
+        builders = tomllib.loads(project_file)["project"]["optional-dependencies"]["docs"]
+        install([*pip, *builders], "installing what builds the documentation")
+    else:
+        install([*pip, torch], f"installing {torch}")
+        project = f"{ROOT}[{','.join(filter(None, extras))}]".removesuffix("[]")
+        install([*pip, torch, "--editable", project], "installing lightning_elixir and what it needs")
     write_stamp(is_ours=is_ours, python=sys.version, installed=wanted, extras=extras)
     return str(python)
 

@@ -73,6 +73,45 @@ def test_gpt_example_shows_chunks_that_come_and_go_and_nothing_else() -> None:
     assert "Epoch" not in done.stdout
 
 
+def test_each_command_installs_what_it_needs_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import dev
+
+    asked: list[str] = []
+
+    def installed(extra: str) -> list[str]:
+        asked.clear()
+        dev.venv_interpreter(extra)
+        return [word for word in asked if word.startswith(("torch", "mkdocs", "ruff", str(ROOT)))]
+
+    python = tmp_path / ("Scripts" if os.name == "nt" else "bin") / "python"
+    python.parent.mkdir()
+    python.touch()
+    monkeypatch.setattr(dev, "VENV", tmp_path)
+    monkeypatch.setattr(dev, "STAMP", tmp_path / "stamp.json")
+    monkeypatch.setattr(dev, "has_gpu", lambda: False)
+    monkeypatch.setattr(dev, "make_venv", lambda: None)
+    monkeypatch.setattr(dev, "install", lambda command, what: asked.extend(command))
+    builders = installed("docs")
+    assert [re.split("[^a-z-]", word)[0] for word in builders] == ["mkdocs", "mkdocs-material", "mkdocstrings", "ruff"]
+    torch_twice = [dev.TORCH_WITHOUT_GPU] * 2
+    assert installed("") == [*torch_twice, f"{ROOT}[docs]"]
+    assert installed("docs") == installed("") == []
+    assert installed("test") == [*torch_twice, f"{ROOT}[test]"]
+    assert installed("docs") == installed("") == installed("test") == []
+    (tmp_path / "stamp.json").unlink()
+    assert installed("") == [*torch_twice, str(ROOT)]
+
+
+def test_this_python_builds_the_site_only_with_what_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dev
+
+    monkeypatch.setattr(dev, "venv_interpreter", lambda extra: f"that of .venv, for {extra}")
+    for lacking, chosen in (((), sys.executable), (("material",), "that of .venv, for docs")):
+        monkeypatch.setattr(dev, "is_importable", lambda name, lacking=lacking: name not in lacking)
+        monkeypatch.setattr(dev, "is_served", lambda *needs: False)  # neither torch nor pytest is needed
+        assert dev.interpreter("docs") == chosen
+
+
 def test_lightnings_bad_releases_are_no_need_served(monkeypatch: pytest.MonkeyPatch) -> None:
     import dev
 
