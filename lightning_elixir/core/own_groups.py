@@ -27,7 +27,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-# Groups with a message under way that must not be waited for, and that message: see `_leave_open`.
+# Groups with a message under way that must not be waited for, and that message: see `leave_open`.
 _LEFT_OPEN: list[tuple[dist.ProcessGroup, dist.Work]] = []
 
 
