@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -26,12 +26,20 @@ _TENSOR: dict[str, ParallelPattern] = {
     "colwise_gather_output": Vocabulary(),
     "embedding_rowwise": Vocabulary(),
     "replicated_with_grad_allreduce": PartialGradients(),
+    # Their names in transformers 4 and 5.0.
+    "rowwise_rep": Row(splits=True),
+    "colwise_rep": Vocabulary(),
+    "local_colwise": Column(),
+    "local_rowwise": Row(),
 }
 # Until 5.17 or so transformers' experts had the same style in both plans; Expert needs nothing of their router.
 _EXPERT: dict[str, ParallelPattern] = {"ep_dispatch_experts": Expert(), "moe_tp_experts": Expert()}
-_LEFT_WHOLE = {"replicate", "moe_tp_experts", "grouped_gemm", "ep_router"}
+_LEFT_WHOLE = {"replicate", "moe_tp_experts", "grouped_gemm", "ep_router", "local", "gather"}
 """Styles of modules and parameters that every rank along the axis keeps, or that the module above them is for, where
-there is no pattern for them."""
+there is no pattern for them. "gather" adds up what ranks have made of the layers below, which Row has done already."""
+_OF_A_PART = {"q_norm", "k_norm", "v_norm", "act_fn"}
+"""Names of modules that compute with whole parameters on what a layer with Column has made, if they fit it. Some plans
+leave them out: those of transformers 4, and of a few models since."""
 
 
 def own_patterns(model: nn.Module, mesh: Mesh) -> dict[str | type, ParallelPattern]:
@@ -49,15 +57,19 @@ def own_patterns(model: nn.Module, mesh: Mesh) -> dict[str | type, ParallelPatte
         prefix = f"{name}." if name else ""
         if mesh.tensor > 1:
             _check_heads(inner, mesh.tensor)
-            chosen = _resolved(inner, "tp_plan", _TENSOR)
+            plan = _plan(inner, "tp_plan")
+            chosen = _resolved(inner, "tp_plan", plan, _TENSOR)
+            chosen |= _of_parts(inner, plan, chosen, mesh.tensor)
             found |= {prefix + at: one for at, one in _without_uneven_vocabulary(inner, chosen, mesh.tensor).items()}
         if mesh.expert > 1:
-            found |= {prefix + at: one for at, one in _resolved(inner, "ep_plan", _EXPERT).items()}
-    for axis, plan in (("tensor", "tp_plan"), ("expert", "ep_plan")):
+            plan = _plan(inner, "ep_plan") or _experts(_plan(inner, "tp_plan"))
+            found |= {prefix + at: one for at, one in _resolved(inner, "ep_plan", plan, _EXPERT).items()}
+    for axis, kind, since in (("tensor", "tp_plan", ""), ("expert", "ep_plan", " from 5.0 on")):
         if mesh.size(axis) > 1 and not any(one.axis == axis for one in found.values()):
             raise PlanError(
                 f"{axis}_parallel_size={mesh.size(axis)}, but no patterns say what to cut, and the model brings no"
-                f" {plan} as models of transformers do: give ElixirStrategy patterns={{name of a module: pattern}}"
+                f" {kind} as models of transformers do{since}: give ElixirStrategy patterns={{name of a module:"
+                " pattern}"
             )
     return found
 
@@ -72,12 +84,31 @@ def _models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _resolved(model: nn.Module, kind: str, known: Mapping[str, ParallelPattern]) -> dict[str, ParallelPattern]:
+def _plan(model: nn.Module, kind: str) -> Mapping[str, str]:
     # Models of transformers before 5.18 or so show the plan for experts to nobody.
     plan: Mapping[str, str] = getattr(model, kind, None) or getattr(model, f"_{kind}", None) or {}
+    return plan
+
+
+def _experts(tensor_plan: Mapping[str, str]) -> Mapping[str, str]:
+    """A plan for experts, of a model that has none: until 5.13 or so most named their experts in `tp_plan` alone."""
+    return {
+        key: "moe_tp_experts"
+        for key, style in tensor_plan.items()
+        if style in ("moe_tp_experts", "gather") and key.endswith("experts")
+    }
+
+
+def _rules(plan: Mapping[str, str]) -> dict[str, re.Pattern[str]]:
+    """What each key of a plan stands for; a star is one part of a name."""
+    return {key: re.compile(re.escape(key).replace(r"\*", r"[^.]+")) for key in plan}
+
+
+def _resolved(
+    model: nn.Module, kind: str, plan: Mapping[str, str], known: Mapping[str, ParallelPattern]
+) -> dict[str, ParallelPattern]:
     modules = dict(model.named_modules())
-    # A star stands for one part of a name.
-    meant = {key: re.compile(re.escape(key).replace(r"\*", r"[^.]+")) for key in plan}
+    meant = _rules(plan)
     left_whole = _LEFT_WHOLE - set(known)
     whole = [
         name for name in modules for key, rule in meant.items() if plan[key] in left_whole and rule.fullmatch(name)
@@ -96,6 +127,55 @@ def _resolved(model: nn.Module, kind: str, known: Mapping[str, ParallelPattern])
             )
         found |= dict.fromkeys(names, known[style])
     return found
+
+
+def _of_parts(
+    model: nn.Module, plan: Mapping[str, str], found: Mapping[str, ParallelPattern], size: int
+) -> dict[str, ParallelPattern]:
+    """Patterns for what stands beside layers with Column and a plan forgets: each rank would train it with the
+    gradients of its part alone.
+
+    Raises:
+        PlanError: There is something beside them that is not known to take a part.
+    """
+    modules, rules = dict(model.named_modules()), _rules(plan).values()
+    names = {*modules, *(name for name, _ in model.named_parameters())}
+    said = {above for name in names if any(rule.fullmatch(name) for rule in rules) for above in _and_above(name)}
+    widths: dict[str, list[int]] = {}
+    for name, pattern in found.items():
+        if isinstance(pattern, Column):
+            widths.setdefault(name.rpartition(".")[0], []).append(getattr(modules[name], "out_features", 0) // size)
+    more: dict[str, ParallelPattern] = {}
+    for parent, numbers in widths.items():
+        for name in _with_parameters(modules[parent]):
+            full = f"{parent}.{name}" if parent else name
+            if full in said:
+                continue
+            if name not in _OF_A_PART or not _fits(modules[full], numbers):
+                raise PlanError(
+                    f"the model's own tp_plan cuts layers of {parent or 'the model'} and says nothing of {full}, which"
+                    " may get a rank's part of what they make: give ElixirStrategy the patterns of this model"
+                    " (patterns=...)"
+                )
+            more[full] = PartialGradients()
+    return more
+
+
+def _and_above(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _with_parameters(module: nn.Module) -> Iterator[str]:
+    """Names of a module's own parameters, and of the modules in it that have some."""
+    yield from (name for name, _ in module.named_parameters(recurse=False))
+    yield from (name for name, child in module.named_children() if next(child.parameters(), None) is not None)
+
+
+def _fits(module: nn.Module, widths: Collection[int]) -> bool:
+    """Whether the parameters of a module are as wide as a head, or a fraction of it, of a rank's part."""
+    return all(any(width % p.numel() == 0 for width in widths) for p in module.parameters())
 
 
 def _check_heads(model: nn.Module, size: int) -> None:

@@ -51,6 +51,12 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
+def python_path() -> str:
+    """`PYTHONPATH` for what tests start: the project's root, then the folders that this process was given there, in
+    which other releases of libraries may be."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def start(
     code: str,
     environment: Mapping[str, str] | None = None,
@@ -64,12 +70,12 @@ def start(
 
     Args:
         code: What follows `python -c`.
-        environment: All variables, but for `PYTHONPATH`, in which the project's root is; None: those of this process.
+        environment: All variables, but for `PYTHONPATH`, which is `python_path()`; None: those of this process.
         arguments: `sys.argv[1:]`.
         pass_fds: Files to share; their numbers there come after the arguments.
         stdout, stderr: Files that it writes to; None: those of this process.
     """
-    environment = {**(os.environ if environment is None else environment), "PYTHONPATH": str(ROOT)}
+    environment = {**(os.environ if environment is None else environment), "PYTHONPATH": python_path()}
     if _has_gpu():
         return subprocess.Popen(
             [sys.executable, "-c", code, *arguments, *map(str, pass_fds)],
@@ -176,7 +182,7 @@ class _Server:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno()), *names],
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": python_path()},
                 pass_fds=[theirs.fileno()],
             )
 
