@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_elixir.cli import main
 from lightning_elixir.cli.options import TRAINING_COMMANDS
 from lightning_elixir.profiling.measured_hardware import HardwareProbe
+from tests.helpers.releases import need_experts_in_one_module
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -136,6 +137,8 @@ def test_commands_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch, caps
     commands = FIRST_SHOWN[page]
     if any("--model" in words for words in commands):
         pytest.importorskip("transformers")
+    if any("--patterns" in words for words in commands):
+        need_experts_in_one_module()
     Path("train.py").write_text(TRAIN_PY)
     if any("checkpoints/last.ckpt" in words for words in commands):
         _save_sharded("checkpoints/last.ckpt")

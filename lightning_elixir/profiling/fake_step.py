@@ -43,7 +43,7 @@ _CURE = (
     " plans are searched, give non_model_bytes instead"
 )
 _ROUTING_CURE = (
-    "Layers that loop over what was routed to each expert need an implementation with fixed shapes (transformers:"
+    "Layers that loop over what was routed to each expert need an implementation with fixed shapes (transformers 5:"
     " experts_implementation='grouped_mm'). "
 )
 

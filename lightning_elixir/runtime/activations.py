@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")  # of transformers, by name; see `_is_cache`
 _MOST_COPIED = 1 << 16
 
 
@@ -138,13 +138,14 @@ class Activations:
                     fate.value,
                 )
             return call(*args, **kwargs)
-        without = _without_caches(module, kwargs)
+        without = _without_caches(module, args, kwargs)
         if without is None:
             return call(*args, **kwargs)
-        run = partial(call, *args, **without)
+        args, kwargs = without
+        run = partial(call, *args, **kwargs)
         if fate.is_recomputed:
             self._engine.moved.recomputed_blocks += 1
-            run = partial(_recomputed, module, call, args, without)
+            run = partial(_recomputed, module, call, args, kwargs)
         return self.offloader.run(run) if fate.is_offloaded else run()
 
     def _is_left_to_the_user(self) -> bool:
@@ -165,21 +166,28 @@ class Activations:
         )
 
 
-def _without_caches(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _without_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
     """The arguments of a block without caches of keys and values that hold nothing for it; None if one does."""
-    found = [name for name in _CACHES if kwargs.get(name) is not None]
-    if not found and not kwargs.get("use_cache"):
-        return kwargs
+    found = {name: kwargs[name] for name in _CACHES if kwargs.get(name) is not None}
+    caches = [*found.values(), *filter(_is_cache, args)]
+    if not caches and not kwargs.get("use_cache"):
+        return args, kwargs
     layers = (vars(part).get("layer_idx") for part in module.modules())
     layer = next((index for index in layers if index is not None), 0)
-    for name in found:
-        length = getattr(kwargs[name], "get_seq_length", None)
-        if length is None or length(layer) != 0:
-            return None
+    if not all(_is_cache(cache) and cache.get_seq_length(layer) == 0 for cache in caches):
+        return None
     changes: dict[str, Any] = dict.fromkeys(found)
     if kwargs.get("use_cache"):
         changes["use_cache"] = False
-    return kwargs | changes
+    return tuple(None if _is_cache(value) else value for value in args), kwargs | changes
+
+
+def _is_cache(value: Any) -> bool:
+    """Without a name, as GPT-2 of transformers 4 is given it, a cache is known by its method."""
+    return hasattr(value, "get_seq_length")
 
 
 def _recomputed(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

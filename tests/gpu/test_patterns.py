@@ -16,6 +16,7 @@ from lightning_elixir.plan.hardware import HardwareSpec
 from tests.helpers.dist import run_ranks
 from tests.helpers.pattern_fits import fit, fit_plain
 from tests.helpers.patterns import Case, difference, train_plain, train_ranks
+from tests.helpers.releases import need_experts_in_one_module
 
 # What Lightning and torch advise (workers of loaders, peers of GPUs) is no matter here.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -78,6 +79,8 @@ FITS: dict[str, tuple[str, int, int, int, dict[str, Any], dict[str, Any]]] = {
 @on_gpus(FITS, 1)
 def test_models_under_a_trainer(name: str) -> None:
     kind, world, tensor, expert, options, of_trainer = FITS[name]
+    if expert > 1 and kind != "mixture":
+        need_experts_in_one_module()
     # By what is measured of a GPU everything would stay there.
     options = {**options, "hardware": HardwareSpec.nominal(host_bytes=2**34)}
     expected = fit_plain(kind, world // tensor, "gpu", **of_trainer)
@@ -92,6 +95,7 @@ def test_models_under_a_trainer(name: str) -> None:
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_grouped_products_with_experts_that_get_no_tokens(kind: str) -> None:
     """In 16 bits transformers' experts go by torch's grouped matrix products on the device. Twice the same bits."""
+    need_experts_in_one_module()
     arguments = (kind, 1, 2, {}, {"precision": "bf16-mixed"}, "gpu")
     first, second = (run_ranks(fit, 2, *arguments, device="cuda", init_group=False)[0][0] for _ in range(2))
     assert difference(first, second) == 0

@@ -27,6 +27,7 @@ from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.parameters import param_specs
 from lightning_elixir.wrapper import ElixirModule
 from tests.helpers.plans import make_plan
+from tests.helpers.releases import need_experts_in_one_module
 from tests.helpers.zoo import ZOO, make
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -365,6 +366,7 @@ def test_bad_factories_and_options_are_refused() -> None:
 
 def test_routing_with_fixed_shapes_works() -> None:
     transformers = pytest.importorskip("transformers")
+    need_experts_in_one_module()
     config = transformers.MixtralConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=96, num_local_experts=4,

@@ -538,7 +538,7 @@ class Moe(Net):
 @crossed(placement=["cpu", "cuda", "nvme"], kind=["mixtral", "qwen2_moe"])
 def test_moe_of_transformers_trains_as_under_plain_autocast(tmp_path: Path, kind: str, placement: str) -> None:
     _, _, expected = fit("auto", lambda: Moe(kind), precision="bf16-mixed")
-    options = PLACEMENTS[placement] | ({} if placement == "cuda" else {"gpu_memory_limit": "176KiB"})
+    options = PLACEMENTS[placement] | ({} if placement == "cuda" else {"gpu_memory_limit": "160KiB"})
     if placement == "nvme":
         options["nvme_offload_dir"] = str(tmp_path)
     strategy = ElixirStrategy(chunk_size="16KiB", keep_fp32=["head"], **options)
@@ -546,7 +546,8 @@ def test_moe_of_transformers_trains_as_under_plain_autocast(tmp_path: Path, kind
     _, _, run = fit(strategy, lambda: Moe(kind, optimizer), precision="bf16-mixed")
     # Norms of their own, and embeddings, are in 16 bits here: 3e-4 relative, seen.
     torch.testing.assert_close(run.losses, expected.losses, rtol=2e-3, atol=0.0)
-    routers = {f"model.layers.{i}.mlp.gate.weight" for i in range(2)}
+    routers = {name for name, _ in Moe(kind).named_parameters() if name.endswith(".gate.weight")}
+    assert len(routers) == 2
     original = "critic.parametrizations.weight.original"
     assert kept(strategy) == routers | {original, "critic.bias", "head.weight", "head.bias"}
     assert (strategy.stats().evictions > 0) == (placement != "cuda")

@@ -22,6 +22,7 @@ from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.pattern_fits import TIGHT, Model, Tokens, fit, fit_plain, make, trainer_of
 from tests.helpers.patterns import STEPS, Case, difference, new_optimizer, train_plain
 from tests.helpers.patterns import batch as batch_of
+from tests.helpers.releases import need_experts_in_one_module
 from tests.helpers.tiers import full, telling
 
 CLOSE = 1e-5
@@ -42,6 +43,8 @@ KINDS = [
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft, of transformers' attribute
 @pytest.mark.parametrize(("kind", "tensor", "expert"), telling(KINDS, "qwen3_moe-both", "llama-lora"))
 def test_models_of_transformers_by_their_own_plans(kind: str, tensor: int, expert: int) -> None:
+    if expert > 1:
+        need_experts_in_one_module()
     world = max(2, tensor * expert)
     expected = fit_plain(kind, world // tensor)
     found, evictions = run_ranks(fit, world, kind, tensor, expert, {}, {}, init_group=False)[0]
@@ -68,6 +71,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("way", telling(WAYS, "auto_in_little_memory", "states_on_nvme"))
 def test_with_other_options(way: str) -> None:
+    need_experts_in_one_module()
     options, of_trainer = WAYS[way]
     expected = fit_plain("mixtral", 2, **of_trainer)
     found, _ = run_ranks(fit, 2, "mixtral", 1, 2, options, of_trainer, init_group=False)[0]
@@ -89,6 +93,7 @@ def other_patterns_later(kind: str) -> dict[str, Tensor]:
 
 
 def test_one_model_with_other_sizes_in_every_fit() -> None:
+    need_experts_in_one_module()
     model = Model("mixtral")
     for _ in range(3):
         trainer_of("auto", 1).fit(model, DataLoader(Tokens(), batch_size=4))
@@ -115,6 +120,8 @@ def restores(kind: str, tensor: int, expert: int) -> dict[str, Tensor]:
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "tensor", "expert"), [("mixtral", 1, 2), ("untied_llama+dtensors", 2, 1)], ids=str)
 def test_a_module_loads_whole_values_between_steps(kind: str, tensor: int, expert: int) -> None:
+    if expert > 1:
+        need_experts_in_one_module()
     model = Restoring(kind.partition("+")[0])
     trainer_of("auto", 1).fit(model, DataLoader(Tokens(), batch_size=4 // tensor))
     found = run_ranks(restores, 2, kind, tensor, expert, init_group=False)[0]
@@ -130,6 +137,7 @@ def evaluated(kind: str) -> list[float]:
 
 
 def test_evaluation() -> None:
+    need_experts_in_one_module()
     model = Model("mixtral")
     model.configure_model()
     with torch.no_grad():
@@ -164,6 +172,8 @@ def fit_from_files(kind: str, tensor: int, expert: int, path: str) -> dict[str, 
 )
 def test_weights_from_files(kind: str, tensor: int, expert: int, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
+    if expert > 1:
+        need_experts_in_one_module()
     world = max(2, tensor * expert)
     state = {n: p.detach() + 0.01 for n, p in make(kind).named_parameters()}  # others than those that are drawn
     safetensors.save_file(state, tmp_path / "model.safetensors")
@@ -254,6 +264,7 @@ def refuses_adapted_experts() -> str:
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_experts_with_adapters_are_not_spread() -> None:
+    need_experts_in_one_module()
     for text in run_ranks(refuses_adapted_experts, 2, init_group=False):
         assert "Expert cannot spread experts that peft has adapted" in text
 
