@@ -147,9 +147,17 @@ def _refuse_shells(index: CheckpointIndex, own: Mapping[str, Any], keys: Collect
 
 
 def _weights(index: CheckpointIndex, part: str, weights_only: bool) -> dict[str, str]:
-    """Name -> key of the tensors of the model, or of a part of it."""
+    """Name -> key of the tensors of the model, or of a part of it. A tied one is there once, under its first name, as
+    transformers writes it: releases 5.0 to 5.3 do not tie what they find twice."""
     keys = index.keys_below(f"{index.model_root}.{part.rstrip('.')}" if part else index.model_root)
-    found = {name: key for name, key in keys.items() if key in index.tensors}
+    found: dict[str, str] = {}
+    seen = set()
+    for name, key in keys.items():
+        stored = index.tensors.get(key)
+        place = stored and stored.boxes and (stored.shape, stored.boxes)
+        if stored is not None and (not place or place not in seen):
+            found[name] = key
+            seen.add(place)
     if not found:
         names = first_names(list(index.keys_below(index.model_root)))
         raise PlanError(f"{index.folder} has no weights below {part or 'its model'}: there are {names}")

@@ -170,7 +170,10 @@ def _built(config: Any, name: str) -> Any:
     for make in makers:
         try:
             with torch.device("meta"):
-                return make(config, dtype=torch.float32)
+                model = make(config, dtype=torch.float32)
         except ValueError as error:  # no model of this kind for this config
             refused = refused or str(error).partition("\n")[0]
+        else:
+            model.tie_weights()  # transformers 5.0 does not tie on `meta`
+            return model
     raise PlanError(f"{name} is no language model that can be built from its config ({refused}): use --module")
