@@ -55,6 +55,8 @@ def make(kind: str) -> nn.Module:
     if kind == "mixtral":
         config = transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
         return transformers.MixtralForCausalLM(config)
+    if kind == "apertus":
+        return transformers.ApertusForCausalLM(transformers.ApertusConfig(**SMALL))
     if kind in ("qwen3_moe", "lora_of_experts"):
         more = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL, **more))
