@@ -445,6 +445,53 @@ def test_a_plan_can_change_what_becomes_of_activations() -> None:
     assert {block.fate for block in pair.module.plan.activations} == {Fate.RECOMPUTE_OFFLOADED}
 
 
+class _Cache:
+    """Of keys, as transformers' are."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+    def get_seq_length(self, layer: int) -> int:
+        return len(self.keys)
+
+
+class _Caching(Block):
+    """Goes by all that its cache has, once it has added to it."""
+
+    def forward(self, x: Tensor, past_key_values: _Cache | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        if past_key_values is not None:
+            past_key_values.keys.append(x)
+            x = torch.stack(past_key_values.keys).sum(0)
+        return super().forward(x, **kwargs)
+
+
+class _CachingStack(Stack):
+    """Gives each block a cache: by its position, as transformers 4 does it in GPT-2, or by its name."""
+
+    def __init__(self, by_name: bool) -> None:
+        super().__init__(_Caching, depth=3)
+        self.by_name = by_name
+        self.caches: list[_Cache] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, self.caches = self.inp(x), [_Cache() for _ in self.blocks]
+        for block, cache in zip(self.blocks, self.caches, strict=True):
+            x = block(x, past_key_values=cache) if self.by_name else block(x, cache)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_caches_are_kept_out_of_blocks(by_name: bool) -> None:
+    torch.manual_seed(0)
+    model = _CachingStack(by_name)
+    pair = Pair(model, planned(model, "recompute"))
+    for seed in range(2):
+        pair.step(seed)
+    pair.check()
+    assert [cache.keys for cache in model.caches] == [[], [], []]
+    assert [len(cache.keys) for cache in pair.plain.caches] == [1, 1, 1]
+
+
 def test_transformers_own_checkpointing_is_off_where_a_plan_speaks() -> None:
     model = make("gpt2_checkpoint")
     layers = model.transformer.h
