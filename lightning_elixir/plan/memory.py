@@ -340,7 +340,7 @@ class Scheme:
         if not chunk.requires_grad:
             return 0
         data, fewer = self.data_bytes[chunk.dtype], self.regime.fewer_bytes[chunk.dtype]
-        each = data.master + data.states
+        each = self._master_bytes(chunk) + data.states
         if not fewer or not chunk.members:
             return self.shard_numel(chunk) * each
         least = min(fewer.get(member.fqn, 0) for member in chunk.members)  # what is padding counts as the fullest
@@ -353,6 +353,14 @@ class Scheme:
                 first = max(member.offset, rank * numel)
                 without[rank] += lacking * max(0, min(end, (rank + 1) * numel) - first)
         return numel * (each - least) - min(without)
+
+    def _master_bytes(self, chunk: ChunkSpec) -> int:
+        """Of an element: the optimizer's own copy. Without a more precise one the compute shard serves, unless it lies
+        elsewhere. What updates states on NVMe is the host, and its copy there is the compute shard as well."""
+        data = self.data_bytes[chunk.dtype]
+        updated_on = Tier.CPU if chunk.optim_tier is Tier.NVME else chunk.optim_tier
+        is_apart = not has_params_on_nvme(chunk) and chunk.param_tier is not updated_on
+        return data.master or (data.compute if is_apart else 0)
 
     def spare_bytes(self, chunk: ChunkSpec) -> int:
         """The second set of master and states, and the memory for new values, where the chunk has them."""

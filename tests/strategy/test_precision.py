@@ -319,3 +319,13 @@ class ParameterlessPrecision(pl.plugins.Precision):
 def test_other_plugins_are_refused(plugin: Any) -> None:
     with pytest.raises(PlanError, match=f"{type(plugin).__name__} .* does not work with ElixirStrategy"):
         make_trainer(ElixirStrategy(), plugins=[plugin])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_host_memory_is_within_the_plan_where_states_alone_are_there(precision: str) -> None:
+    """In fp32 as well the host then has a copy of the parameters to update."""
+    strategy = ElixirStrategy(placement_policy="const", offload_optim_frac=1.0, **CHUNK)
+    fit(strategy, precision=precision)
+    held = {kind: nbytes for kind, nbytes in strategy.stats().held_bytes.items() if kind.startswith("cpu_")}
+    assert held["cpu_master"] > 0
+    assert sum(held.values()) <= strategy.plan.notes["host_bytes"]  # padding has no states
