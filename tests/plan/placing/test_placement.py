@@ -149,7 +149,7 @@ def test_frozen_chunks_count_as_parameters_and_not_as_optimizer() -> None:
     specs = layers(2) + [spec(f"f{i}.w", 1024, requires_grad=False) for i in range(2)]
     plan = place_specs(specs, "const", offload_optim_frac=0.5, offload_param_frac=0.5)
     assert tiers(plan) == ["gg*", "gc*", "cg", "cg"]
-    assert plan.notes["host_state_bytes"] == 8 * 1024
+    assert plan.notes["host_state_bytes"] == (4 + 8) * 1024  # with the host's own copy of what is on the GPU
     assert plan.notes["host_param_bytes"] == 2 * 4 * 1024
 
 
@@ -295,7 +295,8 @@ def account(plan: Plan, data: Mapping[str, ModelDataBytes], other: int) -> tuple
             host += shard
         if c.requires_grad:
             d = data[c.dtype]
-            states, grad = c.numel // world * (d.master + d.states), c.numel // world * d.grad
+            master = d.master or (d.compute if c.param_tier is not c.optim_tier else 0)
+            states, grad = c.numel // world * (master + d.states), c.numel // world * d.grad
             if c.optim_tier is Tier.GPU:
                 gpu += states
                 grads += grad

@@ -546,7 +546,7 @@ def host_case(random: Random, world_size: int, specs: list[ParamSpec], budget: B
 def test_more_hosts_or_nvme_are_advised_where_they_help() -> None:
     random = Random(14)
     hosts, disks = 0, 0
-    for _ in range(25):
+    for _ in range(30):
         numel = 512 * 840 * random.randint(1, 3)  # whole shards for up to eight ranks
         specs = [spec(f"l{i}.w", numel) for i in range(random.randint(3, 9))]
         budget = Budget(numel * 4 * random.randint(3, 12), int(numel * 16 * len(specs) * random.uniform(0.1, 0.9)))

@@ -75,7 +75,7 @@ def overlapped(case: Case, timing: UpdateTiming) -> Case:
 @crossed(name=["nominal", "slow host Adam", "streaming is fast"], timing=OVERLAPPED)
 def test_the_search_finds_the_best_placement_where_updates_overlap(name: str, timing: UpdateTiming) -> None:
     random = Random(name)
-    cases = [random_case(random, most_chunks=3, hardware=HARDWARE[name]) for _ in range(8)]
+    cases = [random_case(random, most_chunks=3, hardware=HARDWARE[name]) for _ in range(10)]
     assert sum(check(overlapped(case, timing)) for case in cases) >= 3
 
 
