@@ -186,6 +186,18 @@ def test_json_has_it_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert HardwareSpec.from_dict(content["hardware"]).host_bytes == 8 * GIB
 
 
+def test_a_clip_value_of_0_clips_nothing_as_in_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    contents = []
+    for options in ([], ["--gradient-clip-val", "0"], ["--gradient-clip-val", "1"]):
+        assert main([*GPT, "--json", *options]) == 0
+        contents.append(json.loads(capsys.readouterr().out))
+    assert contents[0] == contents[1]
+    assert contents[0]["plan"] != contents[2]["plan"]
+    with pytest.raises(SystemExit):
+        main([*GPT, "--gradient-clip-val", "-1"])
+    assert "must be a positive number, or 0 for no clipping, got -1" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "gpt2", *TINY, "--gpu-memory", "600KiB", "--cpu-memory", "8GiB"]
     assert main(arguments) == 1

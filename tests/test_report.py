@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.io import load_plan
 from lightning_elixir.plan.sharding import NOTE
@@ -135,7 +136,9 @@ def picture(page: str, name: str) -> Node:
 
 @pytest.mark.parametrize("num_chunks", [1, 5, 300])
 def test_page_is_whole_and_needs_nothing_else(num_chunks: int) -> None:
-    measured = Measured(19 * GIB, 60 * GIB, (4.1, 4.2, 4.3), 2.4, 0.6, 0.8, {"fetches": 12}, ((0.0, GIB), (4.2, GIB)))
+    measured = Measured(
+        19 * GIB, 60 * GIB, (4.1, 4.2, 4.3), 2.4, 0.6, 1.1, 0.8, {"fetches": 12}, ((0.0, GIB), (4.2, GIB))
+    )
     page = render_report(make_data(num_chunks, measured=measured))
     root = parsed(page)
     assert [node.tag for node in root.children] == ["html"]
@@ -289,7 +292,7 @@ def test_differences_are_in_percent_of_what_was_predicted() -> None:
     assert rows["GPU memory, highest moment"] == ["20.0 GiB", "19.0 GiB", "-5.0%"]
     assert rows["one step, median"] == ["4.00 s", "4.40 s", "+10.0%"]
     assert rows["waiting in them"] == ["500 ms", "250 ms", "-5.7% of a step"]
-    assert "Adam" not in rows
+    assert "updates by the host's cores" not in rows
 
 
 def test_cards_tell_the_result() -> None:
@@ -360,9 +363,53 @@ def test_waiting_is_hatched_and_not_busy() -> None:
 
 
 def test_device_is_no_gpu_where_the_cpu_computes() -> None:
-    page = render_report(replace(make_data(limit=None), hardware=HardwareSpec.nominal(None, 64 * GIB)))
+    words = DeviceWords.of("gpu_memory_limit", "cpu_memory_limit", is_cpu=True, is_host_limited=False)
+    data = make_data(hardware=HardwareSpec.nominal(8 * 2**20, 64 * GIB), measured=Measured(19 * GIB))
+    page = render_report(replace(data, words=words))
     assert "Device memory over one step" in page
+    assert "GPU memory" not in page
     assert "always on the GPU" not in page
+    assert "GPU memory" in render_report(data)
+    rows = [[cell.whole_text for cell in row.children] for row in parsed(page).all("tr")]
+    assert ["device memory", "8.0 MiB"] in rows
+
+
+def test_what_is_not_known_of_a_machine_is_left_out() -> None:
+    page = render_report(replace(make_data(), hardware=HardwareSpec.nominal(0, 0)))
+    rows = [row.children[0].whole_text for row in parsed(page).all("tr")]
+    assert "Adam on the host" in rows
+    assert not {"device memory", "host memory"} & set(rows)
+
+
+def test_nothing_is_less_than_nothing() -> None:
+    """Rounding leaves of no waiting for chunks a little less than that."""
+    data = make_data(measured=Measured(step_s=(3.9999,), waiting_s=0.49999, host_bytes=60 * GIB - 1))
+    assert data.plan.forecast is not None
+    times = replace(data.plan.forecast.times, waiting_s=0.3, update_waiting_s=0.1 + 0.2)
+    page = render_report(replace(data, plan=replace(data.plan, forecast=replace(data.plan.forecast, times=times))))
+    assert times.update_waiting_s > times.waiting_s
+    for text in (page, render_report(data)):
+        assert "-0%" not in text
+        assert "-0.0%" not in text
+
+
+def test_both_forecasts_stand_beside_what_was_measured() -> None:
+    data = make_data(measured=Measured(step_s=(4.4,), host_update_s=0.5, update_s=3.0))
+    assert data.plan.forecast is not None
+    assert data.timeline is not None
+    assert "foreseen before" not in render_report(data)
+    forecast = replace(data.plan.forecast, after_steps=7, foreseen_s=2.0, foreseen_after_steps=0)
+    timeline = replace(data.timeline, host_update_s=0.25)
+    root = parsed(render_report(replace(data, plan=replace(data.plan, forecast=forecast), timeline=timeline)))
+    rows = {cells[0].whole_text: [c.whole_text for c in cells[1:]] for row in root.all("tr") if (cells := row.children)}
+    assert rows["one step, median"] == ["4.00 s", "4.40 s", "+10.0%"]
+    assert rows["one step, foreseen before the first step"] == ["2.00 s", "4.40 s", "+120.0%"]
+    assert rows["updates by the host's cores"] == ["250 ms", "500 ms", "+5.7% of a step"]
+    assert rows["from the step's call to the last update's end"] == ["", "3.00 s", ""]
+    assert rows["updates, wherever they run, added up"] == ["750 ms", "19%"]  # of which none was measured
+    notes = [node.whole_text for node in root.all("p")]
+    assert any(note.startswith("Brought up to date after 7 steps, by what they were seen to take") for note in notes)
+    assert "foreseen before the first step: 2.00 s" in next(root.all("dl")).whole_text
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ def measure_share(
         "cpu_numel": runs[0].cpu_numel,
         "slot_mib": slot_bytes / 2**20,
         "seconds": seconds[1:],
-        "adam_s": statistics.median(run.adam_s for run in runs[1:]),
+        "adam_s": statistics.median(run.host_update_s for run in runs[1:]),
         "gparam_per_s": rate / 1e9,
         "gb_per_s": rate * UPDATE_BYTES / 1e9,
     }

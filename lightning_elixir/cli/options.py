@@ -191,9 +191,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--gradient-clip-val",
-        type=_positive_rate,
+        type=_clip_value,
         metavar="X",
-        help="gradients are clipped, as the Trainer's option does",
+        help="gradients are clipped, as the Trainer's option does; 0: they are not",
     )
     group.add_argument(
         "--gradient-clip-algorithm",
@@ -275,6 +275,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _clip_value(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number, or 0 for no clipping, got {text}")
     return value
 
 

@@ -314,7 +314,7 @@ def activations_of(options: argparse.Namespace) -> ActivationRequest:
 
 def regime_of(options: argparse.Namespace, precision: ElixirPrecision) -> TrainingRegime:
     """What training is like, without the optimizer."""
-    is_clipped, is_scaled = options.gradient_clip_val is not None, options.precision == "16-mixed"
+    is_clipped, is_scaled = bool(options.gradient_clip_val), options.precision == "16-mixed"
     is_clamped = is_clipped and options.gradient_clip_algorithm == "value"
     return fit_regime(
         is_mixed=precision.is_mixed,
@@ -351,7 +351,7 @@ def _report_data(found: Found, options: argparse.Namespace) -> ReportData:
     ]
     if found.subject.num_tokens and found.subject.num_samples:
         facts.append(("tokens of a sample", f"{found.subject.num_tokens // found.subject.num_samples:,}"))
-    if options.gradient_clip_val is not None:
+    if options.gradient_clip_val:
         facts.append(
             ("gradients are clipped", f"by {options.gradient_clip_algorithm}, to {options.gradient_clip_val:g}")
         )

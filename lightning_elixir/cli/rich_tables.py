@@ -141,7 +141,7 @@ def _times(found: Found) -> Table:
     parts = (
         ("forward and backward", times.compute_s),
         ("waiting for updates", times.update_waiting_s),
-        ("waiting for chunks or gradient blocks", times.waiting_s - times.update_waiting_s),
+        ("waiting for chunks or gradient blocks", times.chunk_waiting_s),
         ("update, before the next forward", times.step_s),
     )
     for what, seconds in parts:
@@ -152,7 +152,7 @@ def _times(found: Found) -> Table:
         ("bus to the GPU", times.h2d_s),
         ("bus from the GPU", times.d2h_s),
         ("between ranks", times.collective_s),
-        ("Adam, wherever it runs", times.adam_s),
+        ("updates, wherever they run, added up", times.adam_s),
         ("NVMe, states read and written", times.nvme_s),
     )
     table.add_section()

@@ -61,7 +61,7 @@ class UpdateTimes:
 
     update_s: float
     """From `step` until the last result was there. Of updates where the device keeps the states, only the launches."""
-    adam_s: float
+    host_update_s: float
     """The host's own arithmetic: how long at least one of its threads was at it."""
     gpu_numel: int
     """Parameters updated on the device, where their states live."""
@@ -125,7 +125,7 @@ class UpdateRecord:
             return None
         return UpdateTimes(
             update_s=self._end_s - self._start_s,
-            adam_s=_covered_s(span for record in (self, *self._adopted) for span in record._adam_s),
+            host_update_s=_covered_s(span for record in (self, *self._adopted) for span in record._adam_s),
             gpu_numel=self.gpu_numel,
             streamed_numel=self.streamed_numel,
             cpu_numel=self.cpu_numel,

@@ -45,7 +45,7 @@ def describe_spending(times: StepTimes) -> str:
     """What most of a predicted step goes to, beside computing."""
     costs = {
         "updates take": times.step_s + times.update_waiting_s,
-        "waiting for chunks and gradients takes": times.waiting_s - times.update_waiting_s,
+        "waiting for chunks and gradients takes": times.chunk_waiting_s,
     }
     dearest = max(costs, key=lambda name: costs[name])
     if costs[dearest] < _HIDDEN * times.total_s:
@@ -58,6 +58,37 @@ def describe_weighing(forecast: Forecast) -> str:
     if forecast.weighed_s is None:
         return ""
     return f"by the times known then, when this plan was to take {format_seconds(forecast.weighed_s)}"
+
+
+def describe_dating(forecast: Forecast) -> str:
+    """When the predicted times were made, from what, and what was predicted before that; empty outside of a fit."""
+    if forecast.after_steps is None:
+        return ""
+    if forecast.after_steps == 0:
+        return "predicted before the first step"
+    machine = f"what is known of the machine ({forecast.hardware})"
+    by = f"{_after(forecast.after_steps)}, by what they were seen to take and {machine}"
+    if forecast.foreseen_s is None:
+        return f"predicted {by}"
+    return f"brought up to date {by}; {describe_foreseen(forecast)}"
+
+
+def describe_foreseen(forecast: Forecast) -> str:
+    """What was predicted when the plan was chosen, where `times` are newer than that; else empty."""
+    if forecast.foreseen_s is None:
+        return ""
+    return f"{when_foreseen(forecast)}: {format_seconds(forecast.foreseen_s)}"
+
+
+def when_foreseen(forecast: Forecast) -> str:
+    """When it was that `Forecast.foreseen_s` was predicted."""
+    if not forecast.foreseen_after_steps:
+        return "foreseen before the first step"
+    return f"foreseen when the plan was chosen, {_after(forecast.foreseen_after_steps)}"
+
+
+def _after(num_steps: int) -> str:
+    return f"after {num_steps} step{'s' * (num_steps != 1)}"
 
 
 _HIDDEN = 5e-3  # part of the step below which a cost is not worth telling

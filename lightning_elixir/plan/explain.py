@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_elixir.plan.activations import describe_activations
 from lightning_elixir.plan.describe import (
+    describe_dating,
     describe_disk,
     describe_ignored,
     describe_placement,
@@ -20,7 +21,7 @@ _PARTS = (
     ("waiting_s", "waiting for chunks, their updates and gradient blocks, not hidden"),
     ("step_s", "the update, between backward and the next forward"),
     ("update_waiting_s", "of the waiting: for updates that are not done yet"),
-    ("adam_s", "Adam, wherever it runs"),
+    ("adam_s", "updates, wherever they run, added up"),
     ("nvme_s", "the disk reads and writes states"),
     ("h2d_s", "the bus to the device is busy"),
     ("d2h_s", "the bus from the device is busy"),
@@ -93,6 +94,9 @@ def explain(plan: Plan) -> str:
         lines.append(f"  NVMe: {format_bytes(on_nvme)}")
     step = f"{format_seconds(forecast.times.total_s)}, {describe_spending(forecast.times)}"
     lines.append(f"  predicted step: {step}; machine: {forecast.hardware}")
+    dating = describe_dating(forecast)
+    if dating:
+        lines.append(f"    {dating}")
     lines += [f"    {format_seconds(seconds)} {text}" for text, seconds in step_parts(forecast.times)]
     disk = describe_disk(plan)
     if disk:

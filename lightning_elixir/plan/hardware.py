@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.files import read_json
+from lightning_elixir.plan.units import format_bytes
 
 HARDWARE_SCHEMA = 2
 _LEAST_BESIDE = 0.1  # of its rate alone, what a stream is sure to keep
@@ -312,11 +313,12 @@ def hardware_table(spec: HardwareSpec) -> list[tuple[str, str]]:
     """The figures for people: (what, value with unit), in the order of printing. What was not measured is left out."""
     on_nodes = f" on {spec.num_nodes} nodes" if spec.num_nodes > 1 else ""
     rows = [("machine", spec.name), ("ranks", f"{spec.world_size}{on_nodes}")]
-    if spec.gpu_bytes is not None:
-        total = "" if spec.gpu_total_bytes is None else f" of {_gib(spec.gpu_total_bytes)}"
-        rows.append(("device memory", f"{_gib(spec.gpu_bytes)}{total}"))
+    if spec.gpu_bytes:
+        total = "" if spec.gpu_total_bytes is None else f" of {format_bytes(spec.gpu_total_bytes)}"
+        rows.append(("device memory", f"{format_bytes(spec.gpu_bytes)}{total}"))
+    if spec.host_bytes:
+        rows.append(("host memory", format_bytes(spec.host_bytes)))
     rows += [
-        ("host memory", _gib(spec.host_bytes)),
         ("host to device", _curve_text(spec.h2d)),
         ("device to host", _curve_text(spec.d2h)),
         ("both directions at once", f"{spec.duplex_slowdown:.2f} times as long"),
@@ -349,12 +351,8 @@ def hardware_table(spec: HardwareSpec) -> list[tuple[str, str]]:
         rows.append(("NVMe write", f"{spec.nvme_write_bytes_per_s / 1e9:.3g} GB/s"))
         rows.append(("Adam through NVMe", _adam_text(spec.nvme_adam_numel_per_s or 0.0)))
     if spec.nvme_bytes is not None:
-        rows.append(("NVMe free space", _gib(spec.nvme_bytes)))
+        rows.append(("NVMe free space", format_bytes(spec.nvme_bytes)))
     return rows + [(f"version of {name}", version) for name, version in spec.versions.items()]
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"
 
 
 def _curve_text(curve: BandwidthCurve) -> str:

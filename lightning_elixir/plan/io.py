@@ -217,6 +217,10 @@ class _Fields:
         """A number or nothing, under a key that is missing in earlier files."""
         return None if self._content.get(key) is None else self.number(key)
 
+    def later_integer(self, key: str) -> int | None:
+        """The same for an integer."""
+        return None if self._content.get(key) is None else self.integer(key, least=0)
+
     def boolean(self, key: str) -> bool:
         value = self.get(key)
         if not isinstance(value, bool):
@@ -290,6 +294,9 @@ def _forecast(content: object) -> Forecast | None:
         hardware=fields.text("hardware"),
         alternatives=tuple(alternatives),
         weighed_s=fields.later_number("weighed_s"),
+        after_steps=fields.later_integer("after_steps"),
+        foreseen_s=fields.later_number("foreseen_s"),
+        foreseen_after_steps=fields.later_integer("foreseen_after_steps"),
     )
 
 

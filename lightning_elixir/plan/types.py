@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lightning_elixir.plan.activations import ModelBlock
@@ -159,7 +159,7 @@ class StepTimes:
     """The bus from the device is busy."""
     collective_s: float
     adam_s: float
-    """Updates, wherever they run."""
+    """Updates, wherever they run, each counted by itself and added up."""
     waiting_s: float
     """Forward and backward stand still because a chunk is not there or not updated yet, or a gradient block is not
     free."""
@@ -169,6 +169,12 @@ class StepTimes:
     """The part of `waiting_s` that is for updates which are not done yet."""
     nvme_s: float = 0.0
     """The disk reads or writes states."""
+
+    @property
+    def chunk_waiting_s(self) -> float:
+        """The part of `waiting_s` that is for chunks and gradient blocks; never less than nothing, which rounding may
+        leave."""
+        return max(0.0, self.waiting_s - self.update_waiting_s)
 
 
 @dataclass(frozen=True)
@@ -201,11 +207,32 @@ class Forecast:
     weighed_s: float | None = None
     """Predicted seconds of this plan when `alternatives` were weighed against it, if `times` are newer than that; None:
     they are not."""
+    after_steps: int | None = None
+    """How many steps had run when `times` were made, by what these were seen to do; 0: none. None: not in a fit."""
+    foreseen_s: float | None = None
+    """Predicted seconds of one step when the plan was chosen, if `times` are newer than that; None: they are not, or
+    that was not in a fit."""
+    foreseen_after_steps: int | None = None
+    """How many steps had run by then; None: as `foreseen_s`."""
 
     @property
     def compared_s(self) -> float:
         """Predicted seconds of this plan by the figures that the alternatives' seconds are from."""
         return self.times.total_s if self.weighed_s is None else self.weighed_s
+
+    def following(self, earlier: Forecast | None, after_steps: int) -> Forecast:
+        """This forecast, made after so many steps, with what was expected of the plan when it was chosen.
+
+        Args:
+            earlier: The one before, of the same plan; None: the plan is chosen now.
+            after_steps: See `Forecast`.
+        """
+        if earlier is None or earlier.after_steps is None:
+            return replace(self, after_steps=after_steps, foreseen_s=None, foreseen_after_steps=None)
+        first_s, first_after = earlier.foreseen_s, earlier.foreseen_after_steps
+        if first_s is None:
+            first_s, first_after = earlier.times.total_s, earlier.after_steps
+        return replace(self, after_steps=after_steps, foreseen_s=first_s, foreseen_after_steps=first_after)
 
 
 @dataclass(frozen=True)

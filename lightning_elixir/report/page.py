@@ -6,7 +6,9 @@ import statistics
 
 from lightning_elixir.plan.activations import blocks_by_fate
 from lightning_elixir.plan.describe import (
+    describe_dating,
     describe_disk,
+    describe_foreseen,
     describe_ignored,
     describe_spending,
     describe_updates,
@@ -161,7 +163,9 @@ def _time_card(data: ReportData) -> Markup:
         median_s = statistics.median(real.step_s)
         note = "" if predicted_s is None else f"predicted {format_seconds(predicted_s)}"
         off = difference(predicted_s, median_s)
-        return _card("one step, measured", format_seconds(median_s), f"{note}, measured is {off}" if off else note)
+        first = "" if data.plan.forecast is None else describe_foreseen(data.plan.forecast)
+        note = f"{note}, measured is {off}" if off else note
+        return _card("one step, measured", format_seconds(median_s), f"{note}; {first}" if first else note)
     return _card("one step, predicted", format_seconds(predicted_s)) if predicted_s is not None else Markup("")
 
 
@@ -256,10 +260,19 @@ def _updates_note(data: ReportData) -> str:
     return (f" Updates on the host run {updates}." if updates else "") + disk
 
 
+def _dating(data: ReportData) -> str:
+    """When what is predicted was predicted, as a sentence; empty where nobody has trained."""
+    forecast = data.plan.forecast
+    if forecast is None:  # only a report predicts the steps of such a plan
+        is_known = data.measured is not None and data.times is not None
+        return "Predicted when the run was over, by what its steps were seen to take." if is_known else ""
+    text = describe_dating(forecast)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
 def _figures(data: ReportData) -> list[Markup]:
-    forecast, measured, timeline = data.plan.forecast, data.measured, data.timeline
-    times = forecast.times if forecast else timeline.times if timeline else None
-    sections = []
+    measured, times = data.measured, data.times
+    dating, sections = _dating(data), []
     if measured is not None:
         tables = element(
             "div",
@@ -267,9 +280,10 @@ def _figures(data: ReportData) -> list[Markup]:
             element("div", counters_table(measured)),
             class_="tables",
         )
-        sections.append(_section("Predicted against measured", tables))
+        sections.append(_section("Predicted against measured", tables, note=dating))
     if times is not None:
-        sections.append(_section("Where the time goes", step_table(times), note="Predicted seconds of one step."))
+        note = f"Predicted seconds of one step. {dating}".rstrip()
+        sections.append(_section("Where the time goes", step_table(times), note=note))
     sections.append(_section("Where the bytes are", memory_tables(data), note="Each kind at its own highest moment."))
     sections.append(_section("What else was looked at", alternatives_table(data.plan), note=_alternatives_note(data)))
     if data.hardware is not None:

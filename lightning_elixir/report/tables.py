@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from lightning_elixir.plan.describe import when_foreseen
 from lightning_elixir.plan.hardware import HardwareSpec, hardware_table
 from lightning_elixir.plan.types import Plan, StepTimes
 from lightning_elixir.plan.units import format_bytes
@@ -125,7 +126,7 @@ def step_table(times: StepTimes) -> Markup:
     parts = (
         ("forward and backward", "blue", times.compute_s),
         ("waiting for updates", "yellow", times.update_waiting_s),
-        ("waiting for chunks or gradient blocks", "red", times.waiting_s - times.update_waiting_s),
+        ("waiting for chunks or gradient blocks", "red", times.chunk_waiting_s),
         ("update, before the next forward", "purple", times.step_s),
     )
     rows: list[Row] = [
@@ -137,7 +138,7 @@ def step_table(times: StepTimes) -> Markup:
         ("bus to the device", times.h2d_s),
         ("bus from the device", times.d2h_s),
         ("between ranks", times.collective_s),
-        ("Adam, wherever it runs", times.adam_s),
+        ("updates, wherever they run, added up", times.adam_s),
         ("NVMe, states read and written", times.nvme_s),
     )
     busy: list[Row] = [(text, format_seconds(s), _percent(s, times.total_s)) for text, s in beside if s > 0]
@@ -160,15 +161,14 @@ def alternatives_table(plan: Plan) -> Markup:
     rows: list[Row] = []
     for other in forecast.alternatives:
         time = "does not fit" if other.total_s is None else format_seconds(other.total_s)
-        slower = "" if other.total_s is None or not best_s else f"{(other.total_s / best_s - 1) * 100:+.1f}%"
+        slower = difference(best_s, other.total_s)
         rows.append((other.description, other.reason, time, slower))
     return table(("placement", "why not", "one step", "against this plan"), rows, num_text=2)
 
 
 def comparison_table(data: ReportData, measured: Measured) -> Markup:
     """Predicted against measured, with the difference."""
-    forecast, rows = data.plan.forecast, list[Row]()
-    times = forecast.times if forecast else data.timeline.times if data.timeline else None
+    forecast, rows, times = data.plan.forecast, list[Row](), data.times
     median_s = statistics.median(measured.step_s) if measured.step_s else None
     peak = data.timeline.peak_gpu_bytes if data.timeline else None
     peak = forecast.peak_gpu_bytes if forecast else peak
@@ -180,13 +180,18 @@ def comparison_table(data: ReportData, measured: Measured) -> Markup:
         if predicted is not None or real is not None:
             shown = tuple("" if value is None else format_bytes(value) for value in (predicted, real))
             rows.append((what, *shown, difference(predicted, real)))
+    first = []
+    if forecast is not None and forecast.foreseen_s is not None:
+        first = [(f"one step, {when_foreseen(forecast)}", False, forecast.foreseen_s, median_s)]
     for what, is_part, seconds, real_s in (
         ("one step, median", False, times.total_s if times else None, median_s),
+        *first,
         ("forward and backward, without waiting", False, times.compute_s if times else None, measured.compute_s),
         ("waiting in them", True, times.waiting_s if times else None, measured.waiting_s),
-        ("Adam", True, times.adam_s if times else None, measured.adam_s),
+        ("updates by the host's cores", True, data.host_update_s, measured.host_update_s),
+        ("from the step's call to the last update's end", True, None, measured.update_s),
     ):
-        if real_s is not None:
+        if real_s is not None and (seconds or real_s):
             off = difference_in_step(seconds, real_s, median_s) if is_part else difference(seconds, real_s)
             rows.append((what, "" if seconds is None else format_seconds(seconds), format_seconds(real_s), off))
     return table(("", "predicted", "measured", "measured is"), rows)
@@ -196,14 +201,18 @@ def difference(predicted: float | None, real: float | None) -> str:
     """How much more (+) or less was measured than predicted."""
     if predicted is None or real is None or predicted == 0:
         return ""
-    return f"{(real / predicted - 1) * 100:+.1f}%"
+    return _signed_percent(real / predicted - 1)
+
+
+def _signed_percent(part: float) -> str:
+    return f"{round(part * 100, 1) + 0.0:+.1f}%"  # what is added leaves no "-0.0"
 
 
 def difference_in_step(predicted: float | None, real: float, step_s: float | None) -> str:
     """The same for a part of a step, which may be next to nothing: in parts of the measured step."""
     if predicted is None or not step_s:
         return ""
-    return f"{(real - predicted) / step_s * 100:+.1f}% of a step"
+    return f"{_signed_percent((real - predicted) / step_s)} of a step"
 
 
 def counters_table(measured: Measured) -> Markup:

@@ -637,6 +637,11 @@ class Engine:
         """Of the last forward and backward that was timed. Waits for its end."""
         return self.iterations.sampler.seconds()
 
+    @property
+    def all_seconds(self) -> StepSeconds:
+        """Of all forwards and backwards that were ever timed, added up. Waits for the end of the last one."""
+        return self.iterations.sampler.all_seconds()
+
     def step_profile(self) -> StepProfile | None:
         """The last sampled training iteration, up to the step or the next forward; None before there was one. Times or
         bytes that it has not got itself are those of an earlier one of the same accesses, or 0. Where everything is

@@ -19,12 +19,18 @@ from lightning_elixir.plan.types import AccessTrace
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Times of one forward and backward."""
+    """Times of forwards and backwards."""
 
     compute_s: float
     """Operators ran, or were waited for."""
     exposed_wait_s: float
     """Nothing ran, because a chunk, or a block for gradients, was not there yet."""
+
+    def __add__(self, other: StepSeconds) -> StepSeconds:
+        return StepSeconds(self.compute_s + other.compute_s, self.exposed_wait_s + other.exposed_wait_s)
+
+    def __sub__(self, other: StepSeconds) -> StepSeconds:
+        return StepSeconds(self.compute_s - other.compute_s, self.exposed_wait_s - other.exposed_wait_s)
 
 
 class _Clock:
@@ -141,6 +147,7 @@ class StepSampler:
         # Earlier ones
         self._last: _Sample | None = None
         self._last_timed: _Sample | None = None
+        self._before_last = StepSeconds(0.0, 0.0)  # of all that were timed before that one
         self._last_with_memory: _Sample | None = None
 
     def watch(self, *, memory: bool | None = None, times: bool | None = None) -> None:
@@ -250,6 +257,7 @@ class StepSampler:
             sample = _Sample(trace, self._grads, self._peaks, self._levels, self._clock)
             if self._clock is not None:
                 self._clock.settle()
+                self._before_last = self.all_seconds()  # the device has long come to the end of that one
                 self._last_timed = sample
             if trace is not None:
                 self._last = sample
@@ -315,3 +323,8 @@ class StepSampler:
             return None
         timed.read()
         return StepSeconds(sum(timed.seconds or ()), timed.wait_s)
+
+    def all_seconds(self) -> StepSeconds:
+        """Of all iterations that were ever timed, added up. Waits for the end of the last one."""
+        last = self.seconds()
+        return self._before_last if last is None else self._before_last + last

@@ -41,7 +41,8 @@ class Stats:
     held_bytes: dict[str, int]
     """By tier and kind, such as `gpu_states` or `cpu_param`; `replica` and `grad_block` are on the device."""
     compute_s: float | None = None
-    """Device time of the operators of the last timed forward and backward; None before there was one."""
+    """Device time of the operators of the last timed forward and backward, of one micro-batch where a step has several;
+    None before there was one."""
     exposed_wait_s: float | None = None
     """Time in the same iteration in which nothing ran because a chunk or a gradient block was not there."""
     redone_steps: int = 0

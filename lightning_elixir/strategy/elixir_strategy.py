@@ -442,6 +442,8 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     @override
     def teardown(self) -> None:
         self.model = self.lightning_module
+        if self._fit_run is not None:
+            self._fit_run.close()
         self._fit_run = None
         self._in_place.close()
         self._sharded.close()
@@ -637,8 +639,8 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
     @override
     def plan(self) -> Plan:
         """The plan in force. In a fit its forecast is of the steps as they are now: while updates wait for the norm, as
-        gradients are clipped too often, of such steps."""
-        return self._engine.plan if self._fit_run is None else self._fit_run.plan
+        gradients are clipped too often, of such steps. After it, of the last ones."""
+        return self._handle.plan if self._fit_run is None else self._fit_run.plan
 
     def step_metrics(self) -> dict[str, float]:
         """What `ElixirStatsMonitor` logs, by name: counts and means of the training steps since the last call, and

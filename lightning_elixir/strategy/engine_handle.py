@@ -13,6 +13,7 @@ from lightning_elixir.core.shells import ShellParameter
 from lightning_elixir.memory_limits import MemoryLimits
 from lightning_elixir.patterns.apply import take_out
 from lightning_elixir.plan.memory import Budget
+from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.strategy.config import ElixirConfig
 from lightning_elixir.strategy.model_init import replace_parameters
@@ -60,6 +61,9 @@ class EngineHandle:
         """Whether times of a later step may still lead to another plan."""
         self.has_memory_samples = False
         """Whether the engine has seen what a step takes beside the chunks."""
+        self.num_steps = 0
+        """How many steps fits have taken."""
+        self._told: tuple[Plan, Plan] | None = None
         self._names = tuple(name for name, _ in engine.module.named_parameters())
         self._parameters = tuple(engine.module.parameters())
         self._requires_grad = tuple(p.requires_grad for p in self._parameters)
@@ -82,6 +86,20 @@ class EngineHandle:
         """As `of`, also where the engine has given up or was closed."""
         handle = vars(module).get(_ATTRIBUTE) if module is not None else None
         return handle if isinstance(handle, EngineHandle) else None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force, with the forecast that the last fit has left."""
+        plan = self.engine.plan
+        return self._told[1] if self._told is not None and self._told[0] is plan else plan
+
+    def leave(self, plan: Plan) -> None:
+        """A fit ends.
+
+        Args:
+            plan: The one in force, with a forecast of the steps as they were last.
+        """
+        self._told = self.engine.plan, plan
 
     def attach(self) -> None:
         object.__setattr__(self.engine.module, _ATTRIBUTE, self)

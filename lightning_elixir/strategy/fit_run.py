@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightning_elixir.plan.ignored import ignored_in_fp32
 from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
-from lightning_elixir.plan.simulator.timeline import Timeline
+from lightning_elixir.plan.simulator.timeline import Timeline, with_times
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.plan.units import format_seconds
 from lightning_elixir.report import ReportData
@@ -229,6 +230,11 @@ class FitRun:
             self.warm_up.finish()
         self._planner.comm.exchange((), SETUP)  # where the others hear of a rank that has failed
 
+    def close(self) -> None:
+        """The fit is over, well or not: its plan goes on to say what it says now."""
+        if not self._handle.engine.is_closed:
+            self._handle.leave(self.plan)
+
     def write_report(self) -> None:
         """Write the report, if one is wanted. What goes wrong is logged, since the training itself is over."""
         meter, report, trainer = self._meter, self._report, self._trainer
@@ -239,24 +245,34 @@ class FitRun:
             return
         try:
             measured, held_bytes = meter.measured()
+            timeline = self._timeline()
             data = ReportData(
                 title=type(self._module).__name__,
-                plan=self._handle.engine.plan,
+                plan=self._up_to_date(timeline),
                 hardware=self._planner.figures.known,
-                timeline=self._timeline(),
+                timeline=timeline,
                 measured=measured,
                 num_samples=self._num_samples(),
                 facts=self._facts(),
+                words=self._handle.budget.words,
             )
             report.write(data, held_bytes)
         except Exception as error:  # whatever it is, it must not hide how the training ended
             log.warning("could not write the report to %s: %s: %s", report.folder, type(error).__name__, error)
 
     def _timeline(self) -> Timeline | None:
-        profile, plan = self.warm_up.profile, self._handle.engine.plan
-        if profile is None or not self._planner.can_predict(plan):
-            return None
-        return self._planner.simulated(plan, profile, self._regime(), is_detailed=True)
+        plan, is_waiting = self._handle.engine.plan, self._is_waiting_for_norms
+        return self.warm_up.timeline(plan, is_waiting=is_waiting, is_detailed=True)
+
+    def _up_to_date(self, timeline: Timeline | None) -> Plan:
+        """The plan, with what is expected of it by the figures that the report shows."""
+        plan, hardware = self.plan, self._planner.figures.known
+        if plan.forecast is None or timeline is None or hardware is None or timeline.times == plan.forecast.times:
+            return plan
+        now = with_times(plan, timeline, hardware.name)
+        if now.forecast is None:
+            return plan
+        return replace(now, forecast=now.forecast.following(plan.forecast, self._handle.num_steps))
 
     def _num_samples(self) -> int | None:
         """Of one step over all ranks, where the data loader tells."""

@@ -9,14 +9,12 @@ import statistics
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.io import save_plan
-from lightning_elixir.plan.simulator.timeline import with_times
-from lightning_elixir.plan.types import Plan, StepTimes
 from lightning_elixir.report import ReportData, render_report
 
 log = logging.getLogger(__name__)
@@ -65,7 +63,6 @@ class RunReport:
         Raises:
             OSError: A file could not be written.
         """
-        data = replace(data, plan=_with_times(data))
         self.folder.mkdir(parents=True, exist_ok=True)
         save_plan(data.plan, self.folder / "plan.json")
         text = json.dumps(_finite(_summary(data, held_bytes)), indent=1, allow_nan=False) + "\n"
@@ -74,18 +71,9 @@ class RunReport:
         log.info("wrote the report of this run to %s", self.folder)
 
 
-def _with_times(data: ReportData) -> Plan:
-    """The plan, with what is expected of it by the figures that the report shows."""
-    plan, timeline = data.plan, data.timeline
-    if plan.forecast is None or timeline is None or data.hardware is None or timeline.times == plan.forecast.times:
-        return plan
-    return with_times(plan, timeline, data.hardware.name)
-
-
 def _summary(data: ReportData, held_bytes: Mapping[str, int]) -> dict[str, Any]:
     plan, real = data.plan, data.measured
     predicted: dict[str, Any] = {"bytes": dict(plan.notes)}
-    times = _predicted_times(data)
     if plan.forecast is not None:
         predicted |= {
             "peak_gpu_bytes": plan.forecast.peak_gpu_bytes,
@@ -93,9 +81,13 @@ def _summary(data: ReportData, held_bytes: Mapping[str, int]) -> dict[str, Any]:
             "host_bytes": plan.forecast.host_bytes,
             "binding": plan.forecast.binding,
             "hardware": plan.forecast.hardware,
+            "after_steps": plan.forecast.after_steps,
+            "foreseen_s": plan.forecast.foreseen_s,
+            "foreseen_after_steps": plan.forecast.foreseen_after_steps,
         }
-    if times is not None:
-        predicted |= {"step_s": times.total_s, "times": asdict(times)}
+    if data.times is not None:
+        times = asdict(data.times)
+        predicted |= {"step_s": data.predicted_s, "times": times | {"host_update_s": data.host_update_s}}
     measured: dict[str, Any] = {"bytes": dict(held_bytes)}
     if real is not None:
         measured |= {
@@ -103,7 +95,12 @@ def _summary(data: ReportData, held_bytes: Mapping[str, int]) -> dict[str, Any]:
             "host_bytes": real.host_bytes,
             "step_s": statistics.median(real.step_s) if real.step_s else None,
             "num_steps": len(real.step_s),
-            "times": {"compute_s": real.compute_s, "waiting_s": real.waiting_s, "adam_s": real.adam_s},
+            "times": {
+                "compute_s": real.compute_s,
+                "waiting_s": real.waiting_s,
+                "update_s": real.update_s,
+                "host_update_s": real.host_update_s,
+            },
             "counters": dict(real.counters),
         }
     return {
@@ -123,12 +120,6 @@ def _summary(data: ReportData, held_bytes: Mapping[str, int]) -> dict[str, Any]:
         "measured": measured,
         "hardware": None if data.hardware is None else data.hardware.to_dict(),
     }
-
-
-def _predicted_times(data: ReportData) -> StepTimes | None:
-    if data.plan.forecast is not None:
-        return data.plan.forecast.times
-    return None if data.timeline is None else data.timeline.times
 
 
 def _finite(value: Any) -> Any:

@@ -43,8 +43,8 @@ class SteadyLook:
         times = self._update_times()
         if times is not None and times != self._last:
             self._last = times
-            if times.cpu_numel and times.adam_s > 0:
-                self._seen.append((times.adam_s, times.cpu_numel))
+            if times.cpu_numel and times.host_update_s > 0:
+                self._seen.append((times.host_update_s, times.cpu_numel))
         if profile is not None:
             self._profiles.append(profile)
         self._num_steps += 1

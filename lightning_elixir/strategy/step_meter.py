@@ -14,6 +14,7 @@ from lightning_elixir.plan.rcache import RCache
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.report import Measured
 from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.runtime.sampling import StepSeconds
 from lightning_elixir.runtime.stats import Stats
 
 _RCACHE_COUNTERS = ("fetches", "prefetches", "hits", "evictions")
@@ -53,11 +54,13 @@ class _Steady:
     plan: Plan
     num_steps: int = 0
     step_s: deque[float] = field(default_factory=_seconds)
-    # Of the steps that were timed. An update may be over long after its step: the first one that is seen may still be
-    # that of the first step under the plan, which allocates. So medians are asked for.
+    # Of the steps that were timed, with all of their micro-batches. An update may be over long after its step: the
+    # first one that is seen may still be that of the first step under the plan, which allocates. So medians are asked
+    # for.
     compute_s: deque[float] = field(default_factory=_seconds)
     waiting_s: deque[float] = field(default_factory=_seconds)
     update_s: deque[float] = field(default_factory=_seconds)
+    host_update_s: deque[float] = field(default_factory=_seconds)
     counters: dict[str, float] = field(default_factory=dict)
     """Summed over `num_steps` steps."""
     held_bytes: dict[str, int] = field(default_factory=dict)
@@ -96,14 +99,17 @@ class StepMeter:
         self._is_read = is_read
         self._steady: _Steady | None = None
         self._was_settled = False  # when the step before was over
-        self._since_s: float | None = None  # when the step under way began
+        self._is_in_step = False  # from the first of its batches on
+        self._since_s: float | None = None  # when the step under way began; None: it is not to be timed as a whole
         self._is_timed = False
         self._wall_s = _Mean()  # since the last metrics
         self._counted: dict[str, float] = {}  # in steps since the last metrics
         self._counters: dict[str, float] = {}  # when the batch under way began, or was counted last
         self._rcache: RCache = engine.rcache  # then
         self._seen_times: UpdateTimes | None = None  # so that no step's update counts twice
-        self._stats: Stats | None = None  # of the last step that was timed
+        self._seconds_before: StepSeconds | None = None  # what was timed before the step under way
+        self._seconds: StepSeconds | None = None  # of the last step that was timed
+        self._stats: Stats | None = None  # after that step
 
     # What happens
 
@@ -112,17 +118,21 @@ class StepMeter:
         self._since_s = None
 
     def begin_batch(self, *, is_wanted: bool) -> None:
-        """A batch begins.
+        """A batch begins: a step, or another micro-batch of it.
 
         Args:
             is_wanted: Metrics will be asked for when its step is over.
         """
+        self._counters, self._rcache = self._read_counters(), self._engine.rcache
+        if self._is_in_step:  # which is timed as a whole or not at all
+            return
+        self._is_in_step = True
         if self._since_s is None:
             self._since_s = time.perf_counter()
-        self._counters, self._rcache = self._read_counters(), self._engine.rcache
         if self._is_reporting and self._steady is not None:
             is_wanted |= self._steady.num_steps < _REPORT_TIMED_STEPS
         self._set_timed(is_wanted)
+        self._seconds_before = self._engine.all_seconds if self._is_timed and self._is_read else None
 
     def after_backward(self) -> None:
         """A backward is over, and its gradients are there."""
@@ -141,9 +151,12 @@ class StepMeter:
         """
         self._count()
         self._note_end(is_settled=is_settled)
-        if self._is_timed and self._is_read:
+        self._is_in_step = False
+        if self._seconds_before is not None:
             self._stats = self._engine.stats()
-            self._see(self._stats)
+            self._seconds = self._engine.all_seconds - self._seconds_before
+            self._seconds_before = None
+            self._see(self._stats, self._seconds)
         self._set_timed(False)
 
     # Measuring
@@ -163,10 +176,11 @@ class StepMeter:
             # The first step under a plan allocates, and may record; it is not like the others.
             self._steady = _Steady(plan)
             self._seen_times = self._update_times()  # of that step, or of one under an earlier plan
-        elif since_s is not None:
+        else:
             steady.plan = plan  # with what is expected now
             steady.num_steps += 1
-            steady.step_s.append(now_s - since_s)
+            if since_s is not None:
+                steady.step_s.append(now_s - since_s)
         self._was_settled = is_settled
         if since_s is not None:
             self._wall_s.add(now_s - since_s)
@@ -194,27 +208,28 @@ class StepMeter:
                 self._steady.counters[name] = self._steady.counters.get(name, 0) + added
         self._counters, self._rcache = counters, self._engine.rcache
 
-    def _see(self, stats: Stats) -> None:
+    def _see(self, stats: Stats, seconds: StepSeconds) -> None:
         steady = self._steady
         if steady is None:
             return
         steady.see_bytes(stats.held_bytes)
         if steady.num_steps:
-            if stats.compute_s is not None:
-                steady.compute_s.append(stats.compute_s)
-            if stats.exposed_wait_s is not None:
-                steady.waiting_s.append(stats.exposed_wait_s)
+            if seconds.compute_s:  # under manual optimization nothing may have come to its end
+                steady.compute_s.append(seconds.compute_s)
+                steady.waiting_s.append(seconds.exposed_wait_s)
             times = self._update_times()
             if times is not None and times != self._seen_times:
                 self._seen_times = times
                 steady.update_s.append(times.update_s)
+                steady.host_update_s.append(times.host_update_s)
 
     # Metrics
 
     def metrics(self) -> dict[str, float]:
         """Of the steps since the last call, if the last of them was timed; else nothing."""
-        stats, self._stats = self._stats, None
-        if stats is None:
+        stats, seconds = self._stats, self._seconds
+        self._stats = self._seconds = None
+        if stats is None or seconds is None:
             return {}
         held, engine = stats.held_bytes, self._engine
         found: dict[str, float | None] = {f"{kind}_bytes": nbytes for kind, nbytes in held.items()}
@@ -223,11 +238,11 @@ class StepMeter:
         found |= self._counted
         self._counted = {}
         found["step_s"], self._wall_s = self._wall_s.value, _Mean()
-        found["compute_s"] = stats.compute_s
-        found["exposed_wait_s"] = stats.exposed_wait_s
+        if seconds.compute_s:
+            found["compute_s"], found["exposed_wait_s"] = seconds.compute_s, seconds.exposed_wait_s
         times = self._update_times()
         if times is not None:
-            found["update_s"], found["adam_s"] = times.update_s, times.adam_s
+            found["update_s"], found["host_update_s"] = times.update_s, times.host_update_s
         if engine.device.is_counting:
             found["peak_gpu_bytes"] = engine.device.peak_bytes()
         return {f"elixir/{name}": float(value) for name, value in found.items() if value is not None}
@@ -245,7 +260,8 @@ class StepMeter:
             step_s=tuple(steady.step_s),
             compute_s=_median(steady.compute_s),
             waiting_s=_median(steady.waiting_s),
-            adam_s=_median(steady.update_s),
+            update_s=_median(steady.update_s),
+            host_update_s=_median(steady.host_update_s),
             counters=_per_step(steady),
         )
         return measured, dict(sorted(steady.held_bytes.items()))

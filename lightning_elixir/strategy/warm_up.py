@@ -32,6 +32,7 @@ from lightning_elixir.errors import StateError
 from lightning_elixir.optim.execution import UpdateTimes
 from lightning_elixir.plan.profile import MemoryProfile, StepInterval, StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
+from lightning_elixir.plan.simulator.timeline import Timeline
 from lightning_elixir.plan.types import AccessTrace, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.runtime.engine import Engine
@@ -127,6 +128,8 @@ class WarmUp:
         self.stage = Stage.NEW
         if handle.is_warm:
             self.stage = Stage.SETTLING if handle.is_refinable or is_profile_wanted else Stage.DONE
+            if not handle.num_steps:
+                self._engine.take_forecast(self._dated(self._engine.plan))
         self._watch()
 
     @property
@@ -145,6 +148,7 @@ class WarmUp:
             may_move: More of the fit comes, and nothing more of this batch; otherwise the next batch is waited for.
         """
         self._num_steps += 1
+        self._handle.num_steps += 1
         self._is_look_due = True
         if not may_move or self.stage is Stage.NEW:
             return
@@ -159,15 +163,28 @@ class WarmUp:
             self._look = None
             self._watch()
 
+    def timeline(self, plan: Plan, *, is_waiting: bool, is_detailed: bool = False) -> Timeline | None:
+        """The predicted step of the plan in force; None: nothing is known to predict it by. Not collective.
+
+        Args:
+            is_waiting: Of steps whose updates wait for the norm, though the plan has some begin in backward.
+            is_detailed: With spans and memory.
+        """
+        if self.profile is None or not self._planner.can_predict(plan):
+            return None
+        if is_waiting:
+            plan = replace(plan, chunks=tuple(replace(c, has_spare_states=False) for c in plan.chunks))
+        return self._planner.simulated(plan, self.profile, self._regime(), is_detailed=is_detailed)
+
     def while_waiting(self, plan: Plan) -> Plan:
         """The plan in force with a forecast of steps whose updates wait for the norm, though it has some begin in
         backward; as it is, where there is none. Not collective."""
-        forecast, profile = plan.forecast, self.profile
-        if forecast is None or profile is None or not plan.has_spare_states or not self._planner.can_predict(plan):
+        if plan.forecast is None or not plan.has_spare_states:
             return plan
-        chunks = tuple(replace(c, has_spare_states=False) for c in plan.chunks)
-        times = self._planner.simulated(replace(plan, chunks=chunks), profile, self._regime()).times
-        expected = replace(forecast, times=times, binding=_WAITING, alternatives=(), weighed_s=None)
+        timeline = self.timeline(plan, is_waiting=True)
+        if timeline is None:
+            return plan
+        expected = replace(plan.forecast, times=timeline.times, binding=_WAITING, alternatives=(), weighed_s=None)
         return replace(plan, forecast=expected)
 
     def before_batch(self, dry_run: DryRun) -> None:
@@ -436,9 +453,20 @@ class WarmUp:
 
     def _expect(self, profile: StepProfile) -> None:
         """Bring up to date what is expected of a step under the plan in force."""
-        self._engine.take_forecast(self._planner.expected(self._engine.plan, profile, self._regime()))
+        plan = self._planner.expected(self._engine.plan, profile, self._regime())
+        self._engine.take_forecast(self._dated(plan))
+
+    def _dated(self, plan: Plan) -> Plan:
+        """A plan that was made now, with what is expected of it: by what it is, and what was expected before."""
+        current, num_steps = self._engine.plan, self._handle.num_steps
+        if plan.forecast is None or (num_steps and plan.forecast == current.forecast):
+            return plan
+        # Before the first step a plan is there to build with, or comes from a file, with what others have seen.
+        earlier = current.forecast if num_steps and plan.fingerprint() == current.fingerprint() else None
+        return replace(plan, forecast=plan.forecast.following(earlier, num_steps))
 
     def _move_to(self, plan: Plan) -> None:
+        plan = self._dated(plan)
         if plan.fingerprint() != self._engine.plan.fingerprint():
             self._handle.engine.replan(plan)
         else:

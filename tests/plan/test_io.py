@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from lightning_elixir.errors import PlanError
+from lightning_elixir.plan.describe import describe_dating
 from lightning_elixir.plan.io import load_plan, plan_from_dict, plan_to_dict, save_plan
 from lightning_elixir.plan.types import Plan, Tier, UpdateTiming
+from lightning_elixir.plan.units import format_seconds
 from tests.helpers.plans import SPARED, with_spares
 from tests.plan.models import random_specs
 from tests.plan.problems import constant_hardware, layers, place_specs
@@ -71,6 +73,35 @@ def test_a_forecast_survives_the_round_trip(forecast_plan: Plan, tmp_path: Path)
     assert [c.is_update_streamed for c in loaded.chunks] == [c.is_update_streamed for c in forecast_plan.chunks]
 
 
+def test_when_a_forecast_was_made_survives_the_round_trip(forecast_plan: Plan) -> None:
+    assert forecast_plan.forecast is not None
+    dated = replace(forecast_plan.forecast, after_steps=7, foreseen_s=0.5, foreseen_after_steps=0)
+    content = json.loads(json.dumps(plan_to_dict(replace(forecast_plan, forecast=dated))))
+    assert plan_from_dict(content).forecast == dated
+    for name in ("after_steps", "foreseen_s", "foreseen_after_steps"):
+        content["forecast"].pop(name)
+    assert plan_from_dict(content).forecast == forecast_plan.forecast  # a file of before there was that
+
+
+def test_the_first_forecast_is_kept(forecast_plan: Plan) -> None:
+    made = forecast_plan.forecast
+    assert made is not None
+    assert "predicted step" in forecast_plan.explain()
+    assert describe_dating(made) == ""
+    first = made.following(None, 0)
+    assert (first.after_steps, first.foreseen_s) == (0, None)
+    assert describe_dating(first) == "predicted before the first step"
+    times = replace(made.times, total_s=2 * made.times.total_s)
+    second = replace(made, times=times).following(first, 2)
+    third = replace(made, times=replace(times, total_s=1.0)).following(second, 7)
+    assert (third.after_steps, third.foreseen_s, third.foreseen_after_steps) == (7, made.times.total_s, 0)
+    assert f"foreseen before the first step: {format_seconds(made.times.total_s)}" in describe_dating(third)
+    late = replace(made, times=times).following(made.following(None, 1), 7)
+    assert "foreseen when the plan was chosen, after 1 step: " in describe_dating(late)
+    assert describe_dating(late) in replace(forecast_plan, forecast=late).explain()
+    assert made.following(made, 3).foreseen_s is None  # nothing is known of when that one was made
+
+
 def test_the_fingerprint_ignores_the_forecast_and_not_streaming(forecast_plan: Plan) -> None:
     assert replace(forecast_plan, forecast=None).fingerprint() == forecast_plan.fingerprint()
     chunks = tuple(replace(c, is_update_streamed=False) for c in forecast_plan.chunks)
@@ -94,6 +125,7 @@ def test_the_fingerprint_ignores_the_forecast_and_not_streaming(forecast_plan: P
         (lambda f: f["times"].pop("step_s"), "forecast, times has no 'step_s'"),
         (lambda f: f["times"].update(more_s=1), "forecast, times has unknown keys: more_s"),
         (lambda f: f.update(weighed_s="1"), "forecast: weighed_s must be a number"),
+        (lambda f: f.update(after_steps=-1), "forecast: after_steps must be an integer of at least 0"),
         (lambda f: f.update(alternatives={}), "forecast: alternatives must be a list"),
         (lambda f: f["alternatives"].append(3), "forecast, alternative .* must be an object, not int"),
         (lambda f: f["alternatives"][0].update(why=""), "forecast, alternative 0 has unknown keys: why"),

@@ -13,6 +13,7 @@ from lightning_elixir.core import device as core_device
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.types import Acquire
 from lightning_elixir.runtime.fetcher import Fetcher
+from lightning_elixir.runtime.sampling import StepSeconds
 from lightning_elixir.runtime.steps import Steps
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.metered import MeteredCpuDevice, use_metered_device
@@ -131,6 +132,28 @@ def test_waiting_is_no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = sampled(module)
     assert profile.compute_s == pytest.approx(0.03)
     assert [i.compute_s for i in profile.intervals[1:4]] == pytest.approx([0.01] * 3)
+    module.close()
+
+
+def test_all_that_was_timed_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several micro-batches `stats` has the last one."""
+    clock = Clock(monkeypatch, fetch_s=0.03, layer_s=0.01)
+    model = nn.Sequential(*(clock.layer() for _ in range(3)))
+    module, _ = build(monkeypatch, model, prefetch=False)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert module.engine.all_seconds == StepSeconds(0.0, 0.0)
+    for is_timed in (True, False, True, True):
+        module.engine.sample_times(is_timed)
+        before = module.stats().fetches
+        optimizer.backward(module(torch.ones(ROWS, WIDTH)).square().mean())
+    optimizer.step()
+    fetches = module.stats().fetches - before  # of each of the last two
+    seconds = module.engine.all_seconds
+    assert seconds.compute_s == pytest.approx(3 * 0.03)
+    assert module.stats().compute_s == pytest.approx(0.03)
+    assert seconds.exposed_wait_s > 2.5 * 0.03 * fetches
+    assert module.stats().exposed_wait_s == pytest.approx(0.03 * fetches)
+    assert module.engine.all_seconds == seconds  # reading adds nothing
     module.close()
 
 

@@ -25,6 +25,7 @@ from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import CHUNK, WIDTH, Block, Net, fit, make_data, make_trainer
 from tests.strategy.nets import BatchNormNet, ManualNet, ScheduledNet
+from tests.strategy.slow_steps import assert_all_micro_batches_are_measured
 
 pytestmark = pytest.mark.gpu
 
@@ -251,6 +252,10 @@ def test_metrics_and_report(tmp_path: Path) -> None:
     assert report["measured"]["peak_gpu_bytes"] > 0
     assert report["predicted"]["times"]["compute_s"] > 0
     assert report["measured"]["times"]["compute_s"] > 0
+
+
+def test_of_several_micro_batches_all_are_measured(tmp_path: Path) -> None:
+    assert_all_micro_batches_are_measured(tmp_path, {"gpu_memory_limit": "700KiB", **CHUNK}, **CUDA)
 
 
 def test_steps_that_are_not_logged_wait_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.strategy.nets import ManualNet
 
 CSVLogger = pl.loggers.CSVLogger
 
-SECONDS = {"elixir/step_s", "elixir/compute_s", "elixir/exposed_wait_s", "elixir/update_s", "elixir/adam_s"}
+SECONDS = {"elixir/step_s", "elixir/compute_s", "elixir/exposed_wait_s", "elixir/update_s", "elixir/host_update_s"}
 
 
 def _rows(folder: Path) -> list[dict[str, str]]:

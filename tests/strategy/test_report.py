@@ -17,12 +17,15 @@ from lightning_elixir.optim.execution import UpdateTimes
 from lightning_elixir.plan.hardware import BandwidthCurve, HardwareSpec, save_hardware
 from lightning_elixir.plan.io import load_plan
 from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.types import Forecast
+from lightning_elixir.report.markup import format_seconds
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.tiers import crossed
 from tests.strategy.models import CHUNK, TIGHT, Net, fit, make_data, make_trainer
 from tests.strategy.nets import MemoryLogger, TightNet
+from tests.strategy.slow_steps import SLOW_S, SlowNet, assert_all_micro_batches_are_measured
 
 AUTO: dict[str, Any] = {**CHUNK, "gpu_memory_limit": "96KiB"}
 FILES = ["plan.json", "report.html", "report.json"]
@@ -39,12 +42,22 @@ def _read(folder: Path) -> dict[str, Any]:
 def test_what_was_predicted_and_what_was_measured(tmp_path: Path) -> None:
     strategy = ElixirStrategy(**AUTO, report_dir=str(tmp_path / "a" / "b"))
     profiles: list[StepProfile] = []
+    host_update_s: list[float] = []
+    foreseen: list[float] = []
 
     class Looking(pl.Callback):
+        def on_after_backward(self, *args: Any) -> None:
+            assert strategy.plan.forecast is not None
+            foreseen.append(strategy.plan.forecast.times.total_s)
+
         def on_train_end(self, *args: Any) -> None:
             assert strategy._fit_run is not None
-            assert strategy._fit_run.warm_up.profile is not None
-            profiles.append(strategy._fit_run.warm_up.profile)
+            warm_up = strategy._fit_run.warm_up
+            timeline = warm_up.timeline(strategy.plan, is_waiting=False)
+            assert warm_up.profile is not None
+            assert timeline is not None
+            profiles.append(warm_up.profile)
+            host_update_s.append(timeline.host_update_s)
 
     _, _, run = fit(strategy, max_epochs=2, callbacks=[Looking()])
     report = _read(tmp_path / "a" / "b")
@@ -54,6 +67,16 @@ def test_what_was_predicted_and_what_was_measured(tmp_path: Path) -> None:
     assert load_plan(tmp_path / "a" / "b" / "plan.json").fingerprint() == strategy.plan.fingerprint()
     assert report["plan"]["fingerprint"] == strategy.plan.fingerprint()
     predicted, measured = report["predicted"], report["measured"]
+    # Brought up to date five steps after the plan had become final; the first one was made before any step.
+    assert (predicted["after_steps"], predicted["foreseen_after_steps"]) == (7, 0)
+    assert foreseen[0] == predicted["foreseen_s"] != predicted["step_s"] == foreseen[-1]
+    assert predicted["times"]["host_update_s"] == host_update_s[0] > 0
+    page = (tmp_path / "a" / "b" / "report.html").read_text()
+    assert "Brought up to date after 7 steps, by what they were seen to take" in page
+    assert f"foreseen before the first step: {format_seconds(foreseen[0])}" in page
+    assert "Device memory over one step" in page
+    assert "GPU memory" not in page
+    assert "after 7 steps" in strategy.plan.explain()
     assert predicted["hardware"] == HardwareSpec.nominal().name
     assert predicted["gpu_limit_bytes"] == 96 * 2**10
     assert predicted["times"]["total_s"] == predicted["step_s"] > 0
@@ -61,7 +84,8 @@ def test_what_was_predicted_and_what_was_measured(tmp_path: Path) -> None:
     assert measured["step_s"] > 0
     assert 12 <= measured["num_steps"] <= 14  # of 16: not those of the warm-up
     assert measured["times"]["compute_s"] > 0
-    assert measured["times"]["adam_s"] > 0
+    assert measured["times"]["update_s"] > 0
+    assert measured["times"]["host_update_s"] > 0
     assert measured["times"]["waiting_s"] >= 0
     # Chunks are padded alike, so these are the same to the byte.
     assert measured["bytes"]["cpu_param"] == predicted["bytes"]["host_param_bytes"]
@@ -77,7 +101,10 @@ def test_every_policy_has_a_timeline(tmp_path: Path, options: dict[str, Any]) ->
     report = _read(tmp_path / "r")
     assert report["predicted"]["times"]["compute_s"] > 0
     assert report["measured"]["num_steps"] > 3
-    assert 'aria-label="Lanes over one step"' in (tmp_path / "r" / "report.html").read_text()
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert 'aria-label="Lanes over one step"' in page
+    over = "Predicted when the run was over, by what its steps were seen to take."
+    assert (over if "placement_policy" in options else "Brought up to date after 7 steps") in page
 
 
 @pytest.mark.parametrize("is_measured", [False, True])
@@ -108,6 +135,46 @@ def test_accumulation_and_given_plan(tmp_path: Path) -> None:
     report = _read(tmp_path / "r")
     assert report["facts"]["micro-batches in a step"] == "2"
     assert report["facts"]["samples in a step"] == "8"
+
+
+def test_of_several_micro_batches_all_are_measured(tmp_path: Path) -> None:
+    assert_all_micro_batches_are_measured(tmp_path, TIGHT)
+
+
+def test_a_step_that_validation_interrupts_has_no_time(tmp_path: Path) -> None:
+    """What is left of it is not the whole step."""
+    steps: list[float] = []
+
+    class Looking(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            meter = trainer.strategy._fit_run._meter  # type: ignore[attr-defined]
+            steps.extend(meter._steady.step_s)
+            assert meter._steady.num_steps > len(steps)
+
+    strategy = ElixirStrategy(**TIGHT, report_dir=str(tmp_path / "r"))
+    options = {"accumulate_grad_batches": 4, "val_check_interval": 6, "limit_val_batches": 1}
+    fit(strategy, SlowNet, train=lambda: make_data(128), val=make_data, callbacks=[Looking()], **options)
+    assert steps
+    assert min(steps) > 4 * SLOW_S
+
+
+def test_what_was_foreseen_in_another_run_is_not_said_of_this_one(tmp_path: Path) -> None:
+    """A plan from a file was chosen before the first step."""
+    first = ElixirStrategy(**AUTO)
+    fit(first, max_epochs=2)
+    assert first.plan.forecast is not None
+    assert first.plan.forecast.after_steps == 7
+    foreseen: list[Forecast | None] = []
+
+    class Looking(pl.Callback):
+        def on_after_backward(self, *args: Any) -> None:
+            foreseen.append(strategy.plan.forecast)
+
+    strategy = ElixirStrategy(plan=first.plan, report_dir=str(tmp_path / "r"))
+    fit(strategy, max_epochs=2, callbacks=[Looking()])
+    assert foreseen[0] == replace(first.plan.forecast, after_steps=0, foreseen_s=None, foreseen_after_steps=None)
+    predicted = _read(tmp_path / "r")["predicted"]
+    assert (predicted["foreseen_s"], predicted["foreseen_after_steps"]) == (foreseen[0].times.total_s, 0)
 
 
 @crossed(how=[pytest.param(AUTO, id="auto"), pytest.param(TIGHT, id="cpu")], options=[{}, {"precision": "bf16-mixed"}])
@@ -148,7 +215,7 @@ class LateUpdates(pl.Callback):
     def on_before_optimizer_step(self, *args: Any) -> None:
         update_s = next(self.seconds)
         if update_s is not None:
-            self.over, self.running = None, UpdateTimes(update_s, update_s, 0, 0, 1)
+            self.over, self.running = None, UpdateTimes(update_s, update_s / 2, 0, 0, 1)
 
 
 def test_updates_that_are_over_later_count_once(tmp_path: Path) -> None:
@@ -160,7 +227,8 @@ def test_updates_that_are_over_later_count_once(tmp_path: Path) -> None:
     logged = [row.get("elixir/update_s") for _, row in logger.rows if "elixir/step_s" in row]
     assert logged == [None, 50, 9, 1, 2, 2, 3, 4]
     # The median of 9, 1, 2, 3 and 4: the steps of the warm-up say nothing about the others.
-    assert _read(tmp_path / "r")["measured"]["times"]["adam_s"] == 3
+    times = _read(tmp_path / "r")["measured"]["times"]
+    assert (times["update_s"], times["host_update_s"]) == (3, 1.5)
 
 
 def test_updates_of_which_nothing_is_known(tmp_path: Path) -> None:
@@ -169,7 +237,8 @@ def test_updates_of_which_nothing_is_known(tmp_path: Path) -> None:
     fit(strategy, callbacks=[LateUpdates([None] * 8), ElixirStatsMonitor()], logger=logger, log_every_n_steps=1)
     assert not any("elixir/update_s" in row for _, row in logger.rows)
     times = _read(tmp_path / "r")["measured"]["times"]
-    assert times["adam_s"] is None
+    assert times["update_s"] is None
+    assert times["host_update_s"] is None
     assert times["compute_s"] > 0
 
 

@@ -28,7 +28,7 @@ from tests.strategy.fabric_runs import Loop, make_fabric, run_steps, set_up, tra
 from tests.strategy.models import CHUNK, Net, fit, make_data
 from tests.strategy.nets import ManualNet
 
-_TIMES = UpdateTimes(update_s=1.0, adam_s=1.0, gpu_numel=0, streamed_numel=0, cpu_numel=100)
+_TIMES = UpdateTimes(update_s=1.0, host_update_s=1.0, gpu_numel=0, streamed_numel=0, cpu_numel=100)
 
 
 def _look(seen: list[UpdateTimes | None]) -> tuple[SteadyLook, list[bool]]:
@@ -40,8 +40,8 @@ def _look(seen: list[UpdateTimes | None]) -> tuple[SteadyLook, list[bool]]:
 
 def test_a_usual_step_counts() -> None:
     """Of five steps; the one that is over later is seen twice, and one had another optimizer's part alone."""
-    seen = [replace(_TIMES, adam_s=seconds) for seconds in (9.0, 2.0, 3.0)]
-    look, ends = _look([*seen, seen[-1], replace(_TIMES, adam_s=0.5, cpu_numel=10)])
+    seen = [replace(_TIMES, host_update_s=seconds) for seconds in (9.0, 2.0, 3.0)]
+    look, ends = _look([*seen, seen[-1], replace(_TIMES, host_update_s=0.5, cpu_numel=10)])
     assert ends == [False] * 4 + [True]
     assert look.host_update_s(100) == 3.0
     assert look.host_update_s(120) is None  # there is another optimizer, whose part was not seen
@@ -69,7 +69,7 @@ def test_two_threads_at_once_count_once() -> None:
     record.adopt(early)
     times = record.times()
     assert times is not None
-    assert times.adam_s == pytest.approx(1 + 4 + 1)
+    assert times.host_update_s == pytest.approx(1 + 4 + 1)
 
 
 class Slow(pl.Callback):
@@ -97,7 +97,7 @@ def _fit(callback: Slow, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tup
 
     def last_step_times(optimizer: ElixirOptimizer) -> UpdateTimes:
         foreseen = getattr(strategy._fit_run, "foreseen", 0.0)
-        return replace(_TIMES, update_s=float(next(number)), adam_s=callback.factor * foreseen, cpu_numel=10**9)
+        return replace(_TIMES, update_s=float(next(number)), host_update_s=callback.factor * foreseen, cpu_numel=10**9)
 
     monkeypatch.setattr(ElixirOptimizer, "last_step_times", property(last_step_times))
     _, _, run = fit(strategy, Net, callbacks=[callback], train=lambda: make_data(96), **options)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor
 from lightning_elixir._lightning import Callback, Trainer
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.plan.hardware import HardwareSpec, save_hardware
-from lightning_elixir.plan.types import UpdateTiming
+from lightning_elixir.plan.io import load_plan
+from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.stepping import speculation
 from lightning_elixir.strategy import ElixirStrategy, shared_plans, steady_look
 from tests.helpers.dist import run_ranks
@@ -236,6 +238,34 @@ def test_the_forecast_tells_of_steps_that_wait_for_the_norm(monkeypatch: pytest.
     assert len({fingerprint for fingerprint, *_ in settled}) == 1
     usual, waiting = ({total_s for _, waits, total_s in settled if waits is which} for which in (False, True))
     assert len(usual) == len(waiting) == 1  # which is longer depends on how much computing there is to hide behind
+
+
+def test_after_the_fit_the_plan_and_the_report_go_on_to_tell_of_steps_that_wait(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Reader(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            told.append(trainer.strategy.plan)
+
+    told: list[Plan] = []
+    save_hardware(replace(HardwareSpec.nominal(), cpu_adam_numel_per_s=1e6), tmp_path / "slow.json")
+    monkeypatch.setattr(shared_plans, "LEAST_GAIN", 1.0)
+    kept = ElixirStrategy(gpu_memory_limit="96KiB", hardware=tmp_path / "slow.json", report_dir=str(tmp_path / "r"))
+    clipped = {"gradient_clip_val": 1e-3, "train": lambda: make_data(48), **BF16}
+    with slow_updates(monkeypatch, 0.001):
+        trainer, module, _ = fit(kept, AheadNet, callbacks=[Reader()], **clipped)
+    last = told[-1].forecast
+    assert last is not None
+    assert last.binding.startswith("the norm")
+    assert kept.plan.forecast == last != kept._engine.plan.forecast
+    predicted = json.loads((tmp_path / "r" / "report.json").read_text())["predicted"]
+    assert predicted["times"] == asdict(last.times) | {"host_update_s": predicted["times"]["host_update_s"]}
+    assert (predicted["step_s"], predicted["binding"]) == (last.times.total_s, last.binding)
+    assert load_plan(tmp_path / "r" / "plan.json").forecast == last
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, make_data(4))  # one step, which does not wait
+    assert kept.plan.forecast is not None
+    assert not kept.plan.forecast.binding.startswith("the norm")
 
 
 class WithdrawingNet(AheadNet):
