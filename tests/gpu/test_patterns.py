@@ -82,9 +82,9 @@ def test_models_under_a_trainer(name: str) -> None:
         need_experts_in_one_module()
     expected = fit_plain(kind, world // tensor, "gpu", **of_trainer)
     # A GPU has room for all replicas of models of this size: nothing is evicted, unlike in the cases above.
-    found, _ = run_ranks(
-        fit, world, kind, tensor, expert, options, of_trainer, "gpu", device="cuda", init_group=False
-    )[0]
+    found, _ = run_ranks(fit, world, kind, tensor, expert, options, of_trainer, "gpu", device="cuda", init_group=False)[
+        0
+    ]
     assert difference(found, expected) < CLOSE
 
 
