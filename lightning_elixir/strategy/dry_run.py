@@ -2,21 +2,17 @@
 
 [Note: dry run] A copy of the LightningModule gets stand-ins for the batch, and nothing is computed
 (`profiling/fake_step.py`). The user's code must not notice: what it counts, it counts in the copy; what it logs and
-prints goes nowhere; what it changes in its classes, its files' globals, the environment, the batch and the like is put
-back (`strategy/put_back.py`), as are random states and context variables; the copy's trainer, optimizers and schedulers
-tell figures, such as `global_step` and the learning rate, and refuse everything else. Numbers that the code reads from
-tensors are taken to be 1, and answers no. Where all this does not do, or the code can get at what would be gone for
-good, such as what a Python generator yields, there is no dry run, and the first step is watched instead
-(`strategy/warm_up.py`). Done once more is what the code does outside of the process, such as lines in files; what it
-changes in objects of libraries, but for those of a few kinds; what it changes through names that its own code does not
-show; and what another thread's code, which the user has written, can change as well. Tensors without values that
-something still holds afterwards end the fit: training would go on with them, unnoticed.
+prints goes nowhere; what it changes in its classes, its files' globals, the batch and the like is put back
+(`strategy/put_back.py`), as are random states; the copy's trainer, optimizers and schedulers tell figures, such as
+`global_step` and the learning rate, and refuse everything else. Numbers that the code reads from tensors are taken to
+be 1, and answers no. Where all this does not do, there is no dry run, and the first step is watched instead
+(`strategy/warm_up.py`). What the code does outside of the process, such as lines in files, it does once more. Tensors
+without values that something still holds afterwards end the fit: training would go on with them, unnoticed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import enum
 import functools
 import io
@@ -43,7 +39,6 @@ from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.fake_step import profile_memory
 from lightning_elixir.profiling.known_values import guess_values
 from lightning_elixir.strategy.put_back import PutBack, left_behind
-from lightning_elixir.strategy.users_code import reach_of_step
 
 _PLAIN = (bool, int, float, str, bytes, enum.Enum, timedelta, torch.device, torch.dtype, type(None))
 _COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators
@@ -86,8 +81,7 @@ def dry_run(
                 master_weights=False,  # what is kept has been decided
                 blocks=blocks,
             )
-            # What the step sets in context variables, it sets in a copy of them.
-            profile = contextvars.copy_context().run(_profiled, module, args, loss_of, made, figures)
+            profile = _profiled(module, args, loss_of, made, figures)
         except (Exception, SystemExit) as error:
             reason = _first_line(error.__cause__ or error)
     # Not before the exception, and what it holds, is gone.
@@ -271,7 +265,16 @@ def _unnoticed(module: LightningModule, args: Sequence[Any]) -> Iterator[None]:
     """What happens inside leaves no trace in the process; what is compiled runs as it is."""
     device = module.device
     states, disabled, said_once = capture_random_states(device), logging.root.manager.disable, _said_once()
-    there = _noted(module, args)
+    there = PutBack()
+    there.skip(module.trainer)
+    there.add_model(module)
+    there.add(tuple(args))
+    for optimizer in module.trainer.optimizers:
+        there.skip(optimizer)
+        there.add(optimizer.param_groups)
+    for config in module.trainer.lr_scheduler_configs:
+        there.add(vars(config.scheduler))
+    there.add_code_of(module)  # the last, since other threads may change globals
     out, err, stdin, stop = io.StringIO(), io.StringIO(), sys.stdin, sys.breakpointhook
     logging.disable(max(disabled, logging.CRITICAL))
     for name, method in said_once.items():  # else nothing would be said in the real step
@@ -289,26 +292,6 @@ def _unnoticed(module: LightningModule, args: Sequence[Any]) -> Iterator[None]:
         logging.disable(disabled)
         there.put_back()
         restore_random_states(states, device)
-
-
-def _noted(module: LightningModule, args: Sequence[Any]) -> PutBack:
-    """All that the step may change, beside random states. Raises `PlanError` where some of it cannot be put back."""
-    there = PutBack(partial(reach_of_step, module, tuple(args)))
-    try:
-        there.skip(module.trainer)
-        there.add_model(module)
-        there.add(tuple(args))
-        for optimizer in module.trainer.optimizers:
-            there.skip(optimizer)
-            there.add(optimizer.param_groups)
-        for config in module.trainer.lr_scheduler_configs:
-            there.add(vars(config.scheduler))
-        there.add_process()
-        there.add_code_of(module)  # the last, since other threads may change globals
-    except BaseException:
-        there.put_back()  # nothing has run, but there are copies in the place of some things
-        raise
-    return there
 
 
 def _said_once() -> dict[str, Any]:

@@ -1,102 +1,80 @@
 """What a user's code can change outside of a copy of its model: noted down, and put back.
 
-Other threads may change the same things meanwhile, and what they do must not be undone. So of globals, classes and the
-model's attributes, what the user's code in another thread can get at (`users_code.py`) stays as it is; only what holds
-tensors of the dry run is put back there, which no other thread can have made. The batch belongs to the training alone,
-and is always put back. Objects of classes that are not the user's are left alone, but for those of a few classes that
-are known.
+Other threads may change the same things meanwhile, and what they do must not be undone: while there are any but those
+of known libraries, of globals and classes only what holds tensors of the dry run is put back, which no other thread can
+have put there. The batch and the model belong to the training, and are always put back. Queues, and objects of classes
+that are not the user's, are left alone always.
 """
 
 from __future__ import annotations
 
 import collections
-import contextvars
 import functools
 import gc
-import os
+import random
 import sys
+import sysconfig
+import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_elixir.errors import PlanError
-from lightning_elixir.strategy.kept_states import REFILLED, Undo, copy_of, goes_on, items_of, note_of, refill
-from lightning_elixir.strategy.users_code import (
-    Reach,
-    attributes_of,
-    classes_of,
-    content_of,
-    files_of,
-    held_by,
-    is_users,
-    reach_of_other_threads,
-    slots_of,
+_CONTAINERS = (
+    list,
+    dict,
+    set,
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.Counter,
 )
-
-_PYTHONS = ("builtins", "collections")
-_UNCHANGING = (type, types.ModuleType, str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+_LIBRARIES = frozenset(
+    {"torch", "torchvision", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_elixir"}
+)
+# Threads that change nothing of the user's: ours, the progress bar's, and the one that locks pages of batches.
+_HARMLESS_THREADS = ("elixir-", "TMonitor", "_pin_memory_loop")
+_INSTALLED = ("site-packages", "dist-packages")
 _DEEPEST = 6
 _MOST_WALKED = 10_000  # items of one container
 _MOST_NOTED = 100_000  # things in all
+_MOST_COPIED_BYTES = 16 << 20  # of one array
 
 
 class PutBack:
     """Notes what is there when it is added, and puts that back.
 
-    It follows containers, attributes, and what functions keep from where they were made. Of arrays, tensors and the
-    like up to 16 MiB it keeps a copy (`kept_states.py`); larger arrays of NumPy cannot be written to until `put_back`.
-    What goes on by itself and cannot be set back has a copy in its place until then. Parameters are passed over.
-
-    Args:
-        reach_of_step: Finds what the code that is going to run can get at. It is asked where something cannot be put
-            back; None: nothing is refused.
+    It follows containers, attributes, and what functions keep from where they were made. Of arrays and tensors up to
+    16 MiB it keeps a copy; larger arrays of NumPy cannot be written to until `put_back`. Parameters are passed over.
     """
 
-    def __init__(self, reach_of_step: Callable[[], Reach] | None = None) -> None:
-        self._reach_of_step = reach_of_step
-        self._step: Reach | None = None  # once it has been asked for
-        self._others = reach_of_other_threads()
-        self._is_shared = False  # whether what is added now may be changed by other threads too
-        self._undo: list[Undo] = []
+    def __init__(self) -> None:
+        self._is_alone = not any(map(_may_change_things, threading.enumerate()))
+        self._is_sure = True  # that what is added now is changed by this thread alone
+        self._undo: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}  # kept alive: ids must stay theirs
-        self._copies: dict[int, Any] = {}  # by the id of what they stand for
 
     def skip(self, value: object) -> None:
         """Have it as it is, with all that can be reached through it alone."""
         self._seen[id(value)] = value
 
     def add_code_of(self, model: nn.Module) -> None:
-        """Add the attributes of the model's classes, and the names in their files and in the user's own.
-
-        Raises:
-            PlanError: The step can get at what cannot be put back.
-        """
-        self._is_shared = True
-        for one in classes_of(model) - {object}:
-            self._add_names(one, vars(one), partial(setattr, one), partial(delattr, one))
-        files = files_of(model)
+        """Add the attributes of the model's classes, and the names in their files and in the user's own."""
+        self._is_sure = self._is_alone
+        classes = {c for module in model.modules() for c in type(module).__mro__ if not _is_library(c.__module__)}
+        for one in classes - {object}:
+            self._add_names(
+                dict(vars(one)), vars(one), functools.partial(setattr, one), functools.partial(delattr, one)
+            )
+        files = {c.__module__ for c in classes}
         for name, module in list(sys.modules.items()):
-            if isinstance(module, types.ModuleType) and (name in files or is_users(name)):
-                self._add_attributes(vars(module), 0)
-
-    def add_process(self) -> None:
-        """Add the process's environment."""
-        before = dict(os.environ)
-
-        def undo() -> None:
-            now = dict(os.environ)
-            if now != before:
-                for name in now.keys() - before.keys():
-                    del os.environ[name]
-                os.environ.update({name: value for name, value in before.items() if now.get(name) != value})
-
-        self._undo.append(undo)
+            if isinstance(module, types.ModuleType) and (name in files or _is_users(name, module)):
+                names = vars(module)
+                self._add_names(dict(names), names, names.__setitem__, names.__delitem__)
 
     def add_model(self, model: nn.Module) -> None:
         """Add the attributes of its modules, other than parameters, buffers and modules."""
@@ -105,27 +83,33 @@ class PutBack:
             self.skip(module)
             for name in ("_parameters", "_buffers", "_modules"):
                 self.skip(vars(module)[name])
-        self._is_shared = True
         for module in modules:
-            self._add_attributes(vars(module), 0)
-        self._is_shared = False
+            self._add_container(vars(module), 0)
 
     def add(self, value: Any, depth: int = 0) -> None:
-        """Add whatever can change in a value.
-
-        Raises:
-            PlanError: The step can get at what cannot be put back.
-        """
-        if isinstance(value, _UNCHANGING) or id(value) in self._seen or len(self._seen) > _MOST_NOTED:
+        """Add whatever can change in a value."""
+        if len(self._seen) > _MOST_NOTED:
+            return
+        if id(value) in self._seen or isinstance(value, (type, types.ModuleType, str, bytes, int, float, type(None))):
             return
         self.skip(value)
-        note = None if type(value) in (list, dict, tuple) else note_of(value)
-        if note is not None:
-            undo = note(value) if self._is_ours(value) else None
-            if undo is not None:
-                self._undo.append(undo)
-        elif depth < _DEEPEST:
-            self._add_within(value, depth)
+        if isinstance(value, Tensor) or _is_array(value) or _is_generator(value):
+            if self._is_sure:
+                self._add_values(value)
+        elif depth >= _DEEPEST:
+            return
+        elif type(value) in _CONTAINERS:
+            self._add_container(value, depth)
+        elif isinstance(value, tuple):
+            self._add_all(value, depth)
+        else:
+            self._add_all(_reached_by(value), depth)
+            is_users = _is_users(type(value).__module__, sys.modules.get(type(value).__module__))
+            if is_users or isinstance(value, (nn.Module, DataLoader, Dataset, Sampler)):
+                attributes = getattr(value, "__dict__", None)
+                if type(attributes) is dict and not isinstance(value, types.FunctionType):
+                    self.skip(attributes)
+                    self._add_container(attributes, depth)
 
     def put_back(self) -> None:
         """Have everything as it was when it was added."""
@@ -133,141 +117,113 @@ class PutBack:
             undo()
         self._undo.clear()
 
-    def _is_ours(self, value: object) -> bool:
-        return not (self._is_shared and self._others.has(value))
-
-    def _add_within(self, value: Any, depth: int) -> None:
-        """Add what a container, a function or an object has."""
-        if isinstance(value, tuple):
-            self._add_all(value, depth)
-        elif type(value) in (list, dict, set):  # as most are
-            self._add_container(value, depth)
-            return
-        elif isinstance(value, REFILLED) and (type(value).__module__ in _PYTHONS or is_users(type(value).__module__)):
-            self._add_container(value, depth)
-        self._add_all(held_by(value), depth)
-        if isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                self._add_cell(cell)
-        elif isinstance(value, contextvars.ContextVar):
-            self.add(value.get(None), depth + 1)  # the variable itself is kept by `contextvars.copy_context`
-        attributes, slots = attributes_of(value), slots_of(value)
-        if attributes is not None:
-            self.skip(attributes)
-            self._add_attributes(attributes, depth)
-        if slots:
-            self._add_slots(value, slots, depth)
-        if attributes is None and not slots and goes_on(value) and self._is_in_reach(value):
-            raise PlanError(
-                f"training_step can get at a {type(value).__name__}"
-                f" ({getattr(value, '__qualname__', type(value).__module__)}), and what it takes from that in a dry run"
-                " cannot be put back"
-            )
-
-    def _is_in_reach(self, value: object) -> bool:
-        if self._step is None and self._reach_of_step is not None:
-            self._step = self._reach_of_step()
-        return self._step is not None and self._step.has(value)
-
     def _add_all(self, values: Iterable[Any], depth: int) -> None:
         for value in values:
             self.add(value, depth + 1)
 
-    def _stand_in(self, value: Any) -> Any:
-        """What is there in the place of a value for now: mostly the value itself."""
-        if id(value) in self._copies:
-            return self._copies[id(value)]
-        other = copy_of(value)
-        if other is None or not self._is_ours(value):
-            return value
-        self.skip(value)
-        self._copies[id(value)] = other
-        return other
+    def _add_values(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._add_tensor(value)
+        elif _is_array(value):
+            self._add_array(value)
+        else:
+            self._undo.append(_state_of(value))
 
     def _add_container(self, container: Any, depth: int) -> None:
         is_dict = isinstance(container, dict)
-        before, is_sure = items_of(container), self._is_ours(container)
+        before, is_sure = list(container.items()) if is_dict else list(container), self._is_sure
 
         def undo() -> None:
-            now = items_of(container)
-            if not _is_same(now, before, in_pairs=is_dict) and (is_sure or (_holds_fakes(now) and not is_queue)):
-                refill(container, before)
+            now = list(container.items()) if is_dict else list(container)
+            if not _is_same(now, before, in_pairs=is_dict) and (is_sure or _holds_fakes(now)):
+                container.clear()
+                container.update(before) if isinstance(container, (dict, set)) else container.extend(before)
 
-        is_queue = isinstance(container, collections.deque)  # other threads may count on what comes out of it
         self._undo.append(undo)
-        if len(before) > _MOST_WALKED:
-            return
-        values = [value for _, value in before] if is_dict else before
-        if not isinstance(container, set) and is_sure:
-            for place, value in before if is_dict else enumerate(before):
-                if (other := self._stand_in(value)) is not value:
-                    container[place] = other
-        self._add_all(values, depth)
-
-    def _add_attributes(self, names: dict[str, Any], depth: int) -> None:
-        self._add_names(names, names, names.__setitem__, names.__delitem__, depth)
+        if len(before) <= _MOST_WALKED:
+            self._add_all([value for _, value in before] if is_dict else before, depth)
 
     def _add_names(
-        self,
-        owner: object,
-        names: Mapping[str, Any],
-        put: Callable[[str, Any], None],
-        remove: Callable[[str], None],
-        depth: int = 0,
+        self, before: dict[str, Any], names: Any, put: Callable[[str, Any], None], remove: Callable[[str], None]
     ) -> None:
-        before, others, is_shared = dict(names), self._others, self._is_shared
-
-        def is_ours(name: str, value: object = None) -> bool:
-            return not (is_shared and others.has_name(owner, name)) or _holds_fakes([value])
+        is_sure = self._is_sure
 
         def undo() -> None:
             for name, value in list(names.items()):
                 is_new = name not in before and not name.startswith("__") and not isinstance(value, types.ModuleType)
-                if is_new and is_ours(name, value):
+                if is_new and (is_sure or _holds_fakes([value])):
                     remove(name)
             for name, value in before.items():
                 now = names.get(name, undo)
-                if not name.startswith("__") and now is not value and is_ours(name, now):
+                if not name.startswith("__") and now is not value and (is_sure or _holds_fakes([now])):
                     put(name, value)
 
         self._undo.append(undo)
-        for name, value in before.items():
-            if name.startswith("__"):
-                continue
-            if (other := self._stand_in(value)) is not value and is_ours(name):
-                put(name, other)
-            self.add(value, depth + 1)
+        self._add_all([value for name, value in before.items() if not name.startswith("__")], 0)
 
-    def _add_slots(self, value: Any, before: dict[str, Any], depth: int) -> None:
-        put, is_sure = partial(object.__setattr__, value), self._is_ours(value)
-
-        def undo() -> None:
-            now = slots_of(value)
-            for name in now.keys() | before.keys():
-                is_changed = now.get(name, undo) is not before.get(name, undo)
-                if is_changed and (is_sure or _holds_fakes([now.get(name)])):
-                    put(name, before[name]) if name in before else object.__delattr__(value, name)
-
-        self._undo.append(undo)
-        for name, one in before.items():
-            if is_sure and (other := self._stand_in(one)) is not one:
-                put(name, other)
-        self._add_all(before.values(), depth)
-
-    def _add_cell(self, cell: types.CellType) -> None:
-        """Add a variable of an enclosing function: `nonlocal` may have it stand for something else."""
-        before = content_of(cell)
-        if id(cell) in self._seen or not before or not self._is_ours(cell):
+    def _add_tensor(self, tensor: Tensor) -> None:
+        if isinstance(tensor, nn.Parameter) or type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return
-        self.skip(cell)
+        if tensor.requires_grad or tensor.untyped_storage().nbytes() > _MOST_COPIED_BYTES or tensor.is_inference():
+            return
+        before, version = tensor.detach().clone(), tensor._version
 
         def undo() -> None:
-            if [id(one) for one in content_of(cell)] != [id(before[0])]:
-                cell.cell_contents = before[0]
+            if tensor._version != version:
+                tensor.detach().copy_(before)
 
         self._undo.append(undo)
-        if (other := self._stand_in(before[0])) is not before[0]:
-            cell.cell_contents = other
+
+    def _add_array(self, array: Any) -> None:
+        if not array.flags.writeable or array.dtype.hasobject:
+            return
+        if array.nbytes > _MOST_COPIED_BYTES:
+            array.flags.writeable = False
+            self._undo.append(functools.partial(array.setflags, write=True))
+            return
+        self._undo.append(functools.partial(array.__setitem__, ..., array.copy()))
+
+
+def _reached_by(value: Any) -> list[Any]:
+    """What a function, a method, a reference or something of the kind has at hand."""
+    if isinstance(value, types.FunctionType):
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [content for cell in value.__closure__ or () for content in _content(cell)] + defaults
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    return [value()] if isinstance(value, weakref.ref) else []
+
+
+def _may_change_things(thread: threading.Thread) -> bool:
+    is_harmless = any(name in thread.name for name in _HARMLESS_THREADS)
+    return thread is not threading.current_thread() and not is_harmless
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, (torch.Generator, random.Random)) or hasattr(type(value), "bit_generator")
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # which need not be there
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _content(cell: types.CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # it is empty
+        return []
+
+
+def _state_of(generator: Any) -> Callable[[], object]:
+    """Puts back the state that a generator of random numbers has now."""
+    if isinstance(generator, torch.Generator):
+        return functools.partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
 
 
 def _is_same(now: list[Any], before: list[Any], *, in_pairs: bool) -> bool:
@@ -276,6 +232,26 @@ def _is_same(now: list[Any], before: list[Any], *, in_pairs: bool) -> bool:
     if in_pairs:
         return all(a[0] is b[0] and a[1] is b[1] for a, b in zip(now, before, strict=True))
     return all(a is b for a, b in zip(now, before, strict=True))
+
+
+def _is_library(module_name: str) -> bool:
+    return module_name.partition(".")[0] in _LIBRARIES or module_name == "builtins"
+
+
+def _is_users(name: str, module: types.ModuleType | None) -> bool:
+    """Whether a loaded module is neither Python's own nor installed."""
+    if name == "__main__":
+        return True
+    path = getattr(module, "__file__", None)
+    if not isinstance(path, str) or _is_library(name) or any(part in path for part in _INSTALLED):
+        return False
+    return not path.startswith(_folders_of_python())
+
+
+@functools.cache
+def _folders_of_python() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return paths["stdlib"], paths["platstdlib"]
 
 
 def left_behind(made: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import logging
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
@@ -30,9 +31,10 @@ from lightning_elixir.plan.kept_dtypes import kept_in
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.profiling.fake_step import profile_memory
-from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy import ElixirStrategy, put_back
 from lightning_elixir.strategy import fit_run as fit_run_module
 from lightning_elixir.strategy.dry_run import dry_run
+from lightning_elixir.strategy.put_back import PutBack
 from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import run_ranks
 from tests.strategy.models import (
@@ -541,7 +543,9 @@ class ChangingAll(Net):
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_what_the_step_changes_elsewhere_is_put_back(profiles: list[Any]) -> None:
+def test_what_the_step_changes_elsewhere_is_put_back(profiles: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(put_back, "_may_change_things", lambda thread: False)  # threads that other tests have left
+
     def run(strategy: Any) -> Any:
         global num_global_steps, global_generator
         num_global_steps = ChangingAll.num_steps = 0
@@ -694,6 +698,32 @@ def test_it_waits_for_no_other_rank() -> None:
     found = run_ranks(_talking, 2, init_group=False)
     assert [losses for losses, _ in found] == run_ranks(_ddp, 2, init_group=False)
     assert "training_step talks to other ranks" in found[0][1][0]
+
+
+def test_what_other_threads_do_meanwhile_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what holds tensors without values is put back then."""
+    others, may_change = set(threading.enumerate()), put_back._may_change_things
+    monkeypatch.setattr(put_back, "_may_change_things", lambda thread: thread not in others and may_change(thread))
+    counts, cache, feed = {"n": 0}, {"mask": None}, collections.deque([1])
+    with FakeTensorMode():
+        fake = torch.zeros(3)
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait, daemon=True)
+    for is_alone in (True, False):
+        if not is_alone:
+            thread.start()
+        there = PutBack()
+        there._is_sure = there._is_alone  # as for globals
+        there.add([counts, cache, feed])
+        counts["n"] += 1
+        cache["mask"] = fake  # type: ignore[assignment]
+        feed.append(2)
+        there.put_back()
+        assert cache == {"mask": None}
+        assert counts == {"n": 0 if is_alone else 1}
+    assert list(feed) == [1, 2, 2]  # a queue belongs to threads
+    is_over.set()
+    thread.join()
 
 
 def test_batches_and_models_are_put_back_beside_other_threads(profiles: list[Any]) -> None:
