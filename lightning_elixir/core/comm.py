@@ -38,6 +38,7 @@ other bits for other chunk sizes).
 from __future__ import annotations
 
 import copy
+import ctypes
 import pickle
 import threading
 import time
@@ -55,7 +56,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_elixir.core.own_groups import Ending, OwnGroups, destroy_dropped, leave_open
 from lightning_elixir.core.peers import Process, Roster, Watch
 from lightning_elixir.core.storages import storage_use_count
 from lightning_elixir.core.waits import (
@@ -286,6 +286,9 @@ _LONGEST_LETTING_GO_S = 1.0
 # How long a rank that leaves waits for reductions that it has issued.
 _LONGEST_END_S = 2.0
 
+# Groups with a message under way that must not be waited for, and that message: see `_leave_open`.
+_LEFT_OPEN: list[tuple[dist.ProcessGroup, dist.Work]] = []
+
 
 def _wait_until_let_go(storage: torch.UntypedStorage, num_uses: int) -> None:
     """Wait until a collective that is over has let go of its tensors: gloo's thread does so a little later, on a loaded
@@ -308,9 +311,6 @@ class _MeanOfSlices:
 
     def __init__(self, comm: GroupComm, work: dist.Work, received: Tensor, shard: Tensor, number: int) -> None:
         self._comm = comm
-        self._own = comm.own
-        self._group: dist.ProcessGroup | None = comm._reduce  # as long as it is under way: see `_destroy_groups`
-        self._own.begin(comm._reduce)
         self._number = number  # among the collectives
         self.work: dist.Work | None = work  # as long as there is one, its connections are
         self._received = received  # [world_size, shard numel]
@@ -320,18 +320,6 @@ class _MeanOfSlices:
         work = self.work  # which another thread may take away
         return work is None or work.is_completed()
 
-    def give_up(self) -> None:
-        """Its group is left."""
-        work, self.work = self.work, None
-        if work is not None and self._group is not None and not work.is_completed():
-            leave_open(self._group, work)
-        self._end()
-
-    def _end(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            self._own.end(group)
-
     def wait(self) -> object:
         work = self.work
         if work is None:  # given up with its groups: new ones, for which others may be waiting, know nothing of it
@@ -339,7 +327,6 @@ class _MeanOfSlices:
         with self._comm.collective():
             self._comm.finish(work, self._comm._reduce, number=self._number)
         self.work = None
-        self._end()
         rows = self._received.unbind(0)
         total = rows[0].to(torch.promote_types(torch.float32, self._shard.dtype), copy=True)
         for row in rows[1:]:
@@ -368,7 +355,6 @@ class GroupComm:
     Args:
         group: The ranks. Every one of them must construct its `GroupComm` at the same point. With NCCL it is the data
             group as well, since each takes memory of the device; with gloo, the data group can be closed by itself.
-        own: What the group was made with, if it was for this one: it is the data group in any case.
         device: Where collectives of the data and reduce groups take their tensors.
         timeout: How long control messages wait for the slowest rank; None: torch's default of the backend.
         beside: All groups that are made at this point, by all ranks of the default group, this one among them. None:
@@ -383,10 +369,9 @@ class GroupComm:
         timeout: timedelta | None = None,
         beside: Sequence[list[int]] | None = None,
         *,
-        own: OwnGroups | None = None,
         has_reductions: bool = True,
     ) -> None:
-        self._name = group.group_name
+        self._given = group
         self._beside = beside
         self._has_reductions = has_reductions
         self._linked: weakref.WeakSet[GroupComm] = weakref.WeakSet()  # they leave with this one
@@ -399,39 +384,33 @@ class GroupComm:
         self._ranks = dist.get_process_group_ranks(group)
         self._first = self._ranks[0]
         self._line = line_of_process()
-        self._reset(own)
-        self._open(group if own is not None or self._backend != "gloo" else None)
+        self._reset()
+        self._open()
 
-    def _reset(self, own: OwnGroups | None = None) -> None:
+    def _reset(self) -> None:
         self._lock = threading.RLock()
         self._watch: Watch | None = None
         self._loss: PeerLostError | None = None
-        self._is_closed = False
-        self.own = own if own is not None else OwnGroups()
-        self.own.leave_behind(self, self._line.left_behind)
         self._reductions: weakref.WeakSet[_MeanOfSlices] = weakref.WeakSet()
         self._place = Place("", self._ranks)
         self._call = SETUP
         self._has_own_error = False  # on its way, and left for
 
-    def _open(self, data: dist.ProcessGroup | None = None) -> None:
-        """Make what groups it needs.
-
-        Args:
-            data: What is the data group already.
-        """
-        name = f"{self._name} {self._is_apart}"
+    def _open(self) -> None:
+        name = f"{self._given.group_name} {self._is_apart}"
         with self._line.opening(name, self._ranks, Call("ElixirModule(), or the first call of a Trainer")):
-            destroy_dropped(self._line.left_behind)
-            self._open_groups(data)
+            self._open_groups()
         if not self._is_apart:
             self._line.add(self._place, self)
 
-    def _open_groups(self, data: dist.ProcessGroup | None) -> None:
+    def _open_groups(self) -> None:
         if not self._is_apart:
-            self._data = data if data is not None else self._new_group(self._backend)
-            self._reduce = self._new_group(self._backend) if self._has_reductions else self._data
-        self._control = self._new_group("gloo")
+            is_own = self._backend == "gloo"
+            self._data = _new_group(self._ranks, self._timeout, self._backend, self._beside) if is_own else self._given
+            self._reduce = self._data
+            if self._has_reductions:
+                self._reduce = _new_group(self._ranks, self._timeout, self._backend, self._beside)
+        self._control = _new_group(self._ranks, self._timeout, "gloo", self._beside)
         # Names come again where a process group is made anew over the same store, with what was written there.
         told = self._exchange_values((Process.this(), uuid.uuid4().hex))
         self._roster = Roster(f"{self._control.group_name}/{told[0][1]}", self.rank)
@@ -442,9 +421,6 @@ class GroupComm:
             lose = partial(_lose, weakref.ref(self))
             self._watch = Watch(self._roster.is_anyone_gone, lose, self._roster.tell_orderly_end)
             weakref.finalize(self, self._watch.stop)
-
-    def _new_group(self, backend: str) -> dist.ProcessGroup:
-        return self.own.make(self._ranks, self._timeout, backend, self._beside)
 
     def connect(self, nbytes: int) -> None:
         # NCCL connects peers at the first message of a kind and size, and blocks the host until both are there: in
@@ -643,7 +619,7 @@ class GroupComm:
                 wait.check()
         except BaseException as error:
             if not work.is_completed():  # it may never be
-                leave_open(group, work)
+                _leave_open(group, work)
             self._explain(wait, error)
             raise
         finally:
@@ -675,12 +651,11 @@ class GroupComm:
         if len(groups[0]) == 1:
             return SoloComm()
         named = [[self._ranks[rank] for rank in ranks] for ranks in groups]
-        ranks = next(ranks for ranks in named if self._ranks[self.rank] in ranks)
-        own = OwnGroups()
+        own = next(ranks for ranks in named if self._ranks[self.rank] in ranks)
         beside = named if self.world_size == dist.get_world_size() else None
         with self.collective():
-            group = own.make(ranks, self._timeout, self._backend, beside)
-        made = GroupComm(group, self._device, self._timeout, beside, own=own, has_reductions=has_reductions)
+            group = _new_group(own, self._timeout, self._backend, beside)
+        made = GroupComm(group, self._device, self._timeout, beside, has_reductions=has_reductions)
         for other in (self, *self._linked):
             made._linked.add(other)
             other._linked.add(made)
@@ -725,8 +700,6 @@ class GroupComm:
         Raises:
             PeerLostError: It has failed, or an earlier one has.
         """
-        if self._is_closed:
-            raise StateError("this needs the other ranks, and close() was called: what it belongs to has ended")
         if self._loss is not None:
             self._open_again()
         if call is not None:
@@ -785,7 +758,7 @@ class GroupComm:
     def _leave(self, error: BaseException) -> bool:
         """Returns whether this was not left yet."""
         with self._lock:
-            if self._loss is not None or self._is_closed:
+            if self._loss is not None:
                 return False
             if isinstance(error, PeerLostError):
                 self._loss = error.with_traceback(None)
@@ -819,17 +792,22 @@ class GroupComm:
             for group in () if self._is_apart else (self._data, self._reduce):
                 with suppress(Exception):
                     group._get_backend(self._device).abort()
-        self._destroy_groups(Ending.LEFT)
-
-    def _destroy_groups(self, ending: Ending) -> None:
+        _destroy(self._control)
+        del self._control
+        if self._is_apart:
+            return
         deadline = time.monotonic() + _LONGEST_END_S
         while [r for r in list(self._reductions) if not r.is_over()] and time.monotonic() < deadline:
             time.sleep(0.01)
         for reduction in list(self._reductions):
-            reduction.give_up()
-        self.own.destroy(ending)
-        for name in ("_control", "_data", "_reduce"):  # a group with a reference to it is not closed
-            vars(self).pop(name, None)
+            work, reduction.work = reduction.work, None
+            if work is not None and not work.is_completed():
+                _leave_open(self._reduce, work)
+        if self._data is not self._given:
+            _destroy(self._data)
+        if self._has_reductions:
+            _destroy(self._reduce)
+        del self._data, self._reduce
 
     def _open_again(self) -> None:
         """When every rank has left, each by itself or because of another: those whose processes live on may begin anew.
@@ -842,7 +820,7 @@ class GroupComm:
             if loss is None:
                 return
             can_open = self._backend == "gloo" and not self._is_apart and dist.is_initialized()
-            is_whole = can_open and dist.get_world_size() == self.world_size  # see `OwnGroups.make`
+            is_whole = can_open and dist.get_world_size() == self.world_size  # see `_new_group`
             if not is_whole or not self._roster.have_all_told() or not self._roster.meet_again():
                 raise PeerLostError(str(loss), ranks=loss.ranks)
             self._reset()
@@ -852,11 +830,14 @@ class GroupComm:
         if self._watch is not None:
             self._watch.stop()
         self._line.remove(self._place)
-        if self._loss is not None or self._is_closed or not dist.is_initialized():
+        # Groups of some of the ranks stay until the end of the process: see `_new_group`.
+        if self._loss is not None or self._is_apart or not dist.is_initialized():
             return
-        self._is_closed = True
         self._roster.tell_closed(self._place.count)
-        self._destroy_groups(Ending.CLOSED)
+        if dist.get_world_size() == self.world_size:
+            own = [self._control, *([self._reduce] if self._has_reductions else [])]
+            for group in (*own, *([self._data] if self._data is not self._given else [])):
+                dist.destroy_process_group(group)
 
 
 def _lose(comm: weakref.ref[GroupComm]) -> None:
@@ -885,6 +866,38 @@ def _is_over_within(work: dist.Work, longest: timedelta | None) -> bool:
             return _is_over_within(work, None)  # it may have come to its end after that
         raise CollectiveFailed(str(error)) from error
     return True
+
+
+def _leave_open(group: dist.ProcessGroup, work: dist.Work) -> None:
+    """Keep a group, to the end of the process, as long as its message is under way: closing it would wait for that, and
+    so would the end of the interpreter. Ranks that wait for this one there hear by the store."""
+    for known, late in list(_LEFT_OPEN):
+        if late.is_completed():
+            _LEFT_OPEN.remove((known, late))
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(known))
+    _LEFT_OPEN.append((group, work))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    """Have torch forget a group. It is closed when no other reference to it, or to a message of it, is left."""
+    try:
+        dist.destroy_process_group(group)
+    except (RuntimeError, ValueError, AssertionError):
+        return  # it is gone, or was aborted
+
+
+def _new_group(
+    ranks: list[int], timeout: timedelta | None, backend: str, beside: Sequence[list[int]] | None = None
+) -> dist.ProcessGroup:
+    if beside is not None:  # NCCL makes the communicators of a part with the help of all ranks of the whole
+        made = [dist.new_group(one, timeout=timeout, backend=backend) for one in beside]
+        return cast(dist.ProcessGroup, made[list(beside).index(ranks)])
+    # torch numbers groups that all ranks make. Those of some it names after the groups that there are: made again after
+    # it was destroyed, one would get its old name, and find the addresses of the old one in the store.
+    is_partial = len(ranks) < dist.get_world_size()
+    group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=is_partial)
+    return cast(dist.ProcessGroup, group)  # torch annotates what ranks outside the group get as well
 
 
 def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:

@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_elixir.core.own_groups import Ending, OwnGroups
-
 _BACKEND = "elixir_meeting"
 
 Issue = Callable[[dist.ProcessGroup], dist.Work]
@@ -159,7 +157,6 @@ def make_device_mesh(
     beside: str,
     device: torch.device,
     meet: Callable[[], None],
-    made: OwnGroups,
 ) -> Any:
     """A mesh of two dimensions over all ranks. Collective.
 
@@ -170,7 +167,6 @@ def make_device_mesh(
         beside: What the mesh calls the outer one, whose group is one of torch's.
         device: Where its tensors are.
         meet: See `MeetingGroup`. Torch keeps it for ever.
-        made: Gets the groups. They are needed as long as anything uses the mesh, which torch keeps for ever too.
 
     Returns:
         A `torch.distributed.device_mesh.DeviceMesh` of shape `[number of groups, size of a group]`.
@@ -180,15 +176,13 @@ def make_device_mesh(
     if not hasattr(dist.Backend, _BACKEND.upper()):
         dist.Backend.register_backend(_BACKEND, _make, extended_api=True, devices=["cpu", "cuda"])
     inner: Any = None
-    rows, columns = [list(ranks) for ranks in groups], [list(ranks) for ranks in zip(*groups, strict=True)]
+    columns = list(zip(*groups, strict=True))
+    made = {tuple(ranks): dist.new_group(list(ranks)) for ranks in (*groups, *columns)}
     rank = dist.get_rank()
-    own, outer = (
-        made.make(next(ranks for ranks in beside_each if rank in ranks), None, None, beside_each)
-        for beside_each in (rows, columns)
-    )
-    for ranks in rows:  # all ranks make all groups: NCCL needs them to
+    for ranks in groups:  # all ranks make all groups: NCCL needs them to
+        own = made[tuple(ranks)]
         options = _Options(own, axis, meet) if rank in ranks else None
-        meeting = dist.new_group(ranks, backend=_BACKEND, pg_options=options)
+        meeting = dist.new_group(list(ranks), backend=_BACKEND, pg_options=options)
         inner = meeting if rank in ranks else inner
-    made.add(inner, Ending.CLOSED)
+    outer: Any = made[next(column for column in columns if rank in column)]
     return DeviceMesh.from_group([outer, inner], device.type, mesh=torch.tensor(groups), mesh_dim_names=(beside, name))

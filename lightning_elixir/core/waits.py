@@ -46,7 +46,6 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
-from lightning_elixir.core.own_groups import OwnGroups
 from lightning_elixir.core.peers import Roster, Watch
 from lightning_elixir.core.signals import handle_overdue
 from lightning_elixir.errors import DivergenceError
@@ -298,8 +297,6 @@ class Line:
         self._store = dist.PrefixStore("lightning_elixir/waits", _get_default_store())
         self._places: weakref.WeakSet[Place] = weakref.WeakSet()
         self._leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
-        self.left_behind: list[OwnGroups] = []
-        """Groups of those that were dropped without a `close`."""
         self._openings: dict[str, Place] = {}
         self._current: list[Wait] = []
         self._watch: Watch | None = None

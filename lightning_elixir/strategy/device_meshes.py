@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_elixir.core.meeting_group import make_device_mesh, told_apart
-from lightning_elixir.core.own_groups import Ending, OwnGroups
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.strategy.model_init import is_without_values
@@ -29,22 +28,19 @@ class MeshAccess:
     "tensor_parallel", which is made at the first use: by all ranks, at the same point.
 
     Args:
-        make: Makes it; gets what shall own its groups. Collective.
+        make: Makes it. Collective.
     """
 
-    def __init__(self, make: Callable[[OwnGroups], DeviceMesh]) -> None:
-        self._make: Callable[[OwnGroups], DeviceMesh] | None = make
+    def __init__(self, make: Callable[[], DeviceMesh]) -> None:
+        self._make: Callable[[], DeviceMesh] | None = make
         self._made: DeviceMesh | None = None
-        self._groups = OwnGroups()
-        self._is_closed = False
         self._token = object()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshAccess:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process has other groups
-        return {"_make": None, "_made": None, "_groups": OwnGroups(), "_is_closed": False, "_token": None}
+        return {"_make": None, "_made": None, "_token": None}  # another process has other groups
 
     @property
     def is_made(self) -> bool:
@@ -55,23 +51,15 @@ class MeshAccess:
         """The mesh.
 
         Raises:
-            StateError: The model was built in another process, or the strategy is closed.
+            StateError: The model was built in another process.
         """
-        if self._is_closed:
-            raise StateError("this device mesh has ended with its strategy, which was closed: build the model anew")
         if self._made is None:
             if is_without_values():
                 raise PlanError("this rank builds the model without values, and a device mesh sends some")
             if self._make is None:
                 raise StateError("this device mesh was made in another process: build the model in configure_model")
-            self._made = told_apart(self._make(self._groups), self._token)
+            self._made = told_apart(self._make(), self._token)
         return self._made
-
-    def close(self) -> None:
-        """End its groups. Collective. Nothing else does: layers of a model may use the mesh longer than there is a
-        strategy, and torch keeps it for ever, so it does not show when it is needed no more."""
-        self._is_closed, self._made = True, None
-        self._groups.destroy(Ending.CLOSED)
 
     def __getitem__(self, name: str | tuple[str, ...]) -> DeviceMesh:
         found: DeviceMesh = told_apart(self.mesh()[name], self._token)
@@ -86,13 +74,12 @@ class MeshAccess:
         return f"DeviceMesh({DATA}, {TENSOR})" if self._made is None else repr(self._made)
 
 
-def mesh_of(mesh: Mesh, device: torch.device, meet: Callable[[], None], made: OwnGroups) -> DeviceMesh:
+def mesh_of(mesh: Mesh, device: torch.device, meet: Callable[[], None]) -> DeviceMesh:
     """Torch's mesh of these ranks, of which neighbours share tensors. Collective.
 
     Args:
         device: Where its tensors are.
         meet: Called before every collective while there is no engine.
-        made: Gets its groups.
     """
-    found: DeviceMesh = make_device_mesh(mesh.along("tensor"), "tensor", TENSOR, DATA, device, meet, made)
+    found: DeviceMesh = make_device_mesh(mesh.along("tensor"), "tensor", TENSOR, DATA, device, meet)
     return found

@@ -32,7 +32,6 @@ from lightning_elixir._lightning import (
     is_overridden,
 )
 from lightning_elixir.checkpoint import restore_previous
-from lightning_elixir.core.own_groups import OwnGroups
 from lightning_elixir.core.threads import frequent_switches
 from lightning_elixir.core.together import run_together
 from lightning_elixir.errors import PlanError, StateError
@@ -192,14 +191,14 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         run_together(self._comm, lambda: take_dtensors_over(module, self._config, self._comm, self.root_device))
 
     @override
-    def _new_device_mesh(self, mesh: Mesh, made: OwnGroups) -> DeviceMesh:
+    def _new_device_mesh(self, mesh: Mesh) -> DeviceMesh:
         if isinstance(self._launcher, _Launcher):
             raise PlanError(
                 "configure_model uses device_mesh, and runs once more in the process that has started the others, when"
                 " they have trained: there is no mesh in it. Start the program with torchrun, or leave out"
                 f" start_method={self._start_method!r}; in a notebook give patterns instead of parallelize_module()"
             )
-        return super()._new_device_mesh(mesh, made)
+        return super()._new_device_mesh(mesh)
 
     @override
     def setup(self, trainer: Trainer) -> None:

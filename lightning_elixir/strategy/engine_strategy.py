@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from lightning_elixir._lightning import CPUAccelerator, TorchCheckpointIO
 from lightning_elixir.checkpoint import local_path, replacing_folder, save_together, whole_file
 from lightning_elixir.core.comm import SoloComm
-from lightning_elixir.core.own_groups import OwnGroups
 from lightning_elixir.core.threads import ThreadPlan, thread_plan
 from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.core.together import hear, run_together
@@ -118,7 +117,7 @@ class EngineStrategy(StrategyOptions, ABC):
         mesh = self._config.mesh(self._comm.world_size)
         return None if mesh.tensor == 1 else MeshAccess(partial(self._new_device_mesh, mesh))
 
-    def _new_device_mesh(self, mesh: Mesh, made: OwnGroups) -> DeviceMesh:
+    def _new_device_mesh(self, mesh: Mesh) -> DeviceMesh:
         reference = weakref.WeakMethod(self._hear)
 
         def meet() -> None:
@@ -127,17 +126,10 @@ class EngineStrategy(StrategyOptions, ABC):
                 hear_of_others()
 
         meet()  # making groups is a collective as well
-        return mesh_of(mesh, self.root_device, meet, made)
+        return mesh_of(mesh, self.root_device, meet)
 
     def _hear(self) -> None:
         hear(self._comm)
-
-    def disconnect(self) -> None:
-        self._sharded.disconnect()
-        if self._device_mesh is not None:
-            self._device_mesh.close()
-            self._device_mesh = None
-        super().disconnect()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

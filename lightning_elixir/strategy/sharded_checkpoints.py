@@ -154,13 +154,6 @@ class ShardedCheckpoints:
         except Exception as error:
             log.error("%s", error)
 
-    def disconnect(self) -> None:
-        """Wait for the save under way, and leave the group of its thread. Collective."""
-        self.finish_quietly()
-        if self._thread_comm is not None:
-            self._thread_comm.close()
-            self._thread_comm = None
-
     def remove(self, remove: Callable[[], None]) -> None:
         """Remove an earlier checkpoint, but not before the one under way is there; not at all, if that fails."""
         if self._running is None:

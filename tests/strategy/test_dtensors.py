@@ -23,13 +23,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_elixir import ElixirStrategy, HybridAdam
 from lightning_elixir._lightning import LightningModule
 from lightning_elixir.core.meeting_group import MeetingGroup
-from lightning_elixir.core.own_groups import OwnGroups
-from lightning_elixir.errors import PeerLostError, PlanError, StateError
+from lightning_elixir.errors import PeerLostError, PlanError
 from lightning_elixir.patterns import Column, Expert
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
-from tests.helpers.groups import open_groups
 from tests.helpers.pattern_fits import TIGHT, Model, Tokens, cut_by_torch, fit, fit_plain, trainer_of
 from tests.helpers.patterns import STEPS, Case, batch, difference, new_optimizer, train_plain
 from tests.helpers.tiers import crossed, full, telling
@@ -265,23 +263,6 @@ def test_a_model_keeps_its_mesh_in_a_further_run() -> None:
         assert first == second
 
 
-def fit_and_close() -> tuple[int, int]:
-    strategy = ElixirStrategy(tensor_parallel_size=2, placement_policy="cpu", chunk_size="1KiB")
-    trainer_of(strategy, int(os.environ["WORLD_SIZE"])).fit(Chain(), DataLoader(torch.randn(16, 16), batch_size=4))
-    during, mesh = open_groups()[0], strategy.device_mesh
-    strategy.close()
-    with pytest.raises(StateError, match="this device mesh has ended"):
-        mesh["tensor_parallel"]
-    return during, open_groups()[0]
-
-
-@pytest.mark.full
-def test_the_mesh_ends_with_its_strategy() -> None:
-    for during, after in run_ranks(fit_and_close, 2, init_group=False):
-        assert during > 1
-        assert after == 1
-
-
 def fit_and_forget() -> bool:
     model = Chain()
     strategy = ElixirStrategy(tensor_parallel_size=2, placement_policy="cpu", chunk_size="1KiB")
@@ -426,7 +407,7 @@ def test_processes_that_this_one_starts_are_refused_before_training() -> None:
     strategy.parallel_devices, strategy.cluster_environment = [torch.device("cpu")] * 2, LightningEnvironment()
     strategy._configure_launcher()
     with pytest.raises(PlanError, match="runs once more in the process that has started the others"):
-        strategy._new_device_mesh(Mesh(2, 2), OwnGroups())
+        strategy._new_device_mesh(Mesh(2, 2))
 
 
 # A rank that fails

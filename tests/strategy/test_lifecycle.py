@@ -27,7 +27,6 @@ from lightning_elixir.errors import StateError
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
-from tests.helpers.groups import open_groups
 from tests.helpers.tiers import crossed, full
 from tests.strategy.models import (
     CHUNK,
@@ -476,29 +475,6 @@ def _close_and_fit_again(has_failed: bool) -> None:
 @pytest.mark.parametrize("has_failed", [full(False), True])
 def test_close_on_two_ranks_ends_the_threads(has_failed: bool) -> None:
     run_ranks(_close_and_fit_again, 2, has_failed, init_group=False, timeout_s=60)
-
-
-def _fit_thrice(options: dict[str, Any]) -> list[tuple[int, int]]:
-    seen = [open_groups()]
-    for _ in range(3):
-        saving = {"callbacks": [pl.callbacks.ModelCheckpoint("saved")], "enable_checkpointing": True} if options else {}
-        trainer = fit(ElixirStrategy(**TIGHT, **options), devices=2, **saving)[0]
-        seen.append(open_groups())
-        if len(seen) == 4:
-            trainer.strategy.close()
-        del trainer, saving  # with its list of callbacks
-        gc.collect()
-    return [*seen, open_groups()]
-
-
-@pytest.mark.parametrize("options", [{}, full({"state_dict_type": "sharded", "async_save": True})], ids=str)
-def test_fits_that_follow_each_other_leave_no_groups_behind(options: dict[str, Any]) -> None:
-    """But Lightning's, of all ranks. Torch keeps each, and gloo three threads for it."""
-    for before, first, second, third, closed in run_ranks(_fit_thrice, 2, options, init_group=False, fresh=True):
-        assert before[0] == 0
-        assert first == second == third
-        assert closed[0] == 1
-        assert closed[1] < first[1]
 
 
 def test_the_trainers_callbacks_are_the_users() -> None:
