@@ -9,6 +9,7 @@ that are not the user's, are left alone always.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import gc
 import random
@@ -36,8 +37,9 @@ _CONTAINERS = (
 _LIBRARIES = frozenset(
     {"torch", "torchvision", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_elixir"}
 )
-# Threads that change nothing of the user's: ours, the progress bar's, and the one that locks pages of batches.
-_HARMLESS_THREADS = ("elixir-", "TMonitor", "_pin_memory_loop")
+# Threads that change nothing of the user's: ours, progress bars', and those that hand batches and their numbers on to
+# and from a DataLoader's processes.
+_HARMLESS_THREADS = ("elixir-", "TMonitor", "tqdm_monitor", "_pin_memory_loop", "QueueFeederThread")
 _INSTALLED = ("site-packages", "dist-packages")
 _DEEPEST = 6
 _MOST_WALKED = 10_000  # items of one container
@@ -113,9 +115,11 @@ class PutBack:
 
     def put_back(self) -> None:
         """Have everything as it was when it was added."""
-        for undo in reversed(self._undo):
-            undo()
+        undo = contextlib.ExitStack()  # which goes on where one of them raises
+        for one in self._undo:
+            undo.callback(one)
         self._undo.clear()
+        undo.close()
 
     def _add_all(self, values: Iterable[Any], depth: int) -> None:
         for value in values:
@@ -178,6 +182,8 @@ class PutBack:
         if not array.flags.writeable or array.dtype.hasobject:
             return
         if array.nbytes > _MOST_COPIED_BYTES:
+            if not array.flags.owndata:
+                return  # NumPy would not let it be written to again
             array.flags.writeable = False
             self._undo.append(functools.partial(array.setflags, write=True))
             return

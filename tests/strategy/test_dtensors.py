@@ -53,7 +53,7 @@ def test_equals_plain_training(kind: str, world: int) -> None:
 
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "auto_in_little_memory": ({"placement_policy": "auto", "gpu_memory_limit": "120KiB"}, {}),
+    "auto_in_little_memory": ({"placement_policy": "auto", "gpu_memory_limit": "100KiB"}, {}),
     "resident": ({"placement_policy": "cuda"}, {}),
     "accumulated": ({}, {"accumulate_grad_batches": 2}),
     "states_on_nvme": ({"nvme_offload_fraction": 0.5, "nvme_offload_dir": "states"}, {}),
@@ -75,7 +75,7 @@ def test_a_frozen_embedding_where_placements_are_searched() -> None:
     """Torch keeps the mask of an embedding that is cut from one operator to the next: one of a dry run, which had
     broken off in between, was there in the first step."""
     expected = fit_plain("frozen_untied_llama", 1)
-    options = {"placement_policy": "auto", "gpu_memory_limit": "120KiB"}
+    options = {"placement_policy": "auto", "gpu_memory_limit": "80KiB"}
     found, evictions = run_ranks(fit, 2, "frozen_untied_llama+dtensors", 2, 1, options, {}, init_group=False)[0]
     assert evictions > 0
     assert difference(found, expected) < CLOSE
