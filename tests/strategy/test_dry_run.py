@@ -476,11 +476,11 @@ class Opaque:
         self.x, self.y, self.num_seen = x, y, 0
 
 
-def opaque_data() -> Any:
+def opaque_data(**options: Any) -> Any:
     def collate(samples: Any) -> Opaque:
         return Opaque(*torch.utils.data.default_collate(samples))
 
-    return DataLoader(make_data().dataset, batch_size=4, collate_fn=collate)
+    return DataLoader(make_data().dataset, batch_size=4, collate_fn=collate, **options)
 
 
 num_global_steps = 0
@@ -542,24 +542,36 @@ class ChangingAll(Net):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
+def _run_changing(strategy: Any, train: Any) -> Any:
+    global num_global_steps, global_generator
+    num_global_steps = ChangingAll.num_steps = 0
+    global_losses["train"].clear()
+    global_cache.clear()
+    global_counts.fill(0)
+    global_tensor.zero_()
+    global_generator = np.random.default_rng(1)
+    _, model, result = fit(strategy, ChangingAll, train=train)
+    assert isinstance(model, ChangingAll)
+    assert type(global_cache["ones"]) is Tensor
+    return result, model.seen
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_what_the_step_changes_elsewhere_is_put_back(profiles: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(put_back, "_may_change_things", lambda thread: False)  # threads that other tests have left
+    expected, actual = (_run_changing(strategy, opaque_data) for strategy in ("auto", ElixirStrategy(**LIMIT)))
+    assert isinstance(profiles[0], MemoryProfile)
+    assert_same_run(actual[0], expected[0])
+    assert actual[1] == expected[1]
 
-    def run(strategy: Any) -> Any:
-        global num_global_steps, global_generator
-        num_global_steps = ChangingAll.num_steps = 0
-        global_losses["train"].clear()
-        global_cache.clear()
-        global_counts.fill(0)
-        global_tensor.zero_()
-        global_generator = np.random.default_rng(1)
-        _, model, result = fit(strategy, ChangingAll, train=opaque_data)
-        assert isinstance(model, ChangingAll)
-        assert type(global_cache["ones"]) is Tensor
-        return result, model.seen
 
-    expected, actual = run("auto"), run(ElixirStrategy(**LIMIT))
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:.*fork:DeprecationWarning")
+def test_and_beside_the_processes_of_a_data_loader(profiles: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    others, may_change = set(threading.enumerate()), put_back._may_change_things
+    monkeypatch.setattr(put_back, "_may_change_things", lambda thread: thread not in others and may_change(thread))
+
+    data = functools.partial(opaque_data, num_workers=1, multiprocessing_context="fork")
+    expected, actual = (_run_changing(strategy, data) for strategy in ("auto", ElixirStrategy(**LIMIT)))
     assert isinstance(profiles[0], MemoryProfile)
     assert_same_run(actual[0], expected[0])
     assert actual[1] == expected[1]
