@@ -201,6 +201,7 @@ def test_what_is_left_and_why() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.full
 def test_blocks_that_are_compiled_later_run_their_own_code() -> None:
     torch._dynamo.reset()
     model = make_lm()

@@ -188,7 +188,7 @@ def test_group_added_later() -> None:
 
 RANKED = [
     full("tied", {}),
-    ("accumulated_clipped", {"enable_distributed_storage": False}),
+    full("accumulated_clipped", {"enable_distributed_storage": False}),
     full("unused_fp32", {}),
     full("scaled", {}),
 ]

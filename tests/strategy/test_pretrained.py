@@ -181,7 +181,7 @@ def _on_ranks(make: Any, placement: str, folder: Path, world_size: int, options:
         full("gpt2", "nvme", 2, "bf16-mixed"),
         full("llama", "nvme", 1, "32-true"),
         full("llama", "auto", 2, "bf16-mixed"),
-        ("llama", "whole", 2, "bf16-mixed"),
+        full("llama", "whole", 2, "bf16-mixed"),
         full("llama", "cuda", 1, "bf16-true"),
         ("bert", "const", 3, "bf16-mixed"),
         full("bert", "tight", 2, "bf16-true"),
