@@ -17,7 +17,7 @@ so processes that live on (a notebook) may train again.
 Every message over the control group begins with a code of its call, which costs nothing: so `strategy.barrier()` is not
 taken for a broadcast. Lightning's reductions meet in such a message and then reduce, in place of a barrier of the
 device. A signal that came inside `deferred` waits 3 s for the other ranks, and is then handled there. The message of a
-rank that leaves is still under way: its group stays open for that (`leave_open`), and the others hear by the store.
+rank that leaves is still under way: its group stays open for that (`_leave_open`), and the others hear by the store.
 
 Told are a disk that fails (`Engine.telling`), an engine that gives up, and every exception that passes through
 Lightning (`on_exception`). What a caller may get over (memory that ran out, an exception of the user's own loop) is
