@@ -85,7 +85,7 @@ def _models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _plan(model: nn.Module, kind: str) -> Mapping[str, str]:
-    # Models of transformers before 5.18 or so show the plan for experts to nobody.
+    # In transformers before 5.18 or so the plan for experts has a private name alone.
     plan: Mapping[str, str] = getattr(model, kind, None) or getattr(model, f"_{kind}", None) or {}
     return plan
 
@@ -174,8 +174,9 @@ def _with_parameters(module: nn.Module) -> Iterator[str]:
 
 
 def _fits(module: nn.Module, widths: Collection[int]) -> bool:
-    """Whether the parameters of a module are as wide as a head, or a fraction of it, of a rank's part."""
-    return all(any(width % p.numel() == 0 for width in widths) for p in module.parameters())
+    """Whether the parameters of a module are as wide as a head, or a fraction of it, of a rank's part. Width 0: that of
+    a layer that does not tell it, which nothing fits."""
+    return all(any(width and width % p.numel() == 0 for width in widths) for p in module.parameters())
 
 
 def _check_heads(model: nn.Module, size: int) -> None:

@@ -124,3 +124,10 @@ def test_what_works_on_whole_values_may_be_forgotten() -> None:
     plan = {"*.q_proj": "colwise_gather_output", "*.o_proj": "rowwise_split_input"}
     plan |= {"*.beside.attention.q_proj": "colwise", "*.beside.attention.o_proj": "rowwise"}
     assert PartialGradients not in kinds(Model(layer, plan), TENSOR).values()
+
+
+def test_beside_a_layer_that_does_not_tell_its_width_nothing_fits() -> None:
+    model = Model(Layer(q_norm=nn.LayerNorm(HEAD)), ATTENTION)
+    del model[0].q_proj.out_features
+    with pytest.raises(PlanError, match=r"says nothing of 0\.q_norm, "):
+        own_patterns(model, TENSOR)
