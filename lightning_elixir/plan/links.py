@@ -30,18 +30,19 @@ def on_ranks(host: HardwareSpec, num_ranks: int) -> HardwareSpec:
     if host.world_size == num_ranks or host.num_nodes > 1:
         return host
     nominal, has_none = HardwareSpec.nominal(), num_ranks > 1 and host.all_gather is None
+    share = host.world_size / num_ranks
 
-    def share(rate: float | None) -> float | None:
-        return None if rate is None else rate * host.world_size / num_ranks
+    def shared(rate: float | None) -> float | None:
+        return None if rate is None else rate * share
 
     return replace(
         host,
         world_size=num_ranks,
-        cpu_adam_numel_per_s=host.cpu_adam_numel_per_s * host.world_size / num_ranks,
-        joint_adam_numel_per_s=host.joint_adam_numel_per_s * host.world_size / num_ranks,
-        host_bytes_per_s=share(host.host_bytes_per_s),
-        nvme_read_bytes_per_s=share(host.nvme_read_bytes_per_s),
-        nvme_write_bytes_per_s=share(host.nvme_write_bytes_per_s),
+        cpu_adam_numel_per_s=host.cpu_adam_numel_per_s * share,
+        joint_adam_numel_per_s=host.joint_adam_numel_per_s * share,
+        host_bytes_per_s=shared(host.host_bytes_per_s),
+        nvme_read_bytes_per_s=shared(host.nvme_read_bytes_per_s),
+        nvme_write_bytes_per_s=shared(host.nvme_write_bytes_per_s),
         all_gather=nominal.all_gather if has_none else host.all_gather,
         reduce_scatter=nominal.reduce_scatter if has_none else host.reduce_scatter,
     )

@@ -261,7 +261,7 @@ def _updates_note(data: ReportData) -> str:
 
 
 def _dating(data: ReportData) -> str:
-    """When what is predicted was predicted, as a sentence; empty where nobody has trained."""
+    """When what is predicted was predicted, as a sentence; empty outside of a fit."""
     forecast = data.plan.forecast
     if forecast is None:  # only a report predicts the steps of such a plan
         is_known = data.measured is not None and data.times is not None

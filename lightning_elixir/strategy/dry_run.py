@@ -290,8 +290,8 @@ def _unnoticed(module: LightningModule, args: Sequence[Any]) -> Iterator[None]:
         for name, method in said_once.items():
             setattr(logging.Logger, name, method)
         logging.disable(disabled)
-        there.put_back()
         restore_random_states(states, device)
+        there.put_back()  # the last, since the user's objects may raise
 
 
 def _said_once() -> dict[str, Any]:
