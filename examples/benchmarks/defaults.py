@@ -391,8 +391,13 @@ class Lit(pl.LightningModule):
     def configure_model(self) -> None:
         if self.net is None:
             started_s = time.perf_counter()
-            self.net = make_model(self._case, has_values=self.global_rank == 0)
+            is_first_rank = self.global_rank == 0 and torch.distributed.is_initialized()
+            self.net = make_model(self._case, has_values=is_first_rank)
             self._clock.aside_s += time.perf_counter() - started_s
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Empty where ranks are forked: their weights would come back to this process through a file, in minutes."""
+        return {} if self._case.devices > 1 else super().state_dict(*args, **kwargs)
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.net(tokens)  # type: ignore[misc]

@@ -8,8 +8,8 @@ compared. Memory is made for the plan in force; what the next one does not need 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -65,6 +65,18 @@ class HostMemory:
                     piece = _Piece(self._device, extent, self._least_free_bytes)
                     piece.task = self._worker.submit(piece.make)
                     self._pieces[extent].append(piece)
+
+    def prepare_missing(self, extents: Sequence[Extent]) -> None:
+        """As `prepare`, but for those that are there, or on the way."""
+        with self._lock:
+            there = Counter({extent: len(pieces) for extent, pieces in self._pieces.items()})
+        missing = []
+        for extent in extents:
+            if there[extent]:
+                there[extent] -= 1
+            else:
+                missing.append(extent)
+        self.prepare(missing)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """1-D zeros; see `Device.host_zeros`. Where little memory is free and none of these is there, what was prepared

@@ -26,7 +26,6 @@ waits for it raises a `PeerLostError`.
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import logging
 import os
@@ -46,6 +45,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
+from lightning_elixir.core.garbage import no_collections
 from lightning_elixir.core.peers import Roster, Watch
 from lightning_elixir.core.signals import handle_overdue
 from lightning_elixir.errors import DivergenceError
@@ -190,14 +190,8 @@ def _without_collections() -> Iterator[None]:
     if sys.version_info >= (3, 12):
         yield
         return
-    with _LOOKS_AT_FRAMES:
-        is_collecting = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if is_collecting:
-                gc.enable()
+    with _LOOKS_AT_FRAMES, no_collections():
+        yield
 
 
 def _libraries() -> tuple[str, ...]:

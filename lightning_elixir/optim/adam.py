@@ -7,14 +7,26 @@ where they can, torch's operations everywhere else.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lightning_elixir.kernels import cpu
 from lightning_elixir.kernels.sequence import SCRATCH_ROWS, Operands, Scalars, Table, piece_numel, run_sequence
+from lightning_elixir.plan.types import ALIGN_NUMEL
 
-__all__ = ["SCRATCH_ROWS", "AdamHyper", "Operands", "Scalars", "adam_update_", "piece_numel", "update_parts_"]
+__all__ = [
+    "SCRATCH_ROWS",
+    "AdamHyper",
+    "Operands",
+    "Scalars",
+    "adam_update_",
+    "load_adam",
+    "piece_numel",
+    "update_parts_",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +141,17 @@ def update_parts_(
         if numel:
             p, g, m, v = (x[start : start + numel] for x in (param, grad, exp_avg, exp_avg_sq))
             run_sequence(p, g, m, v, scalars, None if compute is None else compute[start : start + numel], scratch)
+
+
+def load_adam(device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+    """Run one update on a CUDA device that changes nothing of the user's, so that its code is compiled and loaded.
+
+    Args:
+        dtypes: Of parameter, gradient, both moments and, where there is one, the copy in the compute dtype.
+    """
+    hyper = AdamHyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, adamw_mode=True, bias_correction=True)
+    param, grad, exp_avg, exp_avg_sq, *compute = (torch.zeros(ALIGN_NUMEL, dtype=d, device=device) for d in dtypes)
+    adam_update_(Operands(param, grad, exp_avg, exp_avg_sq, next(iter(compute), None)), hyper.scalars(1))
 
 
 def _check_operands(param: Tensor, *others: Tensor) -> None:

@@ -41,6 +41,8 @@ from torch import Tensor
 from lightning_elixir.core.device import Device, Event, Uploads, working_on
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.worker import Task, Work, Worker
+from lightning_elixir.kernels import cpu
+from lightning_elixir.optim.adam import load_adam
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk
 from lightning_elixir.storage.nvme import Visit, when_all_over
@@ -177,6 +179,16 @@ class UpdateRunner:
     def held_bytes(self) -> dict[str, int]:
         """Device memory held now, by the engine's kinds."""
         return self._stream.held_bytes()
+
+    def load_kernels(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Have threads compile or load what updates run: seconds, in a process's first step otherwise.
+
+        Args:
+            dtypes: Of a parameter, its gradient, both moments and, where there is one, the copy in the compute dtype.
+        """
+        self._host.submit(cpu.prepare)
+        if self._device.torch_device.type == "cuda":
+            self._streamer.submit(partial(load_adam, self._device.torch_device, dtypes))
 
     def reserve_stream(self) -> None:
         """Take the device memory that streamed updates need; it stays until `release_stream`.

@@ -24,6 +24,7 @@ from lightning_elixir.core.comm import Comm
 from lightning_elixir.core.device import Device
 from lightning_elixir.core.host_memory import Extent, bytes_of
 from lightning_elixir.core.shells import ShellParameter, held_as, layout_of
+from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.errors import PlanError, StateError, StorageError
 from lightning_elixir.patterns.cuts import forget_whole, whole_of
 from lightning_elixir.plan.memory import (
@@ -44,6 +45,8 @@ from lightning_elixir.storage.shards import Shard, ShardStore
 
 # Chunks whose host memory is made while an earlier one is filled: no more, as the user's model is there as well.
 _CHUNKS_AHEAD = 8
+# What the user's parameters have had of a chunk is freed by the way, if it is less.
+_WORTH_A_THREAD_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,8 @@ class Builder:
         self._sources = self._agreed_sources()  # by the plan's names
         self._read_error: Exception | None = None
         self._staging: Tensor | None = None  # 1-D, bytes
+        self._freer = Worker("elixir-free")
+        self._freeing: Task | None = None
         self._shells: dict[str, Tensor] = {}  # around other tensors, until their chunk is filled
 
     def place_ignored(self) -> ResidentParameters:
@@ -174,6 +179,7 @@ class Builder:
             room.take(spec, bytes_of(self._on_host(spec)), self._plan, partial(_host_bytes, store))
             self._build_chunk(chunk)
         self._staging = None
+        self._freer.rest()
         self._raise_read_error()
         return chunks
 
@@ -279,9 +285,26 @@ class Builder:
             self._fill_whole(spec, chunk.flat, piece)
             chunk.to_state(ChunkState.RESIDENT)
         del piece
-        chunk.bind([self._named[member.fqn] for member in spec.members], self._refuse)
+        parameters = [self._named[member.fqn] for member in spec.members]
+        left = [p.data for p in parameters if type(p) is nn.Parameter and p.device.type == "cpu"]
+        chunk.bind(parameters, self._refuse)
+        del parameters
+        self._leave(left)
         for member in spec.members:
             self._shells.pop(member.fqn, None)
+
+    def _leave(self, tensors: list[Tensor]) -> None:
+        """Have a thread free memory that the user's parameters do not use any more, while the next chunk is filled:
+        the system takes as long for that as for the copying. No more than one chunk's waits.
+
+        Args:
+            tensors: Emptied.
+        """
+        if self._freeing is not None:
+            self._freeing.wait()
+        self._freeing = None
+        if sum(tensor.nbytes for tensor in tensors) >= _WORTH_A_THREAD_BYTES:
+            self._freeing = self._freer.submit(partial(_free, tensors))
 
     def _refuse(self, chunk: Chunk) -> AbstractContextManager[None]:
         raise StateError(
@@ -425,6 +448,13 @@ class Builder:
         _put(self._groups.mine(spec, whole), piece)
         if comm.world_size > 1:
             comm.all_gather(whole)
+
+
+def _free(tensors: list[Tensor]) -> None:
+    while tensors:
+        tensor = tensors.pop()
+        if not tensor.is_inference():
+            tensor.set_()  # type: ignore[call-overload]  # which goes on without the GIL
 
 
 def _put(target: Tensor, values: Tensor) -> None:

@@ -96,11 +96,13 @@ class UpdateScheduler:
         self._runner.release_stream()
 
     def prepare(self, most_bytes: int | None = None) -> None:
-        """Have threads make the host memory that `reserve` takes under the plan in force, or the first steps.
+        """Have threads make the host memory that `reserve` takes under the plan in force, or the first steps, and load
+        the code that updates run.
 
         Args:
             most_bytes: No more of it; None: all.
         """
+        self._load_kernels()
         left = math.inf if most_bytes is None else most_bytes
         for chunk in self._chunks:
             if chunk.spec.optim_tier is Tier.CPU:
@@ -123,14 +125,26 @@ class UpdateScheduler:
             CapacityError: A host runs short of memory, or a device has no room for the states.
         """
         engine, chunks = self._engine, self._chunks
-        for chunk in chunks:
-            if chunk.spec.optim_tier is Tier.CPU:
-                engine.host_room.take(chunk.spec, bytes_of(self._to_come(chunk)), engine.plan, engine.host_bytes)
-                self._reserve_states(chunk)
-                engine.reducer.landing.reserve(chunk)
+        on_host = [chunk for chunk in chunks if chunk.spec.optim_tier is Tier.CPU]
+        engine.host_memory.prepare_missing([extent for chunk in on_host for extent in self._to_come(chunk)])
+        for chunk in on_host:
+            engine.host_room.take(chunk.spec, bytes_of(self._to_come(chunk)), engine.plan, engine.host_bytes)
+            self._reserve_states(chunk)
+            engine.reducer.landing.reserve(chunk)
         engine.host_memory.drop()
         if self._torch_steps is None:  # others make theirs in their first step
             run_together(engine.comm, lambda: self._reserve_on_device(chunks), _RESERVE)
+
+    def _load_kernels(self) -> None:
+        """For one chunk: those of the others differ in dtypes at most."""
+        chunk = next(iter(self._chunks), None)
+        if chunk is None or self._torch_steps is not None:
+            return
+        master = self._engine.store[chunk.id].master
+        moments = [dtype for _, dtype in self.states.inner[chunk.id].moments]
+        if moments:
+            own = chunk.dtype if master is None else master.dtype
+            self._runner.load_kernels([own, chunk.dtype, *moments, *([] if master is None else [chunk.dtype])])
 
     def _reserve_on_device(self, chunks: Sequence[Chunk]) -> None:
         try:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_elixir._lightning import CPUAccelerator, TorchCheckpointIO
 from lightning_elixir.checkpoint import local_path, replacing_folder, save_together, whole_file
 from lightning_elixir.core.comm import SoloComm
+from lightning_elixir.core.garbage import no_collections
 from lightning_elixir.core.threads import ThreadPlan, thread_plan
 from lightning_elixir.core.threads import apply as apply_threads
 from lightning_elixir.core.together import hear, run_together
@@ -193,6 +194,7 @@ class EngineStrategy(StrategyOptions, ABC):
         plugin = self._plugin
         return BuildOptions(self._config, plugin.precision, plugin.has_autocast, self.root_device, self.world_size)
 
+    @no_collections()
     def _build(
         self,
         module: nn.Module,

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_elixir.core.compiled_modules import num_compiled_graphs
+from lightning_elixir.core.garbage import no_collections
 from lightning_elixir.errors import StateError
 from lightning_elixir.optim.execution import UpdateTimes
 from lightning_elixir.plan.profile import MemoryProfile, StepInterval, StepProfile
@@ -295,6 +296,7 @@ class WarmUp:
         """Whether manual optimization goes on with gradients of an earlier batch, on any rank."""
         return any(row[0] for row in self._comm.exchange([int(bool(self._engine.reducer.used))], NEXT_BATCH))
 
+    @no_collections()
     def _begin(self, dry_run: DryRun) -> Stage:
         """Make the plan for the first step."""
         handle, planner, engine = self._handle, self._planner, self._engine

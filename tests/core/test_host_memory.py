@@ -103,6 +103,17 @@ def test_what_is_not_asked_for_goes_back(memory: HostMemory, device: Device) -> 
     _until(lambda: memory.bytes_ahead() == 4000)
 
 
+def test_what_is_under_way_is_not_made_twice(memory: HostMemory, device: Device) -> None:
+    device.gate.clear()
+    memory.prepare([FLOATS] * 3)
+    _until(lambda: device.num_begun == 2)
+    memory.prepare_missing([FLOATS, (7, torch.bfloat16), *[FLOATS] * 4])
+    device.gate.set()
+    _until(lambda: memory.bytes_ahead() == 5 * 4000 + 14)
+    memory.prepare_missing([FLOATS, (7, torch.bfloat16)])
+    assert memory.bytes_begun() == 5 * 4000 + 14
+
+
 def test_nothing_keeps_those_that_asked(memory: HostMemory, device: Device) -> None:
     """No error is raised and caught on the way, whose traceback would."""
 

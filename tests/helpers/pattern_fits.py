@@ -155,6 +155,7 @@ def trainer_of(strategy: Any, devices: int, accelerator: str = "cpu", **options:
 def fit_plain(kind: str, batches: int, accelerator: str = "cpu", **options: Any) -> dict[str, Tensor]:
     """Train on one device, by batches of so many ranks' together."""
     model = Model(kind.replace("+dtensors", "+"))
+    model.configure_model()  # here: the Trainer would draw the weights on the GPU, and otherwise
     trainer = trainer_of("auto", 1, accelerator, gradient_clip_val=1.0, **options)
     trainer.fit(model, DataLoader(Tokens(), batch_size=2 * batches))
     return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.kernels import sequence
-from lightning_elixir.optim.adam import AdamHyper, Operands, adam_update_, update_parts_
+from lightning_elixir.optim import adam
+from lightning_elixir.optim.adam import AdamHyper, Operands, adam_update_, load_adam, update_parts_
 
 SETTINGS: dict[str, AdamHyper] = {
     "adamw": AdamHyper(
@@ -258,3 +259,20 @@ def test_cuda_piece_size_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = run_steps(start, SETTINGS["adamw"], device="cuda")
     monkeypatch.setattr(sequence, "_DEVICE_PIECE_NUMEL", 100_001)
     assert_same_bits(run_steps(start, SETTINGS["adamw"], device="cuda"), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_loading_is_one_update_of_such_dtypes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    updates: list[Operands] = []
+
+    def update(operands: Operands, *args: object, **options: object) -> None:
+        updates.append(operands)
+        update_parts_(operands, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(adam, "update_parts_", update)
+    fp32, bf16 = torch.float32, torch.bfloat16
+    load_adam(torch.device(device), [fp32, bf16, fp32, fp32, bf16])
+    load_adam(torch.device(device), [bf16, bf16, bf16, bf16])
+    shown = [[None if x is None else (x.dtype, x.device.type) for x in operands[:5]] for operands in updates]
+    mixed = [fp32, bf16, fp32, fp32, bf16]
+    assert shown == [[(dtype, device) for dtype in mixed], [*[(bf16, device)] * 4, None]]

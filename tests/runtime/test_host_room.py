@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
 from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.core.host_memory import HostMemory
 from lightning_elixir.errors import CapacityError
+from lightning_elixir.optim import execution
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.planning import ChunkSizes, PlacementRequest, TrainingRegime, make_plan
 from lightning_elixir.runtime import build, host_room
@@ -273,3 +275,44 @@ def _resumed(rank: int) -> int:
 
 def test_what_is_there_is_not_wanted_again() -> None:
     assert _resumed(0) == 0
+
+
+@pytest.mark.parametrize("worth_bytes", [1, 10**12], ids=["by_a_thread", "by_the_way"])
+def test_what_the_users_parameters_had_is_free_when_the_engine_is_there(
+    worth_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_WORTH_A_THREAD_BYTES", worth_bytes)
+    model, expected, freed_by = make_model(), make_model().state_dict(), []
+    for parameter in model.parameters():
+        array = parameter.detach().numpy().copy()
+        parameter.data = torch.from_numpy(array)
+        weakref.finalize(array, lambda: freed_by.append(threading.current_thread().name))
+        del array
+    engine = ElixirModule(model, make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
+    here = threading.current_thread().name
+    assert freed_by == ["elixir-free-0" if worth_bytes == 1 else here] * len(expected)
+    assert not any("elixir-free" in thread.name for thread in threading.enumerate())
+    values = engine.full_state_dict()
+    assert all(torch.equal(values[name], value) for name, value in expected.items())
+
+
+def test_memory_that_something_else_uses_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_WORTH_A_THREAD_BYTES", 1)
+    model, expected = make_model(), make_model()
+    kept = [parameter.data for parameter in model.parameters()]
+    ElixirModule(model, make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
+    for own, theirs in zip(kept, expected.parameters(), strict=True):
+        assert torch.equal(own, theirs)
+
+
+def test_what_updates_run_is_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(execution.cpu, "prepare", lambda: loaded.append(threading.current_thread().name))
+    engine = ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(engine, HybridAdam(engine.parameters()))
+    optimizer.prepare()
+    optimizer.rest()
+    assert [name.startswith("elixir-update") for name in loaded] == [True]
+    other = ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
+    ElixirOptimizer(other, torch.optim.SGD(other.parameters(), lr=0.1)).prepare()
+    assert len(loaded) == 1

@@ -382,6 +382,25 @@ def test_data_that_a_module_holds_is_not_copied() -> None:
 # When there is one
 
 
+def test_the_collector_waits_until_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_dry_runs: list[bool] = []
+    in_steps: list[bool] = []
+
+    def noted(*args: Any, **options: Any) -> MemoryProfile:
+        in_dry_runs.append(gc.isenabled())
+        return dry_run(*args, **options)
+
+    class Looking(Net):
+        def on_before_backward(self, loss: Tensor) -> None:
+            in_steps.append(gc.isenabled())
+
+    monkeypatch.setattr(fit_run_module, "dry_run", noted)
+    fit(ElixirStrategy(**LIMIT), Looking)
+    assert in_dry_runs == [False]
+    assert in_steps
+    assert all(in_steps)
+
+
 def test_there_is_one_for_each_engine(profiles: list[Any]) -> None:
     strategy = ElixirStrategy(**LIMIT)
     trainer, model, _ = fit(strategy)
