@@ -179,6 +179,12 @@ def _fits(module: nn.Module, widths: Collection[int]) -> bool:
     return all(any(width and width % p.numel() == 0 for width in widths) for p in module.parameters())
 
 
+def _within_adapters(module: nn.Module) -> nn.Module:
+    """The layer that peft has wrapped, or the module itself."""
+    inner = getattr(module, "base_layer", None)
+    return inner if isinstance(inner, nn.Module) else module
+
+
 def _check_heads(model: nn.Module, size: int) -> None:
     config: Any = getattr(model, "config", None)
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -193,19 +199,21 @@ def _check_heads(model: nn.Module, size: int) -> None:
 def _without_uneven_vocabulary(
     model: nn.Module, found: dict[str, ParallelPattern], size: int
 ) -> dict[str, ParallelPattern]:
-    """A vocabulary that cannot be cut into equal parts stays whole, as does one that is tied to a layer without a
-    pattern."""
+    """A vocabulary that cannot be cut into equal parts stays whole, as does one with an embedding that peft has
+    wrapped, or that is tied to a layer without a pattern."""
     modules = dict(model.named_modules())
     of_vocabulary = {name: modules[name] for name, one in found.items() if isinstance(one, Vocabulary)}
     uses: dict[int, set[str]] = {}
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
-            uses.setdefault(id(parameter), set()).add(name)
-    left = set()
+            uses.setdefault(id(parameter), set()).add(name.removesuffix(".base_layer"))
+    adapted = {n for n, m in of_vocabulary.items() if isinstance(getattr(m, "base_layer", None), nn.Embedding)}
+    left = set(adapted)
     for module in of_vocabulary.values():
-        for parameter in module.parameters(recurse=False):
-            if parameter.shape[0] % size or not uses[id(parameter)] <= set(of_vocabulary):
+        for parameter in _within_adapters(module).parameters(recurse=False):
+            if parameter.shape[0] % size or not uses[id(parameter)] <= set(of_vocabulary) - adapted:
                 left |= uses[id(parameter)]
     if left:
-        log.info("the vocabulary stays whole on every rank: it cannot be cut into %d equal parts", size)
+        why = "it has adapters" if adapted else f"it cannot be cut into {size} equal parts"
+        log.info("the vocabulary stays whole on every rank: %s", why)
     return {name: one for name, one in found.items() if name not in left}

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.base import Compute, ParallelPattern
 from lightning_elixir.patterns.exchanges import gathered, shared, summed
+from lightning_elixir.patterns.linear import Column
 from lightning_elixir.patterns.peers import Peers
 
 
@@ -24,11 +25,16 @@ class Vocabulary(ParallelPattern):
         gathers: nn.Linear: have all logits on every rank. False: each rank goes on with its own, which only an
             `nn.CrossEntropyLoss` with this pattern takes.
 
-    Layers that are tied have to have the pattern both.
+    Layers that are tied have to have the pattern both. A linear layer of peft with LoRA is cut with its adapters.
     """
 
     def __init__(self, gathers: bool = True) -> None:
         self.gathers = gathers
+
+    def targets(self, module: nn.Module) -> Mapping[str, ParallelPattern]:
+        if isinstance(getattr(module, "base_layer", None), nn.Linear):
+            return Column(gathers=self.gathers).targets(module)
+        return {"": self}
 
     def cuts(self, module: nn.Module) -> Mapping[str, int]:
         if isinstance(module, nn.CrossEntropyLoss):
@@ -39,8 +45,10 @@ class Vocabulary(ParallelPattern):
             return {"weight": 0} if module.bias is None else {"weight": 0, "bias": 0}
         if isinstance(module, nn.Embedding):
             return {"weight": 0}
+        kind = type(module)  # with its package: layers of peft are called as what they are around
         raise PlanError(
-            f"Vocabulary is for nn.Embedding, nn.Linear and nn.CrossEntropyLoss, not for {type(module).__name__}"
+            "Vocabulary is for nn.Embedding, nn.Linear (one with LoRA, too) and nn.CrossEntropyLoss, not for"
+            f" {kind.__module__}.{kind.__qualname__}: give it no pattern"
         )
 
     def attributes(self, module: nn.Module, peers: Peers) -> Mapping[str, Any]:

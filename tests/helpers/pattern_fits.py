@@ -55,6 +55,10 @@ def make(kind: str) -> nn.Module:
     if kind == "mixtral":
         config = transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
         return transformers.MixtralForCausalLM(config)
+    if kind == "phi_lora":
+        config = transformers.Phi3Config(**{**SMALL, "pad_token_id": 0})
+        layers = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head", "embed_tokens"]
+        return _adapted(transformers.Phi3ForCausalLM(config), layers)
     if kind == "apertus":
         return transformers.ApertusForCausalLM(transformers.ApertusConfig(**SMALL))
     if kind in ("qwen3_moe", "lora_of_experts"):

@@ -35,6 +35,7 @@ KINDS = [
     pytest.param("llama", 2, 1, id="llama"),
     pytest.param("uneven", 2, 1, id="llama-vocabulary-left-whole"),
     pytest.param("lora", 2, 1, id="llama-lora"),
+    pytest.param("phi_lora", 2, 1, id="phi-3-lora-on-gathered-layers"),
     pytest.param("apertus", 2, 1, id="apertus-whose-plan-forgets-its-activation"),
     pytest.param("lora_of_experts", 1, 1, id="qwen3_moe-lora-of-experts-sharding"),
     pytest.param("lora_of_experts", 2, 1, id="qwen3_moe-lora-of-experts-tensor"),
