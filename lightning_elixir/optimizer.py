@@ -158,6 +158,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """
         self._updates.prepare(most_bytes)
 
+    def load_kernels(self) -> None:
+        """Have threads load the compiled code that the first step will run, and return at once. Not while processes may
+        be forked, such as those of a data loader."""
+        self._updates.load_kernels()
+
     def reserve(self) -> None:
         """Take the memory that steps keep now, rather than in the first step: of Adam's states wherever they are in
         memory, and of gradients in host memory. Nothing is stepped, and no number changes. Collective.

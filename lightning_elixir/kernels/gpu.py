@@ -183,8 +183,16 @@ class _Kernels:
         )
 
 
-@functools.cache
+_first_use = threading.Lock()  # one object for all threads, and so one lock around Triton
+
+
 def _kernels() -> _Kernels:
+    with _first_use:
+        return _the_kernels()
+
+
+@functools.cache
+def _the_kernels() -> _Kernels:
     return _Kernels()
 
 

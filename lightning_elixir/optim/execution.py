@@ -28,6 +28,7 @@ read before the step are the master, cast: the same bits. Chunks without a maste
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -46,6 +47,8 @@ from lightning_elixir.optim.adam import load_adam
 from lightning_elixir.optim.streaming import StateStream
 from lightning_elixir.optim.updates import FlatUpdate, StatesOnDisk
 from lightning_elixir.storage.nvme import Visit, when_all_over
+
+log = logging.getLogger(__name__)
 
 # Bounds temporary memory on the device, and for changed gradients everywhere.
 _DEVICE_PIECE_NUMEL = _CHANGED_NUMEL = 16 * 1024 * 1024
@@ -155,6 +158,13 @@ class ChunkUpdate:
     is back."""
 
 
+def _load_adam(device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+    try:
+        load_adam(device, dtypes)
+    except Exception:  # the first step tries again
+        log.debug("could not load the kernels of Adam ahead", exc_info=True)
+
+
 class UpdateRunner:
     """Carries out `FlatUpdate`s on the compute device, through it, and on the host.
 
@@ -188,7 +198,7 @@ class UpdateRunner:
         """
         self._host.submit(cpu.prepare)
         if self._device.torch_device.type == "cuda":
-            self._streamer.submit(partial(load_adam, self._device.torch_device, dtypes))
+            self._streamer.submit(partial(_load_adam, self._device.torch_device, dtypes))
 
     def reserve_stream(self) -> None:
         """Take the device memory that streamed updates need; it stays until `release_stream`.

@@ -128,6 +128,7 @@ class Builder:
         self._freer = Worker("elixir-free")
         self._freeing: Task | None = None
         self._shells: dict[str, Tensor] = {}  # around other tensors, until their chunk is filled
+        self._new: set[str] = set()  # ours, in the places of the user's
 
     def place_ignored(self) -> ResidentParameters:
         """Have the frozen parameters that are in no chunk on the device, with rank 0's values. Collective; before
@@ -171,15 +172,17 @@ class Builder:
         chunks = [self._new_chunk(spec) for spec in specs]
         self._replace_parameters(chunks)
         self._move_buffers()
-        room = HostRoom(self._comm, store.memory)
+        room = HostRoom(self._comm, store.memory, self._wait_for_freeing)
         store.memory.prepare(extent for spec in specs[:_CHUNKS_AHEAD] for extent in self._on_host(spec))
-        for number, (spec, chunk) in enumerate(zip(specs, chunks, strict=True)):
-            for later in specs[number + _CHUNKS_AHEAD :][:1]:
-                store.memory.prepare(self._on_host(later))
-            room.take(spec, bytes_of(self._on_host(spec)), self._plan, partial(_host_bytes, store))
-            self._build_chunk(chunk)
+        try:
+            for number, (spec, chunk) in enumerate(zip(specs, chunks, strict=True)):
+                for later in specs[number + _CHUNKS_AHEAD :][:1]:
+                    store.memory.prepare(self._on_host(later))
+                room.take(spec, bytes_of(self._on_host(spec)), self._plan, partial(_host_bytes, store))
+                self._build_chunk(chunk)
+        finally:
+            self._freer.rest()
         self._staging = None
-        self._freer.rest()
         self._raise_read_error()
         return chunks
 
@@ -234,6 +237,7 @@ class Builder:
                 new = self._bindable(old)
                 if new is old:
                     continue
+                self._new.add(member.fqn)
                 if isinstance(new, ShellParameter):
                     self._shells[member.fqn] = old
                 replaced[id(old)] = new
@@ -285,13 +289,16 @@ class Builder:
             self._fill_whole(spec, chunk.flat, piece)
             chunk.to_state(ChunkState.RESIDENT)
         del piece
-        parameters = [self._named[member.fqn] for member in spec.members]
-        left = [p.data for p in parameters if type(p) is nn.Parameter and p.device.type == "cpu"]
-        chunk.bind(parameters, self._refuse)
-        del parameters
+        left = self._memory_of(spec)
+        chunk.bind([self._named[member.fqn] for member in spec.members], self._refuse)
         self._leave(left)
         for member in spec.members:
             self._shells.pop(member.fqn, None)
+
+    def _memory_of(self, spec: ChunkSpec) -> list[Tensor]:
+        """Host memory of the user's parameters that is not used any more once they are bound."""
+        own = [self._named[member.fqn] for member in spec.members if member.fqn not in self._new]
+        return [p.data for p in own if type(p) is nn.Parameter and p.device.type == "cpu"]
 
     def _leave(self, tensors: list[Tensor]) -> None:
         """Have a thread free memory that the user's parameters do not use any more, while the next chunk is filled:
@@ -300,11 +307,14 @@ class Builder:
         Args:
             tensors: Emptied.
         """
-        if self._freeing is not None:
-            self._freeing.wait()
-        self._freeing = None
+        self._wait_for_freeing()
         if sum(tensor.nbytes for tensor in tensors) >= _WORTH_A_THREAD_BYTES:
             self._freeing = self._freer.submit(partial(_free, tensors))
+
+    def _wait_for_freeing(self) -> None:
+        if self._freeing is not None:
+            self._freeing.join()
+        self._freeing = None
 
     def _refuse(self, chunk: Chunk) -> AbstractContextManager[None]:
         raise StateError(

@@ -29,11 +29,13 @@ class HostRoom:
     Args:
         comm: The ranks, which look together.
         memory: What is there ahead counts as free.
+        settle: Waits for memory that is being freed; None: none is.
     """
 
-    def __init__(self, comm: Comm, memory: HostMemory) -> None:
+    def __init__(self, comm: Comm, memory: HostMemory, settle: Callable[[], None] | None = None) -> None:
         self._comm = comm
         self._memory = memory
+        self._settle = settle
         self._hosts: list[str] = []  # by rank
         self._num_elements = 0  # since the last look
         self._wanted = 0
@@ -69,9 +71,11 @@ class HostRoom:
         self._hosts = self._hosts or self._comm.exchange_objects(socket.gethostname())
         wanted, self._num_elements, self._wanted = self._wanted, 0, 0
         if self._shortage(plan, wanted, held_bytes) is not None:
-            # What is being made ahead counts as taken, though it is neither free nor there: without it, figures are
-            # exact.
+            # What is being made ahead, or freed, counts as taken, though it is neither free nor there: without it,
+            # figures are exact.
             self._memory.drop()
+            if self._settle is not None:
+                self._settle()
             self._comm.exchange((0,))  # all have
             shortage = self._shortage(plan, wanted, held_bytes)
             if shortage is not None:

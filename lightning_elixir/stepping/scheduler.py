@@ -96,13 +96,11 @@ class UpdateScheduler:
         self._runner.release_stream()
 
     def prepare(self, most_bytes: int | None = None) -> None:
-        """Have threads make the host memory that `reserve` takes under the plan in force, or the first steps, and load
-        the code that updates run.
+        """Have threads make the host memory that `reserve` takes under the plan in force, or the first steps.
 
         Args:
             most_bytes: No more of it; None: all.
         """
-        self._load_kernels()
         left = math.inf if most_bytes is None else most_bytes
         for chunk in self._chunks:
             if chunk.spec.optim_tier is Tier.CPU:
@@ -135,16 +133,17 @@ class UpdateScheduler:
         if self._torch_steps is None:  # others make theirs in their first step
             run_together(engine.comm, lambda: self._reserve_on_device(chunks), _RESERVE)
 
-    def _load_kernels(self) -> None:
-        """For one chunk: those of the others differ in dtypes at most."""
-        chunk = next(iter(self._chunks), None)
+    def load_kernels(self) -> None:
+        """Have threads load the code that updates will run. Not while other processes may be forked: these would wait
+        for ever for what a thread is importing."""
+        in_memory = (c for c in self._chunks if c.spec.optim_tier is not Tier.NVME)
+        chunk = next(in_memory, None)  # the others' dtypes are the same, mostly
         if chunk is None or self._torch_steps is not None:
             return
         master = self._engine.store[chunk.id].master
         moments = [dtype for _, dtype in self.states.inner[chunk.id].moments]
-        if moments:
-            own = chunk.dtype if master is None else master.dtype
-            self._runner.load_kernels([own, chunk.dtype, *moments, *([] if master is None else [chunk.dtype])])
+        own = chunk.dtype if master is None else master.dtype
+        self._runner.load_kernels([own, chunk.dtype, *moments, *([] if master is None else [chunk.dtype])])
 
     def _reserve_on_device(self, chunks: Sequence[Chunk]) -> None:
         try:

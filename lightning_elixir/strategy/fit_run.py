@@ -117,6 +117,9 @@ class FitRun:
 
     def before_batch(self, batch: Any, batch_idx: int) -> None:
         """A batch begins. Collective until the warm-up is over."""
+        if self.warm_up.stage is Stage.NEW:
+            for optimizer in self._optimizers:  # beside the dry run; the loader has its processes by now
+                optimizer.load_kernels()
         self.warm_up.before_batch(partial(self._dry_run, batch, batch_idx))
         self._reservation.take()
         if self._meter is not None:

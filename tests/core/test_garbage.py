@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 
@@ -36,3 +37,22 @@ def test_a_user_who_has_switched_it_off_keeps_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_threads_that_leave_in_another_order() -> None:
+    """Each would put back what it has found, which may be what the other has set."""
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with no_collections():
+            is_inside.set()
+            assert may_leave.wait(20)
+
+    thread = threading.Thread(target=other)
+    with no_collections():
+        thread.start()
+        assert is_inside.wait(20)
+    assert not gc.isenabled()
+    may_leave.set()
+    thread.join()
+    assert gc.isenabled()

@@ -11,8 +11,10 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -129,9 +131,21 @@ def test_as_many_levels_as_the_longest_segment_needs(numel: int, num_levels: int
 def _fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forgets in the end what a test made of this process's kernels."""
     monkeypatch.delenv("LIGHTNING_ELIXIR_KERNELS", raising=False)
-    gpu._kernels.cache_clear()
+    gpu._the_kernels.cache_clear()
     yield
-    gpu._kernels.cache_clear()
+    gpu._the_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("_fresh_kernels")
+def test_threads_that_come_at_once_share_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow_import(name: str) -> object:
+        time.sleep(0.1)
+        return object()
+
+    monkeypatch.setattr(gpu.importlib, "import_module", slow_import)
+    with ThreadPoolExecutor(4) as threads:
+        found = [one.result() for one in [threads.submit(gpu._kernels) for _ in range(4)]]
+    assert len(set(map(id, found))) == 1
 
 
 def adam_operands(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_elixir.optim import execution
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.planning import ChunkSizes, PlacementRequest, TrainingRegime, make_plan
 from lightning_elixir.runtime import build, host_room
+from lightning_elixir.runtime.sources import set_source
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import telling
 
@@ -310,9 +312,67 @@ def test_what_updates_run_is_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(execution.cpu, "prepare", lambda: loaded.append(threading.current_thread().name))
     engine = ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
     optimizer = ElixirOptimizer(engine, HybridAdam(engine.parameters()))
-    optimizer.prepare()
+    optimizer.load_kernels()
     optimizer.rest()
     assert [name.startswith("elixir-update") for name in loaded] == [True]
     other = ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
-    ElixirOptimizer(other, torch.optim.SGD(other.parameters(), lr=0.1)).prepare()
+    ElixirOptimizer(other, torch.optim.SGD(other.parameters(), lr=0.1)).load_kernels()
     assert len(loaded) == 1
+
+
+class Halves:
+    """Where the values of a parameter without any come from."""
+
+    def read_run(self, stride: Any, begin: int, target: Tensor, dtype: torch.dtype) -> None:
+        target.fill_(0.5)
+
+    def part(self, shape: Any, offsets: Any) -> Halves:
+        return self
+
+
+def test_parameters_without_values_have_nothing_to_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_WORTH_A_THREAD_BYTES", 1)
+    with torch.device("meta"):
+        model = make_model()
+    for parameter in model.parameters():
+        set_source(parameter, Halves())
+    engine = ElixirModule(model, make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert all(bool((value == 0.5).all()) for value in engine.full_state_dict().values())
+
+
+def _build_from_the_first_rank() -> Any:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(build, "_WORTH_A_THREAD_BYTES", 1)
+        with torch.device("meta" if torch.distributed.get_rank() else "cpu"):
+            model = make_model()
+        engine = ElixirModule(model, make_host_plan("cpu", 2), dtype=torch.bfloat16, device=torch.device("cpu"))
+        found = engine.full_state_dict()
+        engine.close()
+        return found
+
+
+def test_nor_have_those_of_ranks_that_get_the_firsts() -> None:
+    found = run_ranks(_build_from_the_first_rank, 2)[0]
+    expected = make_model().state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_memory_that_is_being_freed_is_waited_for_before_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host has enough only when what the user's parameters took is back."""
+    is_freed, free = threading.Event(), build._free
+
+    def slowly(tensors: list[Tensor]) -> None:
+        free(tensors)
+        time.sleep(0.05)
+        is_freed.set()
+
+    def available() -> int:
+        return 8 * 1024 * MIB if is_freed.is_set() else 1000
+
+    monkeypatch.setattr(build, "_WORTH_A_THREAD_BYTES", 1)
+    monkeypatch.setattr(build, "_CHUNKS_AHEAD", 0)
+    monkeypatch.setattr(build, "_free", slowly)
+    monkeypatch.setattr(host_room, "_BETWEEN_LOOKS", 2 * WIDTH * WIDTH)  # after the first chunks
+    monkeypatch.setattr(host_room, "available_host_bytes", available)
+    ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert is_freed.is_set()
