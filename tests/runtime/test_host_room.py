@@ -331,28 +331,35 @@ class Halves:
 
 
 def test_parameters_without_values_have_nothing_to_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[list[Tensor]] = []
     monkeypatch.setattr(build, "_WORTH_A_THREAD_BYTES", 1)
+    monkeypatch.setattr(build, "_free", freed.append)
     with torch.device("meta"):
         model = make_model()
     for parameter in model.parameters():
         set_source(parameter, Halves())
     engine = ElixirModule(model, make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
     assert all(bool((value == 0.5).all()) for value in engine.full_state_dict().values())
+    assert not freed
 
 
 def _build_from_the_first_rank() -> Any:
+    freed: list[list[Tensor]] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(build, "_WORTH_A_THREAD_BYTES", 1)
+        monkeypatch.setattr(build, "_free", freed.append)
         with torch.device("meta" if torch.distributed.get_rank() else "cpu"):
             model = make_model()
         engine = ElixirModule(model, make_host_plan("cpu", 2), dtype=torch.bfloat16, device=torch.device("cpu"))
         found = engine.full_state_dict()
         engine.close()
-        return found
+        return found, bool(freed)
 
 
 def test_nor_have_those_of_ranks_that_get_the_firsts() -> None:
-    found = run_ranks(_build_from_the_first_rank, 2)[0]
+    (found, is_freed), (_, is_freed_elsewhere) = run_ranks(_build_from_the_first_rank, 2)
+    assert is_freed
+    assert not is_freed_elsewhere
     expected = make_model().state_dict()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
