@@ -525,6 +525,8 @@ def steps_seen(clock: Clock) -> dict[str, Any]:
     if clock.device.type == "cuda":
         found["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
         found["gpu_reserved_bytes"] = torch.cuda.max_memory_reserved()  # with what lies in gaps
+        # How often the allocator gave back what it keeps, and waited for the GPU, for want of memory
+        found["gpu_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         found["device"] = torch.cuda.get_device_name()
     return found
 

@@ -231,6 +231,7 @@ class Bench:
             self.engine.reset_stats()
             if self.is_cuda:
                 torch.cuda.reset_peak_memory_stats()
+            retries = torch.cuda.memory_stats()["num_alloc_retries"] if self.is_cuda else 0
             steps = self.steps(self.arguments.steps)
         except (torch.OutOfMemoryError, CapacityError) as error:
             result["error"] = "".join(traceback.format_exception(error))[-3000:]
@@ -242,6 +243,8 @@ class Bench:
         if self.is_cuda:
             result["measured_peak_bytes"] = torch.cuda.max_memory_allocated()
             result["reserved_bytes"] = torch.cuda.max_memory_reserved()
+            # How often the allocator gave back what it keeps, and waited for the GPU, for want of memory
+            result["gpu_retries"] = torch.cuda.memory_stats()["num_alloc_retries"] - retries
         result["seconds"] = time.perf_counter() - start_s
         times_s = f"predicted {predicted.times.total_s:.3f} s, measured {result['measured_s']:.3f} s"
         print(f"{name:34s} {times_s} ({error_of(result):+.0%}); {result['placement']}", flush=True)
