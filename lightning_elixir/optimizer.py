@@ -29,7 +29,7 @@ from lightning_elixir.runtime.steps import check_same_optimizer
 from lightning_elixir.stepping.checks import check_has_no_place, check_parameters
 from lightning_elixir.stepping.gradients import StepGradients
 from lightning_elixir.stepping.scheduler import UpdateScheduler, all_or_nothing
-from lightning_elixir.stepping.state_dicts import Described, ReadSegment, StateDicts
+from lightning_elixir.stepping.state_dicts import Described, ReadSegment, StateDicts, check_settings
 from lightning_elixir.stepping.state_reads import StateReads
 
 if TYPE_CHECKING:
@@ -499,11 +499,11 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """Load a state of `state_dict()` or of the same torch optimizer over the plain model; the same on every rank.
 
         Raises:
-            PlanError: If its groups or shapes are not those of this optimizer.
+            PlanError: If its groups, settings or shapes are not those of this optimizer.
         """
         with self._meeting(Meeting.LOAD_OPTIMIZER_STATE_DICT):
             self._follow_groups()
-            self._state_dicts.load_whole(state_dict)
+            self._state_dicts.load_whole(state_dict, self.optimizer)
             if self.scaler.enabled and state_dict.get("loss_scaler"):
                 self.scaler.load_state_dict(state_dict["loss_scaler"])
 
@@ -523,6 +523,10 @@ class ElixirOptimizer(torch.optim.Optimizer):
         """One element-wise state of this rank's segments of a chunk, 1-D, by member index: where it lies, unless that
         is a disk. Zeros where there is none."""
         return self._state_dicts.runs(chunk, key, dtype)
+
+    def check_settings(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises `PlanError` if saved groups cannot be those of such an optimizer."""
+        check_settings(self.optimizer, saved_groups)
 
     def load_segments(self, read: ReadSegment) -> None:
         """Replace all states, one segment after the other, between steps.

@@ -120,8 +120,11 @@ def test_size_that_is_none_names_its_option(name: str) -> None:
 
 
 def test_chunks_of_no_size_are_refused() -> None:
-    with pytest.raises(PlanError, match="chunk_size must be positive"):
+    with pytest.raises(PlanError, match="chunk_size must be at least 1 byte, got 0: give bytes"):
         ElixirConfig(chunk_size=0)
+    for nothing in (0, "0.5"):
+        with pytest.raises(PlanError, match=r"cpu_memory_limit must be at least 1 byte, got '?0(\.5)?'?: give bytes"):
+            ElixirConfig(cpu_memory_limit=nothing)
     with pytest.raises(PlanError, match="chunk_search_n_grids"):
         ElixirConfig(chunk_search_n_grids=0)
 

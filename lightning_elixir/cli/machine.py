@@ -56,7 +56,8 @@ def machine_of(options: argparse.Namespace, dtype: str) -> Machine:
     if options.hardware is None:
         remarks = ("speeds are round figures of no machine in particular: see --hardware", *remarks)
     cpu, spare = host_share(host_bytes, options.gpus, size_of(options.cpu_memory_limit, "--cpu-memory-limit"))
-    words = DeviceWords(host_limit="--cpu-memory-limit" if options.cpu_memory_limit else "--cpu-memory")
+    is_limited = bool(options.cpu_memory_limit)
+    words = DeviceWords(host_limit="--cpu-memory-limit" if is_limited else "--cpu-memory", is_limit_usable=is_limited)
     budget = Budget(gpu_bytes, cpu, nvme_bytes=nvme_bytes // options.gpus, spare_cpu_bytes=spare, words=words)
     return Machine(spec, budget, remarks)
 

@@ -183,6 +183,14 @@ def host_share(free_bytes: int, num_ranks: int, limit: int | None = None, *, is_
     return cpu // num_ranks, min(cpu, max(0, free_bytes - 2 * reserve)) // num_ranks
 
 
+def host_bytes_for(cpu_bytes: int) -> int:
+    """How much of a host's memory has to be free for each rank, so that one may use so many bytes of it (`host_share`
+    the other way round)."""
+    part, quarter = HOST_RESERVE_PART, MOST_RESERVED_PART
+    with_reserve = -(-(cpu_bytes + HOST_RESERVE_BYTES) * part // (part - 1))
+    return min(with_reserve, -(-cpu_bytes * quarter // (quarter - 1)))
+
+
 def fair_part(nbytes: int, wanted: int, others: Sequence[int]) -> int:
     """One model's part of a memory that several share. A model that wants less than an even part gets that, and what it
     leaves goes to the others; what none of them wants goes to all, by what they want.

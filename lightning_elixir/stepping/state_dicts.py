@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.state_layout import is_scalar_state
@@ -22,6 +23,12 @@ from lightning_elixir.runtime.whole import gather_whole, in_memory_order
 
 Described = dict[tuple[int, int], dict[str, tuple[str, Any]]]
 """(chunk id, member index) -> key -> ("tensor", dtype) or ("value", value)."""
+
+_FILLED_IN = {
+    *("amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize", "nesterov"),
+    *("adamw_mode", "bias_correction"),
+}
+"""Settings that torch's optimizers, or ours, take as they are where they were not saved."""
 
 ReadSegment = Callable[[Chunk, Segment], Mapping[str, Any]]
 """The state of a segment, as torch's optimizers have it, but element-wise ones 1-D, `[segment.numel]`; empty: none. Of
@@ -188,11 +195,14 @@ class StateDicts:
             self.load(self._reading({id(p): optimizer.state[p] for p in parameters if p in optimizer.state}))
             optimizer.state.clear()
 
-    def load_whole(self, state_dict: Mapping[str, Any]) -> None:
+    def load_whole(self, state_dict: Mapping[str, Any], optimizer: Optimizer) -> None:
         """Take states and groups' settings as `whole` gives them, or torch's optimizer over the plain model.
 
+        Args:
+            optimizer: The user's own.
+
         Raises:
-            PlanError: Its groups or shapes are not those of this optimizer.
+            PlanError: Its groups, settings or shapes are not those of this optimizer.
         """
         groups, saved_groups = self._states.groups, state_dict["param_groups"]
         sizes, saved_sizes = ([len(group["params"]) for group in some] for some in (groups, saved_groups))
@@ -201,6 +211,7 @@ class StateDicts:
                 f"the optimizer state has groups of {saved_sizes} parameters, this optimizer has {sizes}: load it into"
                 " an optimizer with the same groups"
             )
+        check_settings(optimizer, saved_groups)
         saved: dict[int, Mapping[str, Any]] = {}
         for group, saved_group in zip(groups, saved_groups, strict=True):
             group.update({k: v for k, v in saved_group.items() if k not in ("params", "param_names")})
@@ -230,6 +241,22 @@ class StateDicts:
         if not self._states.maker.is_whole:
             return _reading_segments(saved, self._engine.groups)
         return lambda chunk, segment: _unwrapped(saved.get(id(chunk.parameters[segment.member_index]), {}))
+
+
+def check_settings(optimizer: Optimizer, saved_groups: Iterable[Mapping[str, Any]]) -> None:
+    """Whether saved groups may be those of such an optimizer, as torch would only notice in its first step.
+
+    Raises:
+        PlanError: They lack a setting that it needs.
+    """
+    needed = optimizer.defaults.keys() - _FILLED_IN
+    lacking = sorted({name for group in saved_groups for name in needed - group.keys()})
+    if lacking:
+        raise PlanError(
+            f"the saved optimizer is another one than {type(optimizer).__name__}, which has {', '.join(lacking)} as"
+            " well: go on with the optimizer that was saved, or begin with the weights alone (load_state_dict of the"
+            " model, load_from_checkpoint)"
+        )
 
 
 def _unwrapped(state: Mapping[str, Any]) -> Mapping[str, Any]:

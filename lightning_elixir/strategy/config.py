@@ -112,8 +112,11 @@ class ElixirConfig(LossScaling):
         if self.gpu_margin_mem_ratio is not None:
             check_fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
         for name in ("chunk_size", "min_chunk_size", "chunk_search_range", "gpu_memory_limit", "cpu_memory_limit"):
-            if self._size(name) == 0 and name in ("chunk_size", "min_chunk_size"):
-                raise PlanError(f"{name} must be positive")
+            if self._size(name) == 0 and name != "chunk_search_range":
+                raise PlanError(
+                    f"{name} must be at least 1 byte, got {getattr(self, name)!r}: give bytes, or a string with a unit"
+                    " such as '64MiB'"
+                )
         if self.chunk_search_n_grids < 1:
             raise PlanError(f"chunk_search_n_grids must be at least 1, got {self.chunk_search_n_grids}")
         _parse_reduce_dtype(self.reduce_dtype)
@@ -141,7 +144,8 @@ class ElixirConfig(LossScaling):
         for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac"):
             if getattr(self, name) != defaults[name].default:
                 raise PlanError(
-                    f"{name} belongs to placement_policy 'const', but the policy is {self.placement_policy!r}"
+                    f"{name} belongs to placement_policy 'const', but the policy is {self.placement_policy!r}: leave it"
+                    " out, or choose 'const'"
                 )
 
     def _check_patterns(self) -> None:

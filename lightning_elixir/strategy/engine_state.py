@@ -482,6 +482,7 @@ def _load_optimizer(optimizer: ElixirOptimizer, engine: Engine, index: Checkpoin
     groups = _saved_groups(index, root)
     one_name = _canonical_names(engine)
     _check_groups(index, optimizer, groups, one_name, _names(engine))
+    optimizer.check_settings(groups)
     is_ours = isinstance(optimizer.optimizer, HybridAdam)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({k: v for k, v in saved.items() if k != "params" and not (is_ours and k in _TORCH_SETTINGS)})

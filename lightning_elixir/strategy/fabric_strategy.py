@@ -522,7 +522,12 @@ class ElixirStrategy(EngineStrategy, _Parallel, Sharded):
         used. Collective; 0-dim. With several optimizers, ask them."""
         optimizers = self._only_run.optimizers
         if len(optimizers) != 1:
-            raise StateError(f"there are {len(optimizers)} optimizers: ask optimizer.grad_norm() of one of them")
+            raise StateError(
+                f"there are {len(optimizers)} optimizers: ask optimizer.grad_norm() of one of them"
+                if optimizers
+                else "there is no optimizer: call it after fabric.setup(model, optimizer), while your program keeps the"
+                " optimizer that this has returned"
+            )
         return optimizers[0].grad_norm()
 
     def close(self) -> None:

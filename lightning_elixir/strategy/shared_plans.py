@@ -189,7 +189,8 @@ class Planner:
             )
         if not any(s.requires_grad for s in specs):
             raise PlanError(
-                f"{type(model).__name__} has no parameter to train: it has {len(specs)} parameters, all of them frozen"
+                f"{type(model).__name__} has no parameter to train: it has {len(specs)} parameters, all of them"
+                " frozen. Call requires_grad_() on what is to be trained before the fit"
                 if specs
                 else f"{type(model).__name__} has no parameters. Make layers in __init__ or configure_model"
             )

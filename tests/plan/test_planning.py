@@ -12,8 +12,9 @@ from torch import nn
 
 from lightning_elixir import planning
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.hardware import HardwareSpec
-from lightning_elixir.plan.memory import Budget, host_share
+from lightning_elixir.plan.memory import Budget, host_bytes_for, host_share
 from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.regime import TrainingRegime, UpdateMode
 from lightning_elixir.plan.types import ALIGN_NUMEL, AccessTrace, Plan, Tier, UpdateTiming
@@ -320,7 +321,8 @@ def test_a_host_with_room_for_spare_states(policy: str) -> None:
 
 def test_budget_of_this_machine(machine: dict[str, int | None]) -> None:
     cpu, spare = host_share(64 * 2**30, 4)
-    assert detect_budget(4) == Budget(3 * 2**30, cpu, 0, spare_cpu_bytes=spare)
+    words = DeviceWords(is_limit_usable=False)
+    assert detect_budget(4) == Budget(3 * 2**30, cpu, 0, spare_cpu_bytes=spare, words=words)
     limited = detect_budget(1, gpu_bytes=2**30, cpu_bytes=2**40, non_model_bytes=5)
     assert (limited.gpu_bytes, limited.cpu_bytes, limited.non_model_bytes) == (2**30, 64 * 2**30, 5)
     assert detect_budget(1, gpu_bytes=2**40).gpu_bytes == 3 * 2**30
@@ -344,6 +346,13 @@ def test_a_part_of_the_host_is_kept_back() -> None:
     assert host_share(0, 3) == (0, 0)
     # When training is about to begin, half of that may have been taken by what it is for.
     assert host_share(100 * gib, 1, is_begun=True) == (98 * gib, 96 * gib)
+
+
+@pytest.mark.parametrize("wanted", [1, 10**9, 6 * 2**30, 7 * 2**30, 68_123_456_789])
+def test_how_much_a_host_must_have_is_no_more_and_no_less(wanted: int) -> None:
+    free = host_bytes_for(wanted)
+    assert host_share(free, 1)[0] >= wanted
+    assert host_share(free - 2, 1)[0] < wanted
 
 
 @pytest.mark.parametrize("search", SEARCHES)

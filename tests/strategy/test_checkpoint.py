@@ -157,6 +157,19 @@ def test_states_of_too_many_optimizers_are_refused(tmp_path: Path, kind: Any) ->
         fit(ElixirStrategy(**TIGHT, state_dict_type=kind), ckpt_path=path, max_epochs=2)
 
 
+class BySGD(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_states_of_another_optimizer_are_refused(tmp_path: Path, kind: Any) -> None:
+    trainer, _, _ = fit(ElixirStrategy(**TIGHT, state_dict_type=kind), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "c.ckpt")
+    with pytest.raises(PlanError, match="another one than SGD, which has dampening, momentum as well: go on with"):
+        fit(ElixirStrategy(**TIGHT, state_dict_type=kind), BySGD, ckpt_path=str(tmp_path / "c.ckpt"), max_epochs=2)
+
+
 @pytest.mark.parametrize("strategy", ["auto", "elixir"])
 def test_a_checkpoint_of_weights_alone_does_not_resume(tmp_path: Path, strategy: str) -> None:
     path = _with_states(tmp_path / "c.ckpt", lambda states: None)

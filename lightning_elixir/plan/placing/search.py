@@ -26,7 +26,7 @@ from typing import overload
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
-from lightning_elixir.plan.memory import memory_use
+from lightning_elixir.plan.memory import host_bytes_for, memory_use
 from lightning_elixir.plan.placing.fallbacks import SAME, plan_with_fallbacks
 from lightning_elixir.plan.placing.fates_tried import FatesTried, with_alternatives
 from lightning_elixir.plan.placing.parts import STREAMABLE, gpu_parts, host_parts
@@ -564,7 +564,7 @@ class _LayoutSearch(Space):
             how = "" if self.profile.is_recomputing else ", or activation checkpointing"
             cures.append(f"activations cut to {share}% (a batch that much smaller{how})")
         if needed - limit <= placer.saved_by_smaller_chunks(smallest.chunks, blocks):
-            cures.append("a smaller chunk_size")
+            cures.append("perhaps a smaller chunk_size")
         parts = gpu_parts(smallest.at_peak, placer.scheme, blocks, module)
         return CapacityError(
             f"{words.memory}: even with as much as possible beside it, a rank needs {format_bytes(needed)} ({parts}),"
@@ -582,7 +582,10 @@ class _LayoutSearch(Space):
         lacking = use.host_bytes - limit
         words = problem.budget.words
         how = f" (raise {words.host_limit})" if words.host_limit else ""
-        cures = [f"{format_bytes(lacking, is_rounded_up=True)} more host memory for each rank{how}"]
+        # With what is kept back of it
+        of_host = host_bytes_for(use.host_bytes) - host_bytes_for(limit)
+        more = lacking if words.is_limit_usable else of_host
+        cures = [f"{format_bytes(more, is_rounded_up=True)} more host memory for each rank{how}"]
         on_nvme = self._nvme_cure(placement.chunks)
         if on_nvme is not None:
             cures.append(on_nvme)

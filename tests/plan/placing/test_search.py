@@ -662,8 +662,10 @@ def test_advice_on_the_host_begins_with_what_is_nearest() -> None:
     layout = layout_of(specs)
     candidate = Candidate(layout, structural_profile(layout, accesses, DISK))
 
-    def refusal(cpu: int, regime: TrainingRegime = MIXED) -> str:
-        budget = Budget(12 * KIB + regime.whole_update_bytes, cpu, words=DeviceWords(host_limit="cpu_memory_limit"))
+    limited = DeviceWords(host_limit="cpu_memory_limit")
+
+    def refusal(cpu: int, regime: TrainingRegime = MIXED, words: DeviceWords = limited) -> str:
+        budget = Budget(12 * KIB + regime.whole_update_bytes, cpu, words=words)
         with pytest.raises(CapacityError) as caught:
             search([candidate], Problem(asked(accesses=accesses), budget, 1, regime, DISK))
         return str(caught.value)
@@ -674,6 +676,9 @@ def test_advice_on_the_host_begins_with_what_is_nearest() -> None:
         r" states, or 2 GPUs on as many hosts\.$"
     )
     assert re.search(advice, refusal(9 * 16 * KIB - 20 * KIB))
+    # Of what the host has a part is kept back, here a quarter.
+    of_all = refusal(9 * 16 * KIB - 20 * KIB, words=DeviceWords(host_limit="--cpu-memory", is_limit_usable=False))
+    assert "What would fit: 26.7 KiB more host memory for each rank (raise --cpu-memory)" in of_all
     whole = refusal(9 * 16 * KIB - 20 * KIB, replace(MIXED, whole_update_bytes=1))
     assert "(raise cpu_memory_limit), or a smaller model" in whole  # such states cannot be on a disk
     match = re.search(r"([\d.]+ \w+) of NVMe for each rank's optimizer states and parameters \(", refusal(90 * KIB))
@@ -713,7 +718,7 @@ def test_smaller_chunks_are_advised_where_they_help() -> None:
     for chunk_numel, is_advised in ((4096, True), (1024, False)):
         with pytest.raises(CapacityError) as caught:
             place_specs(specs, gpu=chunk_numel * 4, chunk_numel=chunk_numel)
-        assert ("or a smaller chunk_size" in str(caught.value)) == is_advised
+        assert ("or perhaps a smaller chunk_size" in str(caught.value)) == is_advised
         with pytest.raises(CapacityError) as caught:
             place_specs(specs, "cpu", gpu=chunk_numel * 4, chunk_numel=chunk_numel)
         assert ("or lower chunk_size" in str(caught.value)) == is_advised
