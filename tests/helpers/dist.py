@@ -235,7 +235,12 @@ class _Worker:
             before, told = told, self._stacks.read_text()
             if told and told == before:
                 break
-        return told or f"it does not heed signals:\n{Path(f'/proc/{self._process.pid}/status').read_text()}"
+        if told:
+            return told
+        try:
+            return f"it does not heed signals:\n{Path(f'/proc/{self._process.pid}/status').read_text()}"
+        except OSError:
+            return f"it has ended meanwhile, with exit code {self._process.poll()}"
 
     def kill(self) -> None:
         # The worker leads a process group of its own, so what it started ends with it.
