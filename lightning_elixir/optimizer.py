@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_elixir.core.labels import label
+from lightning_elixir.core.threads import default_num_update_threads
 from lightning_elixir.errors import PlanError
 from lightning_elixir.optim.elementwise import inner_maker
 from lightning_elixir.optim.execution import UpdateRecord, UpdateRunner, UpdateTimes
@@ -56,8 +57,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         init_step: Take the memory of optimizer states and staging now rather than in the first step. Nothing is
             stepped, and no number changes.
         max_norm: Clip the total gradient norm to this in every step; 0: do not.
-        num_update_threads: Threads that update what lives on the host; None: as many as torch has, or the
-            environment's `LIGHTNING_ELIXIR_NUM_THREADS`.
+        num_update_threads: Threads that update what lives on the host; None: as many as torch has, less those that
+            launch and copy (see `core.threads`), or the environment's `LIGHTNING_ELIXIR_NUM_THREADS`.
 
     Raises:
         PlanError: If the optimizer is not element-wise, holds parameters that are not the model's, or cannot stream
@@ -113,6 +114,8 @@ class ElixirOptimizer(torch.optim.Optimizer):
         self._state_dicts.take_over(optimizer)
         self.state = StateReads(self._engine, self._states, self._state_dicts)  # type: ignore[assignment]
         self._gradients = StepGradients(self._engine, self._states, self.scaler)
+        if num_update_threads is None:
+            num_update_threads = default_num_update_threads()
         self._runner = UpdateRunner(self._engine.device, num_update_threads)
         self._updates = UpdateScheduler(self._engine, self._states, self._gradients, self._runner)
         self._engine.reducer.track_square_sums(self.scaler.enabled or max_norm > 0)

@@ -51,8 +51,8 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 sys.path.insert(0, str(Path(__file__).parent))
 
 from compare import parse_size
+from disturbance import Pauses
 from fsdp2 import run_fsdp2
-from pauses import Pauses
 from peers.jobs import PRESETS, Shape
 from peers.model import GPT
 

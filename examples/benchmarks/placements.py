@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pauses import Pauses
+from disturbance import HostUse, Pauses
 from torch import nn
 
 from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam, __version__, profile_hardware
@@ -184,6 +184,7 @@ class Bench:
     def limit(self, nbytes: int) -> None:
         if self.is_cuda:
             torch.cuda.empty_cache()
+            nbytes += int(self.arguments.room_gib * 2**30)
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total))
 
@@ -232,7 +233,9 @@ class Bench:
             if self.is_cuda:
                 torch.cuda.reset_peak_memory_stats()
             retries = torch.cuda.memory_stats()["num_alloc_retries"] if self.is_cuda else 0
+            use = HostUse()
             steps = self.steps(self.arguments.steps)
+            result["host_use"] = use.so_far()
         except (torch.OutOfMemoryError, CapacityError) as error:
             result["error"] = "".join(traceback.format_exception(error))[-3000:]
             print(f"{name}: failed\n{result['error']}", flush=True)
@@ -440,6 +443,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--limits-gib", type=float, nargs="*", default=[])
     parser.add_argument("--limits-mib", type=float, nargs="*", default=[])
     parser.add_argument("--chunk-mib", type=int, default=0, help="0: the size with the least waste")
+    parser.add_argument("--room-gib", type=float, default=0.0, help="that the allocator may take above the limits")
     parser.add_argument("--budget-s", type=float, default=1e9, help="begin no placement after this long")
     parser.add_argument("--out", type=Path, default=Path("placements.json"))
     parser.add_argument(
