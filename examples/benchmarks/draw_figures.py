@@ -31,7 +31,11 @@ SYSTEMS = {
     "deepspeed_zero2": "DeepSpeed ZeRO-2, offload",
     "torchao": "torchao, CPU offload",
 }
-DEFAULTS = ("defaults_edges_h200_2026-11-25.json", "defaults_looked_at_again_h200_2026-11-25.json")
+DEFAULTS = (  # the latest first
+    "defaults_compiled_h200_2026-11-25.json",
+    "defaults_edges_h200_2026-11-25.json",
+    "defaults_looked_at_again_h200_2026-11-25.json",
+)
 MODELS = {
     "llama-7b": "Llama-7B",
     "5b": "GPT of 4.8B",
@@ -208,20 +212,35 @@ def checkpoint_table() -> str:
 
 
 def defaults_table() -> str:
-    rows = []
+    """One row a case: its latest run, and what a step took in earlier ones."""
+    rows: dict[str, list[str]] = {}
     for run in [run for name in DEFAULTS for run in load(name)["runs"]]:
         plains = [c for c in run["cases"].values() if c["case"]["is_plain"] and "step_s" in c]
-        plain = {(c["case"]["model"], num_devices(c["case"])): c["step_s"] for c in plains}
+        plain = {(*work_of(c["case"]), autocast): c["step_s"] for c in plains for autocast in autocasts_like(c["case"])}
         for found in run["cases"].values():
             case = found["case"]
-            if not case["is_plain"]:
-                beside = plain.get((case["model"], num_devices(case)))
-                of_plain = seconds(beside) if case["accumulate"] == 1 else "-"
-                measured = [seconds(found["step_s"]), seconds(found["predicted_s"]), of_plain]
-                rows.append([case_words(case), *measured, f"{found['first_step_s']:.0f}", run["commit"]])
-    return table(
-        ["case", "step, s", "predicted, s", "plain, whole card, s", "first step done after, s", "commit"], rows
-    )
+            if case["is_plain"]:
+                continue
+            beside = plain.get((*work_of(case), case.get("autocast", True)))
+            of_plain = seconds(beside) if case["accumulate"] == 1 else "-"
+            measured = [seconds(found["step_s"]), seconds(found["predicted_s"]), of_plain]
+            words = case_words(case)
+            if words in rows:
+                rows[words][4] = ", ".join([rows[words][4], measured[0]]).removeprefix(", ")
+            else:
+                rows[words] = [words, *measured, "", f"{found['first_step_s']:.0f}", run["commit"]]
+    heads = ["step, s", "predicted, s", "plain, whole card, s", "earlier runs, s", "first step done after, s", "commit"]
+    return table(["case", *heads], list(rows.values()))
+
+
+def autocasts_like(plain: dict[str, Any]) -> tuple[bool, ...]:
+    """Which fits a plain one stands beside, under autocast or not: one without, which is faster, beside both."""
+    return (True,) if plain.get("autocast") else (True, False)
+
+
+def work_of(case: dict[str, Any]) -> tuple[Any, ...]:
+    """What a case of `defaults.py` computes, but for clipping; plain PyTorch has its one road for it."""
+    return case["model"], case["batch"], case["seq"], case.get("is_compiled", False), num_devices(case)
 
 
 def num_devices(case: dict[str, Any]) -> int:
@@ -236,6 +255,8 @@ def case_words(case: dict[str, Any]) -> str:
     words += [f"{num_devices(case)} GPUs"] if num_devices(case) > 1 else []
     words += ["whole GPU" if limit is None else f"{limit // GIB} GiB of GPU"]
     words += [f"{case['cpu_limit'] // GIB} GiB of host"] if case["cpu_limit"] else []
+    words += ["blocks compiled"] if case.get("is_compiled") else []
+    words += [] if case.get("autocast", True) else ["`autocast=False`"]
     words += ["fp16"] if case["precision"] == "16-mixed" else []
     words += [f"{case['accumulate']} micro-batches"] if case["accumulate"] > 1 else []
     words += [f"clipped {'never' if case['clip'] > 1 else 'in every step'}"] if case["clip"] else []
