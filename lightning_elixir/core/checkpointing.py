@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable
 from torch import nn
 
 _SWITCH = "gradient_checkpointing"
+_FUNCTION = "_gradient_checkpointing_func"
+_LAYER = "GradientCheckpointingLayer"
 
 
 def switch_off(root: nn.Module, names: Collection[str]) -> list[nn.Module]:
@@ -35,3 +37,12 @@ def switch_on(modules: Iterable[nn.Module]) -> None:
     """Undo `switch_off`."""
     for module in modules:
         setattr(module, _SWITCH, True)
+
+
+def keeps_what_it_recomputes(module: nn.Module) -> bool:
+    """Whether the module's forward runs once more in backward, which keeps all that autograd saves there, parameters
+    too, until it has used it: `torch.utils.checkpoint` with `use_reentrant=False` around a layer of transformers."""
+    is_layer = any(cls.__name__ == _LAYER for cls in type(module).__mro__)
+    is_on = is_layer and module.training and getattr(module, _SWITCH, False) is True
+    keywords = getattr(getattr(module, _FUNCTION, None), "keywords", {}) if is_on else {}
+    return keywords.get("use_reentrant") is False

@@ -37,8 +37,16 @@ def describe_placement(chunks: Sequence[ChunkSpec], blocks: int, depth: int) -> 
         shards = sum(not c.is_persistent and c.param_tier is Tier.GPU for c in chunks)
         if shards:
             parts.append(f"shards of {shards} on the GPU")
-        parts.append(f"the others through an rCache of {blocks} block{'s' * (blocks != 1)}, fetched {depth} ahead")
+        parts.append(
+            f"the others through an rCache of {blocks} block{'s' * (blocks != 1)}, {describe_fetching(blocks, depth)}"
+        )
     return ", ".join(parts)
+
+
+def describe_fetching(blocks: int, depth: int) -> str:
+    """How many chunks can be on their way while one is in use."""
+    ahead = min(depth, blocks - 1)
+    return f"fetched {ahead} ahead" if ahead > 0 else "fetched when they are needed"
 
 
 def describe_spending(times: StepTimes) -> str:

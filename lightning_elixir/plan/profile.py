@@ -116,6 +116,8 @@ class MemoryProfile:
     """Calls of the blocks that were asked for, in order; while the timeline is of a step that keeps everything."""
     offloaded_bytes: int | None = None
     """Host memory that activations take; None: it is not known which of them go there."""
+    written: tuple[str, ...] = ()
+    """Parameters that the step writes to."""
 
     def with_bytes(self, changed: Callable[[int], int]) -> MemoryProfile:
         """The same with other activations.

@@ -156,6 +156,7 @@ def _summary(model: nn.Module, inputs: list[Tensor], recorder: StepRecorder) -> 
         peak_module=recorder.peak_module,
         flops=sum(i.flops for i in timeline),
         timeline=timeline,
+        written=tuple(recorder.written),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_elixir.core.checkpointing import keeps_what_it_recomputes
 from lightning_elixir.core.compiled_modules import compiled_regions
 from lightning_elixir.core.shells import held_as, layout_of, tensors_inside
 from lightning_elixir.errors import PlanError
@@ -96,19 +97,20 @@ def param_specs(
 
 def module_accesses(model: nn.Module) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """(module name, FQNs of the parameters that one forward of it touches directly), modules without any left out. Of a
-    compiled module, all, and none of those below it.
+    compiled module, all, and none of those below it; so of one that is recomputed in backward and keeps them there.
 
     Tied parameters appear under the FQN that `param_specs` gives them.
     """
     fqn_of = {id(p): fqn for fqn, p in model.named_parameters()}
     regions = compiled_regions(model)
-    compiled = {id(region.entrance) for region in regions}
-    inside = {id(m) for region in regions for m in region.inside} - compiled
+    recomputed = [module for module in model.modules() if keeps_what_it_recomputes(module)]
+    whole = {id(region.entrance) for region in regions} | {id(module) for module in recomputed}
+    inside = {id(m) for region in regions for m in region.inside} | {id(m) for one in recomputed for m in one.modules()}
     accesses = []
     for name, module in model.named_modules():
-        if id(module) in inside:
+        if id(module) in inside - whole:
             continue
-        own = list(module.parameters(recurse=id(module) in compiled))
+        own = list(module.parameters(recurse=id(module) in whole))
         if isinstance(module, nn.MultiheadAttention):
             own += module.out_proj.parameters()  # one functional call takes the projection's parameters too
         if own:

@@ -29,6 +29,7 @@ from lightning_elixir.profiling.workspaces import (
 )
 
 aten = torch.ops.aten
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None: there are no hooks
 
 AroundOperator = Callable[[Any, tuple[Any, ...], Callable[[], Any]], Any]
 """Gets an operator, its positional operands, and what runs it; gives its result."""
@@ -103,6 +104,8 @@ class StepRecorder(TorchDispatchMode):
         self._results = FakeResults()
         self.peak_bytes = 0
         self.peak_module = ""
+        self.written: dict[str, None] = {}
+        """Names of parameters that operators have written to, in the order of the first."""
         self._allocator = CachingAllocator()
         self._held: dict[int, _Held] = {}  # by storage address
         self._bytes = [0, 0, 0]  # by role, as allocated
@@ -241,7 +244,9 @@ class StepRecorder(TorchDispatchMode):
         packet = func._overloadpacket
         outputs = _tensors((result,))
         is_new = False
-        if packet is aten.detach and _in_backward():
+        if func._schema.is_mutable:
+            self._note_writes(func, args)
+        if _in_backward() and _top_hooks(False) is not None:
             self._note_aliases(outputs)
         for index, tensor in enumerate(outputs):
             # CUDA keeps the statistics of layer norms in fp32.
@@ -312,9 +317,17 @@ class StepRecorder(TorchDispatchMode):
         if found is not None:
             self._touch(tuple(found))
 
+    def _note_writes(self, func: Any, args: tuple[Any, ...]) -> None:
+        for described, value in zip(func._schema.arguments, args, strict=False):
+            if described.alias_info is not None and described.alias_info.is_write:
+                for tensor in _tensors((value,)):
+                    fqn = self._fqn_of.get(tensor.untyped_storage()._cdata)
+                    if fqn is not None:
+                        self.written[fqn] = None
+
     def _note_aliases(self, outputs: Iterable[Tensor]) -> None:
-        """Activation checkpointing keeps what it recomputes, detached, until its backward. What autograd saves in a
-        forward counts for nothing: the engine has it packed."""
+        """Non-reentrant activation checkpointing has hooks of its own around what it recomputes, and keeps all that is
+        saved there until its backward. What autograd saves otherwise counts for nothing: the engine has it packed."""
         for tensor in outputs:
             fqn = self._fqn_of.get(tensor.untyped_storage()._cdata)
             if fqn is not None:

@@ -8,6 +8,7 @@ from lightning_elixir.plan.activations import blocks_by_fate
 from lightning_elixir.plan.describe import (
     describe_dating,
     describe_disk,
+    describe_fetching,
     describe_foreseen,
     describe_ignored,
     describe_spending,
@@ -101,7 +102,7 @@ def _cards(data: ReportData) -> Markup:
             "chunks",
             str(len(plan.chunks)),
             f"{persistent} always there; rCache of {plan.rcache_blocks} blocks of {format_bytes(plan.block_bytes)};"
-            f" {plan.prefetch_depth} fetched ahead",
+            f" {describe_fetching(plan.rcache_blocks, plan.prefetch_depth)}",
         )
     )
     return element("dl", *(card for card in cards if card), class_="cards")

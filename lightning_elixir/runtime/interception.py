@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,11 @@ _WRITE_CURE = (
 )
 
 
+def written_inside(where: str, names: Sequence[str]) -> str:
+    """The message for parameters that were written where that does not count."""
+    return f"parameters were written inside {where}: {', '.join(names[:5])}; {_WRITE_CURE}"
+
+
 class _StateDict(threading.local):
     """The `state_dict()` that a thread is in."""
 
@@ -67,6 +72,9 @@ class Interception:
         self._plain_chunks: set[int] = set()
         self._state_dict = _StateDict()
         self._versions: list[int] = []  # of parameters, when the forward began
+        self._data_versions: list[tuple[str, Tensor]] = []
+        """Of each `p.data` that was taken in forward or backward: the parameter, and an empty tensor with the version
+        counter that all views of that share, which a parameter's own does not show."""
         self._num_changes = 0  # of values, as far as a state_dict() must not go on over them
         self.written = WrittenMasters()
         self._aliases = Aliases()
@@ -166,9 +174,34 @@ class Interception:
     def forget_versions(self) -> None:
         """No forward waits for its backward any more."""
         self._versions = []
+        self._data_versions.clear()
+
+    def losing_writes(self, names: Collection[str]) -> list[str]:
+        """Which of these parameters would lose what is written to them in forward, past their version counters."""
+        if not names:
+            return []
+        return [m.fqn for c in self._chunks for m in c.spec.members if m.fqn in names and self._loses_writes(c)]
+
+    def _loses_writes(self, chunk: Chunk) -> bool:
+        """Whether other memory than the chunk's replica holds the values."""
+        shard = self._engine.store[chunk.id]
+        return shard.param is not None or shard.is_param_on_disk or shard.has_master
+
+    def _watch_data(self, parameter: Tensor, data: Tensor) -> None:
+        chunk, _ = self._at(parameter)
+        if not isinstance(data, Tensor) or is_shell(data) or not self._loses_writes(chunk):
+            return
+        version = data.detach()
+        version.data = torch.empty(0, dtype=data.dtype, device=data.device)
+        self._data_versions.append((self.name_of(parameter), version))
 
     def check_bound(self, where: str) -> None:
-        """Raises `StateError` if a parameter was given other memory, in which its values would be lost."""
+        """Raises `StateError` if a parameter was given other memory, in which its values would be lost, or was written
+        through `p.data`."""
+        written = [name for name, version in self._data_versions if version._version]
+        if written:
+            self._data_versions.clear()
+            raise StateError(written_inside(where, written))
         replaced = [c.spec.members[index].fqn for c in self._chunks for index in c.take_replaced()]
         if replaced:
             raise StateError(
@@ -186,7 +219,7 @@ class Interception:
         now = self._count()
         if versions != now:
             written = [self.name_of(p) for p, a, b in zip(self._counted, versions, now, strict=True) if a != b]
-            raise StateError(f"parameters were written inside {where}: {', '.join(written[:5])}; {_WRITE_CURE}")
+            raise StateError(written_inside(where, written))
 
     # Intercepted calls
 
@@ -220,7 +253,10 @@ class Interception:
         if func == released.DATA_SETTER:
             return self._assign_data(args[0], args[1])
         if engine.is_computing:
-            return self._call_in_compute(func, args, kwargs, ids, has_shells=holds_shells(managed))
+            result = self._call_in_compute(func, args, kwargs, ids, has_shells=holds_shells(managed))
+            if func == released.DATA_GETTER:
+                self._watch_data(args[0], result)
+            return result
         result = self._call_between_steps(func, args, kwargs, managed, ids)
         self._check_stays(managed[0], result)
         if is_shell(result):

@@ -103,6 +103,7 @@ def factories() -> frozenset[Any]:
 _attributes: Any = Tensor  # annotated for instances; on the class they are descriptors
 GRAD_GETTERS = frozenset((_attributes.grad.__get__, _attributes._grad.__get__))
 GRAD_SETTERS = frozenset((_attributes.grad.__set__, _attributes._grad.__set__))
+DATA_GETTER = _attributes.data.__get__
 DATA_SETTER = _attributes.data.__set__
 COPY = Tensor.copy_
 DETACH = Tensor.detach

@@ -369,7 +369,7 @@ class Planner:
             try:
                 better = self._make(model, budget, regime, layout=current, profile=shared)
             except CapacityError:
-                binding = "what is known now: by that, no plan would fit"
+                binding = "what steps are seen to take: no other plan would fit, so this one stays"
                 return with_times(current, now, self.figures.best.name, binding=binding, alternatives=())
             is_same = better.fingerprint() == current.fingerprint()
             if better.forecast is None or is_same:

@@ -129,6 +129,25 @@ def test_recomputation_pins_again_in_backward() -> None:
     assert pinned == [("body.0", False), ("head", False), ("body.0", True)]
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_keeps_frozen_parameters_too(use_reentrant: bool) -> None:
+    """Backward of the first layer's input needs both weights; what is recomputed saves the transposed views of them."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=use_reentrant)
+
+    inp = {"x": torch.zeros(2, 8, requires_grad=True)}
+    found = profile_memory(Frozen(), inp, lambda m, i: m(i["x"]).sum().backward())
+    held = [(i.module, i.held) for i in found.timeline if i.is_pinned and i.is_backward]
+    assert held == [("body.0", ()), ("body.2", () if use_reentrant else ("body.0.weight",))]
+    assert not any(i.held for i in found.timeline if not i.is_backward)
+
+
 def test_tied_parameters_have_one_name() -> None:
     found = zoo_profile("tied")
     names = {spec.fqn for spec in param_specs(make("tied"))}

@@ -152,6 +152,38 @@ def test_parameters_that_are_assigned_inside_forward(change: Any, placement: str
     module.close()
 
 
+@pytest.mark.parametrize("placement", ["cpu", "cuda"])
+@pytest.mark.parametrize("write", [lambda data: data.mul_(0.5), lambda data: data.view(-1)[3:].add_(1.0)])
+def test_writes_through_data_inside_forward(write: Callable[[Tensor], Any], placement: str) -> None:
+    """Where the replica holds the values they count as in plain PyTorch; elsewhere they would be lost, and are an
+    error. Reading is none."""
+    torch.manual_seed(0)
+    plain = Changing()
+    model, x = copy.deepcopy(plain), torch.randn(3, 16)
+    module = ElixirModule(model, make_plan(model, placement_policy=placement, chunk_size=2048), device=CPU)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.change = plain.change = lambda layer: layer.weight.data.sum()
+    for i in range(2):
+        if i:
+            model.change = plain.change = lambda layer: write(layer.weight.data)
+        loss = plain(x).square().mean()
+        loss.backward()
+        if i and placement == "cpu":
+            with pytest.raises(StateError, match=r"written inside forward: layers\.2\.weight"):
+                module(x)
+            optimizer.zero_grad()
+            model.change = None
+            continue
+        found = module(x).square().mean()
+        optimizer.backward(found)
+        assert torch.equal(found, loss)
+        optimizer.zero_grad()
+    for i, layer in enumerate(plain.layers):
+        is_written = i == 2 and placement == "cuda"
+        assert torch.equal(model.layers[i].weight, layer.weight) is (i != 2 or is_written)
+    module.close()
+
+
 def test_stepping_a_plain_optimizer_is_an_error() -> None:
     model, module, optimizer = wrapped(**TIGHT)
     optimizer.backward(ZOO["gpt2"].loss(module, 0))

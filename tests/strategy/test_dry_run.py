@@ -415,6 +415,50 @@ def test_there_is_none_where_nothing_is_to_be_decided(options: Any, profiles: li
     assert profiles == []
 
 
+class Scaled(nn.Linear):
+    """Scales its weight whenever it is used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+class ScalesWeights(Net):
+    def _make(self) -> None:
+        super()._make()
+        for layer in self.layers[:-1]:
+            layer.up.__class__ = Scaled
+
+
+class FollowsAnAverage(Net):
+    """A frozen copy follows the weights at the beginning of each step."""
+
+    def _make(self) -> None:
+        super()._make()
+        self.teacher = make_layers().requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for average, p in zip(self.teacher.parameters(), self.layers.parameters(), strict=True):
+            average.data.mul_(0.9).add_(p.data, alpha=0.1)
+        loss = super().training_step(batch, batch_idx)
+        return loss + (self.teacher(batch[0]) - self(batch[0])).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(ScalesWeights, r"layers\.\d\.up\.weight"), (FollowsAnAverage, r"teacher\.0\.norm\.weight")]
+)
+def test_writes_in_the_step_that_would_be_lost_are_an_error(make: type[Net], name: str) -> None:
+    with pytest.raises(StateError, match=rf"written inside training_step: {name}.*move the write"):
+        fit(ElixirStrategy(**LIMIT), make)
+
+
+@pytest.mark.parametrize("make", [ScalesWeights, FollowsAnAverage])
+def test_writes_in_the_step_count_where_the_values_are(make: type[Net], profiles: list[MemoryProfile]) -> None:
+    """All is on the device, without other copies of the values."""
+    assert_same_run(fit(ElixirStrategy(**CHUNK, gpu_memory_limit="64MiB"), make)[2], fit("auto", make)[2])
+    assert [bool(profile.written) for profile in profiles] == [True]
+
+
 def _one_rank_cannot_tell(rank: int) -> Any:
     class Uneven(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

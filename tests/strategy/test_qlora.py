@@ -147,6 +147,18 @@ def test_as_plain_peft(kind: str, placement: str, is_checkpointed: bool) -> None
     assert "uint8" in {c.dtype for c in strategy.plan.chunks}
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("limit", ["64KiB", "100KiB"])
+def test_what_checkpointing_keeps_is_planned_for(limit: str) -> None:
+    """A layer that is recomputed needs all of its weights at once, frozen ones too: chunks are cut by that."""
+    strategy = ElixirStrategy(gpu_memory_limit=limit)
+    assert_same(trained(strategy, "none", True), trained("auto", "none", True))
+    stats = strategy.stats()
+    assert stats.evictions > 0
+    assert stats.overflows == 0
+    assert stats.peak_blocks == strategy.plan.rcache_blocks
+
+
 def on_ranks(kind: str) -> None:
     actual = trained(ElixirStrategy(**PLACEMENTS["tight"]), kind, devices=2)
     expected = trained(ElixirStrategy(**PLACEMENTS["cuda"]), kind, devices=2)

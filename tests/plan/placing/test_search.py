@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_elixir.errors import CapacityError, PlanError
+from lightning_elixir.plan.describe import describe_placement
 from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.explain import explain, step_parts
 from lightning_elixir.plan.memory import Budget, MemoryUse, memory_use
@@ -745,7 +746,9 @@ def test_a_plan_explains_itself() -> None:
     states = sum(c.optim_tier is Tier.GPU for c in plan.chunks)
     assert f"states of {states} of 10 chunks on the GPU" in lines[1]
     assert f"rCache of {plan.rcache_blocks} block" in lines[1]
-    assert f"fetched {plan.prefetch_depth} ahead" in lines[1]
+    assert lines[1].endswith("rCache of 1 block, fetched when they are needed")
+    assert describe_placement(plan.chunks, 2, 8).endswith("2 blocks, fetched 1 ahead")
+    assert describe_placement(plan.chunks, 9, 8).endswith("9 blocks, fetched 8 ahead")
     assert f"limited by {forecast.binding}" in text
     assert "60.0 KiB" in text  # the limit
     assert f"predicted step: {format_seconds(forecast.times.total_s)}" in text
