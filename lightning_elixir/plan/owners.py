@@ -34,8 +34,8 @@ def owners_of(chunks: Sequence[ChunkSpec], world_size: int) -> dict[tuple[int, i
 
 # Of each element of the parameter that is updated: value, gradient and states in fp32, and what Muon or Adafactor make
 # of them on the way (a copy in fp32 and three in bf16, or two in fp32); and value, gradient and states of the next one,
-# which comes meanwhile from host memory.
-UPDATE_BYTES = 32 + 16
+# which comes meanwhile from host memory, and of the one before, which goes there.
+UPDATE_BYTES = 32 + 16 + 16
 # Of each element of a chunk with a parameter that ranks cut: value and gradient, sent, received and put together.
 EXCHANGE_BYTES = 24
 

@@ -246,7 +246,7 @@ class StepRecorder(TorchDispatchMode):
         is_new = False
         if func._schema.is_mutable:
             self._note_writes(func, args)
-        if _in_backward() and _top_hooks(False) is not None:
+        if _in_backward() and (packet is aten.detach or _top_hooks(False) is not None):
             self._note_aliases(outputs)
         for index, tensor in enumerate(outputs):
             # CUDA keeps the statistics of layer norms in fp32.
@@ -327,7 +327,9 @@ class StepRecorder(TorchDispatchMode):
 
     def _note_aliases(self, outputs: Iterable[Tensor]) -> None:
         """Non-reentrant activation checkpointing has hooks of its own around what it recomputes, and keeps all that is
-        saved there until its backward. What autograd saves otherwise counts for nothing: the engine has it packed."""
+        saved there until its backward: detached, or as it is where that needs no gradient. (While a hook runs there
+        are none, so `detach` counts in any case.) What autograd saves otherwise counts for nothing: the engine has it
+        packed."""
         for tensor in outputs:
             fqn = self._fqn_of.get(tensor.untyped_storage()._cdata)
             if fqn is not None:

@@ -2,9 +2,10 @@
 
 [Note: matrices on their way] A matrix that Muon updates goes up with its gradient and its states, and comes
 back: some 20 bytes for each element, which takes about as long as its update. So two lanes work beside the compute
-stream: one parameter goes up, one is updated, one comes down. What goes up lies in one of two slots, taken before the
+stream: one parameter goes up, one is updated, one comes down. What goes up lies in one of three slots, taken before the
 first and given back after the last; a slot is filled again when its parameter has come back, for which the host waits.
-So it is at most two parameters ahead, and nothing that a lane still reads is freed.
+So it is at most three parameters ahead, and nothing that a lane still reads is freed. (With two slots, nothing could go
+up while one is updated and another comes down.)
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lightning_elixir.core.device import Device, Event
 from lightning_elixir.plan.packing import round_up
 from lightning_elixir.plan.types import ALIGN_NUMEL
 
-NUM_SLOTS = 2
+NUM_SLOTS = 3
 
 
 @dataclass(frozen=True)
