@@ -274,6 +274,7 @@ def test_no_system_begins_when_time_is_up(compare: ModuleType, job: Any, tmp_pat
     assert "no time" in compare.Bench(arguments).run(job.of("plain"))["unsupported"]
 
 
+@pytest.mark.full
 def test_every_rank_gets_its_environment_and_rank_0_answers(compare: ModuleType, job: Any) -> None:
     from peers.launch import run_job  # type: ignore[import-not-found]
 

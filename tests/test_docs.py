@@ -22,6 +22,7 @@ from lightning_elixir.cli import main
 from lightning_elixir.cli.options import TRAINING_COMMANDS
 from lightning_elixir.profiling.measured_hardware import HardwareProbe
 from tests.helpers.releases import need_experts_in_one_module
+from tests.helpers.tiers import telling
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -132,7 +133,7 @@ FIRST_SHOWN = _first_shown()
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*`isinstance.treespec, LeafSpec.` is depr")
-@pytest.mark.parametrize("page", FIRST_SHOWN)
+@pytest.mark.parametrize("page", telling(FIRST_SHOWN, "README"))
 def test_commands_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     commands = FIRST_SHOWN[page]
     if any("--model" in words for words in commands):

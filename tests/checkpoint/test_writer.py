@@ -29,7 +29,7 @@ def _values() -> dict[str, torch.Tensor]:
     return {f"k{n}": torch.randn(7 + n, 11, generator=generator) for n in range(40)}
 
 
-@crossed(num_files=[1, 3, 8], past_cache=[False, True])
+@crossed(told=["3-True"], num_files=[1, 3, 8], past_cache=[False, True])
 def test_what_is_said_to_be_written_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_files: int, past_cache: bool
 ) -> None:

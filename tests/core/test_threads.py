@@ -146,6 +146,7 @@ def test_wish_that_is_no_number_raises(value: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no masks of processors")
+@pytest.mark.full
 def test_apply_binds_what_nobody_has_bound() -> None:
     code = """
 import os, threading, torch

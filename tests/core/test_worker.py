@@ -16,6 +16,7 @@ import pytest
 
 from lightning_elixir.core.worker import LateEvent, Task, TaskEvent, Worker
 from tests.helpers.processes import run
+from tests.helpers.tiers import full
 
 
 class Moment:
@@ -543,7 +544,7 @@ def test_tensors_of_finished_work_are_not_kept() -> None:
     worker.close()
 
 
-@pytest.mark.parametrize("ending", ["", "del worker\n"])
+@pytest.mark.parametrize("ending", ["", full("del worker\n")])
 def test_the_interpreter_ends_with_work_under_way(ending: str) -> None:
     code = (
         "import time\n"
@@ -598,6 +599,7 @@ def test_what_is_held_is_dropped_at_the_end_if_nobody_wants_it() -> None:
         after.wait()
 
 
+@pytest.mark.full
 def test_ctrl_c_after_any_call_leaves_no_lock_taken() -> None:
     """Where Python runs handlers, after calls and where functions begin, one after the other."""
     code = """

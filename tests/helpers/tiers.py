@@ -10,28 +10,30 @@ import pytest
 from _pytest.mark import ParameterSet
 
 
-def crossed(*, together: int | None = None, **axes: Iterable[Any]) -> pytest.MarkDecorator:
+def crossed(*, together: int | None = None, told: Iterable[str] = (), **axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test over all combinations. Those that the default tier can do without carry the mark `full`: of
     two axes the others have each value once, of three each pair of values, and so on.
 
     Args:
         together: Of how many axes the default tier has every group of values; all but one unless told. 1: each value
             of each axis once.
+        told: Ids of the cases that the default tier has instead, as of `telling`.
         axes: Argument name -> its values; of a mapping, its keys. Values whose text is long come in `pytest.param`,
             with an id.
+
+    Raises:
+        ValueError: `told` has what is no id.
     """
     named = [[value if isinstance(value, ParameterSet) else _param(value) for value in axis] for axis in axes.values()]
     cases = list(itertools.product(*named))
-    kept = _covering([tuple(str(value.id) for value in case) for case in cases], together or len(named) - 1)
+    names = [tuple(str(value.id) for value in case) for case in cases]
+    if not (kept := set(told)):
+        kept = {"-".join(names[index]) for index in _covering(names, together or len(named) - 1)}
     parameters = [
-        pytest.param(
-            *(value.values[0] for value in case),
-            id="-".join(str(value.id) for value in case),
-            marks=() if index in kept else pytest.mark.full,
-        )
-        for index, case in enumerate(cases)
+        pytest.param(*(value.values[0] for value in case), id="-".join(name))
+        for case, name in zip(cases, names, strict=True)
     ]
-    return pytest.mark.parametrize(tuple(axes), parameters)
+    return pytest.mark.parametrize(tuple(axes), telling(parameters, *kept))
 
 
 def telling(values: Iterable[Any], *names: str) -> list[ParameterSet]:

@@ -26,6 +26,7 @@ from lightning_elixir.kernels import gpu
 from lightning_elixir.kernels.sequence import Operands, Scalars
 from lightning_elixir.optim import scaling
 from lightning_elixir.plan.types import ALIGN_NUMEL
+from tests.helpers.tiers import full, telling
 
 ROOT = Path(__file__).parents[2]
 
@@ -348,7 +349,7 @@ fp32, bf16 = torch.float32, torch.bfloat16
 
 
 @needs_triton
-@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("num_parts", telling([1, 3], "3"))
 @pytest.mark.parametrize(
     ("param", "grad", "wide_loads"),
     [(fp32, bf16, {"ld.global.v4.b32": 3, "ld.global.v2.b32": 1}), (bf16, bf16, {"ld.global.v2.b32": 4})],
@@ -371,7 +372,7 @@ def test_compiled_adam_is_exact_and_vectorised(
 
 
 @needs_triton
-@pytest.mark.parametrize(("dtype", "num_wide_loads"), [(bf16, 4), (fp32, 8)])
+@pytest.mark.parametrize(("dtype", "num_wide_loads"), [full(bf16, 4), (fp32, 8)])
 def test_compiled_sums_are_exact(compiler: Compiler, dtype: torch.dtype, num_wide_loads: int) -> None:
     gpu._launch_sums(compiler, torch.ones(8000, dtype=dtype), ((0, 600), (1024, 6000)), 0.3, None)
     first, second = compiler.counted

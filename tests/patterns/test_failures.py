@@ -212,6 +212,7 @@ def messages_of_a_step(policy: str) -> list[int]:
     return counts
 
 
+@pytest.mark.full
 def test_where_all_is_resident_hosts_stop_meeting_at_exchanges() -> None:
     (counts, _), (moving, _) = (run_ranks(messages_of_a_step, 2, policy) for policy in ("cuda", "cpu"))
     assert counts[-1] < counts[1] / 2

@@ -289,6 +289,7 @@ def test_the_fastest_that_fits_is_chosen(policy: str) -> None:
     assert "activations: 8 kept on the GPU" in fast.explain()
 
 
+@pytest.mark.full
 def test_host_memory_counts() -> None:
     model = _model()
     profile = _profiled(model)

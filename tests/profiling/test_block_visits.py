@@ -19,6 +19,7 @@ from lightning_elixir.plan.fates import with_fates
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.blocks import blocks_of, found_blocks
 from tests.helpers.plans import make_plan
+from tests.helpers.tiers import full
 
 
 class Block(nn.Module):
@@ -96,7 +97,7 @@ def test_the_order_of_accesses_is_that_of_a_real_checkpoint() -> None:
     assert sorted(dropped[0]) == sorted(dropped[1])
 
 
-@pytest.mark.parametrize("fate", [Fate.OFFLOAD, Fate.RECOMPUTE_OFFLOADED])
+@pytest.mark.parametrize("fate", [full(Fate.OFFLOAD), Fate.RECOMPUTE_OFFLOADED])
 def test_as_much_goes_to_host_memory_as_was_foreseen(fate: Fate) -> None:
     model, x = Net(), torch.randn(4, 256, 256)
     profile = _profile(model, x, blocks=found_blocks(model))

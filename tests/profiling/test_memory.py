@@ -28,6 +28,7 @@ from lightning_elixir.profiling.parameters import param_specs
 from lightning_elixir.wrapper import ElixirModule
 from tests.helpers.plans import make_plan
 from tests.helpers.releases import need_experts_in_one_module
+from tests.helpers.tiers import telling
 from tests.helpers.zoo import ZOO, make
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -127,7 +128,7 @@ def test_equal_to_a_real_run_on_the_cpu(name: str) -> None:
     assert found.grad_bytes == sum(p.grad.numel() * 4 for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("mode", ["plain", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("mode", telling(["plain", "reentrant", "non-reentrant"], "non-reentrant"))
 def test_agrees_with_mem_tracker(mode: str) -> None:
     inp = {"x": torch.zeros(8, 64, 64, requires_grad=True)}
     found = profile_memory(Layers(mode), inp, step)

@@ -26,7 +26,7 @@ from lightning_elixir.runtime.phases import Phase
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_processes, run_ranks
 from tests.helpers.plans import make_plan
-from tests.helpers.tiers import crossed, full
+from tests.helpers.tiers import crossed, full, telling
 
 # Of the compiler's own code, which hides the first from users.
 pytestmark = [
@@ -247,7 +247,12 @@ def assert_equal(actual: Trained, expected: Trained) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of looks without gradients
-@crossed(form=FORMS, placement=PLACEMENTS, checkpointing=["no", "around", "inside", "reentrant"], together=1)
+@crossed(
+    told=["by_class-tight-reentrant", "by_forward-tight-inside", "by_module-resident-around"],
+    form=FORMS,
+    placement=PLACEMENTS,
+    checkpointing=["no", "around", "inside", "reentrant"],
+)
 def test_as_compiled_plain_pytorch(form: Callable[[Net], nn.Module], placement: str, checkpointing: str) -> None:
     expected = steps(Plain(form(Net(checkpointing))))
     ours = Ours(form(Net(checkpointing)), placement)
@@ -278,7 +283,7 @@ def test_placements_give_the_same_bits_with_the_compiler_that_people_use() -> No
     assert run_processes(code, 1) == [0]
 
 
-@pytest.mark.parametrize("form", [by_call, full(by_module), full(by_forward), by_class])
+@pytest.mark.parametrize("form", [by_call, full(by_module), full(by_forward), full(by_class)])
 def test_frozen_weights_and_adapters(form: Callable[[Net], nn.Module]) -> None:
     def frozen() -> nn.Module:
         net = Net("around")
@@ -318,7 +323,7 @@ def check_fates(run: Ours, fate: str) -> None:
 @pytest.mark.parametrize(
     ("fate", "trained", "form", "placement"),
     [
-        ("recompute", "adapters", by_call, "tight"),
+        full("recompute", "adapters", by_call, "tight"),
         ("offload", "some", by_module, "tight"),
         full("recompute_offloaded", "all", by_call, "tight"),
         full("recompute_offloaded", "adapters", by_module, "tight"),
@@ -351,7 +356,7 @@ class Bare(Ours):
         loss.backward()
 
 
-@pytest.mark.parametrize("form", FORMS[:4])
+@pytest.mark.parametrize("form", telling(FORMS[:4], "by_class"))
 def test_where_parameters_stay_intercepted_in_backward(form: Callable[[Net], nn.Module]) -> None:
     """Blocks that run again in such a backward are still those that the compiler knows."""
     expected = steps(Plain(form(Net("around"))))
@@ -360,6 +365,7 @@ def test_where_parameters_stay_intercepted_in_backward(form: Callable[[Net], nn.
     assert ours.seen
 
 
+@pytest.mark.full
 def test_such_a_backward_where_everything_stays() -> None:
     expected = steps(Plain(by_call(Net("around"))))
     assert_equal(steps(Bare(by_call(Net("around")), "resident")), expected)
@@ -380,7 +386,7 @@ def test_beside_a_thread_that_reads(chunk_size: int) -> None:
     assert_equal(steps(ours), expected)
 
 
-@pytest.mark.parametrize("form", FORMS[:4])
+@pytest.mark.parametrize("form", telling(FORMS[:4], "by_forward"))
 def test_compiled_when_the_engine_is_there(form: Callable[[Net], nn.Module]) -> None:
     expected = steps(Plain(form(Net())))
     net = Net()
@@ -395,7 +401,7 @@ def fully(net: Net) -> Net:
     return net
 
 
-@pytest.mark.parametrize("form", [fully, by_module, by_forward])
+@pytest.mark.parametrize("form", [full(fully), by_module, full(by_forward)])
 def test_compiled_after_the_first_step(form: Callable[[Net], Any]) -> None:
     def trained(run: Any) -> Trained:
         steps(run, 2)
@@ -407,6 +413,7 @@ def test_compiled_after_the_first_step(form: Callable[[Net], Any]) -> None:
     assert_equal(trained(Ours(Net())), expected)
 
 
+@pytest.mark.full
 def test_compiled_again() -> None:
     """As a `configure_model` does that runs before each fit."""
 
@@ -438,6 +445,7 @@ def _lack(*args: Any) -> bool:
     raise MemoryError
 
 
+@pytest.mark.full
 def test_a_compiled_function_that_calls_modules() -> None:
     """Graphs end at our hooks, and the numbers are right."""
 
@@ -514,6 +522,7 @@ def test_two_ranks_with_fates_of_activations(fate: str) -> None:
         assert all(map(torch.equal, values, plain.values()))
 
 
+@pytest.mark.full
 def test_two_ranks() -> None:
     plain = Plain(by_call(Net("around")))
     for step in range(3):
@@ -556,7 +565,7 @@ def most_in_use(trace: AccessTrace) -> int:
     return max(map(len, trace.in_use()))
 
 
-@crossed(form=FORMS, checkpointing=["no", "around"], together=1)
+@crossed(told=["as_a_whole-no"], form=FORMS, checkpointing=["no", "around"])
 def test_the_profile_knows_what_is_needed_at_once(form: Callable[[Net], nn.Module], checkpointing: str) -> None:
     model = form(Net(checkpointing))
     found = profile_memory(model, {"x": batch(0)}, lambda m, inp: m(inp["x"]).square().mean().backward())

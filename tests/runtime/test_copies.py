@@ -7,19 +7,19 @@ import torch
 
 from tests.helpers.dist import run_ranks
 from tests.helpers.ranks import OPTIONS, averaged_plain, train_copies
-from tests.helpers.tiers import full
 
 CASES = [
     (4, 2, "gpt2", "cpu"),
-    full(2, 2, "gpt2", "cpu"),
-    full(3, 3, "odd", "cuda"),
-    full(4, 2, "checkpoint_reentrant", "whole"),
-    full(4, 2, "branching", "half_persistent"),
-    full(4, 4, "gpt2", "sharded_gpu"),
+    (2, 2, "gpt2", "cpu"),
+    (3, 3, "odd", "cuda"),
+    (4, 2, "checkpoint_reentrant", "whole"),
+    (4, 2, "branching", "half_persistent"),
+    (4, 4, "gpt2", "sharded_gpu"),
 ]
 
 
 @pytest.mark.parametrize(("world_size", "copies", "name", "options"), CASES, ids=str)
+@pytest.mark.full
 def test_equals_averaged_gradients(world_size: int, copies: int, name: str, options: str) -> None:
     expected = averaged_plain(name, world_size, 2)
     results = run_ranks(train_copies, world_size, copies, name, OPTIONS[options])

@@ -35,7 +35,9 @@ def test_bits(family: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # renamed in transformers 5.20
-@crossed(micro=[1, 2], checkpointing=[False, True], how=["trained", "frozen_head", "frozen_body"])
+@crossed(
+    told=["2-True-trained"], micro=[1, 2], checkpointing=[False, True], how=["trained", "frozen_head", "frozen_body"]
+)
 def test_bits_with(micro: int, checkpointing: bool, how: str) -> None:
     models = [make_lm("llama"), make_lm("llama")]
     for model in models:
@@ -55,6 +57,7 @@ def test_bits_with(micro: int, checkpointing: bool, how: str) -> None:
     assert module.stats().evictions > 0
 
 
+@pytest.mark.full
 def test_bits_in_16_bits() -> None:
     losses, _ = train_fused_plain(make_lm(), 4, torch.bfloat16)
     ours, module = train_fused_elixir(make_lm(), 4, torch.bfloat16, chunk_size=8 * 1024)
@@ -120,6 +123,7 @@ def test_an_error_leaves_the_model_plain() -> None:
     assert all("forward" not in vars(m) for m in model.modules())
 
 
+@pytest.mark.full
 def test_the_profiler_counts_what_is_not_kept() -> None:
     model = make_lm()
     batch = {name: value.repeat(16, 1) for name, value in make_batch(0).items()}

@@ -316,6 +316,7 @@ def test_a_step_runs_again_after_memory_ran_out(monkeypatch: pytest.MonkeyPatch,
     training.assert_equal(train_plain([16] * 4))
 
 
+@pytest.mark.full
 def test_a_device_that_is_really_full(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training.of(monkeypatch, make_model(), LIMIT_BYTES)
     training.module.engine.set_memory_limit(None)
@@ -332,6 +333,7 @@ def test_a_device_that_is_really_full(monkeypatch: pytest.MonkeyPatch) -> None:
     training.assert_equal(train_plain([16, 16, 40, *[16] * 19]))
 
 
+@pytest.mark.full
 def test_memory_runs_out_in_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the limit strikes (a replica, a gradient block, an activation), the engine is usable afterwards."""
     expected = train_plain((16, 16, 16))

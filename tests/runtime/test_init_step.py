@@ -145,7 +145,7 @@ def _train_all(
 @pytest.mark.parametrize(
     ("names", "init_step", "has_stepped"),
     [
-        (["HybridAdam", "NAdam"], True, True),
+        full(["HybridAdam", "NAdam"], True, True),
         *(full([*MAKE], *both) for both in itertools.product([False, True], repeat=2)),
     ],
 )

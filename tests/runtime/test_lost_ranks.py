@@ -40,7 +40,7 @@ def _disk_fails(site: str, call: str) -> Any:
     return heard_by(rank, world_size, train)
 
 
-@crossed(together=1, site=["nvme", "nvme_param"], call=["preadv", "pwritev"], world_size=[2, 3])
+@crossed(told=["nvme-preadv-2"], site=["nvme", "nvme_param"], call=["preadv", "pwritev"], world_size=[2, 3])
 def test_disk_of_one_rank_fails(site: str, call: str, world_size: int) -> None:
     everyone = run_ranks(_disk_fails, world_size, site, call, fresh=True)
     check_heard(everyone, VICTIM, "StorageError", "Input/output error")

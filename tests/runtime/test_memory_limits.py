@@ -15,6 +15,7 @@ from lightning_elixir.plan.types import UpdateTiming
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan, with_spares
+from tests.helpers.tiers import telling
 
 WIDTH, DEPTH = 64, 6
 Limits = tuple[int | str | None, int | str | None]
@@ -112,7 +113,7 @@ def both_ways(limits: dict[int, Limits], options: dict[str, Any]) -> None:
     assert_as_if_nothing_had_happened(train(limits, **options), train({}, **options))
 
 
-@pytest.mark.parametrize("is_distributed", [True, False])
+@pytest.mark.parametrize("is_distributed", telling([True, False], "True"))
 def test_on_two_ranks(is_distributed: bool) -> None:
     run_ranks(both_ways, 2, {2: (SMALL, None), 5: (None, None)}, {"enable_distributed_storage": is_distributed})
 

@@ -13,7 +13,7 @@ from lightning_elixir.runtime.written import WrittenMasters
 from tests.helpers import streamed_updates as bodies
 from tests.helpers.dist import run_ranks
 from tests.helpers.put_back import BETWEEN, BF16, CPU, copy_wide, different, read_all, swap_data, train
-from tests.helpers.tiers import crossed, full, telling
+from tests.helpers.tiers import crossed, telling
 from tests.helpers.zoo import ZOO
 
 
@@ -117,7 +117,8 @@ def rank_train(site: str, swap_name: str | None, between: str, is_distributed: b
     return train(site, swap, between, world_size=2, enable_distributed_storage=is_distributed)[0]
 
 
-@pytest.mark.parametrize(("is_distributed", "is_all"), [(True, False), full(True, True), full(False, True)])
+@pytest.mark.parametrize(("is_distributed", "is_all"), [(True, False), (True, True), (False, True)])
+@pytest.mark.full
 def test_two_ranks(is_distributed: bool, is_all: bool) -> None:
     expected = run_ranks(rank_train, 2, "gpu", None, "nothing", is_distributed)[0]
     for site, swap, between in (
@@ -143,6 +144,7 @@ def write_some(model: nn.Module, shadow: list[Tensor]) -> Callable[[], None]:
     return put_back
 
 
+@pytest.mark.full
 def test_element_by_element() -> None:
     results = {(s, b): train(s, write_some, b)[0] for s in ("gpu", "host", "nvme") for b in ("nothing", "read")}
     expected = results.pop(("gpu", "nothing"))

@@ -200,7 +200,7 @@ def test_what_happens_between_backward_and_step(name: str, monkeypatch: pytest.M
 
 
 @crossed(
-    together=1,
+    told=["accumulate-streamed_param_on_gpu", "save-every_site"],
     name=["clip_low", "write_a_parameter", "accumulate", "save"],
     site=["every_site", "mixed_persistent", "streamed_param_on_gpu"],
 )
@@ -219,7 +219,7 @@ def test_the_settings_of_one_group_leave_the_others_alone(monkeypatch: pytest.Mo
     assert seen.redone == [0, 1, 1]
 
 
-@pytest.mark.parametrize(("norms", "redone"), [([1e6] * 3, [0, 0, 0]), ([1e6, 1e-2, 1e6], [0, 1, 1])])
+@pytest.mark.parametrize(("norms", "redone"), [full([1e6] * 3, [0, 0, 0]), ([1e6, 1e-2, 1e6], [0, 1, 1])])
 def test_clipped_never_and_sometimes(norms: list[float], redone: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def limit(max_norm: float) -> Action:
         def action(training: Training) -> None:
@@ -243,6 +243,7 @@ def test_an_overflow_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch
     assert seen.redone == [0, 1, 2, 2]
 
 
+@pytest.mark.full
 def test_steps_that_always_clip_are_given_up_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     how = How(max_norm=1e-3)
     seen = check_between(how, [None] * 75, monkeypatch, "host")
@@ -574,6 +575,7 @@ def test_a_hook_of_the_step_may_still_change_settings(monkeypatch: pytest.Monkey
 
 
 @crossed(
+    told=["scaled-True"],
     how=[
         pytest.param(NEVER_CLIPPED, id="clipping"),
         pytest.param(SCALED, id="scaled"),
@@ -741,7 +743,7 @@ class _LateCopies:
         return not self._copies
 
 
-@pytest.mark.parametrize("what", ["step", "zero_grad", "save", "look_at_gradients", "lr"])
+@pytest.mark.parametrize("what", telling(["step", "zero_grad", "save", "look_at_gradients", "lr"], "save", "lr"))
 def test_gradients_that_come_down_late_are_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
     trainings = warm_pair(how, "mixed")
@@ -853,6 +855,7 @@ def test_a_rank_that_runs_its_updates_again_alone(what: str) -> None:
 # Plans, memory, ranks
 
 
+@pytest.mark.full
 def test_spares_are_counted_and_come_and_go_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
     training = module, optimizer = new_training(how, "host")
@@ -958,7 +961,7 @@ def _train_on_ranks(how: How, site: str, is_distributed: bool, is_everybody: boo
 @pytest.mark.parametrize(
     ("name", "site", "is_distributed"),
     [
-        ("gpt2", "every_site", True),
+        full("gpt2", "every_site", True),
         full("gpt2", "mixed", False),
         full("gpt2", "streamed_param_on_gpu", False),
         full("gpt2", "mixed_persistent", True),

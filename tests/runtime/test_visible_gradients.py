@@ -18,7 +18,7 @@ from lightning_elixir.runtime.gradients import Gradients
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
-from tests.helpers.tiers import crossed, telling
+from tests.helpers.tiers import crossed
 from tests.helpers.training import clip_exactly
 from tests.helpers.visible_gradients import (
     ACTIONS,
@@ -295,11 +295,9 @@ def _train_rank(action: Any, placement: str) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("placement", telling(["cpu", "cuda"], "cpu"))
-@pytest.mark.parametrize(
-    "action",
-    telling([look, scale_in_place, assign, assign_to_some, drop_some, clip_norm], "drop_some"),
-)
+@pytest.mark.parametrize("placement", ["cpu", "cuda"])
+@pytest.mark.parametrize("action", [look, scale_in_place, assign, assign_to_some, drop_some, clip_norm])
+@pytest.mark.full
 def test_several_ranks(action: Any, placement: str) -> None:
     plain = make("gpt2")
     oracle = sgd(plain.parameters())

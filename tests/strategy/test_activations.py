@@ -47,7 +47,7 @@ def fates_of(trainer: Trainer) -> list[str]:
     return [block.fate.value for block in plan.activations]
 
 
-@crossed(activations=["keep", "recompute", "offload", "auto"], accumulated=[1, 2])
+@crossed(told=["offload-1"], activations=["keep", "recompute", "offload", "auto"], accumulated=[1, 2])
 def test_a_run_is_that_of_the_plain_trainer(activations: str, accumulated: int) -> None:
     options: dict[str, Any] = {"train": lambda: make_data(24), "val": lambda: make_data(8, seed=2)}
     options["accumulate_grad_batches"] = accumulated
@@ -140,6 +140,7 @@ class UnforeseenLarge(UnforeseenNet, LargeBatches):
     pass
 
 
+@pytest.mark.full
 def test_auto_recomputes_what_it_cannot_foresee(counting: None, caplog: Any) -> None:
     trainer, _, actual = fit(ElixirStrategy(activations="auto", **LIMIT), UnforeseenLarge, train=few)
     assert fates_of(trainer) == ["recompute"] * 4
@@ -148,6 +149,7 @@ def test_auto_recomputes_what_it_cannot_foresee(counting: None, caplog: Any) -> 
     assert_same_run(actual, expected)
 
 
+@pytest.mark.full
 def test_auto_chooses_anew_when_steps_grow(counting: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer batches from the seventh step on."""
     from lightning_elixir.runtime.engine import Engine

@@ -97,7 +97,7 @@ def _on_rank(strategy: Any, kind: str) -> tuple[list[float], dict[str, Tensor]]:
     return [x.item() for x in run.val_losses], run.state
 
 
-@pytest.mark.parametrize("options", [TIGHT, full(RESIDENT)])
+@pytest.mark.parametrize("options", [full(TIGHT), full(RESIDENT)])
 def test_two_ranks(options: dict[str, Any]) -> None:
     expected = run_ranks(_on_rank, 2, None, "ema", init_group=False)
     got = run_ranks(_on_rank, 2, options, "ema", init_group=False)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import crossed
+from tests.helpers.tiers import crossed, telling
 from tests.strategy.models import CHUNK, TIGHT, WIDTH, Net, assert_same_as_plain, assert_same_run, fit, make_data
 
 TIGHT = {**TIGHT, "gpu_memory_limit": "140KiB"}
@@ -51,7 +51,7 @@ def test_as_plain_lightning(what: str, placement: str) -> None:
     assert model.table.dtype is torch.int8
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", telling(["full", "sharded"], "sharded"))
 def test_a_fit_goes_on_from_a_checkpoint(kind: str, tmp_path: Any) -> None:
     path = str(tmp_path / "saved")
 
@@ -89,5 +89,6 @@ def on_ranks(what: str) -> None:
         assert [k for k, v in expected.state.items() if not torch.equal(actual.state[k].float(), v.float())] == []
 
 
+@pytest.mark.full
 def test_on_two_ranks() -> None:
     run_ranks(on_ranks, 2, "both", init_group=False)

@@ -97,7 +97,7 @@ def _fit_rank(make_model: Callable[[], Net], options: dict[str, Any] | None, tra
     return run.state, [x.item() for x in run.losses], draws, getattr(model, "was_meta", None)
 
 
-@pytest.mark.parametrize("make_model", [UnseededNet, *telling(HOOKS, "Net")])
+@pytest.mark.parametrize("make_model", [UnseededNet, *telling(HOOKS)])
 def test_two_ranks_equal_ddp(make_model: Any) -> None:
     plain = LateNet if make_model is ShardedNet else make_model
     expected = run_ranks(_fit_rank, 2, plain, None, {}, init_group=False)

@@ -177,7 +177,7 @@ def test_a_checkpoint_of_weights_alone_does_not_resume(tmp_path: Path, strategy:
         fit(strategy, ckpt_path=path, max_epochs=2)
 
 
-@pytest.mark.parametrize("make_model", [Net, LateNet])
+@pytest.mark.parametrize("make_model", [full(Net), LateNet])
 def test_ckpt_path_of_evaluation(tmp_path: Path, make_model: Callable[[], Net]) -> None:
     trainer, _, _ = fit(ElixirStrategy(**TIGHT), make_model)
     path = str(tmp_path / "one.ckpt")

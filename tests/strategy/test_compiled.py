@@ -20,7 +20,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.blockwise import compile_by_blocks, take_compiler
 from lightning_elixir.strategy.warm_up import Stage
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import full
+from tests.helpers.tiers import full, telling
 from tests.strategy.models import TIGHT, WIDTH, Block, LateNet, Net, assert_same_run, fit, make_data, make_trainer
 
 # Of the compiler's own code, which hides it from users.
@@ -113,7 +113,7 @@ def assert_as_compiled_blocks(form: Callable[[], Any], elixir: dict[str, Any], *
     return trainer
 
 
-@pytest.mark.parametrize("form", [*FORMS, full(NetCompiledAtOnce)])
+@pytest.mark.parametrize("form", telling([*FORMS, NetCompiledAtOnce], "NetOfCompiledBlocks", "compiled_net"))
 def test_as_the_plain_trainer(form: Callable[[], Any]) -> None:
     assert_as_compiled_blocks(form, TIGHT, val=make_data, max_epochs=2, accumulate_grad_batches=2)
 
@@ -132,6 +132,7 @@ def test_a_limit_that_auto_plans_for(caplog: pytest.LogCaptureFixture) -> None:
     assert "the rCache needs" not in caplog.text  # the first plan has known
 
 
+@pytest.mark.full
 def test_few_graphs() -> None:
     """Two for all blocks in training, since the first gets what needs no gradient, and one in evaluation."""
     counters = torch._dynamo.utils.counters
@@ -143,6 +144,7 @@ def test_few_graphs() -> None:
         assert not counters["graph_break"]
 
 
+@pytest.mark.full
 def test_evaluation_and_a_second_fit() -> None:
     strategy = ElixirStrategy(**TIGHT)
     trainer, model, _ = fit(strategy, compiled_net)
@@ -226,7 +228,7 @@ class Stages(Callback):
         self.seen.append(trainer.strategy._fit_run.warm_up.stage)
 
 
-@pytest.mark.parametrize(("sizes", "timed"), [([4, 4, 4, 4], 1), ([4, 6, 6, 6], 2)])
+@pytest.mark.parametrize(("sizes", "timed"), [full([4, 4, 4, 4], 1), ([4, 6, 6, 6], 2)])
 def test_a_step_that_compiles_is_not_the_one_that_is_timed(sizes: list[int], timed: int) -> None:
     batches: Any = [batch for size in sizes for batch in make_data(size, size)]
     stages = Stages()
@@ -274,7 +276,7 @@ class Stacks(LateNet):
         return self.last(self.stacks["second"](self.stacks["first"](x)))
 
 
-@pytest.mark.parametrize("net", [Parts, Stacks])
+@pytest.mark.parametrize("net", [full(Parts), Stacks])
 def test_blocks_are_what_is_called(net: type[Net]) -> None:
     _, _, expected = fit("auto", net)
     trainer, _, actual = fit(ElixirStrategy(**TIGHT), lambda: torch.compile(net(), backend="aot_eager"))

@@ -37,6 +37,7 @@ from lightning_elixir.strategy.dry_run import dry_run
 from lightning_elixir.strategy.put_back import PutBack
 from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import full, telling
 from tests.strategy.models import (
     CHUNK,
     WIDTH,
@@ -176,7 +177,7 @@ class ZeroesGradients(Net):
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 @pytest.mark.parametrize(
-    ("make", "is_foreseen"), [(StepsItsScheduler, False), (SetsItsRate, True), (ZeroesGradients, False)]
+    ("make", "is_foreseen"), [(StepsItsScheduler, False), (SetsItsRate, True), full(ZeroesGradients, False)]
 )
 def test_optimizers_and_schedulers_do_not_notice(make: type[Net], is_foreseen: bool, profiles: list[Any]) -> None:
     _, _, expected = fit("auto", make)
@@ -212,6 +213,7 @@ def test_long_records_do_not_grow(kind: str, profiles: list[Any]) -> None:
     assert (model.record[0] if kind == "array" else len(model.record)) == (3 if kind == "array" else 20_003)
 
 
+@pytest.mark.full
 def test_a_warning_that_is_told_once_is_told(profiles: list[Any]) -> None:
     class Warning1(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -243,7 +245,7 @@ def test_it_fetches_nothing(profiles: list[Any], monkeypatch: pytest.MonkeyPatch
     assert (fetches, moved) == (fetches_after, moved_after)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("precision", telling(["32-true", "bf16-mixed", "bf16-true", "64-true"], "bf16-mixed"))
 def test_it_tells_what_the_profiler_tells_of_the_plain_model(precision: str, profiles: list[Any]) -> None:
     strategy = ElixirStrategy(**LIMIT)
     _, model, _ = fit(strategy, Net, precision=precision)
@@ -281,7 +283,7 @@ class Wrapped(Net):
         return super().loss([batch["x"], batch["more"]["y"]])
 
 
-@pytest.mark.parametrize("kind", ["dataclass", "user dict"])
+@pytest.mark.parametrize("kind", telling(["dataclass", "user dict"], "user dict"))
 def test_batches_of_other_classes(kind: str, profiles: list[Any]) -> None:
     def collate(samples: Any) -> Any:
         x, y = torch.utils.data.default_collate(samples)
@@ -319,7 +321,9 @@ class TakingAnIterator(Net):
 
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`", "ignore:.*dataloader_iter")
-@pytest.mark.parametrize("make", [UnforeseenNet, AskingTheTrainer, SkippingTheFirst, TakingAnIterator])
+@pytest.mark.parametrize(
+    "make", telling([UnforeseenNet, AskingTheTrainer, SkippingTheFirst, TakingAnIterator], "TakingAnIterator")
+)
 def test_steps_that_cannot_be_run_without_values(make: type[Net], profiles: list[Any], caplog: Any) -> None:
     _, _, expected = fit("auto", make)
     with caplog.at_level("INFO", "lightning_elixir"):
@@ -645,6 +649,7 @@ def _large_mask(size: int) -> Tensor:
     return torch.ones(size, size).tril()
 
 
+@pytest.mark.full
 def test_a_cache_of_a_function_keeps_nothing_without_values(profiles: list[Any]) -> None:
     class Masked(Net):
         def loss(self, batch: Any) -> Tensor:
@@ -659,6 +664,7 @@ def test_a_cache_of_a_function_keeps_nothing_without_values(profiles: list[Any])
     assert_same_run(actual, expected)
 
 
+@pytest.mark.full
 def test_tensors_without_values_are_not_trained_with(monkeypatch: pytest.MonkeyPatch) -> None:
     library = types.ModuleType("hostile_library")
     library.__file__ = "/somewhere/site-packages/hostile_library.py"
@@ -732,7 +738,7 @@ class Asking(Net):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("make", [Stopping, Leaving, Asking])
+@pytest.mark.parametrize("make", telling([Stopping, Leaving, Asking], "Leaving"))
 def test_it_does_not_stop_or_end_the_process(
     make: type[Net], profiles: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,7 +125,7 @@ def _step(fabric: Any, model: Any, optimizer: Any, step: int) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("how", ["one_by_one", "sgd_accumulated", full("accumulated_clipped_by_value")])
+@pytest.mark.parametrize("how", ["one_by_one", full("sgd_accumulated"), full("accumulated_clipped_by_value")])
 def test_two_ranks_same_as_ddp(how: str) -> None:
     loop = LOOPS[how]
     loop = Loop(**{**vars(loop), "devices": 2})
@@ -225,7 +225,7 @@ def _loaded_state(folder_or_file: Path) -> dict[str, Any]:
     return torch.load(whole, weights_only=True)
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", [full("full"), "sharded"])
 def test_checkpoint_goes_on_as_if_nothing_had_happened(kind: Any, tmp_path: Path) -> None:
     options = {**TIGHT, "state_dict_type": kind}
     expected = train(TIGHT, Loop(steps=6, optimizer="hybrid"), make=_without_dropout)
@@ -342,6 +342,7 @@ def _built_inside(empty: bool | None) -> Any:
     return run, any(is_meta), all(is_meta), after
 
 
+@pytest.mark.full
 def test_only_the_first_rank_holds_a_model_that_is_made_in_init_module() -> None:
     expected = run_ranks(train, 2, TIGHT, Loop(devices=2), init_group=False)
     found = run_ranks(_built_inside, 2, None, init_group=False)
@@ -443,6 +444,7 @@ def test_memory_of_two_modules_is_not_more_than_the_limit() -> None:
     fabric.strategy.close()
 
 
+@pytest.mark.full
 def test_modules_that_are_gone_leave_their_memory_to_others() -> None:
     fabric = make_fabric(TIGHT)
     for _ in range(3):  # where they all lived, a part would not do
@@ -545,7 +547,7 @@ def test_frozen_module_beside_the_one_that_trains() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
-@pytest.mark.parametrize("how", ["blocks", "module", full("call")])
+@pytest.mark.parametrize("how", ["blocks", full("module"), full("call")])
 def test_compiled_models(how: str) -> None:
     def run(strategy: Any) -> Run:
         fabric = make_fabric(strategy)

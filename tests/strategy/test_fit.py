@@ -213,7 +213,7 @@ def test_models(make_model: Callable[[], Net]) -> None:
         {"max_steps": 5, "max_epochs": -1},
         {"fast_dev_run": 3},
         full({"deterministic": True}),
-        {"check_val_every_n_epoch": 2, "max_epochs": 4},
+        full({"check_val_every_n_epoch": 2, "max_epochs": 4}),
         {"log_every_n_steps": 1, "profiler": "simple"},
     ],
     ids=str,

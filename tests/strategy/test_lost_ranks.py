@@ -162,7 +162,7 @@ def train_and_die(victim: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", telling(PLACEMENTS, "tight"))
-@pytest.mark.parametrize("case", telling(["0 of 2", "1 of 2", "1 of 3"], "0 of 2", "1 of 3"))
+@pytest.mark.parametrize("case", telling(["0 of 2", "1 of 2", "1 of 3"], "0 of 2"))
 def test_killed_in_training(case: str, options: dict[str, Any]) -> None:
     victim, world_size = map(int, case.split(" of "))
     code = f"from tests.strategy.test_lost_ranks import train_and_die; train_and_die({victim}, {options!r})"
@@ -194,7 +194,7 @@ def _load(path: str) -> Any:
     return heard_by(rank, world_size, lambda: trainer.fit(Net("hybrid"), make_data(), ckpt_path=path))
 
 
-@crossed(prefix=["state_dict.", "optimizer_0.state."], world_size=[2, 3])
+@crossed(told=["state_dict.-2"], prefix=["state_dict.", "optimizer_0.state."], world_size=[2, 3])
 def test_damaged_file_that_one_rank_reads(tmp_path: Path, world_size: int, prefix: str) -> None:
     path = tmp_path / "saved.ckpt"
     run_ranks(_save, world_size, str(path), init_group=False)

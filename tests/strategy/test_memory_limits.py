@@ -10,6 +10,7 @@ from lightning_elixir._lightning import pl
 from lightning_elixir.errors import CapacityError, StateError
 from lightning_elixir.strategy import ElixirStrategy
 from tests.helpers.dist import run_ranks
+from tests.helpers.tiers import telling
 from tests.strategy.models import CHUNK, Net, assert_same_as_plain, fit, make_data
 
 SMALL = 60 * 1024
@@ -76,7 +77,7 @@ def train(
     return callback
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", telling(RUNS, "before the plan is final"))
 def test_losses_are_as_if_nothing_had_happened(name: str) -> None:
     by_batch, options = RUNS[name]
     callback = train(by_batch, options)

@@ -18,7 +18,7 @@ from lightning_elixir.cli import main
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import full, telling
+from tests.helpers.tiers import full
 from tests.strategy.models import TIGHT, LateNet, make_optimizer, make_trainer
 from tests.strategy.sharded import Batches
 
@@ -194,7 +194,6 @@ def _settings(group: dict[str, Any]) -> Any:
     return sorted(group["params"]), values, [*group["betas"]]
 
 
-_BOTH_WAYS = pytest.mark.parametrize(("saver", "loader"), [("lightning", "ours"), ("ours", "lightning")])
 _ELSEWHERE = pytest.mark.filterwarnings("ignore:The dirpath has changed")
 
 
@@ -209,7 +208,7 @@ _ELSEWHERE = pytest.mark.filterwarnings("ignore:The dirpath has changed")
     ],
     ids=str,
 )
-@_BOTH_WAYS
+@pytest.mark.parametrize(("saver", "loader"), [full("lightning", "ours"), ("ours", "lightning")])
 @_ELSEWHERE
 def test_the_other_goes_on_bit_for_bit(
     tmp_path: Path, saver: str, loader: str, num_ranks: int, kind: str, more: dict[str, Any]
@@ -219,9 +218,10 @@ def test_the_other_goes_on_bit_for_bit(
     _assert_goes_on(other, whole, _equal)
 
 
-@pytest.mark.parametrize("kind", telling(["sharded", "full"], "sharded"))
-@_BOTH_WAYS
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize(("saver", "loader"), [("lightning", "ours"), ("ours", "lightning")])
 @_ELSEWHERE
+@pytest.mark.full
 def test_hybrid_adam_and_adamw_go_on_from_each_other(tmp_path: Path, saver: str, loader: str, kind: str) -> None:
     """Their states and settings are the same; their rounding is not."""
     whole, own, other = _runs(tmp_path, saver, loader, 1, kind, "hybrid")

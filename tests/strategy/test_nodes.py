@@ -109,7 +109,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("nodes", "per_node", "tensor"), telling(LAYOUTS, "three-of-one", "two-of-two-tensor"))
+@pytest.mark.parametrize(("nodes", "per_node", "tensor"), telling(LAYOUTS, "two-of-two-tensor"))
 def test_nodes_train_as_one_process_and_share_their_own_memory(nodes: int, per_node: int, tensor: int) -> None:
     plain = Model()
     trainer_of("auto", 1, 1).fit(plain, DataLoader(DATA, batch_size=12))

@@ -79,7 +79,11 @@ def tiers(strategy: ElixirStrategy) -> set[Tier]:
     return {c.optim_tier for c in strategy.plan.chunks if c.requires_grad}
 
 
-@crossed(make_model=[Net, LateNet, GroupsNet, FrozenNet, TiedNet], timing=["auto", "after_backward", "behind_forward"])
+@crossed(
+    told=["GroupsNet-behind_forward"],
+    make_model=[Net, LateNet, GroupsNet, FrozenNet, TiedNet],
+    timing=["auto", "after_backward", "behind_forward"],
+)
 def test_equals_states_in_host_memory(make_model: Any, timing: str, tmp_path: Path) -> None:
     for precision in ("32-true", "bf16-mixed"):
         options = {"precision": precision, "val": lambda: make_data(8, seed=2)}
@@ -99,7 +103,7 @@ def test_equals_states_in_host_memory(make_model: Any, timing: str, tmp_path: Pa
         full({"gradient_clip_val": 0.05, "accumulate_grad_batches": 3}),
         full({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
         full({"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
-        {"precision": "bf16-true"},
+        full({"precision": "bf16-true"}),
     ],
     ids=str,
 )
@@ -161,6 +165,7 @@ def _train(options: dict[str, Any], more: dict[str, Any]) -> Any:
     return [x.item() for x in run.losses], run.state, stats.nvme_written_bytes, len(tiers(strategy))
 
 
+@pytest.mark.full
 def test_two_ranks(tmp_path: Path) -> None:
     more = {"precision": "bf16-mixed", "gradient_clip_val": 0.1}
     expected = run_ranks(_train, 2, dict(TIGHT), more, init_group=False)
@@ -232,6 +237,7 @@ def test_auto_measures_the_disk(tmp_path: Path) -> None:
     assert Tier.NVME in tiers(strategy)
 
 
+@pytest.mark.full
 def test_auto_goes_without_for_optimizers_of_torch(tmp_path: Path) -> None:
     """Though the first plan, which leaves most of the GPU to activations, has states there."""
     options = {**SHORT, "gpu_memory_limit": "1500KiB", "nvme_offload_dir": str(tmp_path), "hardware": hardware()}
@@ -242,6 +248,7 @@ def test_auto_goes_without_for_optimizers_of_torch(tmp_path: Path) -> None:
         fit(ElixirStrategy(**(options | SHORT)), DeepNet)
 
 
+@pytest.mark.full
 def test_nor_when_it_is_known_what_a_step_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would be too much for the GPU and the host alone."""
     monkeypatch.setattr(Planner, "_counts_activations", property(lambda planner: True))  # as on a GPU
@@ -316,7 +323,13 @@ PLACES = {
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        *(full("nvme", "nvme"), full("nvme", "host"), full("host", "nvme"), full("nvme", "plain"), ("plain", "nvme")),
+        *(
+            full("nvme", "nvme"),
+            full("nvme", "host"),
+            full("host", "nvme"),
+            full("nvme", "plain"),
+            full("plain", "nvme"),
+        ),
         *(("params", "params"), full("params", "host"), full("plain", "params")),
     ],
 )
@@ -337,6 +350,7 @@ def test_resume(first: str, second: str, tmp_path: Path) -> None:
     assert_same_state(actual[1], expected[1])
 
 
+@pytest.mark.full
 def test_a_checkpoint_in_the_middle_changes_nothing(tmp_path: Path) -> None:
     class Save(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -463,6 +477,7 @@ class PartsNet(Net):
         return HybridAdam(list(self.parameters())[self.part :: 2], lr=1e-2)
 
 
+@pytest.mark.full
 def test_an_optimizer_over_other_parameters_in_the_next_fit() -> None:
     """The first Trainer, and with it its optimizer, is still there."""
     found = []

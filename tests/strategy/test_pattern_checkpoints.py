@@ -18,7 +18,7 @@ from lightning_elixir._lightning import LightningModule, Trainer
 from lightning_elixir.checkpoint.consolidate import consolidate
 from tests.helpers.dist import run_ranks
 from tests.helpers.patterns import EXPERT, TENSOR, TOKENS, VOCABULARY, Case, difference
-from tests.helpers.tiers import telling
+from tests.helpers.tiers import full, telling
 
 CLOSE = 1e-5
 PATTERNS = {f"net.{key}" if str(key)[0] != "*" else key: value for key, value in {**TENSOR, **EXPERT}.items()}
@@ -113,7 +113,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])
+@pytest.mark.parametrize("sharded", [full(False), True], ids=["full", "sharded"])
 @pytest.mark.parametrize(("first", "second"), telling(MESHES, "tensor_to_expert"))
 def test_saved_under_one_mesh_and_loaded_under_another(
     first: tuple[int, int], second: tuple[int, int], sharded: bool, tmp_path: Path
@@ -125,6 +125,7 @@ def test_saved_under_one_mesh_and_loaded_under_another(
     assert difference(found, expected) < CLOSE
 
 
+@pytest.mark.full
 def test_plain_pytorch_and_consolidation_read_what_a_2x2_mesh_has_saved(tmp_path: Path) -> None:
     whole, folder = str(tmp_path / "whole.ckpt"), tmp_path / "folder"
     run_ranks(_both_kinds, 4, whole, str(folder), init_group=False)

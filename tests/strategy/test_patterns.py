@@ -43,7 +43,7 @@ KINDS = [
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft, of transformers' attribute
-@pytest.mark.parametrize(("kind", "tensor", "expert"), telling(KINDS, "qwen3_moe-both", "llama-lora"))
+@pytest.mark.parametrize(("kind", "tensor", "expert"), telling(KINDS, "qwen3_moe-both"))
 def test_models_of_transformers_by_their_own_plans(kind: str, tensor: int, expert: int) -> None:
     if expert > 1:
         need_experts_in_one_module()
@@ -94,6 +94,7 @@ def other_patterns_later(kind: str) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in strategy.lightning_module_state_dict().items()}
 
 
+@pytest.mark.full
 def test_one_model_with_other_sizes_in_every_fit() -> None:
     need_experts_in_one_module()
     model = Model("mixtral")

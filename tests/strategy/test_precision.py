@@ -13,7 +13,7 @@ from lightning_elixir import ElixirPrecision
 from lightning_elixir._lightning import pl
 from lightning_elixir.errors import PlanError
 from lightning_elixir.strategy import ElixirStrategy
-from tests.helpers.tiers import crossed
+from tests.helpers.tiers import crossed, telling
 from tests.strategy.models import (
     CHUNK,
     TIGHT,
@@ -187,7 +187,7 @@ DOUBLE_PLACES = {
 }
 
 
-@crossed(together=1, optimizer=["hybrid", "adamw", "sgd"], place=DOUBLE_PLACES)
+@crossed(told=["hybrid-nvme"], optimizer=["hybrid", "adamw", "sgd"], place=DOUBLE_PLACES)
 def test_double_precision_equals_plain_lightning(optimizer: str, place: str) -> None:
     if place == "nvme" and optimizer != "hybrid":
         pytest.skip("states on NVMe are HybridAdam's")
@@ -291,7 +291,7 @@ class Reseed(pl.Callback):
             torch.manual_seed(trainer.current_epoch)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", telling(["bf16-mixed", "bf16-true"], "bf16-true"))
 def test_half_precision_resumes_bit_for_bit(tmp_path: Any, precision: Any) -> None:
     def run(max_epochs: int, path: str | None = None) -> Any:
         return fit(

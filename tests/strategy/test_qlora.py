@@ -136,7 +136,7 @@ def assert_same(actual: tuple[QLoRA, Any], expected: tuple[QLoRA, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@crossed(placement=PLACEMENTS, kind=["4bit", "int8"], is_checkpointed=[False, True], together=1)
+@crossed(told=["tight-int8-True"], placement=PLACEMENTS, kind=["4bit", "int8"], is_checkpointed=[False, True])
 def test_as_plain_peft(kind: str, placement: str, is_checkpointed: bool) -> None:
     strategy = ElixirStrategy(**PLACEMENTS[placement])
     actual = trained(strategy, kind, is_checkpointed)

@@ -67,7 +67,7 @@ def _assert_equal_to_ddp(
     "options",
     [
         full({"placement_policy": "auto"}),
-        {"placement_policy": "auto", "gpu_memory_limit": "96KiB"},
+        full({"placement_policy": "auto", "gpu_memory_limit": "96KiB"}),
         full({"placement_policy": "cuda"}),
         full({"placement_policy": "const", "shard_param_frac": 0.5, "offload_optim_frac": 0.5}),
         {"placement_policy": "cpu", "gpu_memory_limit": "96KiB", "enable_distributed_storage": False},
@@ -99,12 +99,13 @@ class RankBranchNet(Net):
 MODELS = [LateNet, ScheduledNet, FrozenNet, TiedNet, RankBranchNet]
 
 
-@pytest.mark.parametrize("make_model", telling(MODELS, "TiedNet", "RankBranchNet"))
+@pytest.mark.parametrize("make_model", telling(MODELS, "RankBranchNet"))
 def test_models(make_model: Any) -> None:
     _assert_equal_to_ddp(make_model, max_epochs=2)
 
 
-@pytest.mark.parametrize("make_model", telling([ManualNet, OverridingNet], "ManualNet"))
+@pytest.mark.parametrize("make_model", [ManualNet, OverridingNet])
+@pytest.mark.full
 def test_clipping_models(make_model: Any) -> None:
     _assert_equal_to_ddp(make_model, exact=False, max_epochs=2)
 
@@ -114,7 +115,7 @@ def test_clipping_models(make_model: Any) -> None:
     [
         full({"precision": "64-true"}),
         full({"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}),
-        {"num_sanity_val_steps": 2, "val_check_interval": 3, "max_epochs": 2},
+        full({"num_sanity_val_steps": 2, "val_check_interval": 3, "max_epochs": 2}),
         full({"limit_train_batches": 3}),
     ],
     ids=str,
@@ -180,7 +181,7 @@ def _saved_and_loaded_mean(path: str, state_dict_type: str) -> tuple[float, floa
     return means[0], means[1]
 
 
-@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+@pytest.mark.parametrize("state_dict_type", telling(["full", "sharded"], "sharded"))
 def test_buffers_of_rank_0_are_loaded_by_all(tmp_path: Path, state_dict_type: str) -> None:
     """As from a checkpoint of DDP's."""
     path = str(tmp_path / "model.ckpt")

@@ -22,7 +22,7 @@ from lightning_elixir.report.markup import format_seconds
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.callbacks import ElixirStatsMonitor
 from tests.helpers.dist import RankError, run_ranks
-from tests.helpers.tiers import crossed
+from tests.helpers.tiers import crossed, telling
 from tests.strategy.models import CHUNK, TIGHT, Net, fit, make_data, make_trainer
 from tests.strategy.nets import MemoryLogger, TightNet
 from tests.strategy.slow_steps import SLOW_S, SlowNet, assert_all_micro_batches_are_measured
@@ -126,6 +126,7 @@ def test_a_disk_that_was_not_measured_leaves_the_prediction_out(tmp_path: Path, 
     assert report["measured"]["num_steps"] > 3
 
 
+@pytest.mark.full
 def test_accumulation_and_given_plan(tmp_path: Path) -> None:
     first = ElixirStrategy(**AUTO)
     fit(first)
@@ -158,6 +159,7 @@ def test_a_step_that_validation_interrupts_has_no_time(tmp_path: Path) -> None:
     assert min(steps) > 4 * SLOW_S
 
 
+@pytest.mark.full
 def test_what_was_foreseen_in_another_run_is_not_said_of_this_one(tmp_path: Path) -> None:
     """A plan from a file was chosen before the first step."""
     first = ElixirStrategy(**AUTO)
@@ -259,6 +261,7 @@ class FailingNet(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.full
 def test_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="something in the middle"):
         fit(ElixirStrategy(**AUTO, report_dir=str(tmp_path / "r")), FailingNet)
@@ -326,6 +329,7 @@ def test_evaluation_writes_none(tmp_path: Path) -> None:
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.full
 def test_an_engine_is_kept_where_only_the_folder_differs(tmp_path: Path) -> None:
     first = ElixirStrategy(**AUTO)
     _, model, _ = fit(first)
@@ -336,7 +340,7 @@ def test_an_engine_is_kept_where_only_the_folder_differs(tmp_path: Path) -> None
     assert _read(tmp_path / "r")["predicted"]["times"]["compute_s"] > 0
 
 
-@pytest.mark.parametrize("as_path", [True, False])
+@pytest.mark.parametrize("as_path", telling([True, False], "True"))
 def test_given_figures_are_planned_with(tmp_path: Path, as_path: bool) -> None:
     slow = BandwidthCurve.constant(1e6)
     spec = HardwareSpec.nominal()
@@ -363,6 +367,7 @@ def _rank(folder: str, options: dict[str, Any]) -> list[float]:
     return [x.item() for x in run.losses]
 
 
+@pytest.mark.full
 def test_two_ranks(tmp_path: Path) -> None:
     run_ranks(_rank, 2, str(tmp_path / "r"), {}, init_group=False)
     report = _read(tmp_path / "r")

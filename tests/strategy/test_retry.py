@@ -274,7 +274,7 @@ def _rank(phase: str) -> None:
     fit(ElixirStrategy(**TIGHT), lambda: TightOnOneRank(phase, (2,)), devices=2)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", [full("forward"), "backward"])
 def test_on_several_ranks_the_error_names_the_cure(phase: str) -> None:
     with pytest.raises(RankError, match="rank 1 ran out of device memory .* lower gpu_memory_limit"):
         run_ranks(_rank, 2, phase, init_group=False, timeout_s=60.0)

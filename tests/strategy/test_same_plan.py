@@ -74,7 +74,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("host", telling(["24MiB", "64MiB"], "64MiB"))
-@pytest.mark.parametrize("case", telling(list(CASES), "clip", "accumulate", "torch"))
+@pytest.mark.parametrize("case", telling(list(CASES), "accumulate", "torch"))
 def test_the_fit_comes_to_the_plan_of_the_command(
     case: str, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

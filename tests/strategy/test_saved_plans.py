@@ -97,6 +97,7 @@ def test_a_fit_obeys_the_plan_of_the_command(plan_file: Path) -> None:
     assert strategy.stats().evictions > 0
 
 
+@pytest.mark.full
 def test_what_is_trained_beside_the_part_is_named(plan_file: Path) -> None:
     with pytest.raises(
         PlanError,
@@ -105,6 +106,7 @@ def test_what_is_trained_beside_the_part_is_named(plan_file: Path) -> None:
         _fit(ElixirStrategy(plan=plan_file), TokenNet(has_more=True))
 
 
+@pytest.mark.full
 def test_fabric_obeys_the_plan_of_a_module_that_holds_the_model(plan_file: Path) -> None:
     holding = _fit(ElixirStrategy(plan=plan_file), TokenNet()).plan
     strategy = fabric.ElixirStrategy(plan=holding)

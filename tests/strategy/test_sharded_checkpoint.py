@@ -58,12 +58,12 @@ def _on_ranks(function: Any, world_size: int, *arguments: Any) -> Any:
     [
         full(1, "tight", 1, "cuda"),
         full(1, "cuda", 1, "nvme"),
-        (1, "nvme", 1, "tight"),
+        full(1, "nvme", 1, "tight"),
         full(1, "tight", 2, "const"),
-        (1, "const", 3, "tight"),
+        full(1, "const", 3, "tight"),
         full(2, "tight", 1, "cuda"),
         full(2, "cuda", 2, "tight"),
-        (2, "const", 3, "whole"),
+        full(2, "const", 3, "whole"),
         full(2, "whole", 3, "cuda"),
         full(3, "nvme", 2, "cuda"),
         full(3, "tight", 1, "tight"),
@@ -87,12 +87,13 @@ def test_any_ranks_and_placements(tmp_path: Path, saved_by: int, first: str, loa
 @pytest.mark.parametrize(
     ("saved_by", "first", "loaded_by", "second"),
     [
-        full(1, "cuda", 2, "tight"),
-        full(2, "tight", 3, "whole"),
+        (1, "cuda", 2, "tight"),
+        (2, "tight", 3, "whole"),
         (3, "all on nvme", 1, "nvme"),
-        full(2, "const", 2, "all on nvme"),
+        (2, "const", 2, "all on nvme"),
     ],
 )
+@pytest.mark.full
 def test_several_files_and_boxes_of_a_tensor(
     tmp_path: Path, saved_by: int, first: str, loaded_by: int, second: str
 ) -> None:
@@ -120,7 +121,7 @@ def test_models(tmp_path: Path, make_model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("bf16-mixed", "32-true"), ("32-true", "bf16-mixed"), ("bf16-mixed", "bf16-mixed")]
+    ("first", "second"), [("bf16-mixed", "32-true"), full("32-true", "bf16-mixed"), full("bf16-mixed", "bf16-mixed")]
 )
 def test_precisions_with_masters_keep_all_bits(tmp_path: Path, first: Any, second: Any) -> None:
     expected = save(tmp_path / "one", OPTIONS["tight"], MixedNet, 1, {"precision": first})
@@ -138,7 +139,7 @@ def test_precision_without_master_rounds(tmp_path: Path) -> None:
 
 
 @crossed(
-    together=1,
+    told=["plain-True-2"],
     more=[pytest.param({}, id="plain"), pytest.param({"accumulate_grad_batches": 2}, id="accumulated")],
     async_save=[True, False],
     num_ranks=[2, 1],
@@ -159,7 +160,8 @@ def test_resumed_run_equals_the_uninterrupted(
             assert_same_dump(after, reference)
 
 
-@pytest.mark.parametrize(("first", "second"), [full("tight", "all on nvme"), ("all on nvme", "cuda")])
+@pytest.mark.parametrize(("first", "second"), [("tight", "all on nvme"), ("all on nvme", "cuda")])
+@pytest.mark.full
 def test_a_resumed_run_equals_the_uninterrupted_elsewhere(tmp_path: Path, first: str, second: str) -> None:
     """With 16-bit parameters, of which masters tell nothing."""
     here, there = ({**OPTIONS[name]} for name in (first, second))
@@ -183,7 +185,7 @@ def _here(function: Any, world_size: int, *arguments: Any, init_group: bool) -> 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("save", [save, _save_cut_up])
+@pytest.mark.parametrize("save", [full(save), _save_cut_up])
 def test_plain_torch_reads_it(tmp_path: Path, save: Any) -> None:
     state, _ = _on_ranks(save, 2, tmp_path / "one", OPTIONS["tight"], MixedNet, {})
     read = {"state_dict": {name: torch.zeros_like(value) for name, value in state.items()}}
@@ -240,6 +242,7 @@ def test_our_consolidated_file_is_an_ordinary_checkpoint(tmp_path: Path) -> None
     assert main(["consolidate", str(tmp_path / "one"), "-o", str(tmp_path / "one.ckpt")]) == 2  # it is there
 
 
+@pytest.mark.full
 def test_safetensors(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     state, _ = _on_ranks(save, 2, tmp_path / "one", OPTIONS["tight"], MixedNet, {})
@@ -402,6 +405,7 @@ def test_meta_parameters_get_their_values_from_the_folder(tmp_path: Path) -> Non
     assert_same_state(dump(other)[0], dump(trainer)[0])
 
 
+@pytest.mark.full
 def test_tuner_leaves_no_trace() -> None:
     trainer = make_trainer(ElixirStrategy(**OPTIONS["tight"]), max_epochs=1)
     model = Net()

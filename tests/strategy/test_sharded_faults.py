@@ -218,7 +218,8 @@ def _contents(path: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in ([path] if path.is_file() else path.iterdir())}
 
 
-@pytest.mark.parametrize("state_dict_type", ["full", pytest.param("sharded", marks=pytest.mark.full)])
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+@pytest.mark.full
 def test_a_file_that_cannot_grow_is_an_error_and_leaves_the_earlier_one(state_dict_type: str) -> None:
     code = f"from tests.strategy.test_sharded_faults import save_beyond_a_limit as f; f({state_dict_type!r})"
     assert run_processes(code, 1) == [0]

@@ -94,7 +94,7 @@ def _save_by_us(path: Path, optimizer_name: str) -> Any:
     return dump(trainer)
 
 
-@pytest.mark.parametrize(("num_ranks", "optimizer"), [(1, "adamw"), (3, "hybrid")])
+@pytest.mark.parametrize(("num_ranks", "optimizer"), [full(1, "adamw"), (3, "hybrid")])
 @pytest.mark.filterwarnings("ignore:.*max_epochs=0")
 def test_we_load_what_fsdp2_saved(tmp_path: Path, num_ranks: int, optimizer: str) -> None:
     state, states = run_ranks(_save_by_fsdp2, 2, tmp_path / "one")[0]

@@ -130,7 +130,7 @@ class AheadNet(HybridNet):
         self.begun.append(optimizer.num_ahead)
 
 
-@pytest.mark.parametrize(("limit", "redone"), [(1e3, 0), (1e-3, 3)], ids=["never clipped", "always clipped"])
+@pytest.mark.parametrize(("limit", "redone"), [full(1e3, 0), (1e-3, 3)], ids=["never clipped", "always clipped"])
 def test_updates_that_can_be_taken_back_begin_under_clipping(
     limit: float, redone: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
@@ -296,6 +296,7 @@ def _one_rank_waits(machine: str) -> list[bool]:
     return told
 
 
+@pytest.mark.full
 def test_one_rank_alone_may_wait_for_norms(tmp_path: Path) -> None:
     """What it does is its own matter, and so is its forecast: the others go on as they are."""
     machine = tmp_path / "slow.json"

@@ -21,7 +21,7 @@ from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import run_ranks
-from tests.helpers.tiers import telling
+from tests.helpers.tiers import full, telling
 from tests.strategy.models import (
     CHUNK,
     Net,
@@ -92,8 +92,8 @@ def test_what_does_not_fit_stays_on_the_host(make_model: type[Net]) -> None:
     assert len({plan.layout_fingerprint() for plan in plans}) == 1
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("limit", ["64KiB", "128KiB", "192KiB"])
+@pytest.mark.parametrize("accumulate", telling([1, 2], "2"))
+@pytest.mark.parametrize("limit", telling(["64KiB", "128KiB", "192KiB"], "64KiB"))
 def test_no_more_host_memory_is_made_ahead_than_the_final_plan_takes(
     monkeypatch: pytest.MonkeyPatch, limit: str, accumulate: int
 ) -> None:
@@ -182,7 +182,7 @@ def test_evaluation_first_leaves_the_warm_up_to_fit() -> None:
     assert strategy.plan.forecast is not None
 
 
-@pytest.mark.parametrize("as_path", [True, False])
+@pytest.mark.parametrize("as_path", telling([True, False], "True"))
 def test_a_given_plan_is_obeyed(tmp_path: Any, as_path: bool) -> None:
     first = ElixirStrategy(placement_policy="const", offload_param_frac=0.5, **CHUNK)
     fit(first)
@@ -195,6 +195,7 @@ def test_a_given_plan_is_obeyed(tmp_path: Any, as_path: bool) -> None:
     assert [x.item() for x in actual.losses] == [x.item() for x in fit("auto")[2].losses]
 
 
+@pytest.mark.full
 def test_stats_norm_gradients_and_parameters_can_be_looked_at() -> None:
     class Looking(Net):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -244,8 +245,8 @@ class Asked:
         return replace(current, prefetch_depth=current.prefetch_depth + 1) if self._has_better else current
 
 
-@pytest.mark.parametrize("has_better", [True, False])
-@pytest.mark.parametrize(("make_model", "last"), [(Net, 2), (UnforeseenNet, 3)])
+@pytest.mark.parametrize("has_better", telling([True, False], "True"))
+@pytest.mark.parametrize(("make_model", "last"), [full(Net, 2), (UnforeseenNet, 3)])
 def test_times_of_a_later_step_may_change_the_plan(
     monkeypatch: pytest.MonkeyPatch, make_model: type[Net], last: int, has_better: bool
 ) -> None:
@@ -294,7 +295,7 @@ def test_a_plan_that_turns_out_too_large_is_left_for_one_that_is_no_faster() -> 
     assert smaller.forecast.peak_gpu_bytes <= 200 * 1024
 
 
-@pytest.mark.parametrize(("make_model", "changes"), [(Net, [4]), (UnforeseenNet, [2, 6])])
+@pytest.mark.parametrize(("make_model", "changes"), [full(Net, [4]), (UnforeseenNet, [2, 6])])
 def test_steps_with_several_batches_are_waited_for(
     monkeypatch: pytest.MonkeyPatch, make_model: type[Net], changes: list[int]
 ) -> None:
@@ -320,6 +321,7 @@ def test_where_nothing_can_be_gained_nobody_asks(monkeypatch: pytest.MonkeyPatch
     assert asked.asked == []
 
 
+@pytest.mark.full
 def test_a_short_fit_leaves_the_refinement_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked(monkeypatch, has_better=True)
     first, second = (ElixirStrategy(gpu_memory_limit="96KiB", **CHUNK) for _ in range(2))
@@ -372,7 +374,7 @@ def _rank(has_better: bool) -> Any:
         return [x.item() for x in run.losses], [plan.fingerprint() for plan in callback.plans], len(asked.asked)
 
 
-@pytest.mark.parametrize("has_better", [True, False])
+@pytest.mark.parametrize("has_better", telling([True, False], "True"))
 def test_two_ranks_move_together(has_better: bool) -> None:
     first, second = run_ranks(_rank, 2, has_better, init_group=False)
     assert first[1:] == second[1:]
@@ -398,7 +400,7 @@ def test_first_step_leaves_room_where_the_host_cannot_hold_everything() -> None:
     assert 0 < on_gpu[0] < on_gpu[1] < total
 
 
-@pytest.mark.parametrize("world_size", telling([1, 2], "2"))
+@pytest.mark.parametrize("world_size", telling([1, 2], "1"))
 def test_steps_that_outgrow_the_plan_are_watched_again(world_size: int) -> None:
     results = run_ranks(_growing, world_size, world_size, init_group=False)
     for losses, plans, least in results:

@@ -91,6 +91,7 @@ def test_one_byte_too_little_costs_the_states_of_one_chunk() -> None:
     assert sorted(tiers(plan)) == ["gc*"] + ["gg*"] * 9
 
 
+@pytest.mark.full
 def test_more_memory_means_more_states_on_the_gpu_and_less_time() -> None:
     previous = None
     for gpu in range(12, 112, 8):
@@ -178,6 +179,7 @@ def test_ranks_share_what_each_alone_could_not_keep() -> None:
     assert plan.rcache_blocks >= 1
 
 
+@pytest.mark.full
 def test_what_several_ranks_keep_whole_has_its_states_there_too() -> None:
     """Else hosts would wait in every step for its update, and the device for them."""
     random = Random(8)
@@ -416,6 +418,7 @@ def test_states_stay_in_memory_where_they_fit_or_the_disk_brings_little() -> Non
 # The same every time
 
 
+@pytest.mark.full
 def test_equal_problems_have_equal_plans() -> None:
     for case in random_cases(12, 12):
         try:
@@ -544,6 +547,7 @@ def host_case(random: Random, world_size: int, specs: list[ParamSpec], budget: B
     return Case(layout, structural_profile(layout, accesses, DISK), Problem(request, budget, world_size, MIXED, DISK))
 
 
+@pytest.mark.full
 def test_more_hosts_or_nvme_are_advised_where_they_help() -> None:
     random = Random(14)
     hosts, disks = 0, 0
@@ -796,6 +800,7 @@ def timeline_of(times: StepTimes) -> Timeline:
     return Timeline(times, 7, 0.0, (), ())
 
 
+@pytest.mark.full
 def test_what_lost_is_slower_or_does_not_fit() -> None:
     seen = 0
     for case in random_cases(15, 20):
@@ -890,6 +895,7 @@ def test_a_model_of_175_billion_takes_a_bounded_number_of_simulations(
     assert 50 < count <= 30 + 80 + (len(candidates) - 1) * (20 + 5) + 1
 
 
+@pytest.mark.full
 def test_small_models_take_a_bounded_number_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
@@ -908,6 +914,7 @@ def test_small_models_take_a_bounded_number_of_simulations(monkeypatch: pytest.M
     assert max(counts) <= 30 + 80 + 400 + 1
 
 
+@pytest.mark.full
 def test_what_searches_share_changes_no_plan() -> None:
     """The same candidates under other limits and another way of updates, one after the other and each by itself."""
     searched = 0

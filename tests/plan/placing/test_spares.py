@@ -241,6 +241,7 @@ def test_it_decides_which_chunks_by_simulation() -> None:
     assert totals[0] == pytest.approx(20.5, rel=2e-3)
 
 
+@pytest.mark.full
 def test_the_placement_is_the_best_beside_the_spare_states_that_are_useful() -> None:
     """Seven billion parameters whose updates may be streamed: with spare states for all, others would be streamed."""
     count, numel = 33, 202_375_168

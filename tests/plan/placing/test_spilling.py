@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import chain, combinations
 from random import Random
 
+import pytest
+
 from lightning_elixir.plan.memory import Scheme, memory_use
 from lightning_elixir.plan.placing.spilling import Spilling, in_host_memory
 from lightning_elixir.plan.regime import UpdateMode
@@ -77,6 +79,7 @@ def test_where_nothing_fits_as_much_goes_as_helps() -> None:
     assert sent(chunks_of(*[1] * 6), 4 * UNIT) == list(range(6))
 
 
+@pytest.mark.full
 def test_against_every_choice() -> None:
     random = Random(1)
     fitting = 0
