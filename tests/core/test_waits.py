@@ -71,6 +71,5 @@ def look_at_frames() -> None:
         thread.join()
 
 
-@pytest.mark.full
 def test_looking_at_another_threads_frames_never_hangs() -> None:
     assert run_processes("from tests.core.test_waits import look_at_frames; look_at_frames()", 1, 60.0) == [0]

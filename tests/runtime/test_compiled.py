@@ -445,7 +445,6 @@ def _lack(*args: Any) -> bool:
     raise MemoryError
 
 
-@pytest.mark.full
 def test_a_compiled_function_that_calls_modules() -> None:
     """Graphs end at our hooks, and the numbers are right."""
 

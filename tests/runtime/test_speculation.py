@@ -243,7 +243,6 @@ def test_an_overflow_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch
     assert seen.redone == [0, 1, 2, 2]
 
 
-@pytest.mark.full
 def test_steps_that_always_clip_are_given_up_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     how = How(max_norm=1e-3)
     seen = check_between(how, [None] * 75, monkeypatch, "host")

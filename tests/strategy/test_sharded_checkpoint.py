@@ -405,7 +405,6 @@ def test_meta_parameters_get_their_values_from_the_folder(tmp_path: Path) -> Non
     assert_same_state(dump(other)[0], dump(trainer)[0])
 
 
-@pytest.mark.full
 def test_tuner_leaves_no_trace() -> None:
     trainer = make_trainer(ElixirStrategy(**OPTIONS["tight"]), max_epochs=1)
     model = Net()
