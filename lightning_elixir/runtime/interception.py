@@ -24,7 +24,7 @@ from lightning_elixir.runtime import released
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.aliases import Aliases
 from lightning_elixir.runtime.chunk import Chunk
-from lightning_elixir.runtime.unreadable import metadata_only
+from lightning_elixir.runtime.unreadable import metadata_only, set_data
 from lightning_elixir.runtime.whole import whole_value
 from lightning_elixir.runtime.written import BITS, WrittenMasters
 from lightning_elixir.storage.shards import Shard
@@ -192,7 +192,7 @@ class Interception:
         if not isinstance(data, Tensor) or is_shell(data) or not self._loses_writes(chunk):
             return
         version = data.detach()
-        version.data = torch.empty(0, dtype=data.dtype, device=data.device)
+        set_data([version], [torch.empty(0, dtype=data.dtype, device=data.device)])
         self._data_versions.append((self.name_of(parameter), version))
 
     def check_bound(self, where: str) -> None:

@@ -7,8 +7,6 @@ import threading
 import time
 from typing import Any
 
-import pytest
-
 from lightning_elixir.core.waits import SETUP, _ring, position_of
 from tests.helpers.dist import run_processes
 
