@@ -66,17 +66,19 @@ class Run:
             job["ranks"],
             job["precision"],
             job["clip"],
+            job.get("optimizer", "adamw"),  # files from before have none
         )
 
     @property
     def title(self) -> str:
-        parameters, batch, seq, gpu, host, ranks, precision, clip = self.case
+        parameters, batch, seq, gpu, host, ranks, precision, clip, optimizer = self.case
         parts = [f"{parameters / 1e9:.1f}B, {batch} x {seq}"]
         parts += [f"{ranks} GPUs"] if ranks > 1 else []
         parts += [f"{gpu / GIB:.0f} GiB of GPU" if gpu else "whole GPU"]
         parts += [f"{host / GIB:.0f} GiB of host"] if host else []
         parts += [precision] if precision != "bf16" else []
         parts += [f"clipped to {clip:g}"] if clip else []
+        parts += [optimizer.capitalize()] if optimizer != "adamw" else []
         return ", ".join(parts)
 
     @property
