@@ -148,15 +148,23 @@ def make_plan(
         packed = _packed_layout(layout, specs, world_size)
         return _decided([Layout(packed, layout.block_bytes, main_dtype)], problem, profile, left_out)
 
-    def of_sizes(numels: Sequence[int]) -> Plan:
+    def of_sizes(numels: Sequence[int], problem: Problem) -> Plan:
         layouts = [Layout.of(specs, numel, world_size, main_dtype) for numel in numels]
         return _decided(layouts, problem, profile, left_out)
 
     numels = chunk_sizes.candidates(specs, world_size, main_dtype)
     if not (chunk_sizes.is_searched and request.policy == "auto" and budget.gpu_bytes is not None):
         numels = numels[:1]
-    can_shrink = chunk_sizes.is_free and budget.gpu_bytes is not None
-    return _with_smaller_chunks(numels, of_sizes, budget.gpu_bytes or 0) if can_shrink else of_sizes(numels)
+    if not chunk_sizes.is_free or budget.gpu_bytes is None:
+        return of_sizes(numels, problem)
+    if profile is None and not blocks:
+        # Layers that are recomputed need more at a time than they show. That is known of the model alone, not whether
+        # there will be a backward: where nothing is small enough for that, it is left to the step to show.
+        wary = replace(request, accesses=module_accesses(model, counts_recomputed=True))
+        if wary.accesses != problem.request.accesses:
+            with suppress(CapacityError):
+                return _with_smaller_chunks(numels, partial(of_sizes, problem=replace(problem, request=wary)), budget)
+    return _with_smaller_chunks(numels, partial(of_sizes, problem=problem), budget)
 
 
 def place_anew(
@@ -297,7 +305,7 @@ def _placed(candidate: Candidate, problem: Problem, *, is_known: bool) -> Plan:
     return plan_with_fallbacks(problem, placed, is_choosing=False)
 
 
-def _with_smaller_chunks(numels: Sequence[int], make: Callable[[Sequence[int]], Plan], gpu_bytes: int) -> Plan:
+def _with_smaller_chunks(numels: Sequence[int], make: Callable[[Sequence[int]], Plan], budget: Budget) -> Plan:
     """The plan with chunks of one of these sizes; where nothing fits, with smaller ones: the smallest rCache is a few
     chunks."""
     refusal: CapacityError | None = None
@@ -309,7 +317,7 @@ def _with_smaller_chunks(numels: Sequence[int], make: Callable[[Sequence[int]], 
             refusal = error if before is None else min(before, error, key=distance)
             numels = (min(numels) // 2,)
             # What the host lacks, and the whole GPU could not take, no chunk size brings.
-            is_hopeless = error.resource == "host" and lacking > gpu_bytes
+            is_hopeless = error.resource == "host" and lacking > (budget.gpu_bytes or 0)
             if before is not None and before.resource == error.resource:  # halving has to bring something
                 is_hopeless |= lacking > _LEAST_PROGRESS * (before.lacking_bytes or 0)
             if is_hopeless or numels[0] < ALIGN_NUMEL:

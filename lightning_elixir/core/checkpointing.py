@@ -42,7 +42,6 @@ def switch_on(modules: Iterable[nn.Module]) -> None:
 def keeps_what_it_recomputes(module: nn.Module) -> bool:
     """Whether the module's forward runs once more in backward, which keeps all that autograd saves there, parameters
     too, until it has used it: `torch.utils.checkpoint` with `use_reentrant=False` around a layer of transformers."""
-    is_layer = any(cls.__name__ == _LAYER for cls in type(module).__mro__)
-    is_on = is_layer and module.training and getattr(module, _SWITCH, False) is True
-    keywords = getattr(getattr(module, _FUNCTION, None), "keywords", {}) if is_on else {}
-    return keywords.get("use_reentrant") is False
+    if not any(cls.__name__ == _LAYER for cls in type(module).__mro__) or getattr(module, _SWITCH, False) is not True:
+        return False
+    return getattr(getattr(module, _FUNCTION, None), "keywords", {}).get("use_reentrant") is False

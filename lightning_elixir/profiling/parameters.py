@@ -95,20 +95,26 @@ def param_specs(
     )
 
 
-def module_accesses(model: nn.Module) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def module_accesses(model: nn.Module, *, counts_recomputed: bool = False) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """(module name, FQNs of the parameters that one forward of it touches directly), modules without any left out. Of a
-    compiled module, all, and none of those below it; so of one that is recomputed in backward and keeps them there.
+    compiled module, all, and none of those below it.
 
     Tied parameters appear under the FQN that `param_specs` gives them.
+
+    Args:
+        model: Any.
+        counts_recomputed: Layers that `keeps_what_it_recomputes` tells of are taken as compiled ones are: in backward
+            they need all of their parameters at once.
     """
     fqn_of = {id(p): fqn for fqn, p in model.named_parameters()}
     regions = compiled_regions(model)
-    recomputed = [module for module in model.modules() if keeps_what_it_recomputes(module)]
+    recomputed = [module for module in model.modules() if counts_recomputed and keeps_what_it_recomputes(module)]
     whole = {id(region.entrance) for region in regions} | {id(module) for module in recomputed}
-    inside = {id(m) for region in regions for m in region.inside} | {id(m) for one in recomputed for m in one.modules()}
+    below = {id(m) for region in regions for m in region.inside} | {id(m) for one in recomputed for m in one.modules()}
+    left_out = below - whole
     accesses = []
     for name, module in model.named_modules():
-        if id(module) in inside - whole:
+        if id(module) in left_out:
             continue
         own = list(module.parameters(recurse=id(module) in whole))
         if isinstance(module, nn.MultiheadAttention):

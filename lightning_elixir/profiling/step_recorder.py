@@ -244,8 +244,8 @@ class StepRecorder(TorchDispatchMode):
         packet = func._overloadpacket
         outputs = _tensors((result,))
         is_new = False
-        if func._schema.is_mutable:
-            self._note_writes(func, args)
+        if func._schema.is_mutable and packet is not aten.set_:  # which writes no values
+            self._note_writes(func, args, kwargs)
         if _in_backward() and (packet is aten.detach or _top_hooks(False) is not None):
             self._note_aliases(outputs)
         for index, tensor in enumerate(outputs):
@@ -317,10 +317,10 @@ class StepRecorder(TorchDispatchMode):
         if found is not None:
             self._touch(tuple(found))
 
-    def _note_writes(self, func: Any, args: tuple[Any, ...]) -> None:
-        for described, value in zip(func._schema.arguments, args, strict=False):
+    def _note_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for index, described in enumerate(func._schema.arguments):
             if described.alias_info is not None and described.alias_info.is_write:
-                for tensor in _tensors((value,)):
+                for tensor in _tensors((args[index] if index < len(args) else kwargs.get(described.name),)):
                     fqn = self._fqn_of.get(tensor.untyped_storage()._cdata)
                     if fqn is not None:
                         self.written[fqn] = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,10 @@ from lightning_elixir.runtime import released
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.runtime.aliases import Aliases
 from lightning_elixir.runtime.chunk import Chunk
-from lightning_elixir.runtime.unreadable import metadata_only, set_data
+from lightning_elixir.runtime.lost_writes import LostWrites
+from lightning_elixir.runtime.unreadable import metadata_only
 from lightning_elixir.runtime.whole import whole_value
-from lightning_elixir.runtime.written import BITS, WrittenMasters
+from lightning_elixir.runtime.written import BITS, WrittenMasters, has_bits_of
 from lightning_elixir.storage.shards import Shard
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ _WRITE_CURE = (
 )
 
 
-def written_inside(where: str, names: Sequence[str]) -> str:
+def _written_inside(where: str, names: Sequence[str]) -> str:
     """The message for parameters that were written where that does not count."""
     return f"parameters were written inside {where}: {', '.join(names[:5])}; {_WRITE_CURE}"
 
@@ -72,9 +73,7 @@ class Interception:
         self._plain_chunks: set[int] = set()
         self._state_dict = _StateDict()
         self._versions: list[int] = []  # of parameters, when the forward began
-        self._data_versions: list[tuple[str, Tensor]] = []
-        """Of each `p.data` that was taken in forward or backward: the parameter, and an empty tensor with the version
-        counter that all views of that share, which a parameter's own does not show."""
+        self.lost_writes = LostWrites(engine)
         self._num_changes = 0  # of values, as far as a state_dict() must not go on over them
         self.written = WrittenMasters()
         self._aliases = Aliases()
@@ -174,34 +173,13 @@ class Interception:
     def forget_versions(self) -> None:
         """No forward waits for its backward any more."""
         self._versions = []
-        self._data_versions.clear()
-
-    def losing_writes(self, names: Collection[str]) -> list[str]:
-        """Which of these parameters would lose what is written to them in forward, past their version counters."""
-        if not names:
-            return []
-        return [m.fqn for c in self._chunks for m in c.spec.members if m.fqn in names and self._loses_writes(c)]
-
-    def _loses_writes(self, chunk: Chunk) -> bool:
-        """Whether other memory than the chunk's replica holds the values."""
-        shard = self._engine.store[chunk.id]
-        return shard.param is not None or shard.is_param_on_disk or shard.has_master
-
-    def _watch_data(self, parameter: Tensor, data: Tensor) -> None:
-        chunk, _ = self._at(parameter)
-        if not isinstance(data, Tensor) or is_shell(data) or not self._loses_writes(chunk):
-            return
-        version = data.detach()
-        set_data([version], [torch.empty(0, dtype=data.dtype, device=data.device)])
-        self._data_versions.append((self.name_of(parameter), version))
+        self.lost_writes.forget()
 
     def check_bound(self, where: str) -> None:
         """Raises `StateError` if a parameter was given other memory, in which its values would be lost, or was written
         through `p.data`."""
-        written = [name for name, version in self._data_versions if version._version]
-        if written:
-            self._data_versions.clear()
-            raise StateError(written_inside(where, written))
+        if lost := self.lost_writes.found(is_after_forward=where == "forward"):
+            raise StateError(_written_inside(where, lost))
         replaced = [c.spec.members[index].fqn for c in self._chunks for index in c.take_replaced()]
         if replaced:
             raise StateError(
@@ -219,7 +197,7 @@ class Interception:
         now = self._count()
         if versions != now:
             written = [self.name_of(p) for p, a, b in zip(self._counted, versions, now, strict=True) if a != b]
-            raise StateError(written_inside(where, written))
+            raise StateError(_written_inside(where, written))
 
     # Intercepted calls
 
@@ -255,7 +233,7 @@ class Interception:
         if engine.is_computing:
             result = self._call_in_compute(func, args, kwargs, ids, has_shells=holds_shells(managed))
             if func == released.DATA_GETTER:
-                self._watch_data(args[0], result)
+                self.lost_writes.watch(self.name_of(args[0]), self._at(args[0])[0], result)
             return result
         result = self._call_between_steps(func, args, kwargs, managed, ids)
         self._check_stays(managed[0], result)
@@ -486,7 +464,7 @@ class Interception:
         shard = engine.store.settle(chunk.id)
         with torch.no_grad():
             mine = engine.groups.mine(chunk.spec, chunk.flat)
-            if shard.is_param_on_disk and _is_same(mine, shard.read_param()):
+            if shard.is_param_on_disk and has_bits_of(mine, shard.read_param()):
                 return
             master = self._master_to_change(chunk, shard, mine)
             if master is not None:
@@ -520,7 +498,7 @@ class Interception:
         param = shard.param
         if shard.on_disk is None or not shard.has_master or param is None or param.numel() != values.numel():
             return shard.read_master()
-        return None if _is_same(values, param) else shard.read_master()
+        return None if has_bits_of(values, param) else shard.read_master()
 
     def _write_master(self, parameter: Tensor, value: Tensor) -> None:
         """After `p.copy_(value)`: the master takes the value as given, not as rounded to the compute dtype."""
@@ -653,14 +631,6 @@ class Interception:
     def _plain_class(self, parameter: Tensor) -> type:
         chunk, index = self._at(parameter)
         return self._classes[chunk.id][index][1]
-
-
-def _is_same(values: Tensor, stored: Tensor | None) -> bool:
-    """Whether they have the same bits; on any device."""
-    if stored is None or values.numel() != stored.numel():
-        return False
-    bits = BITS[values.dtype.itemsize]
-    return torch.equal(values.to(stored.device).view(bits), stored.view(bits))
 
 
 def _set_to_themselves(model: nn.Module) -> frozenset[int]:

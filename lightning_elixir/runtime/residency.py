@@ -234,6 +234,7 @@ class Residency:
             if chunk_id in self._touched:
                 self._interception.absorb(chunk)
                 self._touched.discard(chunk_id)
+            self._interception.lost_writes.leaves(chunk)
             self._interception.guard(chunk)
             chunk.release()
 

@@ -116,6 +116,14 @@ class WrittenMasters:
         return {"cpu_written_over": sum(t.nbytes for t in kept)} if kept else {}
 
 
+def has_bits_of(values: Tensor, stored: Tensor | None) -> bool:
+    """Whether both have the same bits, on whatever devices they are."""
+    if stored is None or values.numel() != stored.numel():
+        return False
+    bits = BITS[values.dtype.itemsize]
+    return torch.equal(values.to(stored.device).view(bits), stored.view(bits))
+
+
 def _is_rounded(values: Tensor, master: Tensor) -> Tensor:
     """Where values are the master, rounded to their dtype, in every bit."""
     bits = BITS[values.dtype.itemsize]

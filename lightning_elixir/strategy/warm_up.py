@@ -37,7 +37,6 @@ from lightning_elixir.plan.simulator.timeline import Timeline
 from lightning_elixir.plan.types import AccessTrace, Plan, Tier
 from lightning_elixir.plan.units import format_bytes
 from lightning_elixir.runtime.engine import Engine
-from lightning_elixir.runtime.interception import written_inside
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.graceful_stop import NEXT_BATCH
 from lightning_elixir.strategy.shared_plans import Planner
@@ -315,15 +314,8 @@ class WarmUp:
             self._move_to(planner.warm_up_plan(handle.skeleton, engine.plan, handle.budget))
             return Stage.WATCHED
         self._place_foreseen(profile)
-        self._check_writes(profile)
+        engine.interception.lost_writes.suspect(profile.written)
         return Stage.SETTLING
-
-    def _check_writes(self, profile: MemoryProfile) -> None:
-        """Raises `StateError`, on every rank, where the step writes to parameters whose values lie elsewhere."""
-        lost = self._engine.interception.losing_writes(profile.written)
-        for names in self._comm.exchange_objects(lost):
-            if names:
-                raise StateError(written_inside("training_step", names))
 
     def _place_foreseen(self, profile: MemoryProfile) -> None:
         """Move to the plan for such a step."""

@@ -1,0 +1,126 @@
+"""Writes to parameters in forward that would be lost.
+
+[Note: lost writes] In forward a parameter is a view of its chunk's replica. Writes in place show in autograd's version
+counters, and raise; one through `p.data` does not: that has a counter of its own. Where other memory holds the values
+(shards, fp32 masters), it is lost with the replica, or at the next update. Who may have been written is known of two
+sources: each `p.data` that an intercepted parameter gives leaves its version counter here; and a dry run has seen what
+the step writes to, also where nothing is intercepted (in the forward of a parameter's own module). Their chunks are
+compared with what holds their values when they go, and at the end of the forward: values that were put back, or have
+not changed, are none the worse for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_elixir.core.shells import is_shell
+from lightning_elixir.runtime.chunk import Chunk
+from lightning_elixir.runtime.phases import Phase
+from lightning_elixir.runtime.unreadable import set_data
+from lightning_elixir.runtime.written import has_bits_of
+
+if TYPE_CHECKING:
+    from lightning_elixir.runtime.engine import Engine
+
+
+@dataclass(frozen=True)
+class _Data:
+    """A `p.data` that was given."""
+
+    name: str
+    """Of the parameter."""
+    version: Tensor
+    """Empty, with the version counter that all views of it share."""
+    reference: weakref.ref[Tensor]
+
+    @property
+    def is_written(self) -> bool:
+        return self.version._version > 0
+
+
+class LostWrites:
+    """What may be written past version counters, and what was.
+
+    Args:
+        engine: Has the chunks, and what holds their values.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._suspects: dict[int, list[str]] = {}  # parameters by chunk id
+        self._lost: dict[str, None] = {}  # parameters, until somebody is told
+        self._data: dict[int, list[_Data]] = {}  # by chunk id
+
+    def suspect(self, names: Collection[str]) -> None:
+        """The step was seen to write to these parameters."""
+        self._suspects.clear()
+        for chunk in self._engine.chunks if names else ():
+            found = [member.fqn for member in chunk.spec.members if member.fqn in names]
+            if found:
+                self._suspects[chunk.id] = found
+
+    def watch(self, name: str, chunk: Chunk, data: object) -> None:
+        """A parameter of the chunk was asked for its `.data`."""
+        if not isinstance(data, Tensor) or is_shell(data) or not self._can_lose(chunk):
+            return
+        version = data.detach()  # it begins at 0 for each `.data`
+        set_data([version], [torch.empty(0, dtype=data.dtype, device=data.device)])
+        self._data.setdefault(chunk.id, []).append(_Data(name, version, weakref.ref(data)))
+
+    def leaves(self, chunk: Chunk) -> None:
+        """The chunk's replica is about to go."""
+        if self._engine.phase is Phase.FORWARD and (names := self._written(chunk.id)):
+            self._look(chunk, names)
+
+    def found(self, *, is_after_forward: bool) -> list[str]:
+        """Parameters of which a write was lost, or will be, and of which nobody was told.
+
+        Args:
+            is_after_forward: And before backward, in which updates begin: values may be newer than the replica's then.
+        """
+        for chunk_id in {*self._suspects, *self._data}:
+            chunk, names = self._engine.chunks[chunk_id], self._written(chunk_id)
+            if names and is_after_forward and chunk.is_usable:
+                self._look(chunk, names)
+            elif not is_after_forward:
+                self._lost.update(dict.fromkeys(one.name for one in self._data.get(chunk_id, ()) if one.is_written))
+        kept = {i: [one for one in data if one.reference() is not None] for i, data in self._data.items()}
+        self._data = {i: data for i, data in kept.items() if data}
+        found = list(self._lost)
+        self._lost.clear()
+        return found
+
+    def forget(self) -> None:
+        """Nothing that was taken before matters any more."""
+        self._data.clear()
+
+    def _can_lose(self, chunk: Chunk) -> bool:
+        """Whether other memory than the replica holds the values."""
+        shard = self._engine.store[chunk.id]
+        return shard.param is not None or shard.is_param_on_disk or shard.has_master
+
+    def _written(self, chunk_id: int) -> list[str]:
+        """Which of the chunk's parameters may have been written to."""
+        data = self._data.get(chunk_id, ())
+        return [*self._suspects.get(chunk_id, ()), *(one.name for one in data if one.is_written)]
+
+    def _look(self, chunk: Chunk, names: list[str]) -> None:
+        engine = self._engine
+        if not self._can_lose(chunk):
+            return
+        shard = engine.store.settle(chunk.id)
+        with torch.no_grad():
+            mine, held = engine.groups.mine(chunk.spec, chunk.flat), shard.read_param()
+            if held is None:
+                master = shard.read_master()
+                held = None if master is None else master.to(chunk.dtype)
+            if held is not None and held.numel() != mine.numel():  # the whole chunk, of which others' slices may be old
+                held = engine.groups.mine(chunk.spec, held)
+            if not has_bits_of(mine, held):
+                self._lost.update(dict.fromkeys(names))
