@@ -2,7 +2,7 @@
 
 [Note: lost writes] In forward a parameter is a view of its chunk's replica. Writes in place show in autograd's version
 counters, and raise; one through `p.data` does not: that has a counter of its own. Where other memory holds the values
-(shards, fp32 masters), it is lost with the replica, or at the next update. Who may have been written is known of two
+(shards, fp32 masters), it is lost with the replica, or at the next update. What may have been written is known from two
 sources: each `p.data` that an intercepted parameter gives leaves its version counter here; and a dry run has seen what
 the step writes to, also where nothing is intercepted (in the forward of a parameter's own module). Their chunks are
 compared with what holds their values when they go, and at the end of the forward: values that were put back, or have
@@ -54,7 +54,7 @@ class LostWrites:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._suspects: dict[int, list[str]] = {}  # parameters by chunk id
-        self._lost: dict[str, None] = {}  # parameters, until somebody is told
+        self._lost: dict[str, None] = {}  # parameters; `found` empties it
         self._data: dict[int, list[_Data]] = {}  # by chunk id
 
     def suspect(self, names: Collection[str]) -> None:
@@ -79,7 +79,7 @@ class LostWrites:
             self._look(chunk, names)
 
     def found(self, *, is_after_forward: bool) -> list[str]:
-        """Parameters of which a write was lost, or will be, and of which nobody was told.
+        """Parameters of which a write was lost, or will be; each is returned once.
 
         Args:
             is_after_forward: And before backward, in which updates begin: values may be newer than the replica's then.
