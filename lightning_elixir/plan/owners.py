@@ -32,12 +32,30 @@ def owners_of(chunks: Sequence[ChunkSpec], world_size: int) -> dict[tuple[int, i
     return owners
 
 
-# Of each element of the parameter that is updated: value, gradient and states in fp32, and what Muon or Adafactor make
-# of them on the way (a copy in fp32 and three in bf16, or two in fp32); and value, gradient and states of the next one,
-# which comes meanwhile from host memory, and of the one before, which goes there.
-UPDATE_BYTES = 32 + 16 + 16
+# Of each element of a parameter on its way: value, gradient and states in fp32, or in the place of 4 bytes the new
+# value in the compute dtype.
+_SLOT_BYTES = 16
+# Of each element of the one that is updated: what Muon or Adafactor make of it (the gradient and a copy in fp32, and
+# three copies in bf16; or two in fp32).
+_WORK_BYTES = 16
+# So many slots take as long as the bus or the updates alone, where parameters of two sizes come in turns (by a
+# simulation of three lanes); three take 6 to 20% longer, two half as long again. Of the largest parameters fewer: what
+# they take would be missing for chunks.
+_MOST_SLOTS, _FEWEST_SLOTS = 4, 2
+_MOST_BYTES_OF_SLOTS = 6 * 2**30
+MOST_UPDATE_BYTES = _WORK_BYTES + _MOST_SLOTS * _SLOT_BYTES
 # Of each element of a chunk with a parameter that ranks cut: value and gradient, sent, received and put together.
 EXCHANGE_BYTES = 24
+
+
+def num_slots(numel: int) -> int:
+    """How many parameters of `numel` elements may be on their way at once."""
+    return max(_FEWEST_SLOTS, min(_MOST_SLOTS, _MOST_BYTES_OF_SLOTS // max(1, _SLOT_BYTES * numel)))
+
+
+def update_bytes(numel: int) -> int:
+    """Device memory that updates of parameters of up to `numel` elements take."""
+    return (_WORK_BYTES + num_slots(numel) * _SLOT_BYTES) * numel
 
 
 def whole_update_bytes(chunks: Sequence[ChunkSpec], members: Mapping[int, Collection[int]], world_size: int) -> int:
@@ -52,4 +70,4 @@ def whole_update_bytes(chunks: Sequence[ChunkSpec], members: Mapping[int, Collec
     ids = [chunk_id for chunk_id, indices in members.items() if indices]
     numels = [chunks[chunk_id].members[index].numel for chunk_id in ids for index in members[chunk_id]]
     sent = max((chunks[chunk_id].numel for chunk_id in ids), default=0) if world_size > 1 else 0
-    return UPDATE_BYTES * max(numels, default=0) + EXCHANGE_BYTES * sent
+    return update_bytes(max(numels, default=0)) + EXCHANGE_BYTES * sent

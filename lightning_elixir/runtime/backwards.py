@@ -79,6 +79,7 @@ class Backwards:
     def _prepare_gradients(self) -> None:
         """More are about to be added to those of earlier backwards."""
         engine = self._engine
+        engine.reducer.carry_out_drops()
         engine.gradients.absorb()
         engine.gradients.begin_backward()
         engine.steps.finish_gradient_changes()

@@ -93,7 +93,7 @@ class Gradients:
             )
         if not any(row[2] for row in rows):
             return None
-        engine.reducer.carry_out_drops()
+        engine.reducer.carry_out_drops({chunk.id})
         self._shown_ids.add(chunk.id)
         if not all(row[3] for row in rows):
             if len(self._seen) >= self._most_seen:
@@ -202,8 +202,13 @@ class Gradients:
 
     @torch.no_grad()
     def absorb(self) -> None:
-        """Bring what users have written or dropped to the gradient shards."""
-        self._engine.reducer.carry_out_drops()
+        """Bring what users have written to the gradient shards, and what they have dropped as far as it would be read:
+        a step reads nothing but what has a gradient. So what several optimizers have in one chunk is dropped as a whole
+        when the last of them has stepped."""
+        reducer, seen_ids = self._engine.reducer, {chunk_id for chunk_id, _ in self._seen}
+        reducer.carry_out_drops(
+            {c.id for c in self._engine.chunks if c.id in seen_ids or reducer.zeros.may_be_in(c.id)}
+        )
         for key in list(self._seen):
             self._absorb(*key)
 

@@ -338,13 +338,17 @@ class Reducer:
             if self._store[chunk_id].grad is None:
                 self.rewrite(self._chunks[chunk_id], lambda shard: None, self._chunks[chunk_id].dtype)
 
-    def carry_out_drops(self) -> None:
-        """Have the gradient shards without what `drop_member` has dropped, before they are read: each is read and
-        written once, or not at all where all of it goes."""
+    def carry_out_drops(self, chunk_ids: Collection[int] | None = None) -> None:
+        """Have gradient shards be without what `drop_member` has dropped, before that is read or added to: each is read
+        and written once, or not at all where all of it goes.
+
+        Args:
+            chunk_ids: Of these chunks; None: of all. What goes as a whole does in any case.
+        """
         whole = [i for i, members in self._dropped.items() if members >= self._trainable[i]]
         if whole:
             self._drop(whole)
-        for chunk_id in list(self._dropped):
+        for chunk_id in [i for i in self._dropped if chunk_ids is None or i in chunk_ids]:
             chunk, members = self._chunks[chunk_id], self._dropped[chunk_id]
 
             def write(shard: Tensor, chunk: Chunk = chunk, members: Collection[int] = members) -> None:

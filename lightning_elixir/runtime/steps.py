@@ -3,8 +3,8 @@
 Several optimizers may be attached to one engine, each over its own parameters. A step drops the
 gradients of its optimizer, and those of parameters that are in none; others' stay, also in chunks that both have
 parameters in. There the new values of a step may lie over its own gradients (never in memory that changes roles with
-the parameters', see `is_shared`), so these are marked as dropped, and become zeros before the shard is read or added to
-again.
+the parameters', see `is_shared`), so these are marked as dropped, and become zeros before they are read or added to
+again, if other gradients in the chunk have not been dropped by then too.
 """
 
 from __future__ import annotations

@@ -22,11 +22,13 @@ from torch import Tensor
 from lightning_elixir.optim.execution import UpdateRecord, UpdateRunner
 from lightning_elixir.optim.gradient_change import GradientChange
 from lightning_elixir.optim.whole_parameters import WholeParameters
+from lightning_elixir.plan.owners import num_slots
 from lightning_elixir.plan.shard_segments import Segment, segment_of
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.runtime.chunk import Chunk
 from lightning_elixir.runtime.chunk_optimizers import ChunkOptimizers
 from lightning_elixir.runtime.engine import Engine
+from lightning_elixir.stepping.targets import target_of
 from lightning_elixir.stepping.torch_steps import TorchSteps
 from lightning_elixir.stepping.whole_stream import HostUpdate, WholeStream
 
@@ -91,7 +93,7 @@ class WholeSteps(TorchSteps):
                 cuts.append(_Cut(index, self._states.owners[chunk.id, index], of_ranks))
             elif own is not None and self._is_streamed(chunk):
                 if not self._stream.is_open:
-                    self._stream.open(self._slot_bytes())
+                    self._stream.open(self._slot_bytes(), self._num_slots())
                 self._stream.issue(self._host_update(chunk, inner, index, own, shard))
             elif own is not None:
                 value = inner.work[own.in_shard].to(self._engine.device.torch_device, non_blocking=True)
@@ -133,13 +135,20 @@ class WholeSteps(TorchSteps):
             chunk, grad = self._engine.chunks[chunk_id], self._engine.store[chunk_id].grad
             if grad is None:
                 continue
-            shard = _Shard(grad, None, GradientChange())
+            shard = _Shard(grad, target_of(self._engine, chunk), GradientChange())
             for index in members:
                 of_ranks = self._of_ranks(chunk, index)
                 own = of_ranks[rank]
                 if own is not None and not _is_cut(of_ranks):
                     most = max(most, self._host_update(chunk, self._inner(chunk), index, own, shard).slot_bytes)
         return most
+
+    def _num_slots(self) -> int:
+        """As plans count them: by the largest parameter that the optimizer has."""
+        chunks = self._engine.chunks
+        return num_slots(
+            max(chunks[i].spec.members[k].numel for i, members in self._states.members.items() for k in members)
+        )
 
     def _near_grad(self, grad: Tensor, dtype: torch.dtype, change: GradientChange) -> Tensor:
         """A gradient as the optimizer wants it, on the compute device."""

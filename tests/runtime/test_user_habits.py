@@ -15,6 +15,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_elixir.errors import PlanError, StateError
+from lightning_elixir.runtime.reducer import Reducer
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_processes, run_ranks
 from tests.helpers.plans import make_plan
@@ -230,6 +231,34 @@ def test_two_optimizers_one_after_the_other(options: dict[str, Any]) -> None:
         ours[seed % 2].backward(ZOO["gpt2"].loss(module, seed))
         plain_ones[seed % 2].step()
         ours[seed % 2].step()
+    state = module.full_state_dict()
+    assert [k for k, v in plain.state_dict().items() if not torch.equal(state[k], v)] == []
+
+
+@PLACEMENTS
+def test_chunks_of_two_optimizers_drop_their_gradients_as_one(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One backward, then both steps: nothing is filled with zeros, and nothing is left to add the next gradients to,
+    for which sums in fp32 would be made."""
+    rewritten: list[int] = []
+    rewrite = Reducer.rewrite
+    monkeypatch.setattr(
+        Reducer, "rewrite", lambda self, chunk, *rest: (rewritten.append(chunk.id), rewrite(self, chunk, *rest))
+    )
+    plain, model = make("gpt2"), make("gpt2")
+    module = ElixirModule(model, make_plan(model, **options), device=CPU)
+    plain_ones, ours = _two_optimizers(plain), [ElixirOptimizer(module, o) for o in _two_optimizers(model)]
+    for seed in range(3):
+        ZOO["gpt2"].loss(plain, seed).backward()
+        ours[0].backward(ZOO["gpt2"].loss(module, seed))
+        for ones in (plain_ones, ours):
+            for one in ones:
+                one.step()
+                one.zero_grad()
+        assert all(module.engine.store[chunk.id].grad is None for chunk in module.plan.chunks)
+    assert rewritten == []
+    assert not module.engine.reducer.landing.accumulates
     state = module.full_state_dict()
     assert [k for k, v in plain.state_dict().items() if not torch.equal(state[k], v)] == []
 

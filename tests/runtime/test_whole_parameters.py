@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_elixir import HybridAdam
 from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.memory import Scheme
-from lightning_elixir.plan.owners import owners_of, whole_update_bytes
+from lightning_elixir.plan.owners import num_slots, owners_of, whole_update_bytes
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Tier
 from lightning_elixir.profiling.ignored import ignored_parameters
@@ -211,7 +211,7 @@ def test_parameters_are_cut_and_owned_evenly() -> None:
 def test_the_plan_counts_what_an_update_takes() -> None:
     plan = make_plan(Net(), **PLACES["offloaded"])
     members = {c.id: set(range(len(c.members))) for c in plan.chunks}
-    assert whole_update_bytes(plan.chunks, members, 1) == 64 * 40 * 60  # of the largest parameter
+    assert whole_update_bytes(plan.chunks, members, 1) == 80 * 40 * 60  # of the largest parameter
     assert whole_update_bytes(plan.chunks, {i: set() for i in members}, 2) == 0
     regime = with_optimizer(TrainingRegime(), can_stream=False, num_states=1, whole_update_bytes=777)
     assert Scheme(1, True, 4096, regime).stream_bytes(plan.chunks) == 777
@@ -301,31 +301,50 @@ class LoggedLane(CpuDevice):
         return Lane()
 
 
-def test_a_slot_is_filled_again_when_its_parameter_is_back() -> None:
-    log: list[str] = []
-    stream = WholeStream(LoggedLane(log))
-    values, homes = [torch.full((8,), float(i)) for i in range(4)], [torch.ones(8) for _ in range(4)]
-
+def _adding(value: torch.Tensor, home: torch.Tensor) -> HostUpdate:
     def step(value: torch.Tensor, grad: torch.Tensor, states: dict[str, Any]) -> dict[str, Any]:
         value.add_(grad * states["momentum"])
         return {"momentum": states["momentum"].add_(1)}
 
-    updates = [
-        HostUpdate(
-            value, torch.full((8,), 10.0), None, {"momentum": home}, step, lambda s, h=home: h.copy_(s["momentum"])
-        )
-        for value, home in zip(values, homes, strict=True)
-    ]
-    stream.open(max(update.slot_bytes for update in updates))
+    grad = torch.full_like(value, 10.0)
+    return HostUpdate(value, grad, None, {"momentum": home}, step, lambda states: home.copy_(states["momentum"]))
+
+
+def _through_slots(numels: Sequence[int], num_slots: int) -> list[str]:
+    """What a device sees of updates of these sizes."""
+    log: list[str] = []
+    stream = WholeStream(LoggedLane(log))
+    values, homes = [torch.full((n,), float(i)) for i, n in enumerate(numels)], [torch.ones(n) for n in numels]
+    updates = [_adding(value, home) for value, home in zip(values, homes, strict=True)]
+    stream.open(max(update.slot_bytes for update in updates), num_slots)
     for update in updates:
         stream.issue(update)
     stream.finish()
     stream.close()
-    assert [v[0].item() for v in values] == [10.0, 11.0, 12.0, 13.0]
-    assert all(torch.equal(home, torch.full((8,), 2.0)) for home in homes)
-    assert log[:6] == ["up 0", "down 0", "up 1", "down 1", "up 2", "down 2"]
-    assert log[6:9] == ["host waits for down 0", "up 3", "down 3"]
-    assert log[-2:] == ["host waits for down 2", "host waits for down 3"]
+    assert [v[0].item() for v in values] == [10.0 + i for i in range(len(numels))]
+    assert all(torch.equal(home, torch.full_like(home, 2.0)) for home in homes)
+    return [line for line in log if not line.startswith("up")]
+
+
+def test_a_slot_is_filled_again_when_its_parameter_is_back() -> None:
+    assert _through_slots([2000] * 4, 3) == [
+        *("down 0", "down 1", "down 2", "host waits for down 0", "down 3"),
+        *("host waits for down 1", "host waits for down 2", "host waits for down 3"),
+    ]
+
+
+def test_small_parameters_share_a_slot() -> None:
+    """Two large ones take both slots; three small ones take the place of the first, and the next large one waits for
+    the second alone."""
+    assert _through_slots([2000, 2000, 500, 500, 500, 2000], 2) == [
+        *("down 0", "down 1", "host waits for down 0", "down 2", "down 3", "down 4", "host waits for down 1", "down 5"),
+        *("host waits for down 4", "host waits for down 5"),
+    ]
+
+
+def test_the_largest_parameters_get_fewer_slots() -> None:
+    million = 10**6
+    assert [num_slots(n * million) for n in (0, 1, 67, 100, 101, 134, 135, 1000)] == [4, 4, 4, 4, 3, 3, 2, 2]
 
 
 def test_chunks_of_both_sides_take_turns() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_elixir.plan.memory import MemoryUse, Scheme
-from lightning_elixir.plan.owners import EXCHANGE_BYTES, UPDATE_BYTES
+from lightning_elixir.plan.owners import EXCHANGE_BYTES, MOST_UPDATE_BYTES
 from lightning_elixir.plan.units import format_bytes
 
 STREAMABLE = "with HybridAdam or CPUAdam"
@@ -41,8 +41,8 @@ def _stream_words(scheme: Scheme) -> str:
         return "buffers of updates"
     exchanged = f", and {EXCHANGE_BYTES} for each of the largest chunk" if scheme.world_size > 1 else ""
     return (
-        f"buffers of updates of whole parameters, as Muon's: {UPDATE_BYTES} bytes for each element of the largest"
-        f"{exchanged},"
+        f"buffers of updates of whole parameters, as Muon's: up to {MOST_UPDATE_BYTES} bytes for each element of the"
+        f" largest{exchanged},"
     )
 
 
