@@ -3,7 +3,8 @@
 [Note: a live budget] Between two steps a user may say how much memory there is from now on: less of it, for something
 else that runs beside the training, or more again. The chunks stay; they are only placed anew, and the engine moves as
 in any other replan, so that no number changes. A plan is found before anything moves: where none fits, all ranks raise,
-and nothing has changed. Limits that are left out are what they were at the beginning.
+and nothing has changed. Limits that are left out are what they were at the beginning. Who sets limits does it again and
+again, so what was found for some is taken again where it still fits.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import shutil
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import nn
@@ -245,8 +246,12 @@ class LimitedModule:
     nvme_folder: str | None
     """Where states may go; None: nowhere that the plan does not have them."""
 
+    found: dict[tuple[MemoryLimits, TrainingRegime], Plan] = field(default_factory=dict)
+    """Plans of earlier limits."""
+
     def keep(self, limits: MemoryLimits, budget: Budget) -> None:
-        return  # no plan is made until the next call
+        """See `Limited`."""
+        self.found[limits, self._regime()] = self.engine.plan
 
     def budget(self, limits: MemoryLimits) -> Budget:
         """See `Limited`."""
@@ -269,10 +274,13 @@ class LimitedModule:
     def finder(self, limits: MemoryLimits, budget: Budget) -> Callable[[], Plan]:
         """See `Limited`."""
         plan, regime = self.built_plan, self._regime()
+        known = self.found.get((limits, regime))
 
         def find() -> Plan:
             if limits == MemoryLimits() or fits(plan, budget, regime):
                 return plan
+            if known is not None and fits(known, budget, regime):
+                return known
             request = PlacementRequest(
                 distributed_storage=plan.is_storage_distributed, accesses=module_accesses(self.model)
             )

@@ -3,13 +3,14 @@
 [Note: memory ahead] The system gives pages of fresh memory at some 35 GiB/s to all cores at once, and locks them with
 one thread at half that rate (seen on a host of 16 cores), so memory for 90 GiB of states takes seven seconds. They pass
 beside what else comes before the first step: values are copied, a step is tried without values, placements are
-compared. Memory is made for the plan in force; what the next one does not need is given back.
+compared. Memory is made for the plan in force; what the next one does not need is given back. To unlock and give back
+what chunks leave takes nearly as long as to copy them, so threads do that as well.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -56,6 +57,7 @@ class HostMemory:
         )
         self._lock = DeferringLock()
         self._pieces: defaultdict[Extent, list[_Piece]] = defaultdict(list)
+        self._freeing: list[Task] = []
 
     def prepare(self, extents: Iterable[Extent]) -> None:
         """Have such tensors made by threads, in this order, for `zeros` to come; while little memory is free, none."""
@@ -65,6 +67,19 @@ class HostMemory:
                     piece = _Piece(self._device, extent, self._least_free_bytes)
                     piece.task = self._worker.submit(piece.make)
                     self._pieces[extent].append(piece)
+
+    def in_turn(self, wanted: Sequence[Sequence[Extent]], num_ahead: int) -> Iterator[int]:
+        """The numbers of `wanted`, one after the other, while threads make the memory of the next ones.
+
+        Args:
+            wanted: What is going to be asked for at each.
+            num_ahead: How many of them, with the one that it is at.
+        """
+        self.prepare(extent for extents in wanted[:num_ahead] for extent in extents)
+        for number in range(len(wanted)):
+            for later in wanted[number + num_ahead :][:1]:
+                self.prepare(later)
+            yield number
 
     def prepare_missing(self, extents: Sequence[Extent]) -> None:
         """As `prepare`, but for those that are there, or on the way."""
@@ -111,6 +126,22 @@ class HostMemory:
         """As `bytes_ahead`, with what is being made, a part of which is taken already."""
         with self._lock:
             return sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces if piece.is_begun)
+
+    def free(self, tensors: list[Tensor]) -> None:
+        """Have a thread forget these: the memory of those that nothing else refers to is given back.
+
+        Args:
+            tensors: Emptied.
+        """
+        self._freeing = [task for task in self._freeing if not task.is_over()]
+        self._freeing.append(self._worker.submit(tensors.clear))
+
+    def settle(self) -> None:
+        """Wait until what `free` was told of is given back; the threads end if nothing is there ahead."""
+        while self._freeing:
+            self._freeing.pop().join()
+        if not self._pieces:
+            self._worker.rest()
 
     def drop(self) -> None:
         """Give back what was prepared and was not asked for, and end the threads."""

@@ -149,6 +149,15 @@ class SegmentOptimizer:
         """What Adam's moments take; nothing for other optimizers."""
         return [(self.adam.numel, self.work.dtype)] * len(MOMENTS) if self.is_adam else []
 
+    def moments_to_host(self) -> list[Extent]:
+        """What Adam's moments take in host memory if they come there: nothing before a first step, or if they are."""
+        is_elsewhere = bool(self.adam.moments) and self.adam.moments[0].device.type != "cpu"
+        return self.moments if self.adam.counts and is_elsewhere else []
+
+    def moment_memory(self) -> list[Tensor]:
+        """What Adam's moments lie in now, with the second set."""
+        return [*self.adam.moments, *self.adam.spares]
+
     def allocate_spares(self) -> None:
         """Make a second set of Adam's moments, if there is none yet; nothing for other optimizers."""
         if self.is_adam:

@@ -44,7 +44,7 @@ from lightning_elixir.storage.nvme import MASTER, DiskOptions, StateFile, StateS
 from lightning_elixir.storage.shards import Shard, ShardStore
 
 # Chunks whose host memory is made while an earlier one is filled: no more, as the user's model is there as well.
-_CHUNKS_AHEAD = 8
+CHUNKS_AHEAD = 8
 # What the user's parameters have had of a chunk is freed by the way, if it is less.
 _WORTH_A_THREAD_BYTES = 16 * 2**20
 
@@ -173,13 +173,11 @@ class Builder:
         self._replace_parameters(chunks)
         self._move_buffers()
         room = HostRoom(self._comm, store.memory, self._wait_for_freeing)
-        store.memory.prepare(extent for spec in specs[:_CHUNKS_AHEAD] for extent in self._on_host(spec))
+        wanted = [self._on_host(spec) for spec in specs]
         try:
-            for number, (spec, chunk) in enumerate(zip(specs, chunks, strict=True)):
-                for later in specs[number + _CHUNKS_AHEAD :][:1]:
-                    store.memory.prepare(self._on_host(later))
-                room.take(spec, bytes_of(self._on_host(spec)), self._plan, partial(_host_bytes, store))
-                self._build_chunk(chunk)
+            for number in store.memory.in_turn(wanted, CHUNKS_AHEAD):
+                room.take(specs[number], bytes_of(wanted[number]), self._plan, partial(_host_bytes, store))
+                self._build_chunk(chunks[number])
         finally:
             self._freer.rest()
         self._staging = None

@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from lightning_elixir.core.host_memory import Extent, bytes_of
 from lightning_elixir.errors import PlanError
 from lightning_elixir.plan.memory import has_params_on_nvme, problem_of_places
 from lightning_elixir.plan.moving import order_of_moves
 from lightning_elixir.plan.types import ChunkSpec, Plan, Tier
-from lightning_elixir.runtime.build import dtype_of, storage_bytes
+from lightning_elixir.runtime.build import CHUNKS_AHEAD, dtype_of, storage_bytes
 from lightning_elixir.runtime.chunk import Chunk, ChunkState
 from lightning_elixir.runtime.whole import own_values
 from lightning_elixir.storage.nvme import MASTER
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
 
 _NUM_MOMENTS = 2  # of Adam
+# What a chunk takes of the host's memory, or leaves there, is made or freed by the way, if it is less.
+_WORTH_A_THREAD_BYTES = 16 * 2**20
 
 
 def check_layout(old: Plan, new: Plan) -> None:
@@ -56,16 +60,52 @@ def move_chunks(engine: Engine, plan: Plan, before: ShardStore, followers: Seque
     kept = {c.id for c in engine.chunks if _keeps_grad_memory(c.spec, plan.all_chunks[c.id], plan)}
     before.drop_grad_buffers(but=kept)
     changes = [_change(engine, chunk.spec, plan.all_chunks[chunk.id]) for chunk in engine.chunks]
-    for number in order_of_moves(changes):
+    order = order_of_moves(changes)
+    wanted = [_to_come(engine, engine.chunks[number], plan.all_chunks[number], before) for number in order]
+    # Where some leave host memory and others come to it, there may be no more of it than one move takes.
+    is_coming, is_leaving = (any(sign * on_host > 0 for _, on_host in changes) for sign in (1, -1))
+    if is_leaving:
+        wanted = [[] for _ in order]
+    wanted = [extents if bytes_of(extents) >= _WORTH_A_THREAD_BYTES else [] for extents in wanted]
+    for place in engine.host_memory.in_turn(wanted, CHUNKS_AHEAD):
+        number = order[place]
         chunk = engine.chunks[number]
         engine.host_room.take(chunk.spec, max(0, changes[number][1]), plan, engine.host_bytes)
+        leaving = [] if is_coming else _on_host(engine, chunk, before)
         with torch.no_grad():
             _move(engine, chunk, plan.all_chunks[chunk.id], plan, before)
         engine.store[chunk.id].grad_buffer = before[chunk.id].grad_buffer
         before.vacate(chunk.id)
         for follow in followers:
             follow(chunk)
+        if sum(tensor.nbytes for tensor in leaving) >= _WORTH_A_THREAD_BYTES:
+            engine.host_memory.free(leaving)
         chunk.free_released()  # what an optimizer steps over was a part of the replica until now
+    engine.host_memory.settle()
+
+
+def _to_come(engine: Engine, chunk: Chunk, spec: ChunkSpec, before: ShardStore) -> list[Extent]:
+    """What the chunk is going to have in host memory and has not: shard and moments of Adam."""
+    found: list[Extent] = []
+    if spec.optim_tier is Tier.CPU and chunk.spec.optim_tier is not Tier.CPU:
+        master, numel = engine.precision.master_of(spec), engine.store.optim_numel(spec)
+        found += [] if master is None else [(numel, master)]
+        for states in engine.steps.optimizers.states:
+            inner = states.inner.get(chunk.id)
+            found += [] if inner is None else inner.moments_to_host()
+    has_param = before[chunk.id].param is not None and chunk.spec.param_tier is Tier.CPU
+    if spec.param_tier is Tier.CPU and not spec.is_persistent and not has_param:
+        found.append((engine.store.param_numel(spec), dtype_of(spec)))
+    return found
+
+
+def _on_host(engine: Engine, chunk: Chunk, before: ShardStore) -> list[Tensor]:
+    """What the chunk has in host memory."""
+    shard = before[chunk.id]
+    inner = [states.inner[chunk.id] for states in engine.steps.optimizers.states if chunk.id in states.inner]
+    moments = [moment for one in inner for moment in one.moment_memory()]
+    tensors = [shard.param, shard.master, shard.spare_master, shard.spare_param, *moments]
+    return [t for t in tensors if t is not None and t.device.type == "cpu"]
 
 
 def _keeps_grad_memory(old: ChunkSpec, new: ChunkSpec, plan: Plan) -> bool:

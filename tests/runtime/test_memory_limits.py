@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,9 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_elixir import memory_limits
+from lightning_elixir.core.host_memory import HostMemory
 from lightning_elixir.errors import CapacityError, PlanError, StateError
+from lightning_elixir.memory_limits import fits
 from lightning_elixir.optim import HybridAdam
-from lightning_elixir.plan.types import UpdateTiming
+from lightning_elixir.plan.types import Plan, UpdateTiming
+from lightning_elixir.runtime import replan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan, with_spares
@@ -107,6 +112,74 @@ def test_memory_is_given_back_and_taken_again(way: str) -> None:
     assert max(held[2:5]) <= limit
     if options.get("placement_policy") != "cpu":
         assert min(held[1], held[7]) > limit  # everything was there, and is again
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_limits_that_come_again_need_no_search(world_size: int) -> None:
+    if world_size == 1:
+        _come_again()
+    else:
+        run_ranks(_come_again, world_size)
+
+
+def _come_again() -> None:
+    limits: dict[int, Limits] = {2: (SMALL, None), 3: (None, None), 4: (SMALL, None), 5: (2 * SMALL, None)}
+    expected, searched = train({}), []
+    with pytest.MonkeyPatch.context() as patch:
+        found = memory_limits.place_anew
+
+        def place_anew(*args: Any) -> Plan:
+            searched.append(args)
+            return found(*args)
+
+        patch.setattr(memory_limits, "place_anew", place_anew)
+        actual = train(limits)
+    assert_as_if_nothing_had_happened(actual, expected)
+    assert actual[2][2] == actual[2][4] <= SMALL
+    assert len(searched) == (2 if rank_and_size()[0] == 0 else 0)
+
+
+def test_a_plan_of_earlier_limits_is_left_where_it_does_not_fit_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    training.step()
+    training.module.set_memory_limit(SMALL)
+    training.module.set_memory_limit()
+    earlier = next(iter(training.module._limited.found.values()))
+    monkeypatch.setattr(memory_limits, "fits", lambda plan, *rest: plan != earlier and fits(plan, *rest))
+    monkeypatch.setattr(memory_limits, "place_anew", lambda *args: pytest.fail("a search"))
+    with pytest.raises(pytest.fail.Exception, match="a search"):
+        training.module.set_memory_limit(SMALL)
+
+
+@pytest.mark.parametrize("way", ["plain", "bf16", "torch's Adam"])
+def test_threads_make_and_free_what_a_move_takes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that comes to host memory has been made ahead, and nothing is left over; what leaves it is freed by them,
+    before the call returns."""
+    monkeypatch.setattr(replan, "_WORTH_A_THREAD_BYTES", 1)
+    expected, training = train({}, **WAYS[way]), Training(**WAYS[way])
+    memory, losses = training.module.engine.host_memory, [training.step(), training.step()]
+    made: list[bool] = []
+    taken = HostMemory._taken
+    monkeypatch.setattr(
+        HostMemory, "_taken", lambda self, extent: made.append((piece := taken(self, extent)) is not None) or piece
+    )
+    training.module.set_memory_limit(SMALL // 2)
+    assert len(made) >= 6
+    assert all(made) or "Adam" in way  # torch's own states are not known ahead
+    assert memory.bytes_ahead() == 0
+    losses += [training.step()]
+    store = training.module.engine.store
+    there = [weakref.ref(m) for c in training.module.plan.chunks if (m := store[c.id].param) is not None]
+    assert there
+    del store
+    freed: list[int] = []
+    free = HostMemory.free
+    monkeypatch.setattr(HostMemory, "free", lambda self, tensors: freed.append(len(tensors)) or free(self, tensors))
+    training.module.set_memory_limit()
+    assert sum(freed) >= len(there)
+    assert [reference() for reference in there if reference() is not None] == []
+    losses += [training.step() for _ in range(5)]
+    assert_as_if_nothing_had_happened((losses, training.close()), expected)
 
 
 def both_ways(limits: dict[int, Limits], options: dict[str, Any]) -> None:
