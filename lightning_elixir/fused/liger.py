@@ -13,6 +13,7 @@ import functools
 import importlib
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,16 @@ def runs_on(device: torch.device) -> bool:
 def kernels_for(*operands: Tensor) -> Kernels | None:
     """The kernels for these operands; None: use torch's operators. They take one device and one dtype."""
     first = operands[0]
-    if isinstance(first, FakeTensor) or any(t.dtype is not first.dtype for t in operands):
+    if isinstance(first, FakeTensor) or not _have_one_dtype(operands):
         return None
     return kernels() if runs_on(first.device) else None
+
+
+def foresees(*operands: Tensor) -> bool:
+    """Whether these stand for tensors on a GPU, where a kernel would take them: an operator has to ask for memory then,
+    and read and write, as the kernel does, so that a dry run sees what a step takes."""
+    return isinstance(operands[0], FakeTensor) and _have_one_dtype(operands) and kernels() is not None
+
+
+def _have_one_dtype(operands: Sequence[Tensor]) -> bool:
+    return all(t.dtype is operands[0].dtype for t in operands)

@@ -1,6 +1,6 @@
 """Norms and gated products that keep less for backward than the operators they are written in, on any device, and run
-as one kernel where `liger` has one. What autograd keeps is the same with both, so that the profiler, whose tensors are
-on no device, counts what a GPU would keep.
+as one kernel where `liger` has one. What autograd keeps is the same with both. Of tensors without values, which a dry
+run has, they take the memory and move the bytes that the kernel would, where that is installed (`liger.foresees`).
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+        ctx.is_foreseen = liger.foresees(x, weight) and x.dtype is not torch.float64
+        if ctx.is_foreseen:
+            ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+            return x * weight
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
@@ -61,6 +65,8 @@ class _RMSNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
+        if ctx.is_foreseen:
+            return grad.clone() * x, torch.empty_like(weight), None, None
         normal = x.to(scale.dtype) * scale
         of_x = of_weight = None
         if ctx.needs_input_grad[1]:
@@ -99,7 +105,10 @@ class _GatedProduct(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
         ctx.kind = kind
         kernels = liger.kernels_for(gate, up) if gate.dtype is not torch.float64 else None
-        ctx.kernels = kernels
+        ctx.kernels, ctx.is_foreseen = kernels, liger.foresees(gate, up) and gate.dtype is not torch.float64
+        if ctx.is_foreseen:
+            ctx.save_for_backward(gate, up)
+            return gate * up
         if kernels is None:
             ctx.save_for_backward(gate, up)
             return activation(gate, kind) * up
@@ -118,6 +127,8 @@ class _GatedProduct(torch.autograd.Function):
             # The kernel writes over its operands, which users may have kept, or a second backward may need.
             of_gate, of_up = backward(gate.clone(), up.clone(), grad.contiguous())
             return of_gate, of_up, None
+        if ctx.is_foreseen:
+            return gate.clone().mul_(grad), up.clone().mul_(grad), None
         aten = torch.ops.aten
         of_gate = of_up = None
         if ctx.needs_input_grad[0]:
@@ -143,10 +154,28 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     Returns:
         None where there is no kernel for these operands.
     """
-    kernels = liger.kernels_for(query, key, cos, sin)
+    kernels, is_foreseen = liger.kernels_for(query, key, cos, sin), liger.foresees(query, key, cos, sin)
     is_usual = query.dim() == key.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape
-    if kernels is None or not is_usual or cos.shape[-1] != query.shape[-1] or query.shape[-1] % 2:
+    has_none = kernels is None and not is_foreseen
+    if has_none or not is_usual or cos.shape[-1] != query.shape[-1] or query.shape[-1] % 2:
         return None
+    if kernels is None:
+        foreseen: tuple[Tensor, Tensor] = _ForeseenRope.apply(query, key, cos, sin)  # type: ignore[no-untyped-call]
+        return foreseen
     # The kernel writes over its operands, which others may have kept.
     turned: tuple[Tensor, Tensor] = kernels.rope.apply(query.clone(), key.clone(), cos, sin)
     return turned
+
+
+class _ForeseenRope(torch.autograd.Function):
+    """What the kernel takes and keeps, without its numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return query.clone().mul_(1.0), key.clone().mul_(1.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_query: Tensor, of_key: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return of_query.clone().mul_(1.0), of_key.clone().mul_(1.0), None, None

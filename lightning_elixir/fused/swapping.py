@@ -129,7 +129,7 @@ def fuse_copy(copied: nn.Module, model: nn.Module, choice: FusedChoice) -> None:
     with unset_fake_temporarily():
         for name, module in copied.named_modules():
             if not has_own_forward(module) and name not in compiled:
-                _swap(module, swapped, has_kernels=False)
+                _swap(module, swapped, has_kernels=liger.kernels() is not None)
     if choice is True and not swapped.counts and not is_swapped:
         raise _nothing_to_swap(model, swapped)
 

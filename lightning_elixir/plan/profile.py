@@ -44,7 +44,7 @@ class ProfileInterval:
     """Peak of everything together: parameters, buffers, gradients, activations, workspaces."""
     flops: int
     """Floating-point operations of matrix products, convolutions and attention; a multiplication and an addition are
-    two."""
+    two. Attention counts for as many as matrix products do in the time that it takes."""
     moved_bytes: int
     """Read and written by operators that count no `flops`."""
     num_ops: int

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_elixir import linear_cross_entropy
+from lightning_elixir.fused import liger
 from lightning_elixir.fused.linear_loss import rows_at_once
-from lightning_elixir.fused.operators import Gate, NormKind, activation, gated_product, rms_norm
+from lightning_elixir.fused.operators import Gate, NormKind, activation, gated_product, rms_norm, rope
 from tests.helpers.processes import ROOT
 
 WIDTH, CLASSES, TOKENS = 16, 700, 600
@@ -138,6 +143,55 @@ def test_what_is_kept_for_backward() -> None:
         kept.clear()
         linear_cross_entropy(hidden, head, _targets())
     assert sum(kept) <= TOKENS * WIDTH * 2 + CLASSES * WIDTH * 4 + 64
+
+
+class _Traffic(TorchDispatchMode):
+    """Bytes that operators read and write."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        if isinstance(result, Tensor) and func._overloadpacket not in (aten.new_empty, aten.empty_like, aten.detach):
+            tensors = [t for t in tree_leaves((args, result)) if isinstance(t, Tensor)]
+            self.nbytes += sum(t.numel() * t.element_size() for t in tensors)
+        return result
+
+
+def _foreseen_bytes(shapes: Sequence[tuple[int, ...]], function: Callable[..., Any]) -> tuple[int, int]:
+    """What forward and backward move, of tensors without values."""
+    with FakeTensorMode():
+        operands = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        with _Traffic() as forward:
+            results = function(*operands)
+        results = (results,) if isinstance(results, Tensor) else results
+        grads = [torch.empty_like(result) for result in results]
+        with _Traffic() as backward:
+            found = torch.autograd.grad(results, [t for t in operands if t.dim() != 3], grads)
+    assert [t.shape for t in found] == [t.shape for t in operands if t.dim() != 3]
+    return forward.nbytes, backward.nbytes
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_a_dry_run_sees_what_kernels_move(has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads its operands and writes its results, once; in backward copies of what it writes over come before."""
+    monkeypatch.setattr(liger, "kernels", lambda: object() if has_kernels else None)
+    row = 64 * 128 * 2
+    forward, backward = _foreseen_bytes([(64, 128), (128,)], lambda x, w: rms_norm(x, w, 1e-6, "llama"))
+    if not has_kernels:
+        assert forward > 10 * row  # several operators, in fp32 most of them
+    else:
+        assert forward == 2 * row + 256
+        assert backward == 2 * row + 3 * row
+    forward, backward = _foreseen_bytes([(64, 128)] * 2, lambda a, b: gated_product(a, b, "silu"))
+    assert (forward, backward) == ((3 * row, 2 * (2 + 3) * row) if has_kernels else (5 * row, 11 * row))
+    shapes = [(1, 4, 64, 32), (1, 4, 64, 32), (1, 64, 32), (1, 64, 32)]
+    if has_kernels:
+        assert _foreseen_bytes(shapes, rope) == (8 * row, 8 * row)
+    else:
+        with FakeTensorMode():
+            assert rope(*(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)) is None
 
 
 KERNELS = """

@@ -85,6 +85,32 @@ def test_the_peak_of_two_layers_term_by_term() -> None:
     assert found.flops == 2 * 64 * 128 * 256 * 5  # two products forward, three backward
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(1024, 1024), (2048, 512), (512, 2048)])
+def test_a_causal_mask_leaves_out_what_it_masks(rows: int, columns: int) -> None:
+    """All but what tiles have beyond it; backward as well. Two products of scores forward, five backward."""
+
+    def attend(is_causal: bool) -> Callable[[nn.Module, Mapping[str, Any]], None]:
+        def run(model: nn.Module, inp: Mapping[str, Any]) -> None:
+            query, key = (model(inp[name]).view(1, -1, 2, 64).transpose(1, 2) for name in ("query", "key"))
+            F.scaled_dot_product_attention(query, key, key, is_causal=is_causal).sum().backward()
+
+        return run
+
+    inp = {"query": torch.zeros(rows, 128), "key": torch.zeros(columns, 128)}
+    masked, whole = (
+        profile_memory(nn.Linear(128, 128), inp, attend(is_causal), torch.bfloat16).flops for is_causal in (True, False)
+    )
+    products = profile_memory(
+        nn.Linear(128, 128),
+        inp,
+        lambda model, inp: sum(model(x).sum() for x in inp.values()).backward(),
+        torch.bfloat16,
+    ).flops  # type: ignore[union-attr]
+    unmasked = sum(min(row + 1, columns) for row in range(rows)) / (rows * columns)
+    assert whole - products == pytest.approx(2 * 2 * 64 * rows * columns * (2 * 1.25 + 5 * 1.45), rel=1e-6)
+    assert unmasked < (masked - products) / (whole - products) <= unmasked + 128 / columns + 1e-6
+
+
 class CpuTracker(TorchDispatchMode):
     """Peak bytes of the storages of a real run, each from the operator that makes it until it dies."""
 
