@@ -7,7 +7,8 @@
 The first trains 5.4e9 parameters, which take 80 GiB with everything on the GPU: bf16 with an fp32 master, `HybridAdam`.
 Some steps, then again and again: `set_memory_limit(limit)`, a step within it, `set_memory_limit()`, a step. A second
 training of the same model, which is never moved, must have had the same losses, bit for bit. Free memory is the
-device's own (`cudaMemGetInfo`), before and after each call, when all that runs on it is over.
+device's own (`cudaMemGetInfo`), before and after each call, when all that runs on it is over, and the updates of the
+step before.
 """
 
 from __future__ import annotations
@@ -89,6 +90,9 @@ class Training:
         return float(loss)
 
     def limit(self, gpu: int | None) -> dict[str, Any]:
+        begin_s = time.monotonic()
+        self.optimizer.synchronize()  # the call would wait for the last step's updates on the host
+        updates_s = time.monotonic() - begin_s
         before = self.free()
         begin_s = time.monotonic()
         self.module.set_memory_limit(gpu=gpu)
@@ -96,7 +100,8 @@ class Training:
         seconds = time.monotonic() - begin_s
         after = self.free()
         held = self.module.stats().held_bytes
-        return {"limit": gpu, "seconds": seconds, "free_before": before, "free_after": after, "held_bytes": held}
+        found = {"limit": gpu, "seconds": seconds, "updates_s": updates_s}
+        return {**found, "free_before": before, "free_after": after, "held_bytes": held}
 
     def wait(self) -> None:
         if self.device.type == "cuda":
