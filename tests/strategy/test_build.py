@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_elixir._lightning import pl
-from lightning_elixir.runtime.build import _CHUNKS_AHEAD
+from lightning_elixir.runtime.build import CHUNKS_AHEAD
 from lightning_elixir.strategy import ElixirStrategy
 from lightning_elixir.strategy.model_init import parameters_on_meta
 from tests.helpers.dist import run_ranks
@@ -319,6 +319,6 @@ def test_memory_of_building() -> None:
     assert second_build < chunk_bytes
     # The smallest rCache and two chunks ahead are 3 blocks; one chunk is put together, one on its way between ranks.
     # And memory for the shards of the next chunks is there already.
-    most = 5 * chunk_bytes + _CHUNKS_AHEAD * chunk_bytes / 2
+    most = 5 * chunk_bytes + CHUNKS_AHEAD * chunk_bytes / 2
     assert first_peak < model_bytes + most
     assert second_peak < model_bytes / 2 + most
