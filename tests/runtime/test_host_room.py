@@ -50,7 +50,7 @@ class Host:
         self.looks = 0
         self._looks_until_short = looks_until_short
         monkeypatch.setattr(host_room, "_BETWEEN_LOOKS", 1)
-        monkeypatch.setattr(build, "_CHUNKS_AHEAD", 0)
+        monkeypatch.setattr(build, "CHUNKS_AHEAD", 0)
         monkeypatch.setattr(host_room, "available_host_bytes", self._available)
 
     def _available(self) -> int:
@@ -377,7 +377,7 @@ def test_memory_that_is_being_freed_is_waited_for_before_an_error(monkeypatch: p
         return 8 * 1024 * MIB if is_freed.is_set() else 1000
 
     monkeypatch.setattr(build, "_WORTH_A_THREAD_BYTES", 1)
-    monkeypatch.setattr(build, "_CHUNKS_AHEAD", 0)
+    monkeypatch.setattr(build, "CHUNKS_AHEAD", 0)
     monkeypatch.setattr(build, "_free", slowly)
     monkeypatch.setattr(host_room, "_BETWEEN_LOOKS", 2 * WIDTH * WIDTH)  # after the first chunks
     monkeypatch.setattr(host_room, "available_host_bytes", available)
