@@ -109,7 +109,7 @@ class Case:
 _LLAMA = Case("llama-7b", 4, 2048, 40 * GIB)
 _GPT = Case("5b", 16, 1024, 40 * GIB)
 _MOE = Case("moe", 4, 2048, 32 * GIB)
-_LLAMA_3 = Case("llama-3-8b", 2, 2048, 40 * GIB)
+_LLAMA_3 = Case("llama-3-8b", 2, 2048, 40 * GIB, num_steps=5)
 _CONV = Case("conv", 16, 3 * 224 * 224, 40 * GIB)
 _TOY = Case("toy", 2, 32, 6 * 2**20)
 
