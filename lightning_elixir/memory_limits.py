@@ -26,6 +26,7 @@ from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.hardware import HardwareSpec
 from lightning_elixir.plan.ignored import ignored_bytes
 from lightning_elixir.plan.memory import Budget, host_share, memory_use
+from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.problem import PlacementRequest
 from lightning_elixir.plan.regime import StateCount, TrainingRegime, states_of
 from lightning_elixir.plan.simulator.timeline import scheme_of
@@ -52,6 +53,38 @@ class MemoryLimits:
     """Of each rank's device."""
     cpu_bytes: int | None = None
     """Of each host."""
+
+
+class KeptPlans:
+    """Plans that were found for limits of memory. Who sets limits does so again and again; a search takes a second."""
+
+    _MOST = 8
+    _AS_MUCH = 1.05
+
+    def __init__(self) -> None:
+        self._by_limits: dict[MemoryLimits, tuple[Plan, Budget, object]] = {}
+
+    def add(self, limits: MemoryLimits, plan: Plan, budget: Budget, about: object) -> None:
+        """Keep a plan, in the place of an earlier one for the same limits.
+
+        Args:
+            budget: What these limits left.
+            about: All else that the plan was made for; compared by `==`.
+        """
+        self._by_limits.pop(limits, None)
+        while len(self._by_limits) >= self._MOST:
+            del self._by_limits[next(iter(self._by_limits))]
+        self._by_limits[limits] = plan, budget, about
+
+    def get(self, limits: MemoryLimits, budget: Budget, about: object) -> Plan | None:
+        """The plan for these limits, if a search would hardly find a better one: nothing else has changed, the host has
+        no more memory than then, and nothing is on a disk. Whether it fits is for the caller to see."""
+        found = self._by_limits.get(limits)
+        if found is None:
+            return None
+        plan, then, same = found
+        has_more = budget.gpu_bytes != then.gpu_bytes or (budget.cpu_bytes or 0) > self._AS_MUCH * (then.cpu_bytes or 0)
+        return None if same != about or has_more or needs_disk(plan) else plan
 
 
 @dataclass(frozen=True)
@@ -246,12 +279,12 @@ class LimitedModule:
     nvme_folder: str | None
     """Where states may go; None: nowhere that the plan does not have them."""
 
-    found: dict[tuple[MemoryLimits, TrainingRegime], Plan] = field(default_factory=dict)
-    """Plans of earlier limits."""
+    kept: KeptPlans = field(default_factory=KeptPlans)
+    """Of earlier limits."""
 
     def keep(self, limits: MemoryLimits, budget: Budget) -> None:
         """See `Limited`."""
-        self.found[limits, self._regime()] = self.engine.plan
+        self.kept.add(limits, self.engine.plan, budget, self._regime())
 
     def budget(self, limits: MemoryLimits) -> Budget:
         """See `Limited`."""
@@ -274,7 +307,7 @@ class LimitedModule:
     def finder(self, limits: MemoryLimits, budget: Budget) -> Callable[[], Plan]:
         """See `Limited`."""
         plan, regime = self.built_plan, self._regime()
-        known = self.found.get((limits, regime))
+        known = self.kept.get(limits, budget, regime)
 
         def find() -> Plan:
             if limits == MemoryLimits() or fits(plan, budget, regime):

@@ -87,8 +87,8 @@ def kernels_for(*operands: Tensor) -> Kernels | None:
 
 
 def foresees(*operands: Tensor) -> bool:
-    """Whether these stand for tensors on a GPU, where a kernel would take them: an operator has to ask for memory then,
-    and read and write, as the kernel does, so that a dry run sees what a step takes."""
+    """Whether these have no values, and a kernel would take them on a GPU, for which steps are foreseen: an operator
+    asks for memory then, and reads and writes, as the kernel does. Without the package, as torch's operators do."""
     return isinstance(operands[0], FakeTensor) and _have_one_dtype(operands) and kernels() is not None
 
 

@@ -69,6 +69,8 @@ class AdamStates:
         sizes = [-(-p.numel // ALIGN_NUMEL) * ALIGN_NUMEL for p in places]
         *self._starts, self.numel = [0, *itertools.accumulate(sizes)]
         """Elements of each moment."""
+        self.numel_in_memory = self.numel
+        """As `numel`, if they come there from a disk."""
         if on_disk is not None:
             self._starts, self.numel = [p.shard_offset for p in places], on_disk.spec.numel
 

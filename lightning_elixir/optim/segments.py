@@ -152,7 +152,8 @@ class SegmentOptimizer:
     def moments_to_host(self) -> list[Extent]:
         """What Adam's moments take in host memory if they come there: nothing before a first step, or if they are."""
         is_elsewhere = bool(self.adam.moments) and self.adam.moments[0].device.type != "cpu"
-        return self.moments if self.adam.counts and is_elsewhere else []
+        is_coming = self.is_adam and bool(self.adam.counts) and is_elsewhere
+        return [(self.adam.numel_in_memory, self.work.dtype)] * len(MOMENTS) if is_coming else []
 
     def moment_memory(self) -> list[Tensor]:
         """What Adam's moments lie in now, with the second set."""

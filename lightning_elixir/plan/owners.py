@@ -39,9 +39,9 @@ _SLOT_BYTES = 16
 # three copies in bf16; or two in fp32).
 _WORK_BYTES = 16
 # So many slots take as long as the bus or the updates alone, where parameters of two sizes come in turns (by a
-# simulation of three lanes); three take 6 to 20% longer, two half as long again. Of the largest parameters fewer: what
-# they take would be missing for chunks.
-_MOST_SLOTS, _FEWEST_SLOTS = 4, 2
+# simulation of three lanes); three take 6 to 20% longer, two half as long again. Of the largest parameters three: what
+# a fourth takes would be missing for chunks.
+_MOST_SLOTS, _FEWEST_SLOTS = 4, 3
 _MOST_BYTES_OF_SLOTS = 6 * 2**30
 MOST_UPDATE_BYTES = _WORK_BYTES + _MOST_SLOTS * _SLOT_BYTES
 # Of each element of a chunk with a parameter that ranks cut: value and gradient, sent, received and put together.

@@ -205,10 +205,8 @@ class Gradients:
         """Bring what users have written to the gradient shards, and what they have dropped as far as it would be read:
         a step reads nothing but what has a gradient. So what several optimizers have in one chunk is dropped as a whole
         when the last of them has stepped."""
-        reducer, seen_ids = self._engine.reducer, {chunk_id for chunk_id, _ in self._seen}
-        reducer.carry_out_drops(
-            {c.id for c in self._engine.chunks if c.id in seen_ids or reducer.zeros.may_be_in(c.id)}
-        )
+        reducer = self._engine.reducer
+        reducer.carry_out_drops({c.id for c in self._engine.chunks if reducer.zeros.may_be_in(c.id)})
         for key in list(self._seen):
             self._absorb(*key)
 
@@ -292,6 +290,7 @@ class Gradients:
 
     def _absorb(self, chunk_id: int, index: int) -> None:
         engine, chunk = self._engine, self._engine.chunks[chunk_id]
+        engine.reducer.carry_out_drops({chunk_id})  # or what is brought now would go with what was there before
         value, store = self._seen[chunk_id, index], self._engine.store
         engine.reducer.landing.wait(chunk_id)
         grad = store[chunk_id].read_grad()

@@ -61,25 +61,23 @@ def move_chunks(engine: Engine, plan: Plan, before: ShardStore, followers: Seque
     before.drop_grad_buffers(but=kept)
     changes = [_change(engine, chunk.spec, plan.all_chunks[chunk.id]) for chunk in engine.chunks]
     order = order_of_moves(changes)
-    wanted = [_to_come(engine, engine.chunks[number], plan.all_chunks[number], before) for number in order]
     # Where some leave host memory and others come to it, there may be no more of it than one move takes.
-    is_coming, is_leaving = (any(sign * on_host > 0 for _, on_host in changes) for sign in (1, -1))
-    if is_leaving:
-        wanted = [[] for _ in order]
-    wanted = [extents if bytes_of(extents) >= _WORTH_A_THREAD_BYTES else [] for extents in wanted]
+    is_coming, is_leaving = any(host > 0 for _, host in changes), any(host < 0 for _, host in changes)
+    wanted = [_to_come(engine, engine.chunks[number], plan.all_chunks[number], before) for number in order]
+    wanted = [e if bytes_of(e) >= _WORTH_A_THREAD_BYTES and not is_leaving else [] for e in wanted]
     for place in engine.host_memory.in_turn(wanted, CHUNKS_AHEAD):
         number = order[place]
         chunk = engine.chunks[number]
         engine.host_room.take(chunk.spec, max(0, changes[number][1]), plan, engine.host_bytes)
-        leaving = [] if is_coming else _on_host(engine, chunk, before)
+        on_host = [] if is_coming else _on_host(engine, chunk, before)
         with torch.no_grad():
             _move(engine, chunk, plan.all_chunks[chunk.id], plan, before)
         engine.store[chunk.id].grad_buffer = before[chunk.id].grad_buffer
         before.vacate(chunk.id)
         for follow in followers:
             follow(chunk)
-        if sum(tensor.nbytes for tensor in leaving) >= _WORTH_A_THREAD_BYTES:
-            engine.host_memory.free(leaving)
+        if sum(tensor.nbytes for tensor in on_host) >= _WORTH_A_THREAD_BYTES:
+            engine.host_memory.free(on_host)  # of that, what is not in the new place as well
         chunk.free_released()  # what an optimizer steps over was a part of the replica until now
     engine.host_memory.settle()
 

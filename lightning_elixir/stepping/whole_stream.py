@@ -58,6 +58,7 @@ class WholeStream:
         self._device = device
         self._up_lane, self._down_lane = device.new_lane(), device.new_lane()
         self._slots: deque[_Slot] = deque()  # there while updates run; the last one is being filled
+        self._is_finished = True
 
     @property
     def is_open(self) -> bool:
@@ -69,7 +70,7 @@ class WholeStream:
 
         Args:
             slot_bytes: The most of any update that follows.
-            num_slots: How often.
+            num_slots: How many pieces of so many.
         """
         place = self._device.torch_device
         memories = [torch.empty(slot_bytes, dtype=torch.uint8, device=place) for _ in range(num_slots)]
@@ -80,6 +81,7 @@ class WholeStream:
 
     def issue(self, update: HostUpdate) -> None:
         """Queue an update, after those issued before; waits while the slots are full."""
+        self._is_finished = False
         slot = self._slots[-1]
         if slot.free_bytes < update.slot_bytes:
             slot = self._slots.popleft()
@@ -106,11 +108,13 @@ class WholeStream:
         """Wait until the host has all results."""
         for slot in self._slots:
             slot.empty()
+        self._is_finished = True
 
     def close(self) -> None:
         """Give the device memory back."""
-        if any(slot.is_under_way for slot in self._slots):  # an error came between
+        if not self._is_finished:  # an error came between
             self._device.synchronize()
+            self._is_finished = True
         self._slots.clear()
 
 
@@ -138,10 +142,6 @@ class _Slot:
     @property
     def free_bytes(self) -> int:
         return self._memory.nbytes - self._used_bytes
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._last_end is not None
 
     def filled(self, source: Tensor) -> Tensor:
         """A copy, dense as the source is."""

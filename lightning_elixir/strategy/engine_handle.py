@@ -10,11 +10,9 @@ from torch import nn
 
 from lightning_elixir.core.module_hooks import without_hooks
 from lightning_elixir.core.shells import ShellParameter
-from lightning_elixir.memory_limits import MemoryLimits
+from lightning_elixir.memory_limits import KeptPlans, MemoryLimits
 from lightning_elixir.patterns.apply import take_out
 from lightning_elixir.plan.memory import Budget
-from lightning_elixir.plan.profile import StepProfile
-from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.agreement import Meeting
 from lightning_elixir.strategy.config import ElixirConfig
@@ -37,18 +35,6 @@ class BuildOptions:
     world_size: int
 
 
-@dataclass(frozen=True)
-class FoundPlan:
-    """A plan that was found for limits of memory, and for what else."""
-
-    plan: Plan
-    profile: StepProfile | None
-    regime: TrainingRegime
-
-    def is_for(self, profile: StepProfile | None, regime: TrainingRegime) -> bool:
-        return (self.profile, self.regime) == (profile, regime)
-
-
 class EngineHandle:
     """An engine, and the parameters that it was built over.
 
@@ -69,7 +55,7 @@ class EngineHandle:
         self.budget = budget
         self.limits = MemoryLimits()
         """What the user has said since, in the place of the options."""
-        self.found: dict[MemoryLimits, FoundPlan] = {}
+        self.kept = KeptPlans()
         """What came of limits that the user has set."""
         self.skeleton = skeleton
         self.is_warm = is_warm

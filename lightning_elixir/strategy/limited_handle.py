@@ -11,7 +11,7 @@ from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan
 from lightning_elixir.runtime.engine import Engine
-from lightning_elixir.strategy.engine_handle import EngineHandle, FoundPlan
+from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.shared_plans import Planner
 
 
@@ -37,12 +37,11 @@ class LimitedHandle:
 
     def finder(self, limits: MemoryLimits, budget: Budget) -> Callable[[], Plan]:
         plan, skeleton = self.engine.plan, self.handle.skeleton
-        found = self.handle.found.get(limits)
-        known = found.plan if found is not None and found.is_for(self.profile, self.regime) else None
+        known = self.handle.kept.get(limits, budget, (self.profile, self.regime))
         return self.planner.limited_plan(
-            skeleton, plan, budget, self.profile, self.regime, known=known, is_evaluated=self.is_evaluated
+            skeleton, plan, budget, self.profile, self.regime, earlier=known, is_evaluated=self.is_evaluated
         )
 
     def keep(self, limits: MemoryLimits, budget: Budget) -> None:
         self.handle.limits, self.handle.budget = limits, budget
-        self.handle.found[limits] = FoundPlan(self.engine.plan, self.profile, self.regime)
+        self.handle.kept.add(limits, self.engine.plan, budget, (self.profile, self.regime))

@@ -410,7 +410,7 @@ class Planner:
         profile: StepProfile | None,
         regime: TrainingRegime,
         *,
-        known: Plan | None = None,
+        earlier: Plan | None = None,
         is_evaluated: bool = False,
     ) -> Callable[[], Plan]:
         """What finds, on rank 0, a placement of `current`'s chunks within limits that have changed: as `final_plan`,
@@ -423,7 +423,7 @@ class Planner:
             budget: The new limits.
             profile: What a step does on this rank, if that is known.
             regime: As for `final_plan`.
-            known: What was found for the same before, which serves if it fits.
+            earlier: What was found for the same before, which serves if it fits.
             is_evaluated: No step is to come.
         """
         is_known = all(self.comm.exchange_objects(profile is not None))
@@ -445,8 +445,8 @@ class Planner:
             wanted = budget if shared is None else replace(budget, non_model_bytes=shared.peak_non_model_bytes)
             if given is not None and fits(given, wanted, regime):
                 return given
-            if known is not None and fits(known, wanted, regime):
-                return known
+            if earlier is not None and fits(earlier, wanted, regime):
+                return earlier
             if shared is None and self._counts_activations:  # which are not known
                 if is_evaluated:
                     return self._evaluation_plan(model, current, budget)

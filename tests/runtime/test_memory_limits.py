@@ -13,8 +13,9 @@ from torch import nn
 from lightning_elixir import memory_limits
 from lightning_elixir.core.host_memory import HostMemory
 from lightning_elixir.errors import CapacityError, PlanError, StateError
-from lightning_elixir.memory_limits import fits
+from lightning_elixir.memory_limits import KeptPlans, MemoryLimits, fits
 from lightning_elixir.optim import HybridAdam
+from lightning_elixir.plan.memory import Budget, is_on_nvme
 from lightning_elixir.plan.types import Plan, UpdateTiming
 from lightning_elixir.runtime import replan
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -139,12 +140,43 @@ def _come_again() -> None:
     assert len(searched) == (2 if rank_and_size()[0] == 0 else 0)
 
 
+def test_what_plans_of_earlier_limits_are_kept_for() -> None:
+    plan, limits, about = make_plan(net(), placement_policy="cpu"), MemoryLimits(gpu_bytes=SMALL), "a regime"
+    then = Budget(SMALL, 1000, 0)
+    kept = KeptPlans()
+    kept.add(limits, plan, then, about)
+    assert kept.get(limits, then, about) is plan
+    assert kept.get(limits, Budget(SMALL, 900, 0), about) is plan
+    assert kept.get(limits, Budget(SMALL, 1100, 0), about) is None  # a search may find a better one
+    assert kept.get(limits, Budget(SMALL // 2, 1000, 0), about) is None
+    assert kept.get(limits, then, "another regime") is None
+    assert kept.get(MemoryLimits(), then, about) is None
+    for number in range(20):
+        kept.add(MemoryLimits(cpu_bytes=number), plan, then, about)
+    assert kept.get(limits, then, about) is None
+    assert kept.get(MemoryLimits(cpu_bytes=19), then, about) is plan
+
+
+def test_a_plan_that_needs_a_disk_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(placement_policy="cpu", folder="states")
+    training.step()
+    free = memory_limits.available_host_bytes
+    monkeypatch.setattr(memory_limits, "available_host_bytes", lambda: 0)
+    training.module.set_memory_limit(SMALL, 350 * 1024)
+    assert any(is_on_nvme(chunk) for chunk in training.module.plan.chunks)
+    training.step()
+    monkeypatch.setattr(memory_limits, "available_host_bytes", free)
+    training.module.set_memory_limit(SMALL)
+    assert not any(is_on_nvme(chunk) for chunk in training.module.plan.chunks)
+    training.module.close()
+
+
 def test_a_plan_of_earlier_limits_is_left_where_it_does_not_fit_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     training.step()
     training.module.set_memory_limit(SMALL)
+    earlier = training.module.plan
     training.module.set_memory_limit()
-    earlier = next(iter(training.module._limited.found.values()))
     monkeypatch.setattr(memory_limits, "fits", lambda plan, *rest: plan != earlier and fits(plan, *rest))
     monkeypatch.setattr(memory_limits, "place_anew", lambda *args: pytest.fail("a search"))
     with pytest.raises(pytest.fail.Exception, match="a search"):

@@ -264,6 +264,32 @@ def test_chunks_of_two_optimizers_drop_their_gradients_as_one(
 
 
 @PLACEMENTS
+@pytest.mark.parametrize("num_backwards", [1, 2])
+def test_gradients_that_are_taken_out_and_set_again(options: dict[str, Any], num_backwards: int) -> None:
+    """Each is dropped before it is set, and nobody keeps what was set."""
+    plain, model = make("gpt2"), make("gpt2")
+    module = ElixirModule(model, make_plan(model, **options), device=CPU)
+    oracle = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    for seed in range(2):
+        for number in range(num_backwards):
+            ZOO["gpt2"].loss(plain, 2 * seed + number).backward()
+            optimizer.backward(ZOO["gpt2"].loss(module, 2 * seed + number))
+            for net in (plain, model):
+                for parameter in net.parameters():
+                    grad = parameter.grad
+                    assert grad is not None
+                    parameter.grad = None
+                    parameter.grad = 2 * grad
+                    del grad
+        for one in (oracle, optimizer):
+            one.step()
+            one.zero_grad()
+        state = module.full_state_dict()
+        assert [k for k, v in plain.state_dict().items() if not torch.equal(state[k], v)] == []
+
+
+@PLACEMENTS
 def test_zero_grad_of_one_of_two_optimizers_leaves_the_others_gradients(options: dict[str, Any]) -> None:
     plain, model = make("gpt2"), make("gpt2")
     module = ElixirModule(model, make_plan(model, **options), device=CPU)

@@ -8,7 +8,8 @@ import pytest
 
 from lightning_elixir._lightning import pl
 from lightning_elixir.errors import CapacityError, StateError
-from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.plan.types import Plan
+from lightning_elixir.strategy import ElixirStrategy, shared_plans
 from tests.helpers.dist import run_ranks
 from tests.helpers.tiers import telling
 from tests.strategy.models import CHUNK, Net, assert_same_as_plain, fit, make_data
@@ -85,6 +86,21 @@ def test_losses_are_as_if_nothing_had_happened(name: str) -> None:
     assert callback.held[0][1] <= SMALL
     if "placement_policy" not in options:
         assert callback.held[0][0] > SMALL
+
+
+def test_limits_that_come_again_need_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Plan] = []
+    limited = shared_plans.with_or_without_activations
+
+    def counted(*args: Any) -> Plan:
+        made.append(limited(*args))
+        return made[-1]
+
+    monkeypatch.setattr(shared_plans, "with_or_without_activations", counted)
+    again = {1: {"gpu": SMALL}, 2: {}, 3: {"gpu": SMALL}, 4: {}, 5: {"gpu": SMALL}}
+    callback = train(again, {})
+    assert [after <= SMALL for _, after in callback.held] == [batch % 2 == 1 for batch in again]
+    assert len(made) == 2
 
 
 def test_gradients_that_wait_are_not_moved() -> None:
