@@ -93,7 +93,7 @@ class Gradients:
             )
         if not any(row[2] for row in rows):
             return None
-        engine.reducer.carry_out_drops({chunk.id})
+        engine.reducer.carry_out_drops({chunk.id, *self._zeroed_ids()})
         self._shown_ids.add(chunk.id)
         if not all(row[3] for row in rows):
             if len(self._seen) >= self._most_seen:
@@ -122,6 +122,7 @@ class Gradients:
         if value.layout is not torch.strided:
             raise StateError(f"the gradient of {name} cannot be {value.layout}: set a dense one (value.to_dense())")
         self._check_not_begun(chunk, index)
+        engine.reducer.carry_out_drops({chunk.id})  # or the new one would go with those that were dropped before
         self._seen[chunk.id, index] = value
         self._shown_ids.add(chunk.id)
 
@@ -205,10 +206,14 @@ class Gradients:
         """Bring what users have written to the gradient shards, and what they have dropped as far as it would be read:
         a step reads nothing but what has a gradient. So what several optimizers have in one chunk is dropped as a whole
         when the last of them has stepped."""
-        reducer = self._engine.reducer
-        reducer.carry_out_drops({c.id for c in self._engine.chunks if reducer.zeros.may_be_in(c.id)})
+        self._engine.reducer.carry_out_drops(self._zeroed_ids())
         for key in list(self._seen):
             self._absorb(*key)
+
+    def _zeroed_ids(self) -> set[int]:
+        """Chunks with gradients of zeros, which a step reads and users may have written to. The same on every rank."""
+        zeros = self._engine.reducer.zeros
+        return {chunk.id for chunk in self._engine.chunks if zeros.may_be_in(chunk.id)}
 
     @torch.no_grad()
     def follow(self, change: Change, is_of: Callable[[int, int], bool]) -> None:
@@ -290,7 +295,6 @@ class Gradients:
 
     def _absorb(self, chunk_id: int, index: int) -> None:
         engine, chunk = self._engine, self._engine.chunks[chunk_id]
-        engine.reducer.carry_out_drops({chunk_id})  # or what is brought now would go with what was there before
         value, store = self._seen[chunk_id, index], self._engine.store
         engine.reducer.landing.wait(chunk_id)
         grad = store[chunk_id].read_grad()

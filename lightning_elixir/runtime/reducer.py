@@ -343,7 +343,7 @@ class Reducer:
         and written once, or not at all where all of it goes.
 
         Args:
-            chunk_ids: Of these chunks; None: of all. What goes as a whole does in any case.
+            chunk_ids: Of these chunks; None: of all. The same on every rank. What goes as a whole does in any case.
         """
         whole = [i for i, members in self._dropped.items() if members >= self._trainable[i]]
         if whole:

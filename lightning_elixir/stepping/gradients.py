@@ -34,6 +34,7 @@ class StepGradients:
         self.scaler = scaler
         self._norms = GradientNorms(engine, states)
         self._clips: tuple[Transform, ...] = ()
+        self._is_told_to_clip = False  # as long as these gradients wait; the same on every rank, other than `_clips`
         self._is_seen_unscaled = False  # whether `.grad` is without the loss scale, as after `unscale_`
         self._is_unscaled = False  # whether the gradients themselves are
         self._has_overflowed = False  # as `find_overflows` has seen it; a step forgets it, and `zero_grad` does not
@@ -65,7 +66,7 @@ class StepGradients:
         """
         if max_norm > 0:
             self.clip(max_norm, used)
-        elif self._wanted_norm_type is not None and not self._clips:
+        elif self._wanted_norm_type is not None and not self._is_told_to_clip:
             self._last_norm = self._norms.total(used, self._wanted_norm_type, self.change)
         if not self.scaler.enabled:
             return True
@@ -122,6 +123,7 @@ class StepGradients:
             self._is_seen_unscaled = True
             visible.follow(GradientChange(change.unscale).apply_, self._is_own)
         self._clips += clips
+        self._is_told_to_clip |= bool(clips)
         visible.follow(GradientChange(clips=clips).apply_, self._is_own)
 
     # As the engine asks for it (`PendingChanges`)
@@ -149,7 +151,7 @@ class StepGradients:
             clips += (Transform("factor", self.scaler.scale),)
         if any(clip != Transform("factor", 1.0) for clip in clips):
             self._change_shards(GradientChange(clips=clips))
-        self._clips, self._is_unscaled = (), False
+        self._clips, self._is_unscaled, self._is_told_to_clip = (), False, False
 
     def follow_scale(self, before: float) -> None:
         """The loss scale was `before`, and is another one now, since another optimizer has stepped: gradients that are
@@ -183,7 +185,7 @@ class StepGradients:
 
     def forget(self) -> None:
         """The gradients that this was for are gone."""
-        self._clips, self._is_seen_unscaled, self._is_unscaled = (), False, False
+        self._clips, self._is_seen_unscaled, self._is_unscaled, self._is_told_to_clip = (), False, False, False
 
     def _is_own(self, chunk_id: int, index: int) -> bool:
         return index in self._states.members.get(chunk_id, ())

@@ -886,3 +886,60 @@ def test_no_update_begins_inside_backward_where_what_is_added_can_be_seen() -> N
             assert parameter.grad is held
             optimizer.step()
         optimizer.zero_grad()
+
+
+def _linears(world_size: int) -> tuple[nn.Module, ElixirModule]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    plan = make_plan(model, world_size=world_size, placement_policy="cpu", chunk_size=2048)
+    return model, ElixirModule(model, plan, device="cpu")
+
+
+def _one_rank_keeps_a_gradient(is_kept: bool) -> list[Any]:
+    model, module = _linears(2)
+    kinds = [[p for p in model.parameters() if p.dim() == dims] for dims in (2, 1)]
+    optimizers = [ElixirOptimizer(module, torch.optim.SGD(parameters, lr=0.1)) for parameters in kinds]
+    left: list[Any] = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        optimizers[0].backward(module(torch.randn(4, 16)).square().mean())
+        kept = model[0].bias.grad  # type: ignore[index]
+        if not is_kept or dist.get_rank():
+            del kept
+        for optimizer in optimizers:
+            optimizer.step()
+        left += [module.engine.store[c.id].grad is None for c in module.plan.chunks]
+        left += [p.grad is None for p in model.parameters()]
+    return [left, module.full_state_dict(rank0_only=False)]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_ranks_agree_whatever_one_of_them_keeps(is_kept: bool) -> None:
+    """Two optimizers share the chunks; whether their gradients are there is the same on both ranks."""
+    found = run_ranks(_one_rank_keeps_a_gradient, 2, is_kept)
+    assert all(all(left) for left, _ in found)
+    assert all(torch.equal(found[0][1][name], value) for name, value in found[1][1].items())
+
+
+def _write_to_a_clipped_slice(is_written: bool) -> dict[str, Tensor]:
+    model, module = _linears(2)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    for seed in range(2):
+        torch.manual_seed(seed)
+        optimizer.backward(module(torch.randn(4, 16)).square().mean())
+        if not seed:
+            optimizer.grad_norm()  # from now on a step that does not clip computes it
+        else:
+            optimizer.clip_grad_value_(1e-3)
+        if is_written:
+            model[0].bias.grad.mul_(0.5)  # type: ignore[index, union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.full_state_dict(rank0_only=False)
+
+
+def test_a_clipped_gradient_of_which_one_rank_has_the_slice_is_written() -> None:
+    """That rank clips at once, what it has; the other one in the step. Both, or neither, compute the norm in it."""
+    plain, written = (run_ranks(_write_to_a_clipped_slice, 2, is_written) for is_written in (False, True))
+    assert all(torch.equal(written[0][name], value) for name, value in written[1].items())
+    assert not torch.equal(plain[0]["0.bias"], written[0]["0.bias"])
