@@ -143,17 +143,14 @@ def whole_grads(engine: Engine, factor: float) -> dict[str, Tensor]:
     engine.reducer.landing.wait_for_all()
     has_grad = torch.tensor([engine.store[c.id].grad is not None for c in engine.chunks], dtype=torch.uint8)
     engine.comm.all_reduce_max(has_grad)
-    pieces = []
+    pieces: list[tuple[Chunk, Tensor | None]] = []
     for chunk, is_there in zip(engine.chunks, has_grad.tolist(), strict=True):
         grad = engine.store[chunk.id].read_grad()
-        pieces.append(
-            (
-                chunk,
-                grad.to(torch.promote_types(grad.dtype, torch.float32)) * factor
-                if is_there and grad is not None
-                else None,
-            )
-        )
+        if grad is not None:
+            pieces.append((chunk, grad.to(torch.promote_types(grad.dtype, torch.float32)) * factor))
+        elif is_there:  # on another rank, where users have written to a gradient of zeros
+            wide = torch.promote_types(chunk.dtype, torch.float32)
+            pieces.append((chunk, torch.zeros(engine.store.optim_numel(chunk.spec), dtype=wide)))
     found = gather_whole(engine, pieces, on_all_ranks=True)
     used = engine.steps.used()
     grads: dict[str, Tensor] = {}

@@ -943,3 +943,22 @@ def test_a_clipped_gradient_of_which_one_rank_has_the_slice_is_written() -> None
     plain, written = (run_ranks(_write_to_a_clipped_slice, 2, is_written) for is_written in (False, True))
     assert all(torch.equal(written[0][name], value) for name, value in written[1].items())
     assert not torch.equal(plain[0]["0.bias"], written[0]["0.bias"])
+
+
+def _write_to_zeros() -> list[Any]:
+    model, module = _linears(2)
+    optimizer = ElixirOptimizer(module, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.backward(module(torch.randn(4, 16)).square().mean())
+    optimizer.zero_grad(set_to_none=False)
+    gradient = model[0].bias.grad  # type: ignore[index]
+    assert gradient is not None
+    gradient.add_(2.0)
+    return [module.full_grads(), gradient]
+
+
+def test_whole_gradients_where_one_rank_has_written_to_zeros() -> None:
+    """The other one, which has no part of what was written, has no memory for gradients of the chunk."""
+    for grads, gradient in run_ranks(_write_to_zeros, 2):
+        assert torch.equal(grads["0.bias"], torch.full((16,), 2.0))
+        assert torch.equal(gradient, torch.full((16,), 2.0))
+        assert not grads["2.weight"].any()

@@ -38,7 +38,8 @@ def test_everything_resident_is_computing_and_the_update() -> None:
     times = run(plan, there_and_back(5, 2e-3), machine()).times
     assert times.total_s == pytest.approx(10 * 2e-3 + 5 * 1e-4)
     assert (times.step_s, times.adam_s) == pytest.approx((5 * 1e-4, 5 * 1e-4))
-    assert (times.waiting_s, times.h2d_s, times.d2h_s, times.collective_s) == (0, 0, 0, 0)
+    assert times.waiting_s == pytest.approx(0.0, abs=1e-15)  # sums of floats: Python 3.12 rounds them otherwise
+    assert (times.h2d_s, times.d2h_s, times.collective_s) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
