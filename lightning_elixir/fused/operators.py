@@ -154,14 +154,15 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     Returns:
         None where there is no kernel for these operands.
     """
-    kernels, is_foreseen = liger.kernels_for(query, key, cos, sin), liger.foresees(query, key, cos, sin)
     is_usual = query.dim() == key.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape
-    has_none = kernels is None and not is_foreseen
-    if has_none or not is_usual or cos.shape[-1] != query.shape[-1] or query.shape[-1] % 2:
+    if not is_usual or cos.shape[-1] != query.shape[-1] or query.shape[-1] % 2:
         return None
-    if kernels is None:
+    if liger.foresees(query, key, cos, sin):
         foreseen: tuple[Tensor, Tensor] = _ForeseenRope.apply(query, key, cos, sin)  # type: ignore[no-untyped-call]
         return foreseen
+    kernels = liger.kernels_for(query, key, cos, sin)
+    if kernels is None:
+        return None
     # The kernel writes over its operands, which others may have kept.
     turned: tuple[Tensor, Tensor] = kernels.rope.apply(query.clone(), key.clone(), cos, sin)
     return turned

@@ -93,7 +93,7 @@ class Gradients:
             )
         if not any(row[2] for row in rows):
             return None
-        engine.reducer.carry_out_drops({chunk.id, *self._zeroed_ids()})
+        engine.reducer.carry_out_drops({chunk.id, *engine.reducer.zeros.chunk_ids})  # users may write to zeros
         self._shown_ids.add(chunk.id)
         if not all(row[3] for row in rows):
             if len(self._seen) >= self._most_seen:
@@ -206,14 +206,10 @@ class Gradients:
         """Bring what users have written to the gradient shards, and what they have dropped as far as it would be read:
         a step reads nothing but what has a gradient. So what several optimizers have in one chunk is dropped as a whole
         when the last of them has stepped."""
-        self._engine.reducer.carry_out_drops(self._zeroed_ids())
+        reducer = self._engine.reducer
+        reducer.carry_out_drops(reducer.zeros.chunk_ids)
         for key in list(self._seen):
             self._absorb(*key)
-
-    def _zeroed_ids(self) -> set[int]:
-        """Chunks with gradients of zeros, which a step reads and users may have written to. The same on every rank."""
-        zeros = self._engine.reducer.zeros
-        return {chunk.id for chunk in self._engine.chunks if zeros.may_be_in(chunk.id)}
 
     @torch.no_grad()
     def follow(self, change: Change, is_of: Callable[[int, int], bool]) -> None:

@@ -30,6 +30,11 @@ class ZeroGrads:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
+    @property
+    def chunk_ids(self) -> frozenset[int]:
+        """Chunks some of whose parameters may have such a gradient on any rank. The same on every rank."""
+        return frozenset(self._chunk_ids)
+
     def may_be_in(self, chunk_id: int) -> bool:
         """Whether parameters of the chunk may have such a gradient on any rank. The same on every rank."""
         return chunk_id in self._chunk_ids
