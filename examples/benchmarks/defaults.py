@@ -135,6 +135,7 @@ CASES = {
     "two_llama_24": replace(_LLAMA, gpu_limit=24 * GIB, devices=2),
     "two_llama_24_clip": replace(_LLAMA, gpu_limit=24 * GIB, clip=1e6, devices=2),
     "two_llama_24_clip_each": replace(_LLAMA, gpu_limit=24 * GIB, clip=1e-3, num_steps=16, devices=2),
+    "four_gpt_16": replace(_GPT, batch=8, gpu_limit=16 * GIB, devices=4),
     "four_opt": Case("30b", 16, 1024, 40 * GIB, num_steps=10, devices=4),
     "toy": _TOY,
     "toy_two": replace(_TOY, gpu_limit=448 * 2**10, devices=2),
@@ -176,7 +177,7 @@ SUITES = {
         *("two_llama_24", "two_gpt_16", "two_llama_24_clip", "two_llama_24_clip_each"),
         *("two_llama_24_plain", "two_gpt_16_plain"),
     ],
-    "four": ["four_opt", "four_opt_plain"],
+    "four": ["four_opt", "four_opt_plain", "gpt_16", "two_gpt_16", "four_gpt_16"],
     "toy_two": ["toy_two", "toy_two_clip", "toy_two_llama", "toy_two_plain", "toy_two_llama_plain"],
     "compiled": [
         *("llama_compiled_plain", "llama_compiled_whole", "llama_compiled"),

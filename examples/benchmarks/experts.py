@@ -98,21 +98,29 @@ def empty_model(job: ExpertsJob) -> nn.Module:
         return cast(nn.Module, transformers.Qwen3MoeForCausalLM(moe))
 
 
-def fill(model: Any, put: Callable[[Tensor, Tensor], object]) -> None:
+def fill(model: Any, part_of: Callable[[Tensor], tuple[Tensor, int]]) -> None:
     """Give a model values, the same in every system.
 
     Args:
-        put: Gets a parameter that has memory, and whole values for it on the host, and copies what is on this rank.
+        part_of: Gets a parameter, and gives what of it is on this rank, a contiguous part, and the number of elements
+            before that part.
     """
-    drawn = torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(7)) * 0.02
+    drawn: dict[torch.device, Tensor] = {}
     with torch.no_grad():
         for parameter in model.parameters():
-            values = torch.ones(parameter.shape)
-            flat = values.view(-1)
-            for begin in range(0, flat.numel() if parameter.dim() > 1 else 0, _NUM_DRAWN):
-                piece = flat[begin : begin + _NUM_DRAWN]
-                piece.copy_(drawn[: piece.numel()])
-            put(parameter, values)
+            part, before = part_of(parameter)
+            if parameter.dim() == 1:
+                part.fill_(1.0)
+                continue
+            if part.device not in drawn:
+                values = torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(7)) * 0.02
+                drawn[part.device] = values.to(part.device)
+            rest = part.view(-1)
+            while rest.numel():
+                begin = before % _NUM_DRAWN
+                piece = drawn[part.device][begin : begin + rest.numel()]
+                rest[: piece.numel()].copy_(piece)
+                rest, before = rest[piece.numel() :], before + piece.numel()
         for module in model.modules():
             if hasattr(module, "inv_freq") and hasattr(module, "config"):
                 fresh = type(module)(module.config)
@@ -212,7 +220,7 @@ def run_elixir(job: ExpertsJob, result: Path) -> None:
             recompute_layers(self.net)
             if self.global_rank == 0:  # the others have no values
                 self.net.to_empty(device="cpu")
-                fill(self.net, lambda parameter, values: parameter.copy_(values))
+                fill(self.net, lambda parameter: (parameter, 0))
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             return loss_of(self.net, batch)
@@ -275,12 +283,11 @@ def run_fsdp2(job: ExpertsJob, result: Path) -> None:
     fully_shard(model, mp_policy=policy)
     model.to_empty(device=device)
 
-    def put(parameter: Any, values: Tensor) -> None:
-        parts = values.chunk(job.ranks)
-        if rank < len(parts):  # a rank may have no part of a short parameter
-            parameter.to_local().copy_(parts[rank])
+    def part_of(parameter: Any) -> tuple[Tensor, int]:
+        rows = -(-len(parameter) // job.ranks)  # of a rank; the last ones may have fewer, or none
+        return parameter.to_local(), rank * rows * parameter[0].numel()
 
-    fill(model, put)
+    fill(model, part_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=job.device == "cuda")
     marks = Marks(job, device)
     for step in range(job.warmup + job.steps):
