@@ -276,9 +276,8 @@ def run_fsdp2(job: ExpertsJob, result: Path) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
-    # With the model above it, so that the loss, which calls them by themselves, finds them.
-    fully_shard([model.model.embed_tokens], mp_policy=policy)
-    fully_shard([model.lm_head, model.model.norm], mp_policy=policy)
+    # By itself and kept whole, since the loss calls it piece by piece, and once more for each in backward.
+    fully_shard(model.lm_head, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model.model, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     model.to_empty(device=device)

@@ -296,13 +296,18 @@ class CudaDevice:
         return _CudaLane(self.torch_device)
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        with self._pool_lock, torch.cuda.use_mem_pool(self._pool, self.torch_device):
+        with self._pool_lock:
             try:
-                storage.resize_(nbytes)
+                self._resize_in_pool(storage, nbytes)
             except torch.OutOfMemoryError:
-                # The general pool may sit on cached, unused memory that ours cannot reach.
+                # The general pool may sit on cached, unused memory that ours cannot reach. It gives that back where no
+                # pool is in use: inside the context nothing is given back, and nothing said (seen on torch 2.11).
                 torch.cuda.empty_cache()
-                storage.resize_(nbytes)
+                self._resize_in_pool(storage, nbytes)
+
+    def _resize_in_pool(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        with torch.cuda.use_mem_pool(self._pool, self.torch_device):
+            storage.resize_(nbytes)
 
     def free(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)

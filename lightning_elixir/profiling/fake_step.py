@@ -21,6 +21,7 @@ from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import FusedChoice, check_fused_choice, fuse_copy
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.block_visits import BlockVisits
+from lightning_elixir.profiling.closures import rebind
 from lightning_elixir.profiling.cuda_paths import CudaPaths
 from lightning_elixir.profiling.kept_fp32 import KeepFp32, compute_in_fp32, kept_parameters
 from lightning_elixir.profiling.known_values import KnownValues, is_knowable
@@ -211,6 +212,7 @@ def _fake_model(
         fake_model = copy.deepcopy(model, memo)
     except Exception as error:
         raise _refusal("copying the model", error) from error
+    rebind(fake_model, memo)
     if dtype is not None and is_half and not has_autocast:
         compute_in_fp32(fake_model, kept, dtype, "cpu")
     run_copy_as_it_is(fake_model)

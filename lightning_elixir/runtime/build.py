@@ -11,7 +11,7 @@ for each, malloc kept the gaps between the shards, 70 MiB of a model of 100 MiB 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -339,9 +339,7 @@ class Builder:
             if not all(is_read):
                 self._collect(chunk, piece)
         else:
-            device, full = self._device.torch_device, None
-            if comm.rank == 0:
-                full = self._collect(chunk, torch.zeros(spec.numel, dtype=dtype, device=device))
+            full = self._sent_up(spec.numel, dtype, partial(self._collect, chunk)) if comm.rank == 0 else None
             piece = self._scattered(numel, dtype, full)
         if any(is_read):
             piece = piece.to("cpu")
@@ -356,11 +354,7 @@ class Builder:
         if self._comm.rank == 0:
             rows = torch.zeros((groups.copy.world_size, numel), dtype=dtype, device=device)
             for ranks in groups.parts(spec)[: groups.mesh.num_parts(spec.axes)]:
-                flat = torch.zeros(spec.numel, dtype=dtype, device=device)
-                for index, member in enumerate(spec.members):
-                    if member.fqn in self._sources:
-                        continue
-                    chunk.view_of(flat, index).copy_(groups.part_of(member, self._wholes[member.fqn], ranks[0]))
+                flat = self._sent_up(spec.numel, dtype, partial(self._collect_part, chunk, ranks[0]))
                 rows[torch.tensor(ranks, device=device)] = flat.view(len(ranks), numel)
             rows = rows.view(-1)
         piece = self._scattered(numel, dtype, rows)
@@ -376,6 +370,20 @@ class Builder:
             self._groups.copy.scatter_from_first(piece, rows)
         self._groups.across.broadcast_from_first(piece)
         return piece
+
+    def _sent_up(self, numel: int, dtype: torch.dtype, fill: Callable[[Tensor], object]) -> Tensor:
+        """Zeros of which `fill` has made something, 1-D, on the device. It takes page-locked memory, which all cores
+        fill, many times as fast as the user's own."""
+        staged = self._staged(numel, dtype)
+        fill(staged)
+        return staged.to(self._device.torch_device)
+
+    def _collect_part(self, chunk: Chunk, rank: int, flat: Tensor) -> None:
+        """This rank's part of parameters that are cut, of the whole ones that rank 0 has, put into `flat`, 1-D."""
+        for index, member in enumerate(chunk.spec.members):
+            if member.fqn not in self._sources:
+                part = self._groups.part_of(member, self._wholes[member.fqn], rank)
+                chunk.view_of(flat, index).copy_(part)
 
     def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros in host memory, 1-D, until the next call. Always the same memory: if it was freed and allocated for

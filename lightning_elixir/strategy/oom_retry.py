@@ -35,11 +35,14 @@ _CURE = (
 
 
 def memory_shortage(error: BaseException) -> str | None:
-    """What a failed allocation of device memory says, in one sentence; None for any other error."""
+    """What a failed allocation of device memory says: how much was asked for, and how much torch had; None for any
+    other error."""
     for candidate in (error, error.__cause__):
         message = str(candidate)
         if isinstance(candidate, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in message:
-            return ". ".join(message.split(". ")[:2]).strip() or type(candidate).__name__
+            asked, others = message.split(". ")[:2], message.split(". ")[2:]
+            told = [*asked, *(sentence for sentence in others if "allocated by PyTorch" in sentence)]
+            return ". ".join(told).strip() or type(candidate).__name__
     return None
 
 

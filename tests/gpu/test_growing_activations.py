@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_elixir.core.device import CudaDevice
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.optim.hybrid_adam import HybridAdam
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -111,6 +112,17 @@ def test_the_rcache_gives_way_and_comes_back(limit_bytes: int) -> None:
     assert module.stats().evictions > 0
     assert module.engine.iterations.growth.num_shortages == 0
     assert different(module, expected) == []
+
+
+def test_what_others_have_left_is_there_for_a_block() -> None:
+    """The memory that activations have left in pieces is smaller than a block, and most of what may be used."""
+    limit(torch.cuda.memory_reserved() + (1 << 30))
+    device = CudaDevice(torch.device("cuda", 0))
+    pieces = [torch.empty(64 << 20, dtype=torch.uint8, device="cuda") for _ in range(12)]
+    del pieces
+    block = torch.empty(0, dtype=torch.uint8, device="cuda")
+    device.allocate(block.untyped_storage(), 512 << 20)
+    assert block.untyped_storage().nbytes() == 512 << 20
 
 
 def test_without_giving_way_memory_runs_out_and_the_step_runs_again(limit_bytes: int) -> None:

@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -179,6 +180,47 @@ def test_checkpointing_and_half_precision_need_less() -> None:
     plain = activations("plain")
     assert activations("non-reentrant") < plain / 2
     assert activations("plain", torch.bfloat16) < 0.7 * plain
+
+
+def _by_closure(layer: nn.Module) -> Callable[..., Tensor]:
+    original = layer.forward
+    return lambda x: checkpoint(original, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _by_default(layer: nn.Module) -> Callable[..., Tensor]:
+    def forward(x: Tensor, *, inner: Callable[..., Tensor] = layer.forward) -> Tensor:
+        return checkpoint(inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _by_weak_reference(layer: nn.Module) -> Callable[..., Tensor]:
+    def forward(reference: weakref.ref[nn.Module], x: Tensor) -> Tensor:
+        found = reference()
+        assert found is not None
+        return checkpoint(partial(type(found).forward, found), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    return partial(forward, weakref.ref(layer))
+
+
+@pytest.mark.parametrize("patched", [_by_closure, _by_default, _by_weak_reference])
+def test_forwards_put_in_the_place_of_others_are_the_copys(
+    patched: Callable[[nn.Module], Callable[..., Tensor]],
+) -> None:
+    """And so are the modules that hooks know; the original's parameters may be anywhere by then."""
+    usual = profile_memory(Layers("recomputed"), {"x": torch.randn(16, 64, 64)}, step)
+    model, seen = Layers(), set()
+    for layer in model.layers:
+        layer.forward = patched(layer)  # type: ignore[method-assign]
+        norm = layer.norm1
+
+        def note(*_: Any, norm: Any = norm) -> None:
+            seen.add(type(norm.weight.data))
+
+        layer.register_forward_pre_hook(note)
+    profile = profile_memory(model, {"x": torch.randn(16, 64, 64)}, step)
+    assert (profile.activation_bytes, profile.flops) == (usual.activation_bytes, usual.flops)
+    assert seen == {FakeTensor}
 
 
 def test_grows_with_the_batch() -> None:
