@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -50,9 +51,32 @@ def scaled_backward(tensor: Tensor, factor: float) -> Tensor:
     return _applied(_ScaledBackward, tensor, factor)
 
 
-def foreseen_rows(tensor: Tensor, peers: Peers, nbytes: int) -> Tensor:
-    """As it is, in a step that is foreseen: rows of so many bytes would be exchanged here, and in backward."""
-    return _applied(_ForeseenRows, tensor, peers, nbytes)
+def foreseen_rows(rows: Tensor, peers: Peers) -> Tensor:
+    """As many rows, in a step that is foreseen: they would be exchanged here, and in backward."""
+    return _applied(_ForeseenRows, rows, peers)
+
+
+def repeated_rows(tokens: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tensor:
+    """A row for each time that a token is wanted. Backward adds a token's gradients up in fp32 at least, always in the
+    same order.
+
+    Args:
+        tokens: `[n, width]`.
+        token_of_row: `[n * k]`, int64.
+        rows_of_token: `[n, k]`, int64: where these rows are.
+    """
+    return _applied(_RepeatedRows, tokens, token_of_row, rows_of_token)
+
+
+def added_rows(rows: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tensor:
+    """The sum of each token's rows, `[n, width]`, added up one after the other as `rows_of_token` has them.
+
+    Args:
+        rows: `[n * k, width]`.
+        token_of_row: `[n * k]`, int64.
+        rows_of_token: `[n, k]`, int64.
+    """
+    return _applied(_AddedRows, rows, token_of_row, rows_of_token)
 
 
 def _applied(function: type[Function], *args: Any) -> Tensor:
@@ -136,16 +160,49 @@ class _ScaledBackward(Function):
 
 class _ForeseenRows(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, peers: Peers, nbytes: int) -> Tensor:
-        ctx.peers, ctx.nbytes = peers, nbytes
-        peers.foresee("rows", nbytes)
-        return tensor.view_as(tensor)
+    def forward(ctx: Any, rows: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        peers.foresee("rows", rows.nbytes)
+        return rows.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.peers.foresee("rows", grad.nbytes)
+        return grad.clone(), None
+
+
+class _RepeatedRows(Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_of_token)
+        return tokens[token_of_row]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.peers.foresee("rows", ctx.nbytes)
-        return grad, None, None
+        (rows_of_token,) = ctx.saved_tensors
+        # Not in one sum, which takes memory for all rows once more
+        total = grad[rows_of_token[:, 0]].to(torch.promote_types(torch.float32, grad.dtype))
+        for place in range(1, rows_of_token.shape[1]):
+            total.add_(grad[rows_of_token[:, place]])
+        return total.to(grad.dtype), None, None
+
+
+class _AddedRows(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tensor:
+        ctx.save_for_backward(token_of_row)
+        total = rows[rows_of_token[:, 0]]
+        for place in range(1, rows_of_token.shape[1]):
+            total.add_(rows[rows_of_token[:, place]])
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (token_of_row,) = ctx.saved_tensors
+        return grad[token_of_row], None, None
 
 
 def _own_part(tensor: Tensor, dim: int, peers: Peers) -> Tensor:

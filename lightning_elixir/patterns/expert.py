@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_elixir.errors import PlanError
 from lightning_elixir.patterns.base import Compute, ParallelPattern
-from lightning_elixir.patterns.exchanges import ExchangedRows, Permuted, foreseen_rows
+from lightning_elixir.patterns.exchanges import ExchangedRows, Permuted, added_rows, foreseen_rows, repeated_rows
 from lightning_elixir.patterns.peers import Exchange, Peers, is_without_values
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -60,46 +61,70 @@ class Expert(ParallelPattern):
     ) -> Any:
         tokens, experts, weights = _named(args, kwargs)
         number = next(module.parameters()).shape[0]
-        if is_without_values(tokens):
-            # Foreseen, as if all tokens stayed here: they go and come back, and so do gradients.
-            nbytes = experts.shape[-1] * tokens.nbytes
-            told = foreseen_rows(tokens, peers, nbytes)
-            return foreseen_rows(_results(compute(told, experts % number, weights), told), peers, nbytes)
         width, k = tokens.shape[-1], experts.shape[-1]
         flat = experts.reshape(-1)
         order = torch.argsort(flat, stable=True)  # by expert, and so by rank
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel(), device=order.device)
-        owners = torch.bincount(flat // number, minlength=peers.size)
-        num_sent: list[int] = owners.tolist()
-        num_received = peers.count_rows(num_sent, width)
-
-        rows = tokens.reshape(-1, 1, width).expand(-1, k, width).reshape(-1, width)
-        token = torch.zeros(1, device=tokens.device, requires_grad=torch.is_grad_enabled())
-
-        token, here, here_weights = ExchangedRows.apply(  # type: ignore[no-untyped-call]
-            token,
-            peers,
-            num_received,
-            num_sent,
-            (1.0, float(peers.size)),
-            Permuted.apply(rows, order, inverse),  # type: ignore[no-untyped-call]
+        token_of_row, rows_of_token = order // k, inverse.view(-1, k)
+        go = _foreseen_there_and_back if is_without_values(tokens) else _there_and_back
+        # Rows are made where they are handed on, so that nothing holds them longer than it takes.
+        back = go(
+            repeated_rows(tokens.reshape(-1, width), token_of_row, rows_of_token),
             Permuted.apply(weights.reshape(-1, 1), order, inverse),  # type: ignore[no-untyped-call]
+            flat[order],
+            _Way(compute, peers, number),
         )
-        numbers = peers.exchange_rows((flat % number)[order].unsqueeze(1), num_received, num_sent)
-        results = _results(compute(here, numbers, here_weights), here) if here.shape[0] else here
-        peers.meet(Exchange.ROWS, width)  # on its way through the experts a rank may have needed the others
-        # The mean over the ranks that have the same experts leaves out that each gets tokens of `size` batches.
-        _, back = ExchangedRows.apply(  # type: ignore[no-untyped-call]
-            token, peers, num_sent, num_received, (1.0 / peers.size, 1.0), results
-        )
-        home = Permuted.apply(back, inverse, order).view(-1, k, width)  # type: ignore[no-untyped-call]
+        # In the order of the experts, as a module that goes through them adds up
         by_expert = torch.argsort(experts.reshape(-1, k), dim=1, stable=True)
-        home = home.gather(1, by_expert.unsqueeze(-1).expand(-1, -1, width))
-        total = home[:, 0]
-        for place in range(1, k):  # in the order of the experts, as a module that goes through them adds up
-            total = total + home[:, place]
-        return total.view(tokens.shape)
+        return added_rows(back, token_of_row, rows_of_token.gather(1, by_expert)).view(tokens.shape)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What rows go through."""
+
+    compute: Compute
+    peers: Peers
+    number: int
+    """Of experts on each rank."""
+
+
+def _there_and_back(rows: Tensor, weights: Tensor, experts: Tensor, way: _Way) -> Tensor:
+    """What the experts make of rows.
+
+    Args:
+        rows: `[n, width]`, in the order of their experts.
+        weights: `[n, 1]`.
+        experts: `[n]`, numbered over all ranks.
+    """
+    peers, width = way.peers, rows.shape[1]
+    owners = torch.bincount(experts // way.number, minlength=peers.size)
+    num_sent: list[int] = owners.tolist()
+    num_received = peers.count_rows(num_sent, width)
+    token = torch.zeros(1, device=rows.device, requires_grad=torch.is_grad_enabled())
+    token, here, here_weights = ExchangedRows.apply(  # type: ignore[no-untyped-call]
+        token, peers, num_received, num_sent, (1.0, float(peers.size)), rows, weights
+    )
+    del rows
+    numbers = peers.exchange_rows((experts % way.number).unsqueeze(1), num_received, num_sent)
+    results = _results(way.compute(here, numbers, here_weights), here) if here.shape[0] else here
+    del here
+    peers.meet(Exchange.ROWS, width)  # on its way through the experts a rank may have needed the others
+    # The mean over the ranks that have the same experts leaves out that each gets tokens of `size` batches.
+    _, back = ExchangedRows.apply(  # type: ignore[no-untyped-call]
+        token, peers, num_sent, num_received, (1.0 / peers.size, 1.0), results
+    )
+    return back  # type: ignore[no-any-return]
+
+
+def _foreseen_there_and_back(rows: Tensor, weights: Tensor, experts: Tensor, way: _Way) -> Tensor:
+    """The same in a step that is foreseen, as if each rank got as many rows as it sends."""
+    here = foreseen_rows(rows, way.peers)
+    del rows
+    results = _results(way.compute(here, (experts % way.number).unsqueeze(1), weights), here)
+    del here
+    return foreseen_rows(results, way.peers)
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

@@ -116,27 +116,28 @@ class Peers:
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
         """All ranks' tensors, of one shape, one after the other along a dimension."""
-        if is_without_values(tensor):
-            self.foresee("gather", self.size * tensor.nbytes)
-            return torch.cat([tensor] * self.size, dim)
-        wire = self._bound
-        wire.meet(self.axis, [Exchange.GATHER, *tensor.shape])
         every = tensor.new_empty((self.size, *tensor.shape))
-        every[self.rank].copy_(tensor)
-        wire.gather(self.axis, every.view(-1))
+        if is_without_values(tensor):
+            self.foresee("gather", every.nbytes)
+        else:
+            wire = self._bound
+            wire.meet(self.axis, [Exchange.GATHER, *tensor.shape])
+            every[self.rank].copy_(tensor)
+            wire.gather(self.axis, every.view(-1))
         return torch.cat(every.unbind(0), dim)
 
     def sum_of_parts(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part, of equal ones along a dimension, of the sum over the ranks, added up in rank order, in fp32
         at least."""
         parts = torch.stack(tensor.chunk(self.size, dim))
+        received = torch.empty_like(parts)
         if is_without_values(tensor):
             self.foresee("part", tensor.nbytes)
-            return parts[0]
-        wire = self._bound
-        wire.meet(self.axis, [Exchange.GATHER, *parts.shape])
-        received, ones = torch.empty_like(parts), [1] * self.size
-        wire.exchange_rows(self.axis, received, parts, ones, ones)
+        else:
+            wire, ones = self._bound, [1] * self.size
+            wire.meet(self.axis, [Exchange.GATHER, *parts.shape])
+            wire.exchange_rows(self.axis, received, parts, ones, ones)
+        del parts
         total = received[0].to(torch.promote_types(torch.float32, tensor.dtype), copy=True)
         for part in received[1:]:
             total.add_(part)

@@ -16,6 +16,7 @@ from lightning_elixir.patterns.apply import pattern_forwards, put_in, take_out
 from lightning_elixir.patterns.cuts import cuts_of
 from lightning_elixir.patterns.placed import Placed
 from lightning_elixir.plan.mesh import AxisCut, Mesh
+from lightning_elixir.profiling.fake_step import profile_memory
 from lightning_elixir.wrapper import ElixirModule
 from tests.helpers.patterns import Case, Experts, Language
 from tests.helpers.plans import make_plan
@@ -70,6 +71,33 @@ def test_foreseen_steps_have_the_right_shapes() -> None:
     x = torch.empty(2, 8, 16, device="meta")
     assert model.layers[0](x).shape == x.shape
     assert model.layers[0].attention(x).shape == x.shape
+
+
+class Alike(nn.Module):
+    """Experts that all do the same, without looking at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, 1))
+
+    def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        return tokens * weights.sum(1, keepdim=True) * self.scale[0]
+
+
+def test_foreseen_steps_count_the_rows_that_travel() -> None:
+    """On their way to the experts a rank has what it sends and what it gets, and so on the way back."""
+    model, told = nn.ModuleDict({"experts": Alike()}), []
+    put_in(model, {"experts": Expert()}, Mesh(2, 1, 2), 0)
+    next(pattern_forwards(model)).peers.listen(lambda *exchange: told.append(exchange))
+    tokens, chosen = torch.randn(1024, 16), torch.randint(0, 4, (1024, 3))
+
+    def step(model: Any, given: Any) -> None:
+        model["experts"](given["x"].requires_grad_(), given["at"], torch.full((1024, 3), 1 / 3)).sum().backward()
+
+    profile = profile_memory(model, {"x": tokens, "at": chosen}, step)
+    rows_bytes = 3 * tokens.nbytes
+    assert profile.activation_bytes >= 2 * rows_bytes
+    assert told == [("expert", "rows", rows_bytes)] * 4
 
 
 @pytest.mark.parametrize(
