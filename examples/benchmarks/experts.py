@@ -10,6 +10,10 @@ have as many parameters, sharded, which computes with all of them for each token
 offload, on as much of the card as it wants. All compute in bf16 beside an fp32 master with AdamW, and recompute each
 layer in backward; the loss is taken in pieces, so that logits of all tokens are never there together.
 
+With weights that were only drawn, the routers of deep layers choose the same few experts for most tokens (seen: after
+four layers 48 of 128 get none, and one rank 1.4 times its share); those of a model in training are kept balanced by its
+loss. So experts are chosen in turn here, unless `--routing drawn` is given.
+
 Every case is a run of `--ranks` processes of its own, which is ended after `--case-s` seconds; `--budget-s` bounds all.
 Tokens are those of one rank in a step, in sequences of `--seq`; steps are timed from mark to mark, the median after
 `--warmup`. The result has tokens a second of all ranks together, and how many times the dense model's that is.
@@ -65,6 +69,7 @@ class ExpertsJob:
     gpu_limit: int | None
     warmup: int
     steps: int
+    routing: str = "balanced"
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -139,6 +144,19 @@ def recompute_layers(model: Any) -> None:
             return checkpoint(_inner, *args, use_reentrant=False, **kwargs)
 
         layer.forward = forward
+
+
+def balance(model: Any, job: ExpertsJob) -> None:
+    """Have each expert get as many tokens, whatever the router says; its weights for them stay as they are."""
+    for number, layer in enumerate(model.model.layers):
+
+        def choose(module: nn.Module, args: tuple[Any, ...], number: int = number) -> tuple[Any, ...]:
+            tokens, chosen, weights = args
+            places = torch.arange(chosen.numel(), device=chosen.device, dtype=chosen.dtype).view_as(chosen)
+            return tokens, (places + number) % PRESETS[job.preset]["experts"], weights
+
+        if job.routing == "balanced" and not job.system.endswith("dense"):
+            layer.mlp.experts.register_forward_pre_hook(choose)
 
 
 def loss_of(model: Any, tokens: Tensor) -> Tensor:
@@ -218,6 +236,7 @@ def run_elixir(job: ExpertsJob, result: Path) -> None:
                 return
             self.net = empty_model(job)
             recompute_layers(self.net)
+            balance(self.net, job)
             if self.global_rank == 0:  # the others have no values
                 self.net.to_empty(device="cpu")
                 fill(self.net, lambda parameter: (parameter, 0))
@@ -273,6 +292,7 @@ def run_fsdp2(job: ExpertsJob, result: Path) -> None:
     device = device_of(job)
     model: Any = empty_model(job)
     recompute_layers(model)
+    balance(model, job)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
@@ -324,6 +344,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpu-limit", type=parse_size, help="of each GPU, for this package; FSDP2 has the whole card")
+    parser.add_argument("--routing", choices=("balanced", "drawn"), default="balanced")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--case-s", type=float, default=240.0, help="longest time of one case")
@@ -350,6 +371,7 @@ def main() -> None:
                 arguments.gpu_limit,
                 arguments.warmup,
                 arguments.steps,
+                arguments.routing,
             )
             left_s = arguments.budget_s - (time.monotonic() - begin_s)
             if left_s <= 0:

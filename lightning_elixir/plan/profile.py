@@ -194,8 +194,8 @@ class StepProfile:
 
         Args:
             block_bytes: Bytes of an rCache block.
-            is_certain: False: this was never seen, and a step that takes more cannot be repeated, as with several
-                ranks.
+            is_certain: False: this was never seen, or differs from step to step, and a step that takes more cannot be
+                repeated, as with several ranks.
         """
         peak = self.peak_non_model_bytes
         extra = min(int(peak * _GAPS), _MOST_GAPS_BYTES) + 2 * block_bytes if peak else 0

@@ -486,7 +486,9 @@ class Planner:
         else:  # ranks that branch: what one of them took at its peak, it may take at any time
             peak = max(p.peak_non_model_bytes for p in by_rank)
             first = first.with_bytes(lambda nbytes: peak)
-        return first.with_margin(current.block_bytes, is_certain=is_seen or self.comm.world_size == 1)
+        # How many tokens come to a rank's experts changes from step to step, whatever was seen.
+        is_certain = is_seen and current.mesh.expert == 1
+        return first.with_margin(current.block_bytes, is_certain=is_certain or self.comm.world_size == 1)
 
     @property
     def chooses_activations(self) -> bool:
