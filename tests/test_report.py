@@ -474,9 +474,10 @@ def test_what_the_plan_counts_with_beside_what_is_drawn() -> None:
     assert data.timeline is not None
     drawn = data.timeline.peak_gpu_bytes
     for more, is_said in ((0, False), (GIB, True)):
-        forecast = replace(data.plan.forecast, peak_gpu_bytes=drawn + more)
+        forecast = replace(data.plan.forecast, peak_gpu_bytes=drawn + more, margin_bytes=more)
         page = render_report(replace(data, plan=replace(data.plan, forecast=forecast)))
         assert ("The plan counts with 1.0 GiB more than is drawn" in page) == is_said
+        assert ("left to the allocator and to larger batches" in page) == is_said
 
 
 def test_when_updates_run_and_what_waits_for_them() -> None:

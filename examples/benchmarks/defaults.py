@@ -478,6 +478,7 @@ class Seen(pl.Callback):
         found: dict[str, Any] = {
             "predicted_s": self.predicted_s,
             "predicted_peak_bytes": None if plan.forecast is None else plan.forecast.peak_gpu_bytes,
+            "predicted_allocated_bytes": None if plan.forecast is None else plan.forecast.allocated_bytes,
             "fates": [(block.name, block.fate.value) for block in plan.activations],
             "stats": strategy.stats().as_dict(),
             "plan": plan.notes,

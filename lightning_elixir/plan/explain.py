@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lightning_elixir.plan.activations import describe_activations
 from lightning_elixir.plan.describe import (
     describe_dating,
@@ -78,7 +80,9 @@ def explain(plan: Plan) -> str:
         "buffers of updates": "gpu_stream_bytes",
         "activations and other data": "non_model_bytes",
     }
-    lines.append(f"    {_kinds(plan, kinds)}")
+    amounts = _amounts(plan, kinds)
+    amounts["activations and other data"] -= forecast.margin_bytes
+    lines.append(f"    {_listed(amounts | {'left to the allocator and to larger batches': forecast.margin_bytes})}")
     lines.append(f"  host: {_of(forecast.host_bytes, forecast.host_limit_bytes)}")
     kinds = {
         "parameters": "host_param_bytes",
@@ -88,7 +92,7 @@ def explain(plan: Plan) -> str:
         "activations": "host_activation_bytes",
         "buffers for states on NVMe": "host_buffer_bytes",
     }
-    lines.append(f"    {_kinds(plan, kinds)}")
+    lines.append(f"    {_listed(_amounts(plan, kinds))}")
     on_nvme = int(plan.notes.get("nvme_bytes", 0))
     if on_nvme:
         lines.append(f"  NVMe: {format_bytes(on_nvme)}")
@@ -120,6 +124,10 @@ def _of(nbytes: int, limit: int | None) -> str:
     return format_bytes(nbytes) if limit is None else f"{format_bytes(nbytes)} of {format_bytes(limit)}"
 
 
-def _kinds(plan: Plan, kinds: dict[str, str]) -> str:
-    amounts = ((name, plan.notes.get(key, 0)) for name, key in kinds.items())
-    return ", ".join(f"{name} {format_bytes(int(amount))}" for name, amount in amounts if amount) or "nothing"
+def _amounts(plan: Plan, kinds: Mapping[str, str]) -> dict[str, int]:
+    """Bytes of each kind, whose note in the plan is given."""
+    return {name: int(plan.notes.get(key, 0)) for name, key in kinds.items()}
+
+
+def _listed(amounts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in amounts.items() if nbytes) or "nothing"

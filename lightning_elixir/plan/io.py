@@ -297,6 +297,7 @@ def _forecast(content: object) -> Forecast | None:
         after_steps=fields.later_integer("after_steps"),
         foreseen_s=fields.later_number("foreseen_s"),
         foreseen_after_steps=fields.later_integer("foreseen_after_steps"),
+        margin_bytes=fields.later_integer("margin_bytes") or 0,
     )
 
 

@@ -152,6 +152,18 @@ class StepInterval:
 
 
 @dataclass(frozen=True)
+class Margin:
+    """What was added to bytes beside the chunks."""
+
+    part: float = 0.0
+    fixed_bytes: int = 0
+
+    def of(self, nbytes: int) -> int:
+        """How much of so many bytes it is."""
+        return nbytes - max(0, int((nbytes - self.fixed_bytes) / (1 + self.part)))
+
+
+@dataclass(frozen=True)
 class StepProfile:
     """One forward and backward over chunks."""
 
@@ -160,6 +172,8 @@ class StepProfile:
     """[0] before the first `Acquire` of the trace, [i] after the i-th one."""
     offloaded_bytes: int | None = None
     """Host memory that activations take; None: not known."""
+    margin: Margin = Margin()
+    """What the intervals' bytes have in them beside those of tensors."""
 
     @property
     def peak_non_model_bytes(self) -> int:
@@ -198,9 +212,16 @@ class StepProfile:
                 repeated, as with several ranks.
         """
         peak = self.peak_non_model_bytes
-        extra = min(int(peak * _GAPS), _MOST_GAPS_BYTES) + 2 * block_bytes if peak else 0
+        if not peak:
+            return self  # a device that nobody measures
+        extra = min(int(peak * _GAPS), _MOST_GAPS_BYTES) + 2 * block_bytes
         part = _LATER_BATCHES if is_certain else _UNCERTAIN
-        return self.with_bytes(lambda nbytes: nbytes + int(nbytes * part) + extra)
+        wider = self.with_bytes(lambda nbytes: nbytes + int(nbytes * part) + extra)
+        return replace(wider, margin=Margin(part, extra))
+
+    def without_margin(self) -> StepProfile:
+        """What tensors alone take."""
+        return replace(self.with_bytes(lambda nbytes: nbytes - self.margin.of(nbytes)), margin=Margin())
 
     def with_bytes(self, changed: Callable[[int], int]) -> StepProfile:
         """The same with other bytes beside the chunks.

@@ -214,6 +214,13 @@ class Forecast:
     that was not in a fit."""
     foreseen_after_steps: int | None = None
     """How many steps had run by then; None: as `foreseen_s`."""
+    margin_bytes: int = 0
+    """Of `peak_gpu_bytes`: what is left to gaps of the allocator and to batches that take more."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What tensors take at the highest moment, as `torch.cuda.max_memory_allocated` counts."""
+        return self.peak_gpu_bytes - self.margin_bytes
 
     @property
     def compared_s(self) -> float:

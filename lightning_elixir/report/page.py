@@ -83,7 +83,7 @@ def _cards(data: ReportData) -> Markup:
         cards.append(
             _memory_card(
                 f"{data.device_word} memory, highest moment",
-                forecast.peak_gpu_bytes,
+                forecast.allocated_bytes if real else forecast.peak_gpu_bytes,
                 forecast.gpu_limit_bytes,
                 real.peak_gpu_bytes if real else None,
             )
@@ -242,9 +242,8 @@ def _activations_table(data: ReportData) -> Markup:
 
 def _margin_note(data: ReportData) -> str:
     """The plan counts with more than what is drawn."""
-    forecast, timeline = data.plan.forecast, data.timeline
-    margin = forecast.peak_gpu_bytes - timeline.peak_gpu_bytes if forecast and timeline else 0
-    if margin <= 0:
+    margin = data.plan.forecast.margin_bytes if data.plan.forecast else 0
+    if not margin:
         return ""
     return (
         f" The plan counts with {format_bytes(margin)} more than is drawn, for what the allocator cannot use and for"

@@ -71,6 +71,10 @@ def memory_tables(data: ReportData) -> Markup:
     drawn = []
     for place, kinds, limit, highest in places:
         amounts = [(text, colour, int(notes.get(key, 0))) for key, text, colour in kinds]
+        if place == device and forecast and forecast.margin_bytes:
+            *others, (text, colour, nbytes) = amounts
+            left = ("left to the allocator and to larger batches", "grey", forecast.margin_bytes)
+            amounts = [*others, (text, colour, nbytes - forecast.margin_bytes), left]
         total = sum(nbytes for *_, nbytes in amounts)
         if not total and place != device:
             continue
@@ -171,7 +175,7 @@ def comparison_table(data: ReportData, measured: Measured) -> Markup:
     forecast, rows, times = data.plan.forecast, list[Row](), data.times
     median_s = statistics.median(measured.step_s) if measured.step_s else None
     peak = data.timeline.peak_gpu_bytes if data.timeline else None
-    peak = forecast.peak_gpu_bytes if forecast else peak
+    peak = forecast.allocated_bytes if forecast else peak
     host = forecast.host_bytes if forecast else None
     for what, predicted, real in (
         (f"{data.device_word} memory, highest moment", peak, measured.peak_gpu_bytes),

@@ -77,6 +77,7 @@ def _summary(data: ReportData, held_bytes: Mapping[str, int]) -> dict[str, Any]:
     if plan.forecast is not None:
         predicted |= {
             "peak_gpu_bytes": plan.forecast.peak_gpu_bytes,
+            "margin_bytes": plan.forecast.margin_bytes,
             "gpu_limit_bytes": plan.forecast.gpu_limit_bytes,
             "host_bytes": plan.forecast.host_bytes,
             "binding": plan.forecast.binding,

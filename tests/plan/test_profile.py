@@ -115,6 +115,9 @@ def test_a_margin_is_left_where_something_was_measured() -> None:
     assert [(i.compute_s, i.grads) for i in more.intervals] == [(1.0, ()), (2.0, (0,))]
     nothing = StepProfile(unpinned(0), (StepInterval(1.0, 0), StepInterval(2.0, 0)))
     assert nothing.with_margin(1000) == nothing  # a device that nobody measures
+    for margined in (more, profile.with_margin(1000, is_certain=False)):
+        pairs = zip(profile.intervals, margined.without_margin().intervals, strict=True)
+        assert all(abs(after.non_model_bytes - before.non_model_bytes) <= 1 for before, after in pairs)
     # What was never seen, and cannot be run again, leaves more.
     unseen = profile.with_margin(1000, is_certain=False)
     assert unseen.peak_non_model_bytes - more.peak_non_model_bytes == int(profile.peak_non_model_bytes * 0.2) - int(

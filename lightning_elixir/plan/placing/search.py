@@ -219,6 +219,7 @@ def with_forecast(plan: Plan, profile: StepProfile, problem: Problem) -> Plan:
     forecast = Forecast(
         times=timeline.times,
         peak_gpu_bytes=timeline.peak_gpu_bytes,
+        margin_bytes=timeline.margin_bytes,
         gpu_limit_bytes=problem.budget.gpu_bytes,
         host_bytes=memory_use(plan.chunks, plan.rcache_blocks, scheme).host_bytes,
         host_limit_bytes=problem.budget.cpu_bytes,
@@ -527,6 +528,7 @@ class _LayoutSearch(Space):
         forecast = Forecast(
             times=timeline.times,
             peak_gpu_bytes=max(outcome.gpu_bytes, timeline.peak_gpu_bytes),
+            margin_bytes=timeline.margin_bytes,
             gpu_limit_bytes=self.problem.budget.gpu_bytes,
             host_bytes=outcome.host_bytes,
             host_limit_bytes=self.problem.budget.cpu_bytes,

@@ -52,6 +52,8 @@ class Timeline:
     """Empty unless asked for."""
     host_update_s: float = 0.0
     """How long the host's own updates take together, beside all else; streamed ones not counted."""
+    margin_bytes: int = 0
+    """See `Forecast`."""
 
     @property
     def end_s(self) -> float:

@@ -87,8 +87,19 @@ def simulate_step(
         infinite unless `is_time_known`.
     """
     step = StepSimulator(profile, hardware, scheme).run(plan, is_detailed=is_detailed)
-    peak = peak_gpu_bytes(plan, profile, scheme, step.peak_blocks)
-    return Timeline(step.times, peak, step.backward_end_s, step.spans, step.memory, step.host_update_s)
+    use = memory_use(plan.chunks, 0, scheme)
+    with_margin, bare = (
+        beside_rcache_bytes(plan.chunks, moments(one), scheme, use) for one in (profile, profile.without_margin())
+    )
+    return Timeline(
+        step.times,
+        with_margin + max(plan.rcache_blocks, step.peak_blocks) * plan.block_bytes,
+        step.backward_end_s,
+        step.spans,
+        step.memory,
+        step.host_update_s,
+        with_margin - bare,
+    )
 
 
 def with_times(
@@ -116,6 +127,7 @@ def with_times(
         earlier,
         times=timeline.times,
         peak_gpu_bytes=timeline.peak_gpu_bytes,
+        margin_bytes=timeline.margin_bytes,
         hardware=hardware,
         binding=earlier.binding if binding is None else binding,
         alternatives=earlier.alternatives if alternatives is None else alternatives,
@@ -194,10 +206,10 @@ def _highest(
     return highest
 
 
-def peak_gpu_bytes(plan: Plan, profile: StepProfile, scheme: Scheme, blocks: int = 0) -> int:
-    """Highest moment of a step on the device, with the plan's rCache, or with so many blocks if those are more."""
+def peak_gpu_bytes(plan: Plan, profile: StepProfile, scheme: Scheme) -> int:
+    """Highest moment of a step on the device, with the plan's rCache."""
     beside = beside_rcache_bytes(plan.chunks, moments(profile), scheme, memory_use(plan.chunks, 0, scheme))
-    return beside + max(plan.rcache_blocks, blocks) * plan.block_bytes
+    return beside + plan.rcache_blocks * plan.block_bytes
 
 
 def compressed(profile: StepProfile) -> StepProfile:

@@ -73,6 +73,27 @@ def random_cases(seed: int, count: int, most_chunks: int = 6) -> list[Case]:
     return cases
 
 
+@pytest.mark.parametrize("is_certain", [True, False])
+def test_what_tensors_take_is_told_without_the_margin(is_certain: bool) -> None:
+    """The same placement without it has as many bytes at its highest moment."""
+    found = 0
+    for case in random_cases(5, 40):
+        profile = case.profile.with_margin(case.layout.block_bytes, is_certain=is_certain)
+        wider = replace(case, profile=profile).with_budget(gpu_bytes=2 * (case.problem.budget.gpu_bytes or 0))
+        try:
+            plan = wider.search()
+        except CapacityError:
+            continue
+        forecast = forecast_of(plan)
+        found += 1
+        bare = case.simulate(plan).peak_gpu_bytes
+        assert abs(forecast.allocated_bytes - bare) <= 1  # bytes are rounded
+        assert (
+            f"left to the allocator and to larger batches {format_bytes(forecast.margin_bytes)}" in explain(plan)
+        ) == (forecast.margin_bytes > 0)
+    assert found > 10
+
+
 # What it chooses
 
 
