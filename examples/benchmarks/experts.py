@@ -304,7 +304,7 @@ def run_fsdp2(job: ExpertsJob, result: Path) -> None:
 
     def part_of(parameter: Any) -> tuple[Tensor, int]:
         rows = -(-len(parameter) // job.ranks)  # of a rank; the last ones may have fewer, or none
-        return parameter.to_local(), rank * rows * parameter[0].numel()
+        return parameter.to_local(), rank * rows * parameter.shape[1:].numel()
 
     fill(model, part_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=job.device == "cuda")

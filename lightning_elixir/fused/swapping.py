@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_elixir.core.compiled_modules import compiled_regions
+from lightning_elixir.core.functions import copy_of, held_by
 from lightning_elixir.core.module_hooks import has_own_forward, own_forward
 from lightning_elixir.errors import PlanError
 from lightning_elixir.fused import heads, liger
@@ -205,16 +206,9 @@ def _with_rope(own: Any) -> Callable[..., Any] | None:
         return theirs(query, key, cos, sin, *args, **kwargs) if fused is None else fused
 
     scope = {**inner.__globals__, _ROPE_NAME: turned}
-    copied = _copy_of(inner, scope, inner.__closure__)
+    copied = copy_of(inner, inner.__closure__, scope)
     forward = _around(own, inner, copied)
     return None if forward is None else own_forward(forward)
-
-
-def _copy_of(function: Any, scope: dict[str, Any], closure: Any) -> FunctionType:
-    copied = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    copied.__dict__.update(vars(function))
-    return copied
 
 
 def _around(outer: Any, inner: Any, new: FunctionType) -> FunctionType | None:
@@ -224,18 +218,12 @@ def _around(outer: Any, inner: Any, new: FunctionType) -> FunctionType | None:
     below = outer.__wrapped__
     made = _around(below, inner, new)
     cells = outer.__closure__ or ()
-    if made is None or not any(_holds(cell, below) for cell in cells):
+    holding = [any(held is below for held in held_by(cell)) for cell in cells]
+    if made is None or not any(holding):
         return None
-    copied = _copy_of(outer, outer.__globals__, tuple(CellType(made) if _holds(c, below) else c for c in cells))
+    copied = copy_of(outer, tuple(CellType(made) if h else cell for h, cell in zip(holding, cells, strict=True)))
     copied.__dict__["__wrapped__"] = made
     return copied
-
-
-def _holds(cell: CellType, value: Any) -> bool:
-    try:
-        return cell.cell_contents is value
-    except ValueError:  # empty
-        return False
 
 
 # Words

@@ -219,7 +219,7 @@ class ExchangedRows(Function):
         peers: The ranks.
         num_received: From each rank.
         num_sent: To each rank.
-        factors: Of gradients, before they are sent back, and after that.
+        factor: Of gradients.
         sent: Each `[sum(num_sent), ...]`.
     """
 
@@ -230,10 +230,10 @@ class ExchangedRows(Function):
         peers: Peers,
         num_received: Sequence[int],
         num_sent: Sequence[int],
-        factors: tuple[float, float],
+        factor: float,
         *sent: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.peers, ctx.counts, ctx.factors = peers, (num_received, num_sent), factors
+        ctx.peers, ctx.counts, ctx.factor = peers, (num_received, num_sent), factor
         return token.clone(), *(peers.exchange_rows(rows, num_received, num_sent) for rows in sent)
 
     @staticmethod
@@ -241,11 +241,10 @@ class ExchangedRows(Function):
     def backward(ctx: Any, of_token: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
         num_received, num_sent = ctx.counts
         peers: Peers = ctx.peers
-        before, after = ctx.factors
         peers.meet(Exchange.ROWS, sum(grad.shape[1:].numel() for grad in grads))
-        scaled = (grad * before if before != 1 else grad for grad in grads)
-        back = [peers.exchange_rows(grad, num_sent, num_received) for grad in scaled]
-        return of_token, None, None, None, None, *(grad * after if after != 1 else grad for grad in back)
+        # In place, on memory of its own: another copy of all rows would be the highest moment of backward.
+        back = (peers.exchange_rows(grad, num_sent, num_received).mul_(ctx.factor) for grad in grads)
+        return of_token, None, None, None, None, *back
 
 
 class Permuted(Function):

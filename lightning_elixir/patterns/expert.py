@@ -104,7 +104,7 @@ def _there_and_back(rows: Tensor, weights: Tensor, experts: Tensor, way: _Way) -
     num_received = peers.count_rows(num_sent, width)
     token = torch.zeros(1, device=rows.device, requires_grad=torch.is_grad_enabled())
     token, here, here_weights = ExchangedRows.apply(  # type: ignore[no-untyped-call]
-        token, peers, num_received, num_sent, (1.0, float(peers.size)), rows, weights
+        token, peers, num_received, num_sent, float(peers.size), rows, weights
     )
     del rows
     numbers = peers.exchange_rows((experts % way.number).unsqueeze(1), num_received, num_sent)
@@ -113,7 +113,7 @@ def _there_and_back(rows: Tensor, weights: Tensor, experts: Tensor, way: _Way) -
     peers.meet(Exchange.ROWS, width)  # on its way through the experts a rank may have needed the others
     # The mean over the ranks that have the same experts leaves out that each gets tokens of `size` batches.
     _, back = ExchangedRows.apply(  # type: ignore[no-untyped-call]
-        token, peers, num_sent, num_received, (1.0 / peers.size, 1.0), results
+        token, peers, num_sent, num_received, 1.0 / peers.size, results
     )
     return back  # type: ignore[no-any-return]
 

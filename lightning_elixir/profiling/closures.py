@@ -1,101 +1,170 @@
-"""Functions that a copied model carries: what they hold is to be the copy's.
+"""Functions that a copied model carries: the modules that they hold are to be the copy's.
 
 `copy.deepcopy` shares functions, with all that is in their closures and defaults, and so a `forward` that was put in
 the place of another (`layer.forward = lambda *args: checkpoint(original, *args)`) or a hook leads back from a copy to
 the modules of the original.
+
+What leads to no module of the original stays as it is, and stays shared: a counter that two hooks have, a list that
+others read. What does is made anew, once, whoever holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
-from typing import Any, cast
+from typing import Any
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import Tensor
+
+from lightning_elixir.core.functions import copy_of, held_by
 
 __all__ = ["rebind"]
 
+_CARRIERS = (FunctionType, MethodType, partial, ref)
+_CONTAINERS = (list, tuple, dict)
+# Longer containers are data, and so is what lies behind so many objects.
+_MOST_ITEMS = 10_000
+_MOST_WALKED = 100_000
 
-def rebind(model: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Have what the modules of a copy carry as attributes or hooks reach the copies of modules and tensors.
+
+def rebind(memo: Mapping[int, Any], given: Collection[int]) -> None:
+    """Have what copied objects carry (as attributes, or as items of lists and dicts) reach the copies of modules and
+    tensors. What is reached by several ways is made once.
 
     Args:
-        model: The copy. Changed.
-        memo: What the copy has in the place of others, by id, as `copy.deepcopy` leaves it.
+        memo: What has copies, by id, as `copy.deepcopy` leaves it. These are changed.
+        given: Ids that were there before, whose values are no copies.
     """
-    rebinding = _Rebinding(memo)
-    for module in model.modules():
-        own = vars(module)
-        for attributes in (own, *(value for value in own.values() if isinstance(value, dict))):
-            for name, value in list(attributes.items()):
-                if isinstance(value, _CARRIERS):
-                    attributes[name] = rebinding.of(value)
+    copies = [value for key, value in memo.items() if key not in given and key != id(memo)]
+    holders = [found for found in map(_items_of, copies) if found is not None]
+    carried = [value for _, items in holders for _, value in items if isinstance(value, _CARRIERS)]
+    rebinding = _Rebinding(memo, carried)
+    for holder, items in holders:
+        for key, value in items:
+            if isinstance(value, _CARRIERS):
+                other = rebinding.of(value)
+                if other is not value:
+                    holder[key] = other
+    rebinding.finish()
 
 
-_CARRIERS = (FunctionType, MethodType, partial, ref)
+def _items_of(copied: Any) -> tuple[Any, list[tuple[Any, Any]]] | None:
+    """Where a copy keeps what it carries, and what is there."""
+    if isinstance(copied, (*_CARRIERS, Tensor, type)):
+        return None
+    if isinstance(copied, list):
+        return (copied, list(enumerate(copied))) if len(copied) <= _MOST_ITEMS else None
+    holder = copied if isinstance(copied, dict) else getattr(copied, "__dict__", None)
+    return (holder, list(holder.items())) if isinstance(holder, dict) and len(holder) <= _MOST_ITEMS else None
 
 
 class _Rebinding:
-    def __init__(self, memo: Mapping[int, Any]) -> None:
+    """Makes anew what leads to something that has a copy.
+
+    Args:
+        memo: What has a copy, by id.
+        roots: What is to be made.
+    """
+
+    def __init__(self, memo: Mapping[int, Any], roots: Iterable[Any]) -> None:
         self._memo = memo
-        self._functions: dict[int, FunctionType] = {}
+        self._leading = self._found(roots)  # by id, which the values keep
+        self._made: dict[int, Any] = {}
+        self._to_fill: list[Callable[[], object]] = []
+
+    def _found(self, roots: Iterable[Any]) -> dict[int, Any]:
+        """What leads to something that has a copy."""
+        known: dict[int, Any] = {}
+        holders: dict[int, list[int]] = {}
+        ends, todo = [], list(roots)
+        while todo and len(known) < _MOST_WALKED:
+            value = todo.pop()
+            if id(value) in known:
+                continue
+            known[id(value)] = value
+            if id(value) in self._memo:
+                if self._memo[id(value)] is not value:
+                    ends.append(id(value))
+                continue
+            for part in _parts(value):
+                holders.setdefault(id(part), []).append(id(value))
+                todo.append(part)
+        found: dict[int, Any] = {}
+        while ends:
+            number = ends.pop()
+            if number not in found:
+                found[number] = known[number]
+                ends += holders.get(number, ())
+        return found
 
     def of(self, value: Any) -> Any:
-        """The value, or another one in its place if something of the original is in it."""
-        if isinstance(value, (nn.Module, Tensor)):
-            return self._memo.get(id(value), value)
+        """What the copy has in its place. Functions and containers may still be empty, until `finish`."""
+        number = id(value)
+        if number in self._memo:
+            return self._memo[number]
+        if number not in self._leading:
+            return value
+        if number not in self._made:
+            self._made[number] = self._new(value)
+        return self._made[number]
+
+    def finish(self) -> None:
+        while self._to_fill:
+            self._to_fill.pop()()
+
+    def _new(self, value: Any) -> Any:
+        # What may hold itself is made empty, and filled later.
         if isinstance(value, FunctionType):
-            return self._function(value)
-        if isinstance(value, MethodType):
-            function, owner = self.of(value.__func__), self.of(value.__self__)
-            is_same = function is value.__func__ and owner is value.__self__
-            return value if is_same else MethodType(function, owner)
-        if type(value) is partial:
-            parts = (value.func, value.args, value.keywords)
-            function, args, keywords = (self.of(part) for part in parts)
-            is_same = all(a is b for a, b in zip(parts, (function, args, keywords), strict=True))
-            return value if is_same else partial(function, *args, **keywords)
-        if type(value) is ref:
-            target = value()
-            other = self.of(target)
-            return value if other is target else ref(other)
-        if type(value) in (list, tuple):
-            items = [self.of(item) for item in value]
-            return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+            made = copy_of(value, tuple(map(self.of, value.__closure__ or ())) or None)
+            self._to_fill.append(partial(self._fill_function, made, value))
+            return made
+        if isinstance(value, CellType):
+            cell = CellType()
+            self._to_fill.append(partial(self._fill_cell, cell, value))
+            return cell
+        if type(value) is list:
+            items: list[Any] = []
+            self._to_fill.append(lambda: items.extend(map(self.of, value)))
+            return items
         if type(value) is dict:
-            found = {key: self.of(item) for key, item in value.items()}
-            return value if all(found[key] is value[key] for key in found) else found
-        return value
+            entries: dict[Any, Any] = {}
+            self._to_fill.append(lambda: entries.update({self.of(key): self.of(item) for key, item in value.items()}))
+            return entries
+        if isinstance(value, MethodType):
+            return MethodType(self.of(value.__func__), self.of(value.__self__))
+        if type(value) is partial:
+            return partial(self.of(value.func), *map(self.of, value.args), **self._named(value.keywords))
+        if type(value) is ref:
+            return ref(self.of(value()), value.__callback__)
+        return tuple(map(self.of, value))
 
-    def _function(self, function: FunctionType) -> FunctionType:
-        if id(function) in self._functions:
-            return self._functions[id(function)]
-        self._functions[id(function)] = function  # what calls itself stays as it is, unless something else changes
-        closure = function.__closure__ or ()
-        held = [cell.cell_contents if _is_filled(cell) else None for cell in closure]
-        defaults = self.of(function.__defaults__)
-        named = self.of(function.__kwdefaults__)
-        contents = [self.of(value) for value in held]
-        is_same = defaults is function.__defaults__ and named is function.__kwdefaults__
-        if is_same and all(a is b for a, b in zip(contents, held, strict=True)):
-            return function
-        cells = tuple(
-            CellType(value) if _is_filled(cell) else cell for cell, value in zip(closure, contents, strict=True)
-        )
-        other = FunctionType(
-            function.__code__, function.__globals__, function.__name__, cast(Any, defaults), cells or None
-        )
-        other.__kwdefaults__ = named
-        other.__dict__.update(vars(function))
-        self._functions[id(function)] = other
-        return other
+    def _fill_function(self, made: FunctionType, value: FunctionType) -> None:
+        made.__defaults__ = self.of(value.__defaults__)
+        made.__kwdefaults__ = self.of(value.__kwdefaults__)
+        vars(made).update(self._named(vars(value)))
+
+    def _fill_cell(self, cell: CellType, value: CellType) -> None:
+        for content in held_by(value):
+            cell.cell_contents = self.of(content)
+
+    def _named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self.of(value) for name, value in values.items()}
 
 
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises where there is nothing
-    except ValueError:
-        return False
-    return True
+def _parts(value: Any) -> list[Any]:
+    """What it holds, where that may be made anew."""
+    if isinstance(value, FunctionType):
+        return [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, *vars(value).values()]
+    if isinstance(value, CellType):
+        return held_by(value)
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if type(value) is partial:
+        return [value.func, *value.args, *value.keywords.values()]
+    if type(value) is ref:
+        return [value()]
+    if type(value) not in _CONTAINERS or len(value) > _MOST_ITEMS:
+        return []
+    return [*value.keys(), *value.values()] if type(value) is dict else list(value)

@@ -208,11 +208,12 @@ def _fake_model(
             if name == "dynamo_ctx":
                 memo[id(value)] = value
             _note(value, memo)
+    given = frozenset(memo)
     try:
         fake_model = copy.deepcopy(model, memo)
+        rebind(memo, given)
     except Exception as error:
         raise _refusal("copying the model", error) from error
-    rebind(fake_model, memo)
     if dtype is not None and is_half and not has_autocast:
         compute_in_fp32(fake_model, kept, dtype, "cpu")
     run_copy_as_it_is(fake_model)

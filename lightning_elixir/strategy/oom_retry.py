@@ -40,8 +40,8 @@ def memory_shortage(error: BaseException) -> str | None:
     for candidate in (error, error.__cause__):
         message = str(candidate)
         if isinstance(candidate, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in message:
-            asked, others = message.split(". ")[:2], message.split(". ")[2:]
-            told = [*asked, *(sentence for sentence in others if "allocated by PyTorch" in sentence)]
+            sentences = message.split(". ")
+            told = [s for i, s in enumerate(sentences) if i < 2 or "allocated by PyTorch" in s]
             return ". ".join(told).strip() or type(candidate).__name__
     return None
 

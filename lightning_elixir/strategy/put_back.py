@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_elixir.core.functions import held_by
+
 _CONTAINERS = (
     list,
     dict,
@@ -194,7 +196,7 @@ def _reached_by(value: Any) -> list[Any]:
     """What a function, a method, a reference or something of the kind has at hand."""
     if isinstance(value, types.FunctionType):
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [content for cell in value.__closure__ or () for content in _content(cell)] + defaults
+        return [content for cell in value.__closure__ or () for content in held_by(cell)] + defaults
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
@@ -214,13 +216,6 @@ def _is_generator(value: Any) -> bool:
 def _is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")  # which need not be there
     return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def _content(cell: types.CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # it is empty
-        return []
 
 
 def _state_of(generator: Any) -> Callable[[], object]:
