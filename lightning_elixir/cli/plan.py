@@ -43,7 +43,7 @@ from lightning_elixir.profiling.blocks import blocks_of
 from lightning_elixir.profiling.fake_step import profile_memory
 from lightning_elixir.profiling.ignored import ignored_parameters
 from lightning_elixir.profiling.kept_fp32 import kept_parameters
-from lightning_elixir.profiling.known_values import guess_values
+from lightning_elixir.profiling.known_values import Guesses
 from lightning_elixir.profiling.parameters import dtype_name, param_specs
 from lightning_elixir.report import ReportData, render_report
 from lightning_elixir.report.markup import format_count
@@ -169,7 +169,7 @@ def study(
             use_fused_kernels=options.use_fused_kernels,
             master_weights=False,  # what is kept is known
             blocks=[block.name for block in blocks_of(subject.model, activations_of(options))],
-            around_operator=guess_values if subject.may_guess_values else None,
+            around_operator=Guesses() if subject.may_guess_values else None,
         )
     return subject, profile
 

@@ -6,6 +6,7 @@ step's integer inputs, or from nothing. Such an answer decides which way a layer
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_elixir.errors import PlanError
 from lightning_elixir.profiling.fake_results import FakeResults
 
 _MAX_NUMEL = 1 << 22
@@ -77,18 +79,41 @@ class KnownValues(TorchDispatchMode):
         return run(func, types, args, kwargs, sources, self._results, _MAX_NUMEL_OF_MODEL)
 
 
-def guess_values(func: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-    """Call around each operator of code that reads numbers, to log or to check them, from tensors without values: those
-    are taken to be 1, and answers no. Integers, which decide on shapes, stay unknown.
+class Guesses:
+    """To be called around each operator of code that reads numbers, to log or to check them, from tensors without
+    values: those are taken to be 1, and answers no. Integers, which decide on shapes, stay unknown.
 
-    Args:
-        func: The operator.
-        args: Its positional operands.
-        run: Runs it.
+    A loop that waits for another answer would never end, so there are only so many: a thousand, and after a minute a
+    hundred.
     """
-    if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-        if args[0].dtype is torch.bool:
-            return False
-        if args[0].is_floating_point():
-            return 1.0
-    return run()
+
+    _MOST = 1000
+    _MOST_LATER = 100
+    _LATER_S = 60.0
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._first_s = 0.0
+
+    def __call__(self, func: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        """Args:
+            func: The operator.
+            args: Its positional operands.
+            run: Runs it.
+
+        Raises:
+            PlanError: Too many numbers were read.
+        """
+        is_read = func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
+        if not is_read or not (args[0].dtype is torch.bool or args[0].is_floating_point()):
+            return run()
+        self._count()
+        return False if args[0].dtype is torch.bool else 1.0
+
+    def _count(self) -> None:
+        now_s = time.monotonic()
+        self._first_s = self._first_s or now_s
+        self._num += 1
+        is_late = now_s - self._first_s > self._LATER_S
+        if self._num > (self._MOST_LATER if is_late else self._MOST):
+            raise PlanError(f"{self._num} numbers were read from tensors without values; a loop may wait for others")

@@ -5,14 +5,15 @@
 prints goes nowhere; what it changes in its classes, its files' globals, the batch and the like is put back
 (`strategy/put_back.py`), as are random states; the copy's trainer, optimizers and schedulers tell figures, such as
 `global_step` and the learning rate, and refuse everything else. Numbers that the code reads from tensors are taken to
-be 1, and answers no. Where all this does not do, there is no dry run, and the first step is watched instead
-(`strategy/warm_up.py`). What the code does outside of the process, such as lines in files, it does once more. Tensors
+be 1, and answers no, so many times and no more: a loop may wait for others. Where all this does not do, or the code may
+use up an iterator, there is no dry run, and the first step is watched instead (`strategy/warm_up.py`). What the code does outside of the process, such as lines in files, it does once more. Tensors
 without values that something still holds afterwards end the fit: training would go on with them, unnoticed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import enum
 import functools
 import io
@@ -37,8 +38,9 @@ from lightning_elixir.core.random_states import capture_random_states, restore_r
 from lightning_elixir.errors import PlanError, StateError
 from lightning_elixir.plan.profile import MemoryProfile
 from lightning_elixir.profiling.fake_step import profile_memory
-from lightning_elixir.profiling.known_values import guess_values
+from lightning_elixir.profiling.known_values import Guesses
 from lightning_elixir.strategy.put_back import PutBack, left_behind
+from lightning_elixir.strategy.used_iterators import used_iterators
 
 _PLAIN = (bool, int, float, str, bytes, enum.Enum, timedelta, torch.device, torch.dtype, type(None))
 _COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators
@@ -70,20 +72,16 @@ def dry_run(
         StateError: The user's code holds tensors of the dry run where they cannot be taken away.
     """
     made: list[weakref.ref[Tensor]] = []
-    profile, reason = None, ""
-    with _unnoticed(module, args):
-        try:
-            figures = partial(
-                profile_memory,
-                dtype=compute_dtype,
-                autocast=has_autocast,
-                keep_fp32=sorted(kept_fp32) or None,
-                master_weights=False,  # what is kept has been decided
-                blocks=blocks,
-            )
-            profile = _profiled(module, args, loss_of, made, figures)
-        except (Exception, SystemExit) as error:
-            reason = _first_line(error.__cause__ or error)
+    figures = partial(
+        profile_memory,
+        dtype=compute_dtype,
+        autocast=has_autocast,
+        keep_fp32=sorted(kept_fp32) or None,
+        master_weights=False,  # what is kept has been decided
+        blocks=blocks,
+    )
+    # In a copy of the context, so that what is set there (`contextvars`) is forgotten.
+    profile, reason = contextvars.copy_context().run(_profile_or_reason, module, args, loss_of, made, figures)
     # Not before the exception, and what it holds, is gone.
     kept = left_behind(made)
     if kept:
@@ -98,7 +96,24 @@ def dry_run(
     return profile
 
 
-def _first_line(error: BaseException) -> str:
+def _profile_or_reason(
+    module: LightningModule,
+    args: Sequence[Any],
+    loss_of: Callable[[Any], Tensor | None],
+    made: list[weakref.ref[Tensor]],
+    profile: Callable[..., MemoryProfile],
+) -> tuple[MemoryProfile | None, str]:
+    """As `_profiled`, unnoticed by the user's code; without a profile, why there is none."""
+    try:
+        with _unnoticed(module, args):
+            return _profiled(module, args, loss_of, made, profile), ""
+    except (Exception, SystemExit) as error:
+        return None, _why(error.__cause__ or error)
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, StateError):  # a parameter of the engine's was read
+        return "a copy of the model leads back to the original, whose modules another object or container holds"
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
@@ -132,10 +147,12 @@ def _profiled(
             raise ValueError("training_step returned no loss")
         copy.backward(loss)
 
+    guess = Guesses()
+
     def around_operator(func: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         if func.namespace in _COLLECTIVES:
             raise PlanError(f"training_step talks to other ranks ({func})")
-        result = guess_values(func, args, run)
+        result = guess(func, args, run)
         results = (result,) if isinstance(result, Tensor) else tree_leaves(result)
         made.extend(weakref.ref(one) for one in results if isinstance(one, FakeTensor))
         return result
@@ -263,6 +280,9 @@ def _gathering(world_size: int) -> Callable[..., Any]:
 @contextmanager
 def _unnoticed(module: LightningModule, args: Sequence[Any]) -> Iterator[None]:
     """What happens inside leaves no trace in the process; what is compiled runs as it is."""
+    kinds = sorted({type(one).__name__ for one in used_iterators(module)})
+    if kinds:
+        raise PlanError(f"training_step may use up an iterator ({', '.join(kinds)}), which cannot be put back")
     device = module.device
     states, disabled, said_once = capture_random_states(device), logging.root.manager.disable, _said_once()
     there = PutBack()

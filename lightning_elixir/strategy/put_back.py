@@ -3,18 +3,18 @@
 Other threads may change the same things meanwhile, and what they do must not be undone: while there are any but those
 of known libraries, of globals and classes only what holds tensors of the dry run is put back, which no other thread can
 have put there. The batch and the model belong to the training, and are always put back. Queues, and objects of classes
-that are not the user's, are left alone always.
+that are not the user's, are left alone always. For iterators see `used_iterators.py`.
 """
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import functools
 import gc
 import random
 import sys
-import sysconfig
 import threading
 import types
 import weakref
@@ -26,24 +26,26 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_elixir.core.functions import held_by
+from lightning_elixir.strategy.users_code import is_installed, is_library, is_users_class, is_users_module
 
-_CONTAINERS = (
-    list,
-    dict,
-    set,
-    collections.OrderedDict,
-    collections.defaultdict,
-    collections.Counter,
-)
-_LIBRARIES = frozenset(
-    {"torch", "torchvision", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_elixir"}
-)
+# Those of the same methods. Of subclasses the first one that fits, whose own methods may count or refuse.
+_CONTAINERS = (list, set, collections.deque, collections.OrderedDict, dict)
 # Threads that change nothing of the user's: ours, progress bars', and those that hand batches and their numbers on to
 # and from a DataLoader's processes.
 _HARMLESS_THREADS = ("elixir-", "TMonitor", "tqdm_monitor", "_pin_memory_loop", "QueueFeederThread")
-_INSTALLED = ("site-packages", "dist-packages")
-_DEEPEST = 6
+# Objects of classes of others whose attributes are the user's.
+_WITH_ATTRIBUTES = (
+    nn.Module,
+    DataLoader,
+    Dataset,
+    Sampler,
+    types.FunctionType,
+    types.SimpleNamespace,
+    threading.local,
+    collections.UserList,
+    collections.UserDict,
+)
+_DEEPEST = 30
 _MOST_WALKED = 10_000  # items of one container
 _MOST_NOTED = 100_000  # things in all
 _MOST_COPIED_BYTES = 16 << 20  # of one array
@@ -69,14 +71,14 @@ class PutBack:
     def add_code_of(self, model: nn.Module) -> None:
         """Add the attributes of the model's classes, and the names in their files and in the user's own."""
         self._is_sure = self._is_alone
-        classes = {c for module in model.modules() for c in type(module).__mro__ if not _is_library(c.__module__)}
+        classes = {c for module in model.modules() for c in type(module).__mro__ if not is_library(c.__module__)}
         for one in classes - {object}:
             self._add_names(
                 dict(vars(one)), vars(one), functools.partial(setattr, one), functools.partial(delattr, one)
             )
         files = {c.__module__ for c in classes}
         for name, module in list(sys.modules.items()):
-            if isinstance(module, types.ModuleType) and (name in files or _is_users(name, module)):
+            if isinstance(module, types.ModuleType) and (name in files or is_users_module(name, module)):
                 names = vars(module)
                 self._add_names(dict(names), names, names.__setitem__, names.__delitem__)
 
@@ -87,8 +89,10 @@ class PutBack:
             self.skip(module)
             for name in ("_parameters", "_buffers", "_modules"):
                 self.skip(vars(module)[name])
+            for parameter in vars(module)["_parameters"].values():
+                self.skip(parameter)  # asking for its gradient may bring it
         for module in modules:
-            self._add_container(vars(module), 0)
+            self._add_container(vars(module), dict, 0)
 
     def add(self, value: Any, depth: int = 0) -> None:
         """Add whatever can change in a value."""
@@ -98,22 +102,26 @@ class PutBack:
             return
         self.skip(value)
         if isinstance(value, Tensor) or _is_array(value) or _is_generator(value):
-            if self._is_sure:
-                self._add_values(value)
+            self._add_values(value)
         elif depth >= _DEEPEST:
             return
-        elif type(value) in _CONTAINERS:
-            self._add_container(value, depth)
         elif isinstance(value, tuple):
             self._add_all(value, depth)
+        elif isinstance(value, types.CellType):
+            self._add_cell(value, depth)
+        elif type(value) is array.array:
+            if self._is_sure:
+                self._undo.append(functools.partial(value.__setitem__, slice(None), value[:]))
         else:
+            kind = type(value)
+            is_users = is_users_class(kind)
+            is_plain = kind.__module__ in ("builtins", "collections", "types")
             self._add_all(_reached_by(value), depth)
-            is_users = _is_users(type(value).__module__, sys.modules.get(type(value).__module__))
-            if is_users or isinstance(value, (nn.Module, DataLoader, Dataset, Sampler)):
-                attributes = getattr(value, "__dict__", None)
-                if type(attributes) is dict and not isinstance(value, types.FunctionType):
-                    self.skip(attributes)
-                    self._add_container(attributes, depth)
+            base = next((base for base in _CONTAINERS if isinstance(value, base)), None)
+            if base is not None and (is_users or is_plain):
+                self._add_container(value, base, depth)
+            if is_users or isinstance(value, _WITH_ATTRIBUTES):
+                self._add_attributes(value, depth)
 
     def put_back(self) -> None:
         """Have everything as it was when it was added."""
@@ -130,24 +138,81 @@ class PutBack:
     def _add_values(self, value: Any) -> None:
         if isinstance(value, Tensor):
             self._add_tensor(value)
+        elif not self._is_sure:
+            return
         elif _is_array(value):
             self._add_array(value)
         else:
             self._undo.append(_state_of(value))
 
-    def _add_container(self, container: Any, depth: int) -> None:
-        is_dict = isinstance(container, dict)
-        before, is_sure = list(container.items()) if is_dict else list(container), self._is_sure
+    def _add_container(self, container: Any, base: Any, depth: int) -> None:
+        """Args:
+        base: Whose methods are used.
+        """
+        is_dict = issubclass(base, dict)
+
+        def items() -> list[Any]:
+            return list(base.items(container)) if is_dict else list(base.__iter__(container))
+
+        before, is_sure = items(), self._is_sure
 
         def undo() -> None:
-            now = list(container.items()) if is_dict else list(container)
+            now = items()
             if not _is_same(now, before, in_pairs=is_dict) and (is_sure or _holds_fakes(now)):
-                container.clear()
-                container.update(before) if isinstance(container, (dict, set)) else container.extend(before)
+                base.clear(container)
+                if is_dict:
+                    for key, value in before:
+                        base.__setitem__(container, key, value)
+                else:
+                    (base.update if base is set else base.extend)(container, before)
 
         self._undo.append(undo)
         if len(before) <= _MOST_WALKED:
             self._add_all([value for _, value in before] if is_dict else before, depth)
+
+    def _add_attributes(self, value: Any, depth: int) -> None:
+        """Those in `__dict__`, and those that a class has places for."""
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is dict:
+            self.skip(attributes)
+            self._add_container(attributes, dict, depth)
+        for one in type(value).__mro__:
+            for name, place in vars(one).items():
+                if isinstance(place, types.MemberDescriptorType) and is_users_class(one):
+                    self._add_place(
+                        functools.partial(getattr, value, name),
+                        functools.partial(setattr, value, name),
+                        functools.partial(delattr, value, name),
+                        depth,
+                    )
+
+    def _add_cell(self, cell: types.CellType, depth: int) -> None:
+        """A variable that a function shares with the one around it."""
+
+        def get() -> Any:
+            return cell.cell_contents
+
+        def put(value: Any) -> None:
+            cell.cell_contents = value
+
+        def empty() -> None:
+            del cell.cell_contents
+
+        self._add_place(get, put, empty, depth)
+
+    def _add_place(
+        self, get: Callable[[], Any], put: Callable[[Any], None], empty: Callable[[], None], depth: int
+    ) -> None:
+        """One that may be empty: `get` raises then."""
+        before, is_sure = _content(get), self._is_sure
+
+        def undo() -> None:
+            now = _content(get)
+            if not _is_same(now, before, in_pairs=False) and (is_sure or _holds_fakes(now)):
+                put(before[0]) if before else empty()
+
+        self._undo.append(undo)
+        self._add_all(before, depth)
 
     def _add_names(
         self, before: dict[str, Any], names: Any, put: Callable[[str, Any], None], remove: Callable[[str], None]
@@ -168,7 +233,15 @@ class PutBack:
         self._add_all([value for name, value in before.items() if not name.startswith("__")], 0)
 
     def _add_tensor(self, tensor: Tensor) -> None:
-        if isinstance(tensor, nn.Parameter) or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        if tensor.requires_grad and tensor.is_leaf:
+            grad = tensor.grad
+
+            def undo_grad() -> None:
+                if isinstance(tensor.grad, FakeTensor):
+                    tensor.grad = grad
+
+            self._undo.append(undo_grad)
+        if not self._is_sure or type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return
         if tensor.requires_grad or tensor.untyped_storage().nbytes() > _MOST_COPIED_BYTES or tensor.is_inference():
             return
@@ -195,8 +268,7 @@ class PutBack:
 def _reached_by(value: Any) -> list[Any]:
     """What a function, a method, a reference or something of the kind has at hand."""
     if isinstance(value, types.FunctionType):
-        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [content for cell in value.__closure__ or () for content in held_by(cell)] + defaults
+        return [*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
@@ -204,8 +276,19 @@ def _reached_by(value: Any) -> list[Any]:
     return [value()] if isinstance(value, weakref.ref) else []
 
 
+def _content(get: Callable[[], Any]) -> list[Any]:
+    """What is in a place; nothing where it is empty."""
+    try:
+        return [get()]
+    except (AttributeError, ValueError):
+        return []
+
+
 def _may_change_things(thread: threading.Thread) -> bool:
     is_harmless = any(name in thread.name for name in _HARMLESS_THREADS)
+    # Threads of installed packages, such as loggers', do not know of the user's globals.
+    code = getattr(thread, "_target", None) if type(thread) is threading.Thread else type(thread)
+    is_harmless |= is_installed(getattr(code, "__module__", None) or "")
     return thread is not threading.current_thread() and not is_harmless
 
 
@@ -233,26 +316,6 @@ def _is_same(now: list[Any], before: list[Any], *, in_pairs: bool) -> bool:
     if in_pairs:
         return all(a[0] is b[0] and a[1] is b[1] for a, b in zip(now, before, strict=True))
     return all(a is b for a, b in zip(now, before, strict=True))
-
-
-def _is_library(module_name: str) -> bool:
-    return module_name.partition(".")[0] in _LIBRARIES or module_name == "builtins"
-
-
-def _is_users(name: str, module: types.ModuleType | None) -> bool:
-    """Whether a loaded module is neither Python's own nor installed."""
-    if name == "__main__":
-        return True
-    path = getattr(module, "__file__", None)
-    if not isinstance(path, str) or _is_library(name) or any(part in path for part in _INSTALLED):
-        return False
-    return not path.startswith(_folders_of_python())
-
-
-@functools.cache
-def _folders_of_python() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return paths["stdlib"], paths["platstdlib"]
 
 
 def left_behind(made: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import contextvars
 import functools
 import gc
+import itertools
 import logging
 import random
 import sys
@@ -13,6 +16,7 @@ import types
 import warnings
 import weakref
 from collections import UserDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -671,6 +675,144 @@ def test_and_beside_the_processes_of_a_data_loader(profiles: list[Any], monkeypa
     assert actual[1] == expected[1]
 
 
+class Slotted:
+    __slots__ = ("scale",)
+
+
+class Listed(list[Any]):
+    def append(self, value: Any) -> None:
+        raise AssertionError("its own methods are not for putting back")
+
+
+kept_local = threading.local()
+kept_in_context: contextvars.ContextVar[float] = contextvars.ContextVar("kept_in_context")
+
+
+def _first_answers() -> dict[str, Callable[[], Callable[[Tensor], float]]]:
+    """Ways to keep what the first call has found, each by a name; each begins anew."""
+
+    def by_cell() -> Callable[[Tensor], float]:
+        found: float | None = None
+
+        def keep(x: Tensor) -> float:
+            nonlocal found
+            found = 1 / (1 + x.std().item()) if found is None else found
+            return found
+
+        return keep
+
+    def by_empty_cell() -> Callable[[Tensor], float]:
+        def keep(x: Tensor) -> float:
+            nonlocal found
+            try:
+                return found
+            except NameError:
+                found = 1 / (1 + x.std().item())
+                return found
+
+        if False:
+            found = 0.0
+        return keep
+
+    def by(get: Callable[[], Any], put: Callable[[float], object]) -> Callable[[Tensor], float]:
+        def keep(x: Tensor) -> float:
+            if get() is None:
+                put(1 / (1 + x.std().item()))
+            return float(get())
+
+        return keep
+
+    def by_attribute(of: Any) -> Callable[[Tensor], float]:
+        return by(lambda: getattr(of, "scale", None), lambda value: setattr(of, "scale", value))
+
+    def by_items(items: Any, put: Callable[[Any, float], object]) -> Callable[[Tensor], float]:
+        return by(lambda: items[0] if len(items) else None, lambda value: put(items, value))
+
+    def by_context() -> Callable[[Tensor], float]:
+        return by(lambda: kept_in_context.get(None), kept_in_context.set)
+
+    def by_local() -> Callable[[Tensor], float]:
+        vars(kept_local).clear()
+        return by_attribute(kept_local)
+
+    deep: Any = collections.deque()
+    for _ in range(12):
+        deep = {"below": deep}
+
+    def by_depth() -> Callable[[Tensor], float]:
+        held = deep
+        while isinstance(held, dict):
+            held = held["below"]
+        held.clear()
+        return by(lambda: (deep, held[0])[1] if held else None, held.append)
+
+    return {
+        "cell": by_cell,
+        "empty cell": by_empty_cell,
+        "attribute of a function": lambda: by_attribute(lambda: None),
+        "namespace": lambda: by_attribute(types.SimpleNamespace()),
+        "slots": lambda: by_attribute(Slotted()),
+        "deque": lambda: by_items(collections.deque(), collections.deque.append),
+        "list of another class": lambda: by_items(Listed(), list.append),
+        "user list": lambda: by_items(collections.UserList(), collections.UserList.append),
+        "array": lambda: by_items(array.array("d"), array.array.append),
+        "context": by_context,
+        "of this thread": by_local,
+        "deep": by_depth,
+    }
+
+
+@pytest.mark.parametrize("how", _first_answers())
+def test_what_the_first_call_finds_is_found_in_the_real_step(how: str, profiles: list[Any]) -> None:
+    """In the dry run a number that is read is 1."""
+
+    def run(strategy: Any) -> Any:
+        class Calibrated(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                keep = _first_answers()[how]()
+                self.register_forward_hook(lambda module, args, result: None)
+                self.layers[0].register_forward_hook(lambda module, args, result: result * keep(result))
+
+        return contextvars.copy_context().run(lambda: fit(strategy, Calibrated)[2])
+
+    expected, actual = run("auto"), run(ElixirStrategy(**LIMIT))
+    assert isinstance(profiles[0], MemoryProfile)
+    assert_same_run(actual, expected)
+
+
+global_numbers = itertools.count()
+
+
+def test_an_iterator_that_the_step_uses_up_is_not_run_twice(profiles: list[Any]) -> None:
+    class Numbered(Net):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) * (1 + next(global_numbers))
+
+    def run(strategy: Any) -> Any:
+        global global_numbers
+        global_numbers = itertools.count()
+        return fit(strategy, Numbered)[2]
+
+    expected, actual = run("auto"), run(ElixirStrategy(**LIMIT))
+    assert "may use up an iterator (count)" in str(profiles[0])
+    assert_same_run(actual, expected)
+
+
+def test_a_loop_until_a_tensor_says_so_ends(profiles: list[Any]) -> None:
+    class Endless(Net):
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            while True:
+                x = x * 0.5
+                if x.abs().max() < 1e-2:
+                    return super().loss([x, y])
+
+    expected, actual = (fit(strategy, Endless)[2] for strategy in ("auto", ElixirStrategy(**LIMIT)))
+    assert_same_run(actual, expected)
+    assert "1001 numbers were read from tensors without values" in str(profiles[0])
+
+
 @functools.lru_cache
 def _large_mask(size: int) -> Tensor:
     return torch.ones(size, size).tril()
@@ -829,7 +971,7 @@ def test_what_other_threads_do_meanwhile_is_not_undone(monkeypatch: pytest.Monke
         there.put_back()
         assert cache == {"mask": None}
         assert counts == {"n": 0 if is_alone else 1}
-    assert list(feed) == [1, 2, 2]  # a queue belongs to threads
+    assert list(feed) == [1, 2]
     is_over.set()
     thread.join()
 
