@@ -6,8 +6,9 @@ prints goes nowhere; what it changes in its classes, its files' globals, the bat
 (`strategy/put_back.py`), as are random states; the copy's trainer, optimizers and schedulers tell figures, such as
 `global_step` and the learning rate, and refuse everything else. Numbers that the code reads from tensors are taken to
 be 1, and answers no, so many times and no more: a loop may wait for others. Where all this does not do, or the code may
-use up an iterator, there is no dry run, and the first step is watched instead (`strategy/warm_up.py`). What the code does outside of the process, such as lines in files, it does once more. Tensors
-without values that something still holds afterwards end the fit: training would go on with them, unnoticed.
+use up an iterator, there is no dry run, and the first step is watched instead (`strategy/warm_up.py`). What the code
+does outside of the process, such as lines in files, it does once more. Tensors without values that something still
+holds afterwards end the fit: training would go on with them, unnoticed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Other threads may change the same things meanwhile, and what they do must not be undone: while there are any but those
 of known libraries, of globals and classes only what holds tensors of the dry run is put back, which no other thread can
-have put there. The batch and the model belong to the training, and are always put back. Queues, and objects of classes
-that are not the user's, are left alone always. For iterators see `used_iterators.py`.
+have put there; so it is with deques everywhere. Else the batch and the model belong to the training, and are always put
+back. Queues, and objects of classes that are not the user's, are left alone always. For iterators see
+`used_iterators.py`.
 """
 
 from __future__ import annotations
@@ -154,7 +155,9 @@ class PutBack:
         def items() -> list[Any]:
             return list(base.items(container)) if is_dict else list(base.__iter__(container))
 
-        before, is_sure = items(), self._is_sure
+        before = items()
+        # Deques are what threads hand things on with.
+        is_sure = self._is_sure and (self._is_alone or base is not collections.deque)
 
         def undo() -> None:
             now = items()
