@@ -237,11 +237,13 @@ class PutBack:
 
     def _add_tensor(self, tensor: Tensor) -> None:
         if tensor.requires_grad and tensor.is_leaf:
-            grad = tensor.grad
+            with torch._C.DisableTorchFunctionSubclass():  # another engine's would be brought
+                grad = tensor.grad
 
             def undo_grad() -> None:
-                if isinstance(tensor.grad, FakeTensor):
-                    tensor.grad = grad
+                with torch._C.DisableTorchFunctionSubclass():
+                    if isinstance(tensor.grad, FakeTensor):
+                        tensor.grad = grad
 
             self._undo.append(undo_grad)
         if not self._is_sure or type(tensor) is not Tensor or tensor.layout is not torch.strided:

@@ -784,6 +784,26 @@ def test_what_the_first_call_finds_is_found_in_the_real_step(
     assert_same_run(actual, expected)
 
 
+def test_gradients_of_what_is_outside_of_the_model_are_those_of_the_real_step(profiles: list[Any]) -> None:
+    def run(strategy: Any) -> Any:
+        torch.manual_seed(3)
+        outside = nn.Linear(WIDTH, WIDTH)
+        bias = torch.zeros(WIDTH, requires_grad=True)
+
+        class Guided(Net):
+            def loss(self, batch: Any) -> Tensor:
+                x, y = batch
+                return super().loss([outside(x) + bias, y])
+
+        result = fit(strategy, Guided)[2]
+        return result, [outside.weight.grad, bias.grad]
+
+    (expected, grads), (actual, ours) = run("auto"), run(ElixirStrategy(**LIMIT))
+    assert isinstance(profiles[0], MemoryProfile)
+    assert_same_run(actual, expected)
+    assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
+
+
 global_numbers = itertools.count()
 
 
