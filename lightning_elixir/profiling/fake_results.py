@@ -37,6 +37,14 @@ _Recipe = _New | int | None
 """How to make one result; a number: it is that tensor among the operands; None: it is None."""
 
 
+def _grouped_mm(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Of operands of another dtype than bfloat16, which torch computes for real ones alone (2.11 to 2.13)."""
+    first, second, *others = args
+    with mode:
+        result: Tensor = func(first.to(torch.bfloat16), second.to(torch.bfloat16), *others, **kwargs)
+        return result.to(kwargs.get("out_dtype") or first.dtype)
+
+
 class FakeResults:
     """Runs operators under a fake mode, and remembers what they gave.
 
@@ -72,7 +80,10 @@ class FakeResults:
             kind, recipes = known
             made = [_made(r, tensors) if isinstance(r, _New) else None if r is None else tensors[r] for r in recipes]
             return made[0] if kind is None else kind(made)
-        result: Any = mode.__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            result = _grouped_mm(mode, func, args, kwargs)
+        else:
+            result = mode.__torch_dispatch__(func, types, args, kwargs)
         # An operand that looks otherwise than before is one that results are written to.
         if key is not None and _key(mode, func, args, kwargs, []) == key:
             kind = next((kind for kind in (tuple, list) if isinstance(result, kind)), None)  # named tuples are tuples
