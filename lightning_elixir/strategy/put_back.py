@@ -14,6 +14,7 @@ import collections
 import contextlib
 import functools
 import gc
+import os
 import random
 import sys
 import threading
@@ -74,14 +75,13 @@ class PutBack:
         self._is_sure = self._is_alone
         classes = {c for module in model.modules() for c in type(module).__mro__ if not is_library(c.__module__)}
         for one in classes - {object}:
-            self._add_names(
-                dict(vars(one)), vars(one), functools.partial(setattr, one), functools.partial(delattr, one)
-            )
+            self._add_class(one, 0)
+        self._add_environment()
         files = {c.__module__ for c in classes}
         for name, module in list(sys.modules.items()):
             if isinstance(module, types.ModuleType) and (name in files or is_users_module(name, module)):
                 names = vars(module)
-                self._add_names(dict(names), names, names.__setitem__, names.__delitem__)
+                self._add_names(dict(names), names, names.__setitem__, names.__delitem__, 0)
 
     def add_model(self, model: nn.Module) -> None:
         """Add the attributes of its modules, other than parameters, buffers and modules."""
@@ -99,10 +99,13 @@ class PutBack:
         """Add whatever can change in a value."""
         if len(self._seen) > _MOST_NOTED:
             return
-        if id(value) in self._seen or isinstance(value, (type, types.ModuleType, str, bytes, int, float, type(None))):
+        if id(value) in self._seen or isinstance(value, (types.ModuleType, str, bytes, int, float, type(None))):
             return
         self.skip(value)
-        if isinstance(value, Tensor) or _is_array(value) or _is_generator(value):
+        if isinstance(value, type):
+            if is_users_class(value) and depth < _DEEPEST:
+                self._add_class(value, depth)
+        elif isinstance(value, Tensor) or _is_array(value) or _is_generator(value):
             self._add_values(value)
         elif depth >= _DEEPEST:
             return
@@ -217,10 +220,33 @@ class PutBack:
         self._undo.append(undo)
         self._add_all(before, depth)
 
+    def _add_class(self, one: type, depth: int) -> None:
+        self.skip(one)
+        put, remove = functools.partial(setattr, one), functools.partial(delattr, one)
+        self._add_names(dict(vars(one)), vars(one), put, remove, depth)
+
+    def _add_environment(self) -> None:
+        before = dict(os.environ)
+
+        def undo() -> None:
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+            for name, value in before.items():
+                if os.environ.get(name) != value:
+                    os.environ[name] = value
+
+        if self._is_sure:
+            self._undo.append(undo)
+
     def _add_names(
-        self, before: dict[str, Any], names: Any, put: Callable[[str, Any], None], remove: Callable[[str], None]
+        self,
+        before: dict[str, Any],
+        names: Any,
+        put: Callable[[str, Any], None],
+        remove: Callable[[str], None],
+        depth: int,
     ) -> None:
-        is_sure = self._is_sure
+        is_sure = self._is_alone
 
         def undo() -> None:
             for name, value in list(names.items()):
@@ -233,7 +259,7 @@ class PutBack:
                     put(name, value)
 
         self._undo.append(undo)
-        self._add_all([value for name, value in before.items() if not name.startswith("__")], 0)
+        self._add_all([value for name, value in before.items() if not name.startswith("__")], depth)
 
     def _add_tensor(self, tensor: Tensor) -> None:
         if tensor.requires_grad and tensor.is_leaf:

@@ -9,6 +9,7 @@ import functools
 import gc
 import itertools
 import logging
+import os
 import random
 import sys
 import threading
@@ -684,6 +685,10 @@ class Listed(list[Any]):
         raise AssertionError("its own methods are not for putting back")
 
 
+class Settings:
+    scale: float
+
+
 kept_local = threading.local()
 kept_in_context: contextvars.ContextVar[float] = contextvars.ContextVar("kept_in_context")
 
@@ -746,7 +751,20 @@ def _first_answers() -> dict[str, Callable[[], Callable[[Tensor], float]]]:
         held.clear()
         return by(lambda: (deep, held[0])[1] if held else None, held.append)
 
+    def by_class() -> Callable[[Tensor], float]:
+        vars(Settings).get("scale") and delattr(Settings, "scale")
+        return by_attribute(Settings)
+
+    def by_environment() -> Callable[[Tensor], float]:
+        os.environ.pop("SCALE_OF_A_TEST", None)
+        return by(
+            lambda: os.environ.get("SCALE_OF_A_TEST"), lambda v: os.environ.__setitem__("SCALE_OF_A_TEST", str(v))
+        )
+
     return {
+        "class": by_class,
+        "class in a cell": lambda: by_attribute(type("Made", (), {"__module__": __name__})),
+        "environment": by_environment,
         "cell": by_cell,
         "empty cell": by_empty_cell,
         "attribute of a function": lambda: by_attribute(lambda: None),
