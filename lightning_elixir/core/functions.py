@@ -1,9 +1,11 @@
-"""Python functions and what they hold, for those who need one that holds something else."""
+"""What Python functions and the like hold, and copies of them that hold something else."""
 
 from __future__ import annotations
 
-from types import CellType, FunctionType
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 
 def copy_of(function: Any, closure: tuple[CellType, ...] | None, scope: dict[str, Any] | None = None) -> FunctionType:
@@ -21,6 +23,20 @@ def copy_of(function: Any, closure: tuple[CellType, ...] | None, scope: dict[str
     copied.__doc__ = function.__doc__
     copied.__dict__.update(vars(function))
     return copied
+
+
+def parts_of(value: Any) -> list[Any]:
+    """What a function, a method, a partial one, a cell or a weak reference has at hand; nothing of any other value. Of
+    a function these are cells and defaults."""
+    if isinstance(value, FunctionType):
+        return [*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, CellType):
+        return held_by(value)
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    return [value()] if isinstance(value, ref) else []
 
 
 def held_by(cell: CellType) -> list[Any]:

@@ -5,7 +5,7 @@ the place of another (`layer.forward = lambda *args: checkpoint(original, *args)
 the modules of the original.
 
 What leads to no module of the original stays as it is, and stays shared: a counter that two hooks have, a list that
-others read. What does is made anew, once, whoever holds it.
+others read. What does is made anew, once, however many hold it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from lightning_elixir.core.functions import copy_of, held_by
+from lightning_elixir.core.functions import copy_of, held_by, parts_of
 
 __all__ = ["rebind"]
 
@@ -141,8 +141,10 @@ class _Rebinding:
         return tuple(map(self.of, value))
 
     def _fill_function(self, made: FunctionType, value: FunctionType) -> None:
-        made.__defaults__ = self.of(value.__defaults__)
-        made.__kwdefaults__ = self.of(value.__kwdefaults__)
+        if value.__defaults__:
+            made.__defaults__ = tuple(map(self.of, value.__defaults__))
+        if value.__kwdefaults__:
+            made.__kwdefaults__ = self._named(value.__kwdefaults__)
         vars(made).update(self._named(vars(value)))
 
     def _fill_cell(self, cell: CellType, value: CellType) -> None:
@@ -156,15 +158,9 @@ class _Rebinding:
 def _parts(value: Any) -> list[Any]:
     """What it holds, where that may be made anew."""
     if isinstance(value, FunctionType):
-        return [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, *vars(value).values()]
-    if isinstance(value, CellType):
-        return held_by(value)
-    if isinstance(value, MethodType):
-        return [value.__func__, value.__self__]
-    if type(value) is partial:
-        return [value.func, *value.args, *value.keywords.values()]
-    if type(value) is ref:
-        return [value()]
+        return [*parts_of(value), *vars(value).values()]
+    if type(value) in (*_CARRIERS, CellType):  # of subclasses nothing is known
+        return parts_of(value)
     if type(value) not in _CONTAINERS or len(value) > _MOST_ITEMS:
         return []
     return [*value.keys(), *value.values()] if type(value) is dict else list(value)

@@ -82,7 +82,8 @@ def dry_run(
         blocks=blocks,
     )
     # In a copy of the context, so that what is set there (`contextvars`) is forgotten.
-    profile, reason = contextvars.copy_context().run(_profile_or_reason, module, args, loss_of, made, figures)
+    run = partial(_profiled, module, args, loss_of, made, figures)
+    profile, reason = contextvars.copy_context().run(_profile_or_reason, module, args, run)
     # Not before the exception, and what it holds, is gone.
     kept = left_behind(made)
     if kept:
@@ -98,16 +99,12 @@ def dry_run(
 
 
 def _profile_or_reason(
-    module: LightningModule,
-    args: Sequence[Any],
-    loss_of: Callable[[Any], Tensor | None],
-    made: list[weakref.ref[Tensor]],
-    profile: Callable[..., MemoryProfile],
+    module: LightningModule, args: Sequence[Any], run: Callable[[], MemoryProfile]
 ) -> tuple[MemoryProfile | None, str]:
-    """As `_profiled`, unnoticed by the user's code; without a profile, why there is none."""
+    """What `run` gives, unnoticed by the user's code; without a profile, why there is none."""
     try:
         with _unnoticed(module, args):
-            return _profiled(module, args, loss_of, made, profile), ""
+            return run(), ""
     except (Exception, SystemExit) as error:
         return None, _why(error.__cause__ or error)
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_elixir.core.functions import held_by, parts_of
 from lightning_elixir.strategy.users_code import is_installed, is_library, is_users_class, is_users_module
 
 # Those of the same methods. Of subclasses the first one that fits, whose own methods may count or refuse.
@@ -112,7 +113,8 @@ class PutBack:
         elif isinstance(value, tuple):
             self._add_all(value, depth)
         elif isinstance(value, types.CellType):
-            self._add_cell(value, depth)
+            put, empty = (functools.partial(change, value, "cell_contents") for change in (setattr, delattr))
+            self._add_place(functools.partial(held_by, value), put, empty, depth)
         elif type(value) is array.array:
             if self._is_sure:
                 self._undo.append(functools.partial(value.__setitem__, slice(None), value[:]))
@@ -120,7 +122,7 @@ class PutBack:
             kind = type(value)
             is_users = is_users_class(kind)
             is_plain = kind.__module__ in ("builtins", "collections", "types")
-            self._add_all(_reached_by(value), depth)
+            self._add_all(parts_of(value), depth)
             base = next((base for base in _CONTAINERS if isinstance(value, base)), None)
             if base is not None and (is_users or is_plain):
                 self._add_container(value, base, depth)
@@ -150,9 +152,7 @@ class PutBack:
             self._undo.append(_state_of(value))
 
     def _add_container(self, container: Any, base: Any, depth: int) -> None:
-        """Args:
-        base: Whose methods are used.
-        """
+        """Its items, by the methods of the class `base`."""
         is_dict = issubclass(base, dict)
 
         def items() -> list[Any]:
@@ -182,38 +182,20 @@ class PutBack:
         if type(attributes) is dict:
             self.skip(attributes)
             self._add_container(attributes, dict, depth)
-        for one in type(value).__mro__:
+        for one in filter(is_users_class, type(value).__mro__):
             for name, place in vars(one).items():
-                if isinstance(place, types.MemberDescriptorType) and is_users_class(one):
-                    self._add_place(
-                        functools.partial(getattr, value, name),
-                        functools.partial(setattr, value, name),
-                        functools.partial(delattr, value, name),
-                        depth,
-                    )
-
-    def _add_cell(self, cell: types.CellType, depth: int) -> None:
-        """A variable that a function shares with the one around it."""
-
-        def get() -> Any:
-            return cell.cell_contents
-
-        def put(value: Any) -> None:
-            cell.cell_contents = value
-
-        def empty() -> None:
-            del cell.cell_contents
-
-        self._add_place(get, put, empty, depth)
+                if isinstance(place, types.MemberDescriptorType):
+                    put, empty = (functools.partial(change, value, name) for change in (setattr, delattr))
+                    self._add_place(functools.partial(_attribute, value, name), put, empty, depth)
 
     def _add_place(
-        self, get: Callable[[], Any], put: Callable[[Any], None], empty: Callable[[], None], depth: int
+        self, get: Callable[[], list[Any]], put: Callable[[Any], None], empty: Callable[[], None], depth: int
     ) -> None:
-        """One that may be empty: `get` raises then."""
-        before, is_sure = _content(get), self._is_sure
+        """One that may be empty: `get` gives what is in it, or nothing."""
+        before, is_sure = get(), self._is_sure
 
         def undo() -> None:
-            now = _content(get)
+            now = get()
             if not _is_same(now, before, in_pairs=False) and (is_sure or _holds_fakes(now)):
                 put(before[0]) if before else empty()
 
@@ -296,23 +278,9 @@ class PutBack:
         self._undo.append(functools.partial(array.__setitem__, ..., array.copy()))
 
 
-def _reached_by(value: Any) -> list[Any]:
-    """What a function, a method, a reference or something of the kind has at hand."""
-    if isinstance(value, types.FunctionType):
-        return [*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    if isinstance(value, types.MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    return [value()] if isinstance(value, weakref.ref) else []
-
-
-def _content(get: Callable[[], Any]) -> list[Any]:
-    """What is in a place; nothing where it is empty."""
-    try:
-        return [get()]
-    except (AttributeError, ValueError):
-        return []
+def _attribute(value: Any, name: str) -> list[Any]:
+    """What an object has under a name; empty where it has nothing."""
+    return [getattr(value, name)] if hasattr(value, name) else []
 
 
 def _may_change_things(thread: threading.Thread) -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_elixir.core.functions import held_by
+from lightning_elixir.core.functions import parts_of
 from lightning_elixir.strategy.users_code import is_users_class, is_users_module
 
 _OF_ITERATORS = ("builtins", "itertools")
@@ -46,12 +46,9 @@ def used_iterators(model: nn.Module) -> list[Any]:
 
 def _reached_from(value: Any) -> list[Any]:
     if isinstance(value, FunctionType):
-        held = [content for cell in value.__closure__ or () for content in held_by(cell)]
-        return [*held, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *_named_in(value)]
-    if isinstance(value, MethodType):
-        return [value.__func__, value.__self__]
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
+        return [*parts_of(value), *_named_in(value)]
+    if isinstance(value, (CellType, MethodType, partial)):
+        return parts_of(value)
     if isinstance(value, type):
         members = vars(value).values() if is_users_class(value) else ()
         return [getattr(one, "__func__", getattr(one, "fget", one)) for one in members]
