@@ -148,6 +148,8 @@ def recompute_layers(model: Any) -> None:
 
 def balance(model: Any, job: ExpertsJob) -> None:
     """Have each expert get as many tokens, whatever the router says; its weights for them stay as they are."""
+    if job.routing != "balanced" or job.system.endswith("dense"):
+        return
     for number, layer in enumerate(model.model.layers):
 
         def choose(module: nn.Module, args: tuple[Any, ...], number: int = number) -> tuple[Any, ...]:
@@ -155,8 +157,7 @@ def balance(model: Any, job: ExpertsJob) -> None:
             places = torch.arange(chosen.numel(), device=chosen.device, dtype=chosen.dtype).view_as(chosen)
             return tokens, (places + number) % PRESETS[job.preset]["experts"], weights
 
-        if job.routing == "balanced" and not job.system.endswith("dense"):
-            layer.mlp.experts.register_forward_pre_hook(choose)
+        layer.mlp.experts.register_forward_pre_hook(choose)
 
 
 def loss_of(model: Any, tokens: Tensor) -> Tensor:

@@ -182,27 +182,29 @@ class _RepeatedRows(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (rows_of_token,) = ctx.saved_tensors
-        # Not in one sum, which takes memory for all rows once more
-        total = grad[rows_of_token[:, 0]].to(torch.promote_types(torch.float32, grad.dtype))
-        for place in range(1, rows_of_token.shape[1]):
-            total.add_(grad[rows_of_token[:, place]])
-        return total.to(grad.dtype), None, None
+        wide = torch.promote_types(torch.float32, grad.dtype)
+        return _sums(grad, rows_of_token, wide).to(grad.dtype), None, None
 
 
 class _AddedRows(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tensor:
         ctx.save_for_backward(token_of_row)
-        total = rows[rows_of_token[:, 0]]
-        for place in range(1, rows_of_token.shape[1]):
-            total.add_(rows[rows_of_token[:, place]])
-        return total
+        return _sums(rows, rows_of_token, rows.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (token_of_row,) = ctx.saved_tensors
         return grad[token_of_row], None, None
+
+
+def _sums(rows: Tensor, rows_of_token: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each token's rows, added up one after the other: a sum over all at once takes memory for all rows once more."""
+    total = rows[rows_of_token[:, 0]].to(dtype)
+    for place in range(1, rows_of_token.shape[1]):
+        total.add_(rows[rows_of_token[:, place]])
+    return total
 
 
 def _own_part(tensor: Tensor, dim: int, peers: Peers) -> Tensor:

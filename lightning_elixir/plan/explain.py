@@ -18,6 +18,7 @@ from lightning_elixir.plan.sharding import sharding_note
 from lightning_elixir.plan.types import DTYPE_BYTES, Plan, StepTimes
 from lightning_elixir.plan.units import format_bytes, format_seconds
 
+MARGIN_TEXT = "left to the allocator and to larger batches"
 _PARTS = (
     ("compute_s", "computing in forward and backward"),
     ("waiting_s", "waiting for chunks, their updates and gradient blocks, not hidden"),
@@ -82,7 +83,7 @@ def explain(plan: Plan) -> str:
     }
     amounts = _amounts(plan, kinds)
     amounts["activations and other data"] -= forecast.margin_bytes
-    lines.append(f"    {_listed(amounts | {'left to the allocator and to larger batches': forecast.margin_bytes})}")
+    lines.append(f"    {_listed(amounts | {MARGIN_TEXT: forecast.margin_bytes})}")
     lines.append(f"  host: {_of(forecast.host_bytes, forecast.host_limit_bytes)}")
     kinds = {
         "parameters": "host_param_bytes",

@@ -158,9 +158,9 @@ class Margin:
     part: float = 0.0
     fixed_bytes: int = 0
 
-    def of(self, nbytes: int) -> int:
-        """How much of so many bytes it is."""
-        return nbytes - max(0, int((nbytes - self.fixed_bytes) / (1 + self.part)))
+    def without(self, nbytes: int) -> int:
+        """What so many bytes were before."""
+        return max(0, int((nbytes - self.fixed_bytes) / (1 + self.part)))
 
 
 @dataclass(frozen=True)
@@ -213,15 +213,11 @@ class StepProfile:
         """
         peak = self.peak_non_model_bytes
         if not peak:
-            return self  # a device that nobody measures
+            return self  # nothing is measured
         extra = min(int(peak * _GAPS), _MOST_GAPS_BYTES) + 2 * block_bytes
         part = _LATER_BATCHES if is_certain else _UNCERTAIN
         wider = self.with_bytes(lambda nbytes: nbytes + int(nbytes * part) + extra)
         return replace(wider, margin=Margin(part, extra))
-
-    def without_margin(self) -> StepProfile:
-        """What tensors alone take."""
-        return replace(self.with_bytes(lambda nbytes: nbytes - self.margin.of(nbytes)), margin=Margin())
 
     def with_bytes(self, changed: Callable[[int], int]) -> StepProfile:
         """The same with other bytes beside the chunks.

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from lightning_elixir.plan.describe import when_foreseen
+from lightning_elixir.plan.explain import MARGIN_TEXT
 from lightning_elixir.plan.hardware import HardwareSpec, hardware_table
 from lightning_elixir.plan.types import Plan, StepTimes
 from lightning_elixir.plan.units import format_bytes
@@ -70,11 +71,12 @@ def memory_tables(data: ReportData) -> Markup:
     ]
     drawn = []
     for place, kinds, limit, highest in places:
-        amounts = [(text, colour, int(notes.get(key, 0))) for key, text, colour in kinds]
-        if place == device and forecast and forecast.margin_bytes:
-            *others, (text, colour, nbytes) = amounts
-            left = ("left to the allocator and to larger batches", "grey", forecast.margin_bytes)
-            amounts = [*others, (text, colour, nbytes - forecast.margin_bytes), left]
+        margin = forecast.margin_bytes if forecast and place == device else 0
+        amounts = [
+            (text, colour, int(notes.get(key, 0)) - margin * (key == "non_model_bytes")) for key, text, colour in kinds
+        ]
+        if margin:
+            amounts.append((MARGIN_TEXT, "grey", margin))
         total = sum(nbytes for *_, nbytes in amounts)
         if not total and place != device:
             continue

@@ -88,9 +88,9 @@ def simulate_step(
     """
     step = StepSimulator(profile, hardware, scheme).run(plan, is_detailed=is_detailed)
     use = memory_use(plan.chunks, 0, scheme)
-    with_margin, bare = (
-        beside_rcache_bytes(plan.chunks, moments(one), scheme, use) for one in (profile, profile.without_margin())
-    )
+    at = moments(profile)
+    bare = [(finished, profile.margin.without(nbytes)) for finished, nbytes in at]
+    with_margin, allocated = (beside_rcache_bytes(plan.chunks, one, scheme, use) for one in (at, bare))
     return Timeline(
         step.times,
         with_margin + max(plan.rcache_blocks, step.peak_blocks) * plan.block_bytes,
@@ -98,7 +98,7 @@ def simulate_step(
         step.spans,
         step.memory,
         step.host_update_s,
-        with_margin - bare,
+        with_margin - allocated,
     )
 
 
