@@ -300,7 +300,7 @@ def _placed(candidate: Candidate, problem: Problem, *, is_known: bool) -> Plan:
 
     def placed(way: Problem) -> Plan:
         plan = place(layout, way, profile)
-        return plan if profile is None else with_forecast(plan, profile, way)
+        return plan if profile is None else with_forecast(plan, profile, way.hardware, way.regime, way.budget)
 
     return plan_with_fallbacks(problem, placed, is_choosing=False)
 

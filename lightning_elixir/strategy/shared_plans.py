@@ -34,6 +34,7 @@ from lightning_elixir.plan.kept_dtypes import kept_in, with_kept
 from lightning_elixir.plan.memory import Budget, memory_use
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.packing import packed_chunks, round_up
+from lightning_elixir.plan.placing.search import with_forecast
 from lightning_elixir.plan.prefixes import Prefix, with_names_of
 from lightning_elixir.plan.profile import MemoryProfile, StepProfile, step_profile
 from lightning_elixir.plan.regime import TrainingRegime
@@ -84,13 +85,15 @@ def disk_options(config: ElixirConfig) -> DiskOptions:
     return DiskOptions(folder, config.nvme_backend, config.nvme_checksums)
 
 
-def _with_whole_updates(plan: Plan, regime: TrainingRegime) -> dict[str, float | int | str]:
-    """What a plan notes, with the device memory that updates of whole parameters take in the step."""
+def _with_blocks(plan: Plan, blocks: int, regime: TrainingRegime) -> Plan:
+    """A plan with so many blocks in its rCache. It notes the device memory of these, and of what updates of whole
+    parameters take in the step."""
     lacking = scheme_of(plan, regime).stream_bytes(plan.chunks) - int(plan.notes.get("gpu_stream_bytes", 0))
+    added = (blocks - plan.rcache_blocks) * plan.block_bytes
     notes = dict(plan.notes)
-    for name in ("gpu_stream_bytes", "gpu_bytes"):
-        notes[name] = int(notes.get(name, 0)) + lacking
-    return notes
+    for name, nbytes in (("gpu_stream_bytes", lacking), ("rcache_bytes", added), ("gpu_bytes", lacking + added)):
+        notes[name] = int(notes.get(name, 0)) + nbytes
+    return replace(plan, rcache_blocks=blocks, notes=notes)
 
 
 def _beside_another(loser: Alternative) -> Alternative:
@@ -585,7 +588,9 @@ class Planner:
             log.warning(
                 "going on with the smallest plan there is%s: %s", self._excess(plan, budget, profile, regime), error
             )
-            return plan
+            over_chunks = self.over_chunks(profile, plan) if isinstance(profile, MemoryProfile) else profile
+            binding = "what a step takes beside the chunks: this is the smallest plan there is"
+            return with_forecast(plan, over_chunks, self.figures.best, regime, budget, binding=binding)
 
     def _excess(self, plan: Plan, budget: Budget, profile: StepProfile | MemoryProfile, regime: TrainingRegime) -> str:
         """By how much such steps are expected to exceed which limit, for people; empty if by nothing."""
@@ -642,7 +647,7 @@ class Planner:
             log.info("no room to start with everything on the host (%s)", error)
             return self._roomy_plan(model, plan, budget, regime)
         blocks = min(largest.rcache_blocks, smallest.rcache_blocks)
-        return replace(largest, rcache_blocks=blocks, notes=_with_whole_updates(largest, regime))
+        return _with_blocks(largest, blocks, regime)
 
     def _roomy_plan(self, model: nn.Module, plan: Plan, budget: Budget, regime: TrainingRegime) -> Plan:
         """As `_safe_plan`, where the device must take what the host cannot: leaves as much to activations as it can."""

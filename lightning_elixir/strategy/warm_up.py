@@ -420,8 +420,9 @@ class WarmUp:
             log.info("by what a later step has shown, another plan is better: %s", _first_lines(plan))
 
     def _is_placed_by_times(self, plan: Plan) -> bool:
-        """Where everything is on the device nothing can be gained; and fixed policies leave nothing to choose."""
-        return self._is_searched and plan.policy == "auto" and not plan.is_all_resident
+        """Where everything is on the device nothing can be gained; and fixed policies leave nothing to choose. Beside
+        what a step is seen to take there may be room that the smallest plan does not use."""
+        return self._is_searched and not plan.is_all_resident
 
     def _look_again(self) -> None:
         """If one of the steps of a look at settled training is over, look at it."""

@@ -17,7 +17,7 @@ from lightning_elixir.plan.profile import StepProfile
 from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.stepping.scheduler import UpdateScheduler
-from lightning_elixir.strategy import ElixirStrategy
+from lightning_elixir.strategy import ElixirStrategy, shared_plans
 from lightning_elixir.strategy.shared_plans import Planner
 from lightning_elixir.strategy.warm_up import WarmUp
 from tests.helpers.dist import run_ranks
@@ -293,6 +293,35 @@ def test_a_plan_that_turns_out_too_large_is_left_for_one_that_is_no_faster() -> 
     assert smaller.forecast is not None
     assert smaller.forecast.times.total_s > same.forecast.times.total_s * 0.95  # no reason to move by itself
     assert smaller.forecast.peak_gpu_bytes <= 200 * 1024
+
+
+@pytest.mark.parametrize("lacking", [0, 2**24])
+def test_the_smallest_plan_is_left_where_steps_take_less_than_was_foreseen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacking: int
+) -> None:
+    """What is foreseen has a margin that may not fit; what is seen has a smaller one."""
+    shared = Planner._shared_profile
+
+    def with_more(planner: Planner, profile: StepProfile, current: Plan, *, is_seen: bool) -> StepProfile:
+        found = shared(planner, profile, current, is_seen=is_seen)
+        return found.with_bytes(lambda nbytes: nbytes + (lacking if is_seen else 2**24))
+
+    monkeypatch.setattr(Planner, "_shared_profile", with_more)
+    monkeypatch.setattr(shared_plans, "LEAST_GAIN", -1.0)  # on the CPU all placements are about as fast
+    callback = Plans()
+    _, _, expected = fit("auto")
+    _, _, actual = fit(ElixirStrategy(gpu_memory_limit="8MiB", **CHUNK), callbacks=[callback])
+    assert_same_run(actual, expected)
+    plans = callback.plans
+    assert "going on with the smallest plan there is, which will exceed" in caplog.text
+    assert plans[0].policy == "cpu"
+    assert plans[0].forecast is not None
+    assert plans[0].forecast.peak_gpu_bytes > 2**24
+    assert plans[0].notes["rcache_bytes"] == plans[0].rcache_blocks * plans[0].block_bytes
+    assert _changes(plans) == ([] if lacking else [2])
+    assert plans[-1].is_all_resident == (not lacking)
+    assert plans[-1].forecast is not None
+    assert plans[-1].forecast.after_steps
 
 
 @pytest.mark.parametrize(("make_model", "changes"), [full(Net, [4]), (UnforeseenNet, [2, 6])])

@@ -26,7 +26,8 @@ from typing import overload
 
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.plan.describe import describe_placement
-from lightning_elixir.plan.memory import host_bytes_for, memory_use
+from lightning_elixir.plan.hardware import HardwareSpec
+from lightning_elixir.plan.memory import Budget, host_bytes_for, memory_use
 from lightning_elixir.plan.placing.fallbacks import SAME, plan_with_fallbacks
 from lightning_elixir.plan.placing.fates_tried import FatesTried, with_alternatives
 from lightning_elixir.plan.placing.parts import STREAMABLE, gpu_parts, host_parts
@@ -46,6 +47,7 @@ from lightning_elixir.plan.placing.spares import SPARE_PATTERNS
 from lightning_elixir.plan.placing.spilling import Spilling, in_host_memory
 from lightning_elixir.plan.problem import Problem
 from lightning_elixir.plan.profile import StepProfile
+from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import is_time_known, scheme_of, simulate_step
 from lightning_elixir.plan.tables import Table
 from lightning_elixir.plan.types import Alternative, ChunkSpec, Forecast, Plan, Tier, UpdateTiming
@@ -209,22 +211,34 @@ def distance(refusal: CapacityError) -> tuple[bool, int]:
     return refusal.resource != "host", refusal.lacking_bytes or 0
 
 
-def with_forecast(plan: Plan, profile: StepProfile, problem: Problem) -> Plan:
+def with_forecast(
+    plan: Plan,
+    profile: StepProfile,
+    hardware: HardwareSpec,
+    regime: TrainingRegime,
+    budget: Budget,
+    *,
+    binding: str | None = None,
+) -> Plan:
     """A plan that was not searched for, with what the simulation expects of it; without that, where it has states on a
-    disk that was not measured."""
-    if not is_time_known(plan, problem.hardware):
+    disk that was not measured.
+
+    Args:
+        binding: See `Forecast.binding`; None: its policy.
+    """
+    if not is_time_known(plan, hardware):
         return plan
-    scheme = scheme_of(plan, problem.regime)
-    timeline = simulate_step(plan, profile, problem.hardware, scheme)
+    scheme = scheme_of(plan, regime)
+    timeline = simulate_step(plan, profile, hardware, scheme)
     forecast = Forecast(
         times=timeline.times,
         peak_gpu_bytes=timeline.peak_gpu_bytes,
         margin_bytes=timeline.margin_bytes,
-        gpu_limit_bytes=problem.budget.gpu_bytes,
+        gpu_limit_bytes=budget.gpu_bytes,
         host_bytes=memory_use(plan.chunks, plan.rcache_blocks, scheme).host_bytes,
-        host_limit_bytes=problem.budget.cpu_bytes,
-        binding=f'the placement policy "{plan.policy}", which leaves nothing to search',
-        hardware=problem.hardware.name,
+        host_limit_bytes=budget.cpu_bytes,
+        binding=binding or f'the placement policy "{plan.policy}", which leaves nothing to search',
+        hardware=hardware.name,
     )
     return replace(plan, forecast=forecast)
 
