@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import psutil
@@ -84,8 +85,10 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     return min(free) if may_grow else min([int(memory.available), *free])
 
 
+@lru_cache
 def _is_virtual(root: Path) -> bool:
-    """Whether the system runs under a hypervisor, which alone can give it more memory."""
+    """Whether the system runs under a hypervisor, which alone can give it more memory. Looked for once: the file is
+    made anew each time, with the speed of every core."""
     try:
         return " hypervisor" in (root / "proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -479,8 +479,10 @@ def _free(tensors: list[Tensor]) -> None:
 
 
 def _put(target: Tensor, values: Tensor) -> None:
-    """Copy, and cast on the device: torch casts on the host what goes to a device in another dtype, into new, pageable
-    memory."""
+    """Copy, and cast on the device: what goes to a device or comes from it in another dtype torch casts on the host,
+    through new, pageable memory (seen: 0.15 s for 50 million elements, a fifteenth of it so)."""
+    if values.device.type != "cpu":
+        values = values.to(target.dtype)
     target.copy_(values if target.device.type == "cpu" else values.to(target.device))
 
 
