@@ -17,7 +17,11 @@ from lightning_elixir.plan.types import ChunkSpec, Plan
 from lightning_elixir.plan.units import format_bytes
 
 _BETWEEN_LOOKS = 32 * 2**20
-"""Elements of this rank's shards from one look to the next: the same on all ranks, whatever each has taken already."""
+"""Elements of this rank's shards from one look to the next, at least: the same on all ranks, whatever each has taken
+already."""
+
+_ELEMENTS_PER_FREE_BYTE = 1 / 256
+"""As many where more is free: an element takes up to 32 bytes, so that an eighth of it is taken by the next look."""
 
 _LEAST_FREE = 512 * 2**20
 """Bytes that each rank of a host must find beside what it is going to take; no more than it has of the plan there."""
@@ -38,6 +42,7 @@ class HostRoom:
         self._settle = settle
         self._hosts: list[str] = []  # by rank
         self._num_elements = 0  # since the last look
+        self._num_free = 0  # elements that may come until the next look, by what was free at the last one
         self._wanted = 0
 
     def take(self, spec: ChunkSpec, nbytes: int, plan: Plan, held_bytes: Callable[[], int]) -> None:
@@ -54,7 +59,7 @@ class HostRoom:
         """
         self._num_elements += spec.numel // plan.num_sharing(spec)
         self._wanted += nbytes
-        if self._num_elements >= _BETWEEN_LOOKS:
+        if self._num_elements >= max(_BETWEEN_LOOKS, self._num_free):
             self.look(plan, held_bytes)
 
     def look(self, plan: Plan, held_bytes: Callable[[], int]) -> None:
@@ -85,6 +90,8 @@ class HostRoom:
         """The same on all ranks."""
         ahead = self._memory.bytes_ahead()  # before the rest: what comes meanwhile is counted neither here nor there
         rows = self._comm.exchange((available_host_bytes(), wanted_bytes, held_bytes(), ahead))
+        least_free = min(row[0] // self._hosts.count(name) for row, name in zip(rows, self._hosts, strict=True))
+        self._num_free = int(least_free * _ELEMENTS_PER_FREE_BYTE)
         for host in dict.fromkeys(self._hosts):
             of_host = [row for row, name in zip(rows, self._hosts, strict=True) if name == host]
             free = min(row[0] for row in of_host) + sum(row[3] for row in of_host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.placing.fallbacks import needs_disk
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.types import Plan, UpdateTiming
+from lightning_elixir.plan.units import format_seconds
 from lightning_elixir.runtime.stats import Stats
 from lightning_elixir.storage.nvme import is_in_memory
 from lightning_elixir.strategy.device_meshes import MeshAccess, mesh_of
@@ -224,6 +226,7 @@ class EngineStrategy(StrategyOptions, ABC):
         with run_together(self._comm, lambda: fuse(module, config.fused_choice, self.root_device)):
             plan, is_final = planner.first_plan(module, budget, is_training=is_training)
             skeleton, disk = skeleton_of(module), disk_options(config)
+            started_s = time.perf_counter()
             engine = ElixirModule(
                 module,
                 plan,
@@ -242,6 +245,7 @@ class EngineStrategy(StrategyOptions, ABC):
                 nvme_backend=disk.backend,
                 nvme_checksums=disk.has_checksums,
             )
+        log.info("%d chunks were built in %s", len(plan.chunks), format_seconds(time.perf_counter() - started_s))
         handle = EngineHandle(engine, self._build_options(), budget, skeleton, is_warm=is_final)
         handle.limits = limits
         handle.attach()

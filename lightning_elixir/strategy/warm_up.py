@@ -24,6 +24,7 @@ from __future__ import annotations
 import enum
 import gc
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -35,7 +36,7 @@ from lightning_elixir.plan.profile import MemoryProfile, StepInterval, StepProfi
 from lightning_elixir.plan.regime import TrainingRegime
 from lightning_elixir.plan.simulator.timeline import Timeline
 from lightning_elixir.plan.types import AccessTrace, Plan, Tier
-from lightning_elixir.plan.units import format_bytes
+from lightning_elixir.plan.units import format_bytes, format_seconds
 from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.strategy.engine_handle import EngineHandle
 from lightning_elixir.strategy.graceful_stop import NEXT_BATCH
@@ -341,8 +342,10 @@ class WarmUp:
     def _foreseen(self, dry_run: DryRun) -> MemoryProfile | None:
         """What a step will do, if all ranks can tell."""
         found: MemoryProfile | None = None
+        started_s = time.perf_counter()
         try:
             found = dry_run()
+            log.info("the step was foreseen in %s", format_seconds(time.perf_counter() - started_s))
         except StateError:  # it has left behind what must not be trained with
             raise
         except Exception as error:  # whatever the user's code raises; in the real step it is heard of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,7 @@ class Host:
         self.looks = 0
         self._looks_until_short = looks_until_short
         monkeypatch.setattr(host_room, "_BETWEEN_LOOKS", 1)
+        monkeypatch.setattr(host_room, "_ELEMENTS_PER_FREE_BYTE", 0)
         monkeypatch.setattr(build, "CHUNKS_AHEAD", 0)
         monkeypatch.setattr(host_room, "available_host_bytes", self._available)
 
@@ -146,6 +148,22 @@ def test_each_rank_wants_to_find_what_it_takes_and_some_more(free: int, wanted: 
     assert ("cpu_memory_limit" in str(raised.value)) == (fitting > 0)
 
 
+@pytest.mark.parametrize(("free_gib", "looks"), [(0, 16), (16, 16), (64, 4), (1024, 1)])
+def test_looks_come_more_often_where_less_is_free(monkeypatch: pytest.MonkeyPatch, free_gib: int, looks: int) -> None:
+    """A look takes the time of a message between all ranks."""
+    counted: list[int] = []
+    monkeypatch.setattr(host_room, "_BETWEEN_LOOKS", 32 * MIB)
+    comm: Any = _Comm(free_gib * 1024 * MIB, 0, 0)
+    exchange = comm.exchange
+    monkeypatch.setattr(comm, "exchange", lambda values: counted.append(1) or exchange(values), raising=False)
+    room = host_room.HostRoom(comm, HostMemory(CpuDevice(), 2))
+    plan = make_host_plan("cpu", 1)
+    chunk = replace(plan.chunks[0], numel=32 * MIB)
+    for _ in range(16):
+        room.take(chunk, 0, plan, lambda: 0)
+    assert len(counted) == looks
+
+
 def test_what_is_being_made_is_no_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such memory is neither free nor there: nobody is refused what is going to be taken anyway."""
     engine = ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
@@ -166,6 +184,7 @@ def test_what_is_being_made_is_no_shortage(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(CpuDevice, "host_zeros", slow)
     monkeypatch.setattr(memory, "drop", drop)
     monkeypatch.setattr(host_room, "_BETWEEN_LOOKS", 1)
+    monkeypatch.setattr(host_room, "_ELEMENTS_PER_FREE_BYTE", 0)
     monkeypatch.setattr(host_room, "available_host_bytes", lambda: 8 * 1024 * MIB if is_dropped.is_set() else 1000)
     optimizer.prepare()
     assert has_begun.wait(20)
@@ -380,6 +399,7 @@ def test_memory_that_is_being_freed_is_waited_for_before_an_error(monkeypatch: p
     monkeypatch.setattr(build, "CHUNKS_AHEAD", 0)
     monkeypatch.setattr(build, "_free", slowly)
     monkeypatch.setattr(host_room, "_BETWEEN_LOOKS", 2 * WIDTH * WIDTH)  # after the first chunks
+    monkeypatch.setattr(host_room, "_ELEMENTS_PER_FREE_BYTE", 0)
     monkeypatch.setattr(host_room, "available_host_bytes", available)
     ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
     assert is_freed.is_set()
