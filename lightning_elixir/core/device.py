@@ -9,7 +9,6 @@ that storage. Therefore no `record_stream`. On a CPU device everything is synchr
 from __future__ import annotations
 
 import logging
-import mmap
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_elixir.core.host import cpu_model
+from lightning_elixir.core.pages import Pages
 from lightning_elixir.core.signals import DeferringLock
 
 log = logging.getLogger(__name__)
@@ -315,10 +315,10 @@ class CudaDevice:
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         if not self._can_pin or numel == 0:
             return torch.zeros(numel, dtype=dtype)
-        mapping = _PinnedMapping.of_process(numel * dtype.itemsize)
-        tensor = torch.frombuffer(mapping, dtype=dtype)
+        pages = _PinnedPages(numel * dtype.itemsize)
+        tensor = pages.tensor(dtype)
         _touch(tensor)
-        if not mapping.pin(tensor.data_ptr()):
+        if not pages.pin():
             self._can_pin = False
             log.warning(
                 "could not page-lock host memory: transfers will be slower; raise the memory lock limit (ulimit -l)"
@@ -374,40 +374,25 @@ def _touch(fresh: Tensor) -> None:
     fresh.view(torch.uint8)[::_TOUCH_STRIDE].zero_()
 
 
-class _PinnedMapping(mmap.mmap):
-    """Anonymous memory, page-locked in place: exactly as large as asked, where torch's pinned allocator rounds up to
-    powers of two. Unlocked when the last tensor over it is gone."""
+class _PinnedPages(Pages):
+    """Page-locked in place: torch's pinned allocator rounds up to powers of two. Unlocked when the last tensor over it
+    is gone."""
 
-    _address: int | None = None
+    _is_pinned = False
 
-    @classmethod
-    def of_process(cls, nbytes: int) -> _PinnedMapping:
-        """Memory of this process alone, in huge pages where the system has them. Shared memory, which is Python's
-        default, gets none (`shmem_enabled` is usually "never"): seen with and without, reads of a disk into it were
-        twice as fast with. A forked child gets no copy: a write would give one of the two other pages than those that
-        the device knows."""
-        if not hasattr(mmap, "MAP_PRIVATE"):
-            return cls(-1, nbytes)
-        mapping = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):
-                mapping.madvise(getattr(mmap, advice))
-        return mapping
-
-    def pin(self, address: int) -> bool:
+    def pin(self) -> bool:
         """Lock the pages; False if the system refuses."""
-        if int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0)) != 0:
-            return False
-        self._address = address
-        return True
+        self._is_pinned = int(torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0)) == 0
+        return self._is_pinned
 
     def __del__(self) -> None:
-        if self._address is not None:
+        if self._is_pinned:
             with suppress(RuntimeError):  # CUDA may be gone already when the interpreter ends
                 # A transfer may still read these pages; without a wait it would send what comes to lie there next.
                 torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self._address)
-            self._address = None
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+            self._is_pinned = False
+        super().__del__()
 
 
 class Uploads:
@@ -419,12 +404,13 @@ class Uploads:
     """
 
     _NUM_BUFFERS = 2
-    _PIECE_NUMEL = 16 * 1024 * 1024
+    # While other threads lock pages, every call of the device's driver waits for them: few calls are worth 512 MiB.
+    _PIECE_NUMEL = 64 * 1024 * 1024
 
     def __init__(self, device: Device, lane: Lane) -> None:
         self._device = device
         self._lane = lane
-        self._buffers: list[tuple[Tensor, Event]] = []
+        self._buffers: list[tuple[Tensor, Event | None]] = []  # with what was sent from each last
 
     def upload(self, source: Tensor, target: Tensor) -> None:
         """`target` (device, 1-D) receives `source` (host, same numel) in its own dtype, as if on the compute stream."""
@@ -440,10 +426,11 @@ class Uploads:
         held: Tensor | None = None
         if len(self._buffers) == self._NUM_BUFFERS:
             held, sent = self._buffers.pop(0)
-            sent.synchronize()
+            if sent is not None:
+                sent.synchronize()
         if held is None or held.numel() < numel * dtype.itemsize:
             held = self._device.host_zeros(numel * dtype.itemsize, torch.uint8)
-        self._buffers.append((held, self._lane.record()))
+        self._buffers.append((held, None))
         return held[: numel * dtype.itemsize].view(dtype)
 
     def send(self, target: Tensor) -> Event:

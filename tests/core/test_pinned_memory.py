@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_elixir.core.device import _PinnedMapping
+from lightning_elixir.core.pages import Pages
 
 MIB = 2**20
 
@@ -28,7 +28,7 @@ def flags_of(address: int) -> set[str]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_it_may_have_huge_pages_and_no_child_gets_a_copy() -> None:
-    tensor = torch.frombuffer(_PinnedMapping.of_process(8 * MIB), dtype=torch.float32)
+    tensor = Pages(8 * MIB).tensor(torch.float32)
     assert tensor.numel() == 2 * MIB
     flags = flags_of(tensor.data_ptr())
     assert "sh" not in flags  # shared memory gets huge pages only where the whole system says so
@@ -39,7 +39,7 @@ def test_it_may_have_huge_pages_and_no_child_gets_a_copy() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_child_that_lets_go_of_it_does_no_harm() -> None:
-    tensor = torch.frombuffer(_PinnedMapping.of_process(4 * MIB), dtype=torch.float32).fill_(1.0)
+    tensor = Pages(4 * MIB).tensor(torch.float32).fill_(1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
         child = os.fork()
@@ -50,3 +50,26 @@ def test_a_child_that_lets_go_of_it_does_no_harm() -> None:
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert float(tensor.sum()) == MIB
+
+
+def test_it_goes_back_with_the_last_tensor_over_it() -> None:
+    pages = Pages(64 * MIB)
+    part = pages.tensor(torch.uint8).fill_(7)[MIB : 2 * MIB]
+    address = part.data_ptr()
+    del pages
+    assert int(part.sum()) == 7 * MIB
+    assert "wr" in flags_of(address)
+    del part
+    with pytest.raises(AssertionError, match="no mapping"):
+        flags_of(address)
+
+
+def test_it_is_zeros_and_no_larger_than_asked() -> None:
+    tensor = Pages(3 * 4096 + 8).tensor(torch.float64)
+    assert tensor.numel() == 3 * 512 + 1
+    assert not tensor.any()
+
+
+def test_memory_that_is_not_there_is_said_with_its_size() -> None:
+    with pytest.raises(OSError, match=f"{2**60} bytes of memory"):
+        Pages(2**60)
