@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -406,20 +406,39 @@ class Uploads:
     _NUM_BUFFERS = 2
     # While other threads lock pages, every call of the device's driver waits for them: few calls are worth 512 MiB.
     _PIECE_NUMEL = 64 * 1024 * 1024
+    _MOST_BETWEEN_NUMEL = 4096
 
     def __init__(self, device: Device, lane: Lane) -> None:
         self._device = device
         self._lane = lane
         self._buffers: list[tuple[Tensor, Event | None]] = []  # with what was sent from each last
 
-    def upload(self, source: Tensor, target: Tensor) -> None:
-        """`target` (device, 1-D) receives `source` (host, same numel) in its own dtype, as if on the compute stream."""
+    def upload(self, parts: Iterable[tuple[int, Tensor]], target: Tensor) -> None:
+        """`target` (device, 1-D) receives values in its own dtype, as if on the compute stream. Between parts that
+        follow each other closely it becomes zeros.
+
+        Args:
+            parts: Where each begins in `target`, and its values (host, 1-D); in order.
+        """
         with self._lane.issue():  # what the compute stream does with `target` comes first
             pass
-        for start in range(0, source.numel(), self._PIECE_NUMEL):
-            part = source[start : start + self._PIECE_NUMEL]
-            self.take(part.numel(), target.dtype).copy_(part)
-            self.send(target[start : start + self._PIECE_NUMEL]).wait()
+        most = max(1, min(self._PIECE_NUMEL, target.numel()))
+        begin = end = 0  # of the elements that are in the buffer
+        buffer: Tensor | None = None
+        for offset, values in parts:
+            for first in range(0, values.numel(), most):
+                at, piece = offset + first, values[first : first + most]
+                is_apart = at - end > self._MOST_BETWEEN_NUMEL or at + piece.numel() - begin > most
+                if buffer is not None and is_apart:
+                    self.send(target[begin:end]).wait()
+                    buffer = None
+                if buffer is None:
+                    buffer, begin, end = self.take(most, target.dtype), at, at
+                buffer[end - begin : at - begin].zero_()
+                end = at + piece.numel()
+                buffer[at - begin : end - begin].copy_(piece)
+        if buffer is not None:
+            self.send(target[begin:end]).wait()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer to write to, 1-D; waits until an earlier one has been sent. `send` must follow."""

@@ -447,7 +447,7 @@ class UpdateRunner:
             target.copy_(master.to(target.dtype))
         else:
             with self._staging:
-                self._uploads.upload(master, target)
+                self._uploads.upload([(0, master)], target)
 
 
 def _covered_s(spans: Iterable[tuple[float, float]]) -> float:

@@ -360,10 +360,12 @@ class Builder:
             rows = torch.zeros((groups.copy.world_size, numel), dtype=dtype, device=device)
             for ranks in groups.parts(spec)[: groups.mesh.num_parts(spec.axes)]:
                 flat = torch.zeros(spec.numel, dtype=dtype, device=device)
-                for index, member in enumerate(spec.members):
-                    if member.fqn not in self._sources:
-                        part = groups.part_of(member, self._wholes[member.fqn], ranks[0])
-                        self._send_up(part, chunk.view_of(flat, index))
+                parts = {
+                    index: groups.part_of(member, self._wholes[member.fqn], ranks[0])
+                    for index, member in enumerate(spec.members)
+                    if member.fqn not in self._sources
+                }
+                self._put_members(chunk, flat, parts)
                 rows[torch.tensor(ranks, device=device)] = flat.view(len(ranks), numel)
             rows = rows.view(-1)
         piece = self._scattered(numel, dtype, rows)
@@ -380,15 +382,24 @@ class Builder:
         self._groups.across.broadcast_from_first(piece)
         return piece
 
-    def _send_up(self, values: Tensor, target: Tensor) -> None:
-        """Copy a parameter's values to a view of memory on the device. From the host they go through page-locked
-        memory, which all cores fill and a GPU takes many times as fast as the user's own."""
-        if values.device.type == "cpu" and target.device.type != "cpu" and target.is_contiguous():
-            if self._uploads is None:
-                self._uploads = Uploads(self._device, self._device.new_lane())
-            self._uploads.upload(values.reshape(-1), target.view(-1))
-        else:
-            target.copy_(values)
+    def _put_members(self, chunk: Chunk, flat: Tensor, values: Mapping[int, Tensor]) -> None:
+        """Copy values of members, by their index, to where these lie in a flat tensor, before anything lies between
+        them. From the host to the device they go through page-locked memory, which all cores fill and a GPU takes many
+        times as fast as the user's own."""
+        sent = []
+        for index, value in values.items():
+            view = chunk.view_of(flat, index)
+            if value.device.type == "cpu" and self._is_far(flat) and view.is_contiguous():
+                sent.append((chunk.spec.members[index].offset, value.reshape(-1)))
+            else:
+                view.copy_(value)
+        if sent:
+            self._uploads = self._uploads or Uploads(self._device, self._device.new_lane())
+            self._uploads.upload(sent, flat)
+
+    @staticmethod
+    def _is_far(flat: Tensor) -> bool:
+        return flat.device.type != "cpu"
 
     def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros in host memory, 1-D, until the next call. Always the same memory: if it was freed and allocated for
@@ -402,12 +413,13 @@ class Builder:
 
     def _collect(self, chunk: Chunk, full: Tensor) -> Tensor:
         """Rank 0's values of the whole chunk, put into `full`, 1-D; where they come from a source, `full` stays."""
-        for index, member in enumerate(chunk.spec.members):
-            if member.fqn in self._shells:
-                layout = cast(ShellParameter, self._named[member.fqn]).layout_at_elixir
-                layout.fill(chunk.view_of(full, index), self._shells[member.fqn])
-            elif member.fqn not in self._sources:
-                self._send_up(self._named[member.fqn].detach(), chunk.view_of(full, index))
+        members = dict(enumerate(member.fqn for member in chunk.spec.members))
+        own = {i: name for i, name in members.items() if name not in self._sources and name not in self._shells}
+        self._put_members(chunk, full, {index: self._named[name].detach() for index, name in own.items()})
+        for index, name in members.items():
+            if name in self._shells:
+                layout = cast(ShellParameter, self._named[name]).layout_at_elixir
+                layout.fill(chunk.view_of(full, index), self._shells[name])
         return full
 
     def _read_sources(self, chunk: Chunk, piece: Tensor) -> None:

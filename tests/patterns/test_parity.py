@@ -30,6 +30,7 @@ from tests.helpers.once import computed_once
 from tests.helpers.patterns import Case, Language, difference, train_plain, train_ranks
 from tests.helpers.plans import make_plan
 from tests.helpers.tiers import telling
+from tests.runtime.test_ranks import sent_up
 
 TIGHT = {"placement_policy": "cpu", "chunk_size": 6000}
 CLOSE = 1e-5
@@ -80,6 +81,15 @@ def test_equals_one_process_with_all_batches(name: str) -> None:
         assert difference(run[2], state) < CLOSE
         assert difference(run[2], runs[0][2]) == 0
         assert run[3]["evictions"] > 0
+
+
+def test_cut_values_from_the_host_arrive_piece_by_piece() -> None:
+    world, case = CASES["both"]
+    directly = run_ranks(train_ranks, world, case)
+    for (run, pieces), expected in zip(run_ranks(sent_up, world, train_ranks, case), directly, strict=True):
+        assert run[:2] == expected[:2]
+        assert difference(run[2], expected[2]) == 0
+        assert (pieces > 10) == (expected is directly[0])
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_elixir.core.device import Uploads
 from lightning_elixir.errors import DivergenceError, PlanError
+from lightning_elixir.runtime.build import Builder
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
@@ -264,6 +267,26 @@ def test_ranks_without_values_get_those_of_rank_0() -> None:
     assert torch.equal(state["down.weight"], state["up.weight"])
     assert not state["shift"].any()
     assert all(bool(torch.isfinite(v).all()) for v in state.values())
+
+
+def sent_up(train: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+    """Values take the way from the host to a device on the CPU, in small pieces, as they do on a GPU."""
+    pieces = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Builder, "_is_far", staticmethod(lambda flat: True))
+        monkeypatch.setattr(Uploads, "_PIECE_NUMEL", 300)
+        send = Uploads.send
+        monkeypatch.setattr(Uploads, "send", lambda self, target: pieces.append(1) or send(self, target))
+        return train(*args), len(pieces)
+
+
+@pytest.mark.parametrize("name", telling(["odd", "conv", "gpt2"], "odd", "conv"))
+def test_values_from_the_host_arrive_piece_by_piece(name: str) -> None:
+    directly = run_ranks(train_rank, 2, name, 1, OPTIONS["cpu"])[0][0]
+    (run, pieces), (_, none) = run_ranks(sent_up, 2, train_rank, name, 1, OPTIONS["cpu"])
+    assert pieces > 3
+    assert none == 0  # rank 0 alone has values
+    assert [key for key, value in directly.items() if not torch.equal(run[0][key], value)] == []
 
 
 def new_table(factors: torch.Tensor, *, is_scaled: bool) -> tuple[ElixirModule, ElixirOptimizer, Any]:
