@@ -96,3 +96,17 @@ def test_defaults_on_two_ranks(tmp_path: Path) -> None:
     losses = [found[name]["losses"] for name in names[:2]]
     assert losses[0][0] == losses[1][0]  # before anything is clipped
     assert losses[0] != losses[1]
+
+
+@pytest.mark.full
+def test_adapters_of_a_model_that_is_made_chunk_by_chunk(tmp_path: Path) -> None:
+    out = tmp_path / "lora.json"
+    sizes = ("--gpu-limit", "256KiB", "--tokens", "128", "--seq", "64", "--steps", "5")
+    _output_of(FOLDER / "lora_large.py", "--preset", "toy", "--device", "cpu", *sizes, "--out", out)
+    found = json.loads(out.read_text())
+    assert found["stats"]["evictions"] > 0
+    assert found["adapter_parameters"] < found["parameters"] / 2
+    assert found["operations"] == 6 * 128 * found["parameters"]
+    assert len(found["losses"]) == 5
+    assert all(5 < loss < 6 for loss in found["losses"])  # of 256 words, all as likely
+    assert found["predicted_s"] > 0
