@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -86,9 +87,16 @@ class Device(Protocol):
 
     def free(self, storage: torch.UntypedStorage) -> None: ...
 
-    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D host tensor of zeros, as the system gives fresh memory: they cost nothing. Page-locked where that speeds
-        transfers up and is possible."""
+    def host_zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
+        """1-D host tensor of zeros, as the system gives fresh memory: they cost nothing.
+
+        Args:
+            is_locked: Whether it is page-locked, where that speeds transfers up and is possible. It takes longer than
+                for all cores to touch the memory.
+        """
+
+    def lock(self, tensor: Tensor) -> None:
+        """Page-lock all of the memory of a tensor from `host_zeros`, which may be so already."""
 
     def compute_stream(self) -> Stream:
         """The one on which this thread computes now."""
@@ -178,8 +186,11 @@ class CpuDevice:
     def free(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)
 
-    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def host_zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
+
+    def lock(self, tensor: Tensor) -> None:
+        pass
 
     def compute_stream(self) -> Stream:
         return _CpuStream()
@@ -291,6 +302,7 @@ class CudaDevice:
         self._pool = torch.cuda.MemPool()
         self._pool_lock = DeferringLock()  # torch refuses a second thread that uses the same pool, and miscounts then
         self._can_pin = pin_memory
+        self._unlocked = weakref.WeakValueDictionary[int, _PinnedPages]()  # by address
 
     def new_lane(self) -> Lane:
         return _CudaLane(self.torch_device)
@@ -312,18 +324,29 @@ class CudaDevice:
     def free(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)
 
-    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def host_zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
         if not self._can_pin or numel == 0:
             return torch.zeros(numel, dtype=dtype)
         pages = _PinnedPages(numel * dtype.itemsize)
         tensor = pages.tensor(dtype)
         _touch(tensor)
+        if is_locked:
+            self._pin(pages)
+        else:
+            self._unlocked[tensor.data_ptr()] = pages
+        return tensor
+
+    def lock(self, tensor: Tensor) -> None:
+        pages = self._unlocked.pop(tensor.untyped_storage().data_ptr(), None)
+        if pages is not None and self._can_pin:
+            self._pin(pages)
+
+    def _pin(self, pages: _PinnedPages) -> None:
         if not pages.pin():
             self._can_pin = False
             log.warning(
                 "could not page-lock host memory: transfers will be slower; raise the memory lock limit (ulimit -l)"
             )
-        return tensor
 
     def compute_stream(self) -> Stream:
         return _CudaStream(torch.cuda.current_stream(self.torch_device))

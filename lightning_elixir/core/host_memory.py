@@ -3,8 +3,10 @@
 [Note: memory ahead] The system gives pages of fresh memory at some 35 GiB/s to all cores at once, and locks them with
 one thread at half that rate (seen on a host of 16 cores), so memory for 90 GiB of states takes seven seconds. They pass
 beside what else comes before the first step: values are copied, a step is tried without values, placements are
-compared. Memory is made for the plan in force; what the next one does not need is given back. To unlock and give back
-what chunks leave takes nearly as long as to copy them, so threads do that as well.
+compared. What only the host reads and writes, moments of Adam that no update sends to the device, is not locked: that
+is half of all, and four ranks, which a driver serves one after the other, waited for it 7 of the 52 s to the end of the
+first step (seen). Memory is made for the plan in force; what the next one does not need is given back. To unlock and
+give back what chunks leave takes nearly as long as to copy them, so threads do that as well.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +24,15 @@ from lightning_elixir.core.host import available_host_bytes
 from lightning_elixir.core.signals import DeferringLock
 from lightning_elixir.core.worker import Task, Worker
 
-Extent = tuple[int, torch.dtype]
-"""Elements and dtype of a 1-D tensor."""
+
+class Extent(NamedTuple):
+    """A 1-D tensor in host memory."""
+
+    numel: int
+    dtype: torch.dtype
+    is_locked: bool = True
+    """Page-locked, for the device to take or to bring."""
+
 
 _NUM_THREADS = 2
 # Nothing is made ahead into the last of the host's memory, so much for each rank of it: there every piece is looked for
@@ -33,13 +43,13 @@ _MOST_RANKS_OF_A_HOST = 16
 
 def bytes_of(extents: Iterable[Extent]) -> int:
     """What such tensors take."""
-    return sum(numel * dtype.itemsize for numel, dtype in extents)
+    return sum(extent.numel * extent.dtype.itemsize for extent in extents)
 
 
 class HostMemory:
     """Gives tensors in host memory.
 
-        memory.prepare([(2**28, torch.float32)] * 3)  # threads begin
+        memory.prepare([Extent(2**28, torch.float32)] * 3)  # threads begin
         ...
         master = memory.zeros(2**28, torch.float32)  # is there already, or is made now
         memory.drop()  # what was prepared and is not needed
@@ -63,7 +73,7 @@ class HostMemory:
         """Have such tensors made by threads, in this order, for `zeros` to come; while little memory is free, none."""
         with self._lock:
             for extent in extents:
-                if extent[0]:
+                if extent.numel:
                     piece = _Piece(self._device, extent, self._least_free_bytes)
                     piece.task = self._worker.submit(piece.make)
                     self._pieces[extent].append(piece)
@@ -93,16 +103,17 @@ class HostMemory:
                 missing.append(extent)
         self.prepare(missing)
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
         """1-D zeros; see `Device.host_zeros`. Where little memory is free and none of these is there, what was prepared
         goes back first: it may be of other sizes, for a plan that is not in force any more."""
-        piece = self._taken((numel, dtype))
+        extent = Extent(numel, dtype, is_locked)
+        piece = self._taken(extent)
         tensor = None if piece is None else piece.wait()
         if tensor is not None:
             return tensor
-        if self._pieces and available_host_bytes() < bytes_of([(numel, dtype)]) + self._least_free_bytes:
+        if self._pieces and available_host_bytes() < bytes_of([extent]) + self._least_free_bytes:
             self.drop()
-        return self._device.host_zeros(numel, dtype)
+        return self._device.host_zeros(numel, dtype, is_locked=is_locked)
 
     def _taken(self, extent: Extent) -> _Piece | None:
         """One that is there; or else the last one that was asked for, so that the threads go on with the first ones
@@ -173,8 +184,9 @@ class _Piece:
     def make(self) -> None:
         if available_host_bytes() >= self.nbytes + self._least_free_bytes:
             self.is_begun = True
+            numel, dtype, is_locked = self._extent
             try:
-                self.tensor = self._device.host_zeros(*self._extent)
+                self.tensor = self._device.host_zeros(numel, dtype, is_locked=is_locked)
             finally:
                 self.is_begun = self.tensor is not None
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,16 @@ from torch import Tensor
 from lightning_elixir.optim.updates import StatesOnDisk
 from lightning_elixir.plan.types import ALIGN_NUMEL
 from lightning_elixir.storage.nvme import MOMENTS, ChunkStates, Piece
+
+
+class Zeros(Protocol):
+    """Makes 1-D tensors of zeros on a device, in host memory or without memory."""
+
+    def __call__(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
+        """
+        Args:
+            is_locked: Of host memory: whether it is page-locked.
+        """
 
 
 @dataclass(frozen=True)
@@ -38,8 +49,9 @@ class AdamStates:
         places: The segments, in order.
         shard_numel: Elements of the shard.
         dtype: Of the moments.
-        zeros: Makes 1-D tensors of zeros (numel, dtype) where they shall live.
+        zeros: Makes 1-D tensors of zeros where they shall live.
         on_disk: Where they are, if that is a disk.
+        is_sent: Whether updates send them to the device, from host memory: then it is page-locked.
     """
 
     def __init__(
@@ -47,8 +59,10 @@ class AdamStates:
         places: Sequence[SegmentPlace],
         shard_numel: int,
         dtype: torch.dtype,
-        zeros: Callable[[int, torch.dtype], Tensor],
+        zeros: Zeros,
         on_disk: ChunkStates | None,
+        *,
+        is_sent: bool,
     ) -> None:
         self.places = tuple(places)
         self.on_disk = on_disk
@@ -63,6 +77,7 @@ class AdamStates:
         self._shard_numel = shard_numel
         self._dtype = dtype
         self._zeros = zeros
+        self.is_sent = is_sent
         # Where each segment's moments begin, and how many elements they are in all. On a disk they lie as the shard
         # does, so that a piece is the same elements of everything. In memory they are as far apart as in the shard
         # where segments follow each other there.
@@ -74,18 +89,22 @@ class AdamStates:
         if on_disk is not None:
             self._starts, self.numel = [p.shard_offset for p in places], on_disk.spec.numel
 
-    def allocate(self) -> None:
-        """Make the moments if there are none yet."""
+    def allocate(self, *, is_coming: bool = False) -> None:
+        """Make the moments if there are none yet.
+
+        Args:
+            is_coming: There are values to come, perhaps from the device.
+        """
         if not self.moments:
-            self.moments = self._new()
+            self.moments = self._new(is_locked=is_coming or self.is_sent)
             self._fresh = set() if self.on_disk is not None else set(range(len(self.places)))
 
     def allocate_spares(self) -> None:
         """Make a second set, if there is none yet."""
-        self.spares = self.spares or self._new()
+        self.spares = self.spares or self._new(is_locked=self.is_sent)
 
-    def _new(self) -> tuple[Tensor, ...]:
-        return tuple(self._zeros(self.numel, self._dtype) for _ in MOMENTS)
+    def _new(self, *, is_locked: bool) -> tuple[Tensor, ...]:
+        return tuple(self._zeros(self.numel, self._dtype, is_locked=is_locked) for _ in MOMENTS)
 
     def exchange(self) -> None:
         """The spare moments are those in use, and the other way round."""
@@ -211,7 +230,7 @@ class AdamStates:
         if self.on_disk is not None and self.on_disk == earlier.on_disk:
             self.moments, self.counts, self._blank = earlier.moments, earlier.counts, earlier._blank
         elif earlier.counts:
-            self.allocate()
+            self.allocate(is_coming=True)
             if earlier._has_come_from_disk():
                 for number, part in enumerate(MOMENTS):
                     self._copy_by_pieces(earlier, number, part)

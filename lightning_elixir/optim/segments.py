@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_elixir.core.host_memory import Extent
 from lightning_elixir.errors import PlanError
-from lightning_elixir.optim.adam_states import AdamStates, SegmentPlace
+from lightning_elixir.optim.adam_states import AdamStates, SegmentPlace, Zeros
 from lightning_elixir.optim.elementwise import InnerMaker
 from lightning_elixir.optim.elementwise_check import settings_of
 from lightning_elixir.optim.gradient_change import GradientChange
@@ -32,8 +32,9 @@ class SegmentOptimizer:
         work: 1-D tensor to update: the master, or the compute shard where there is none; on `meta` if it is on a disk.
         places: The segments that have a parameter group, in order.
         groups: The user's parameter groups, for settings.
-        zeros: Makes 1-D tensors of zeros (numel, dtype) where the moments shall live.
+        zeros: Makes 1-D tensors of zeros where the moments shall live.
         on_disk: Where the moments are, if that is a disk; Adam only.
+        is_sent: See `AdamStates`.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class SegmentOptimizer:
         work: Tensor,
         places: Sequence[SegmentPlace],
         groups: Sequence[Mapping[str, Any]],
-        zeros: Callable[[int, torch.dtype], Tensor],
+        zeros: Zeros,
         on_disk: ChunkStates | None = None,
+        *,
+        is_sent: bool = True,
     ) -> None:
         self.places = tuple(places)
         self.work = work
-        self.adam = AdamStates(self.places, work.numel(), work.dtype, zeros, on_disk)
+        self.adam = AdamStates(self.places, work.numel(), work.dtype, zeros, on_disk, is_sent=is_sent)
         """Empty for other optimizers."""
         # Others than Adam: position -> memory for the states that its first step will make, until then.
         self._reserved: dict[int, list[Tensor]] = {}
@@ -147,13 +150,14 @@ class SegmentOptimizer:
     @property
     def moments(self) -> list[Extent]:
         """What Adam's moments take; nothing for other optimizers."""
-        return [(self.adam.numel, self.work.dtype)] * len(MOMENTS) if self.is_adam else []
+        extent = Extent(self.adam.numel, self.work.dtype, self.adam.is_sent)
+        return [extent] * len(MOMENTS) if self.is_adam else []
 
     def moments_to_host(self) -> list[Extent]:
         """What Adam's moments take in host memory if they come there: nothing before a first step, or if they are."""
         is_elsewhere = bool(self.adam.moments) and self.adam.moments[0].device.type != "cpu"
         is_coming = self.is_adam and bool(self.adam.counts) and is_elsewhere
-        return [(self.adam.numel_in_memory, self.work.dtype)] * len(MOMENTS) if is_coming else []
+        return [Extent(self.adam.numel_in_memory, self.work.dtype)] * len(MOMENTS) if is_coming else []
 
     def moment_memory(self) -> list[Tensor]:
         """What Adam's moments lie in now, with the second set."""
@@ -371,6 +375,8 @@ class SegmentOptimizer:
                 mine.allocate()
             if is_same and self.is_adam and theirs.moments and theirs.moments[0].device == self.work.device:
                 mine.take_memory(theirs)
+            elif self.is_adam and theirs.counts and mine.on_disk is None:
+                mine.allocate(is_coming=True)
             with theirs.opened(), mine.opened(is_written=True):
                 self._copy_states(earlier)
         if has_reserved:

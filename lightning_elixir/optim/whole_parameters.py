@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_elixir.optim.adam_states import SegmentPlace
+from lightning_elixir.optim.adam_states import SegmentPlace, Zeros
 from lightning_elixir.optim.elementwise import InnerMaker
 from lightning_elixir.optim.elementwise_check import settings_of
 from lightning_elixir.optim.segments import SegmentOptimizer
@@ -45,7 +45,7 @@ class WholeParameters(SegmentOptimizer):
         work: This rank's shard of the chunk, 1-D: tells the dtype, and the device where states live.
         places: The parameters that this rank owns and that have a group; `numel` is the whole parameter's.
         groups: The user's parameter groups.
-        zeros: Makes 1-D tensors of zeros (numel, dtype) where states shall live.
+        zeros: Makes 1-D tensors of zeros where states shall live.
         layouts: By member index.
     """
 
@@ -55,7 +55,7 @@ class WholeParameters(SegmentOptimizer):
         work: Tensor,
         places: Sequence[SegmentPlace],
         groups: Sequence[Mapping[str, Any]],
-        zeros: Callable[[int, torch.dtype], Tensor],
+        zeros: Zeros,
         layouts: Mapping[int, Layout],
     ) -> None:
         super().__init__(maker, work, (), groups, zeros)

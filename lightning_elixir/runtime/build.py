@@ -190,9 +190,11 @@ class Builder:
     def _on_host(self, spec: ChunkSpec) -> list[Extent]:
         """What the chunk's shard has in host memory, states and gradients left out."""
         master = self._precision.master_of(spec)
-        found = [] if master is None or spec.optim_tier is not Tier.CPU else [(self._store.optim_numel(spec), master)]
+        found = (
+            [] if master is None or spec.optim_tier is not Tier.CPU else [Extent(self._store.optim_numel(spec), master)]
+        )
         if spec.param_tier is Tier.CPU:
-            found.append((self._store.param_numel(spec), dtype_of(spec)))
+            found.append(Extent(self._store.param_numel(spec), dtype_of(spec)))
         return found
 
     def _agreed_sources(self) -> dict[str, Source]:

@@ -16,7 +16,7 @@ from lightning_elixir.plan.memory import is_on_nvme
 from lightning_elixir.plan.owners import owners_of, whole_update_bytes
 from lightning_elixir.plan.regime import StateCount
 from lightning_elixir.plan.shard_segments import Segment
-from lightning_elixir.plan.types import Plan
+from lightning_elixir.plan.types import Plan, Tier
 from lightning_elixir.runtime.chunk import Chunk
 
 if TYPE_CHECKING:
@@ -156,6 +156,9 @@ class ChunkOptimizers:
             return
         inner, earlier = self._made(chunk), self.inner.get(chunk.id)
         if earlier is not None and chunk.id not in self._lost:
+            if chunk.spec.is_update_streamed or chunk.spec.optim_tier is Tier.GPU:  # the device takes them
+                for moment in earlier.moment_memory():
+                    self._engine.device.lock(moment)
             inner.take_states(earlier)
             if self._engine.store[chunk.id].spare_master is None:
                 inner.drop_spares()
@@ -202,7 +205,8 @@ class ChunkOptimizers:
         if self.maker.is_whole:
             layouts = {i: Layout(m.shape, chunk.strides[i]) for i, m in enumerate(chunk.spec.members)}
             return WholeParameters(self.maker, work, places, self.groups, zeros, layouts)
-        return SegmentOptimizer(self.maker, work, places, self.groups, zeros, on_disk)
+        is_sent = chunk.spec.is_update_streamed
+        return SegmentOptimizer(self.maker, work, places, self.groups, zeros, on_disk, is_sent=is_sent)
 
 
 def _sizes(groups: Sequence[dict[str, Any]]) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ class Landing:
         dtype = self._first_dtype(chunk)
         if self._store.has_grad_memory(chunk.spec, dtype):
             return []
-        return [(self._store.optim_numel(chunk.spec), dtype)]
+        return [Extent(self._store.optim_numel(chunk.spec), dtype)]
 
     def _first_dtype(self, chunk: Chunk) -> torch.dtype:
         """In which the first gradient lands in host memory."""

@@ -87,13 +87,13 @@ def _to_come(engine: Engine, chunk: Chunk, spec: ChunkSpec, before: ShardStore) 
     found: list[Extent] = []
     if spec.optim_tier is Tier.CPU and chunk.spec.optim_tier is not Tier.CPU:
         master, numel = engine.precision.master_of(spec), engine.store.optim_numel(spec)
-        found += [] if master is None else [(numel, master)]
+        found += [] if master is None else [Extent(numel, master)]
         for states in engine.steps.optimizers.states:
             inner = states.inner.get(chunk.id)
             found += [] if inner is None else inner.moments_to_host()
     has_param = before[chunk.id].param is not None and chunk.spec.param_tier is Tier.CPU
     if spec.param_tier is Tier.CPU and not spec.is_persistent and not has_param:
-        found.append((engine.store.param_numel(spec), dtype_of(spec)))
+        found.append(Extent(engine.store.param_numel(spec), dtype_of(spec)))
     return found
 
 

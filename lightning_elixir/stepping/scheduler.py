@@ -141,7 +141,7 @@ class UpdateScheduler:
         if chunk is None or self._torch_steps is not None:
             return
         master = self._engine.store[chunk.id].master
-        moments = [dtype for _, dtype in self.states.inner[chunk.id].moments]
+        moments = [moment.dtype for moment in self.states.inner[chunk.id].moments]
         own = chunk.dtype if master is None else master.dtype
         self._runner.load_kernels([own, chunk.dtype, *moments, *([] if master is None else [chunk.dtype])])
 
@@ -164,7 +164,7 @@ class UpdateScheduler:
         found = [] if inner.state_bytes() else inner.moments
         if chunk.spec.has_spare_states and shard.spare_master is None and shard.master is not None:
             numel = shard.master.numel()
-            found = [*found, (numel, shard.master.dtype), (numel, chunk.dtype), *inner.moments]
+            found = [*found, Extent(numel, shard.master.dtype), Extent(numel, chunk.dtype), *inner.moments]
         return [*found, *self._engine.reducer.landing.to_reserve(chunk)]
 
     def prepare_move(self, groups: Sequence[dict[str, Any]] | None = None) -> None:

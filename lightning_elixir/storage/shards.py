@@ -175,10 +175,14 @@ class ShardStore:
             return torch.empty(numel, dtype=dtype, device=self._device.torch_device)
         return self.zeros(numel, dtype, tier)
 
-    def zeros(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
-        """As `empty`, zeros."""
+    def zeros(self, numel: int, dtype: torch.dtype, tier: Tier, *, is_locked: bool = True) -> Tensor:
+        """As `empty`, zeros.
+
+        Args:
+            is_locked: Of host memory: as for `Device.host_zeros`.
+        """
         if tier is Tier.CPU:
-            return self.memory.zeros(numel, dtype)
+            return self.memory.zeros(numel, dtype, is_locked=is_locked)
         device = self._device.torch_device if tier is Tier.GPU else "meta"
         return torch.zeros(numel, dtype=dtype, device=device)
 

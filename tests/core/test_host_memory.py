@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lightning_elixir.core import host_memory
 from lightning_elixir.core.device import CpuDevice
-from lightning_elixir.core.host_memory import HostMemory
+from lightning_elixir.core.host_memory import Extent, HostMemory
 
-FLOATS = (1000, torch.float32)
+FLOATS = Extent(1000, torch.float32)
 LONGEST_S = 20.0
 
 
@@ -28,10 +28,11 @@ class Device(CpuDevice):
         self.gate = threading.Event()
         self.gate.set()
         self.by_threads: list[Tensor] = []
+        self.locked: list[int] = []  # addresses
         self.num_by_caller = self.num_begun = 0
         self.fails = False
 
-    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def host_zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
         if threading.current_thread() is threading.main_thread():
             self.num_by_caller += 1
             return super().host_zeros(numel, dtype)
@@ -41,6 +42,7 @@ class Device(CpuDevice):
             raise MemoryError("none left")
         tensor = super().host_zeros(numel, dtype)
         self.by_threads.append(tensor)
+        self.locked += [tensor.data_ptr()] * is_locked
         return tensor
 
 
@@ -66,14 +68,14 @@ def _until(is_so: Callable[[], bool]) -> None:
 
 
 def test_what_was_prepared_is_given_once_each(memory: HostMemory, device: Device) -> None:
-    memory.prepare([FLOATS, (7, torch.bfloat16), FLOATS, (0, torch.float32)])
+    memory.prepare([FLOATS, Extent(7, torch.bfloat16), FLOATS, Extent(0, torch.float32)])
     _until(lambda: memory.bytes_ahead() == 8000 + 14)
-    given = [memory.zeros(*FLOATS), memory.zeros(7, torch.bfloat16), memory.zeros(*FLOATS)]
+    given = [memory.zeros(*FLOATS[:2]), memory.zeros(7, torch.bfloat16), memory.zeros(*FLOATS[:2])]
     assert {t.data_ptr() for t in given} == {t.data_ptr() for t in device.by_threads}
     assert device.num_by_caller == memory.bytes_ahead() == 0
-    given.append(memory.zeros(*FLOATS))
+    given.append(memory.zeros(*FLOATS[:2]))
     assert device.num_by_caller == 1
-    assert [(t.numel(), t.dtype) for t in given] == [FLOATS, (7, torch.bfloat16), FLOATS, FLOATS]
+    assert [Extent(t.numel(), t.dtype) for t in given] == [FLOATS, Extent(7, torch.bfloat16), FLOATS, FLOATS]
     assert not any(t.any() for t in given)
 
 
@@ -82,10 +84,10 @@ def test_what_no_thread_has_begun_is_made_by_the_caller(memory: HostMemory, devi
     memory.prepare([FLOATS] * 4)
     _until(lambda: device.num_begun == 2)
     assert (memory.bytes_ahead(), memory.bytes_begun()) == (0, 8000)
-    given = [memory.zeros(*FLOATS), memory.zeros(*FLOATS)]
+    given = [memory.zeros(*FLOATS[:2]), memory.zeros(*FLOATS[:2])]
     assert device.num_by_caller == 2
     device.gate.set()
-    given += [memory.zeros(*FLOATS), memory.zeros(*FLOATS)]  # are waited for
+    given += [memory.zeros(*FLOATS[:2]), memory.zeros(*FLOATS[:2])]  # are waited for
     assert device.num_by_caller == device.num_begun == 2
     assert len({t.data_ptr() for t in given}) == 4
 
@@ -93,7 +95,7 @@ def test_what_no_thread_has_begun_is_made_by_the_caller(memory: HostMemory, devi
 def test_what_is_not_asked_for_goes_back(memory: HostMemory, device: Device) -> None:
     memory.prepare([FLOATS, FLOATS])
     _until(lambda: memory.bytes_ahead() == 8000)
-    kept, left = memory.zeros(*FLOATS), [weakref.ref(t) for t in device.by_threads]
+    kept, left = memory.zeros(*FLOATS[:2]), [weakref.ref(t) for t in device.by_threads]
     device.by_threads.clear()
     memory.drop()
     assert memory.bytes_ahead() == 0
@@ -107,10 +109,10 @@ def test_what_is_under_way_is_not_made_twice(memory: HostMemory, device: Device)
     device.gate.clear()
     memory.prepare([FLOATS] * 3)
     _until(lambda: device.num_begun == 2)
-    memory.prepare_missing([FLOATS, (7, torch.bfloat16), *[FLOATS] * 4])
+    memory.prepare_missing([FLOATS, Extent(7, torch.bfloat16), *[FLOATS] * 4])
     device.gate.set()
     _until(lambda: memory.bytes_ahead() == 5 * 4000 + 14)
-    memory.prepare_missing([FLOATS, (7, torch.bfloat16)])
+    memory.prepare_missing([FLOATS, Extent(7, torch.bfloat16)])
     assert memory.bytes_begun() == 5 * 4000 + 14
 
 
@@ -122,7 +124,7 @@ def test_nothing_keeps_those_that_asked(memory: HostMemory, device: Device) -> N
 
     def ask() -> weakref.ref[User]:
         user = User()
-        memory.zeros(*FLOATS)
+        memory.zeros(*FLOATS[:2])
         return weakref.ref(user)
 
     gc.disable()
@@ -141,7 +143,7 @@ def test_a_thread_that_gets_none_harms_nothing(memory: HostMemory, device: Devic
     _until(lambda: device.num_begun == 1)
     memory._worker.wait()
     assert memory.bytes_begun() == 0
-    assert memory.zeros(*FLOATS).numel() == 1000
+    assert memory.zeros(*FLOATS[:2]).numel() == 1000
     assert device.num_by_caller == 1
 
 
@@ -150,7 +152,7 @@ def test_the_last_of_the_host_is_left(memory: HostMemory, device: Device, monkey
     memory.prepare([FLOATS])
     memory._worker.wait()
     assert memory.bytes_ahead() == device.num_begun == 0
-    memory.zeros(*FLOATS)
+    memory.zeros(*FLOATS[:2])
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2 * 2**30 + 4000)
     memory.prepare([FLOATS])
     memory._worker.wait()
@@ -168,9 +170,19 @@ def test_what_was_prepared_gives_way_to_what_is_asked_for(
     memory.zeros(7, torch.float32)  # there is enough for all
     assert memory.bytes_ahead() == 8000
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2 * 2**30)
-    kept = memory.zeros(*FLOATS)  # takes nothing more
+    kept = memory.zeros(*FLOATS[:2])  # takes nothing more
     assert [ref() is kept for ref in left].count(True) == 1
     assert memory.bytes_ahead() == 4000
     memory.zeros(7, torch.float32)
     assert memory.bytes_ahead() == 0
     assert [ref() is None for ref in left].count(True) == 1
+
+
+def test_what_is_to_be_locked_is_not_given_as_something_else(memory: HostMemory, device: Device) -> None:
+    memory.prepare([FLOATS, FLOATS._replace(is_locked=False)])
+    _until(lambda: memory.bytes_ahead() == 8000)
+    unlocked = memory.zeros(*FLOATS[:2], is_locked=False)
+    assert len(device.locked) == 1
+    assert unlocked.data_ptr() in {tensor.data_ptr() for tensor in device.by_threads} - set(device.locked)
+    memory.zeros(*FLOATS[:2], is_locked=False)
+    assert (device.num_by_caller, memory.bytes_ahead()) == (1, 4000)

@@ -201,9 +201,9 @@ def counted_host_memory(device: torch.device) -> Iterator[list[tuple[int, torch.
     real: Callable[..., Tensor] = kind.host_zeros
     taken: list[tuple[int, torch.dtype]] = []
 
-    def counting(self: Any, numel: int, dtype: torch.dtype) -> Tensor:
+    def counting(self: Any, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
         taken.append((numel, dtype))
-        return real(self, numel, dtype)
+        return real(self, numel, dtype, is_locked=is_locked)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "host_zeros", counting)

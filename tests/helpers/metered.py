@@ -53,7 +53,7 @@ class MeteredCpuDevice(CpuDevice):
         self._live_bytes -= nbytes
         self.pooled_bytes += nbytes
 
-    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def host_zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
         self._is_host_memory = True
         try:
             return super().host_zeros(numel, dtype)
@@ -117,7 +117,7 @@ class MeteredHostDevice(CpuDevice):
         super().__init__()
         self.host_bytes = self.peak_host_bytes = 0
 
-    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def host_zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
         tensor = super().host_zeros(numel, dtype)
         nbytes = tensor.untyped_storage().nbytes()
         self._take(nbytes)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_elixir import ElixirModule, ElixirOptimizer, HybridAdam
 from lightning_elixir.core.device import CpuDevice
-from lightning_elixir.core.host_memory import HostMemory
+from lightning_elixir.core.host_memory import Extent, HostMemory
 from lightning_elixir.errors import CapacityError
 from lightning_elixir.optim import execution
 from lightning_elixir.plan.types import Plan
@@ -171,7 +171,7 @@ def test_what_is_being_made_is_no_shortage(monkeypatch: pytest.MonkeyPatch) -> N
     memory, has_begun = engine.engine.host_memory, threading.Event()
     zeros, is_dropped = CpuDevice.host_zeros, threading.Event()
 
-    def slow(device: CpuDevice, numel: int, dtype: torch.dtype) -> Tensor:
+    def slow(device: CpuDevice, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
         if "elixir-memory" in threading.current_thread().name:
             has_begun.set()
             assert is_dropped.wait(20)
@@ -196,7 +196,7 @@ def test_what_is_prepared_is_what_is_reserved(monkeypatch: pytest.MonkeyPatch) -
     taken: list[list[tuple[int, torch.dtype]]] = []
     zeros = CpuDevice.host_zeros
 
-    def noted(device: CpuDevice, numel: int, dtype: torch.dtype) -> Tensor:
+    def noted(device: CpuDevice, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
         taken[-1].append((numel, dtype))
         return zeros(device, numel, dtype)
 
@@ -247,7 +247,7 @@ def test_the_first_step_gives_back_what_it_does_not_need(make_optimizer: Any) ->
     optimizer = ElixirOptimizer(engine, make_optimizer(engine.parameters(), lr=0.1))
     assert _threads() == []
     optimizer.prepare()
-    engine.engine.host_memory.prepare([(7, torch.float32)])  # of a plan that was in force
+    engine.engine.host_memory.prepare([Extent(7, torch.float32)])  # of a plan that was in force
     engine.engine.host_memory._worker.wait()
     assert _threads()
     optimizer.backward(sum(p.float().sum() for p in engine.parameters()))

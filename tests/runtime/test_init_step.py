@@ -203,7 +203,7 @@ def test_a_first_step_over_some_members_frees_theirs_alone() -> None:
     groups = [torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9, dampening=0.5).param_groups[0]]
     work = torch.ones(32)
     inner = SegmentOptimizer(
-        InnerMaker(torch.optim.SGD), work, places, groups, lambda numel, dtype: torch.empty(numel, dtype=dtype)
+        InnerMaker(torch.optim.SGD), work, places, groups, lambda numel, dtype, **_: torch.empty(numel, dtype=dtype)
     )
     inner.reserve_states()
     inner.step(torch.ones(32), {1}, groups)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.optim import HybridAdam
 from lightning_elixir.optim.streaming import StateStream
@@ -204,6 +205,56 @@ def test_several_ranks(how: str, options: dict[str, Any], world_size: int) -> No
         assert_same(results[0], expected[0])
         assert [sum(r.numel) for r in results] == [sum(r.numel) for r in expected]
         assert sum(r.numel[1] for r in results) > 0
+
+
+# What is page-locked
+
+
+@pytest.fixture
+def locked(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Addresses of host memory that a CUDA device would have page-locked."""
+    found: set[int] = set()
+    zeros = CpuDevice.host_zeros
+
+    def noted(device: CpuDevice, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
+        tensor = zeros(device, numel, dtype)
+        (found.add if is_locked else found.discard)(tensor.data_ptr())
+        return tensor
+
+    monkeypatch.setattr(CpuDevice, "host_zeros", noted)
+    monkeypatch.setattr(CpuDevice, "lock", lambda device, tensor: found.add(tensor.untyped_storage().data_ptr()))
+    return found
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("later", ["streamed", "gpu"])
+def test_moments_are_page_locked_before_the_device_takes_them(locked: set[int], prepared: bool, later: str) -> None:
+    """And not for updates by the host alone: locking takes longer than all else about memory."""
+    how = HOWS["bf16"]
+    module, optimizer = new_training(how, "host", CPU)
+    if prepared:
+        optimizer.prepare()
+    optimizer.reserve()
+    train_step(module, optimizer, how, 0)
+    inner = optimizer._updates.states.inner
+    moments = [m for one in inner.values() for m in one.moment_memory()]
+    shards = [module.engine.store[chunk.id] for chunk in module.engine.chunks if chunk.id in inner]
+    assert not any(m.data_ptr() in locked for m in moments)
+    sent = [t for shard in shards for t in (shard.param, shard.master, shard.grad_buffer)]
+    assert all(t is not None and t.data_ptr() in locked for t in sent)
+    module.replan(plan_for(make(how.name), how, later))
+    assert all(m.untyped_storage().data_ptr() in locked for m in moments)
+    module.replan(plan_for(make(how.name), how, "host"))  # back from there: page-locked, as it came from the device
+    assert all(m.data_ptr() in locked for one in inner.values() for m in one.moment_memory())
+    module.close()
+
+
+def test_moments_that_are_streamed_from_the_start_are_page_locked(locked: set[int]) -> None:
+    how = HOWS["bf16"]
+    module, optimizer = new_training(how, "streamed", CPU)
+    optimizer.reserve()
+    assert all(m.data_ptr() in locked for one in optimizer._updates.states.inner.values() for m in one.moment_memory())
+    module.close()
 
 
 # What is refused and said

@@ -65,7 +65,7 @@ def test_memory_for_transfers_comes_from_the_device(open_file: Open) -> None:
             super().__init__()
             self.is_synchronous = False
 
-        def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        def host_zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
             asked.append(numel)
             return super().host_zeros(numel, dtype)
 
