@@ -424,14 +424,14 @@ class Uploads:
     Args:
         device: Where it goes.
         lane: On which it goes.
+        piece_numel: Most elements of a buffer in `upload`.
     """
 
     _NUM_BUFFERS = 2
-    # While other threads lock pages, every call of the device's driver waits for them: few calls are worth 512 MiB.
-    _PIECE_NUMEL = 64 * 1024 * 1024
     _MOST_BETWEEN_NUMEL = 4096
 
-    def __init__(self, device: Device, lane: Lane) -> None:
+    def __init__(self, device: Device, lane: Lane, piece_numel: int = 16 * 1024 * 1024) -> None:
+        self._piece_numel = piece_numel
         self._device = device
         self._lane = lane
         self._buffers: list[tuple[Tensor, Event | None]] = []  # with what was sent from each last
@@ -445,7 +445,7 @@ class Uploads:
         """
         with self._lane.issue():  # what the compute stream does with `target` comes first
             pass
-        most = max(1, min(self._PIECE_NUMEL, target.numel()))
+        most = max(1, min(self._piece_numel, target.numel()))
         begin = end = 0  # of the elements that are in the buffer
         buffer: Tensor | None = None
         for offset, values in parts:

@@ -12,21 +12,18 @@ from lightning_elixir.core.device import CpuDevice, Uploads
 
 
 class Counting(Uploads):
-    """With small pieces."""
-
-    _PIECE_NUMEL = 1000
     _MOST_BETWEEN_NUMEL = 64
     sent = 0
 
     def send(self, target: Tensor) -> object:  # type: ignore[override]
         self.sent += 1
-        assert target.numel() <= self._PIECE_NUMEL
+        assert target.numel() <= 1000
         return super().send(target)
 
 
 def uploads() -> Counting:
     device = CpuDevice()
-    return Counting(device, device.new_lane())
+    return Counting(device, device.new_lane(), 1000)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_elixir.core.device import Uploads
 from lightning_elixir.errors import DivergenceError, PlanError
-from lightning_elixir.runtime.build import Builder
+from lightning_elixir.runtime import build
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
@@ -273,8 +273,8 @@ def sent_up(train: Callable[..., Any], *args: Any) -> tuple[Any, int]:
     """Values take the way from the host to a device on the CPU, in small pieces, as they do on a GPU."""
     pieces = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Builder, "_is_far", staticmethod(lambda flat: True))
-        monkeypatch.setattr(Uploads, "_PIECE_NUMEL", 300)
+        monkeypatch.setattr(build.Builder, "_is_far", staticmethod(lambda flat: True))
+        monkeypatch.setattr(build, "_PIECE_NUMEL", 300)
         send = Uploads.send
         monkeypatch.setattr(Uploads, "send", lambda self, target: pieces.append(1) or send(self, target))
         return train(*args), len(pieces)
