@@ -47,8 +47,8 @@ from lightning_elixir.storage.shards import Shard, ShardStore
 CHUNKS_AHEAD = 8
 # What the user's parameters have had of a chunk is freed by the way, if it is less.
 _WORTH_A_THREAD_BYTES = 16 * 2**20
-# Elements that go to the device at once. While threads lock pages every call of its driver waits for them: few calls are
-# worth 512 MiB.
+# Elements that go to the device at once. While threads lock pages every call of its driver waits for them: few calls
+# are worth 512 MiB.
 _PIECE_NUMEL = 64 * 2**20
 
 
