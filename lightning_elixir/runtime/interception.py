@@ -43,11 +43,6 @@ _WRITE_CURE = (
 )
 
 
-def _written_inside(where: str, names: Sequence[str]) -> str:
-    """The message for parameters that were written where that does not count."""
-    return f"parameters were written inside {where}: {', '.join(names[:5])}; {_WRITE_CURE}"
-
-
 class _StateDict(threading.local):
     """The `state_dict()` that a thread is in."""
 
@@ -179,14 +174,26 @@ class Interception:
         """Raises `StateError` if a parameter was given other memory, in which its values would be lost, or was written
         through `p.data`."""
         if lost := self.lost_writes.found(is_after_forward=where == "forward"):
-            raise StateError(_written_inside(where, lost))
+            raise StateError(self._written_inside(where, lost))
         replaced = [c.spec.members[index].fqn for c in self._chunks for index in c.take_replaced()]
         if replaced:
             raise StateError(
                 f"parameters were given other values, or another dtype or device, inside {where} (as `p.data = x`, "
                 f"`.half()` and `.to(device)` do): {', '.join(replaced[:5])}; {_WRITE_CURE}, and choose the dtype with "
-                "the precision"
+                f"the precision{self._cure_of_frozen(replaced)}"
             )
+
+    def _written_inside(self, where: str, names: Sequence[str]) -> str:
+        """The message for parameters that were written where that does not count."""
+        shown = ", ".join(names[:5])
+        return f"parameters were written inside {where}: {shown}; {_WRITE_CURE}{self._cure_of_frozen(names)}"
+
+    def _cure_of_frozen(self, names: Sequence[str]) -> str:
+        """What else serves where all of them are frozen, as a teacher that follows an average."""
+        frozen = {member.fqn for chunk in self._frozen for member in chunk.spec.members}
+        if not frozen.issuperset(names):
+            return ""
+        return "; or name them, or their module, in ignored=: out of chunks frozen ones may be written at any time"
 
     def check_unwritten(self, where: str) -> None:
         """Raises `StateError` if a parameter was written, in place or by assignment, since the forward began."""
@@ -197,7 +204,7 @@ class Interception:
         now = self._count()
         if versions != now:
             written = [self.name_of(p) for p, a, b in zip(self._counted, versions, now, strict=True) if a != b]
-            raise StateError(_written_inside(where, written))
+            raise StateError(self._written_inside(where, written))
 
     # Intercepted calls
 
@@ -434,7 +441,7 @@ class Interception:
                 "get plain parameters"
             )
         if self._engine.is_computing:
-            raise StateError(f"{self.name_of(parameter)} was written inside {self._engine.phase.value}: {_WRITE_CURE}")
+            raise StateError(self._written_inside(self._engine.phase.value, [self.name_of(parameter)]))
         chunk, index = self._at(parameter)
         if self._aliases.is_whole(chunk, index, value):
             return

@@ -475,8 +475,16 @@ class FollowsAnAverage(Net):
     ("make", "name"), [(ScalesWeights, r"layers\.\d\.up\.weight"), (FollowsAnAverage, r"teacher\.0\.norm\.weight")]
 )
 def test_writes_in_the_step_that_would_be_lost_are_an_error(make: type[Net], name: str) -> None:
-    with pytest.raises(StateError, match=rf"written inside forward: .*{name}.*move the write"):
+    with pytest.raises(StateError, match=rf"written inside forward: .*{name}.*move the write") as raised:
         fit(ElixirStrategy(**LIMIT), make)
+    assert ("in ignored=" in str(raised.value)) == (make is FollowsAnAverage)
+
+
+def test_a_frozen_copy_out_of_chunks_may_follow_an_average_in_the_step() -> None:
+    options = {**CHUNK, "gpu_memory_limit": "130KiB"}  # beside the copy chunks move
+    assert_same_run(
+        fit(ElixirStrategy(**options, ignored=["teacher"]), FollowsAnAverage)[2], fit("auto", FollowsAnAverage)[2]
+    )
 
 
 @pytest.mark.parametrize("make", [ScalesWeights, FollowsAnAverage])
