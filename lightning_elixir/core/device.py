@@ -409,7 +409,7 @@ class _PinnedPages(Pages):
         return self._is_pinned
 
     def __del__(self) -> None:
-        if self._is_pinned:
+        if self._is_pinned and self.is_own:
             with suppress(RuntimeError):  # CUDA may be gone already when the interpreter ends
                 # A transfer may still read these pages; without a wait it would send what comes to lie there next.
                 torch.cuda.synchronize()
@@ -471,6 +471,7 @@ class Uploads:
             if sent is not None:
                 sent.synchronize()
         if held is None or held.numel() < numel * dtype.itemsize:
+            held = None  # before there is another
             held = self._device.host_zeros(numel * dtype.itemsize, torch.uint8)
         self._buffers.append((held, None))
         return held[: numel * dtype.itemsize].view(dtype)

@@ -44,7 +44,8 @@ class Pages:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._unmap = _libc().munmap  # there until this object goes, also when the interpreter ends
+        self._process, self._process_now = os.getpid(), os.getpid
+        self._unmap = _libc().munmap  # functions that are there until this object goes, also when the interpreter ends
         self.address: int | None = None
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
@@ -62,7 +63,12 @@ class Pages:
         memory.pages = self  # type: ignore[attr-defined]  # the tensor holds `memory`
         return torch.frombuffer(memory, dtype=dtype)
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has it: a forked child may have other memory at the same address."""
+        return self._process == self._process_now()
+
     def __del__(self) -> None:
-        if self.address is not None:
+        if self.address is not None and self.is_own:
             self._unmap(self.address, self.nbytes)
-            self.address = None
+        self.address = None

@@ -93,7 +93,7 @@ class AdamStates:
         """Make the moments if there are none yet.
 
         Args:
-            is_coming: There are values to come, perhaps from the device.
+            is_coming: There are values to come from the device.
         """
         if not self.moments:
             self.moments = self._new(is_locked=is_coming or self.is_sent)
@@ -105,6 +105,11 @@ class AdamStates:
 
     def _new(self, *, is_locked: bool) -> tuple[Tensor, ...]:
         return tuple(self._zeros(self.numel, self._dtype, is_locked=is_locked) for _ in MOMENTS)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether there are moments, neither in host memory nor on a disk."""
+        return bool(self.moments) and self.moments[0].device.type not in ("cpu", "meta")
 
     def exchange(self) -> None:
         """The spare moments are those in use, and the other way round."""
@@ -230,7 +235,7 @@ class AdamStates:
         if self.on_disk is not None and self.on_disk == earlier.on_disk:
             self.moments, self.counts, self._blank = earlier.moments, earlier.counts, earlier._blank
         elif earlier.counts:
-            self.allocate(is_coming=True)
+            self.allocate(is_coming=earlier.is_on_device)
             if earlier._has_come_from_disk():
                 for number, part in enumerate(MOMENTS):
                     self._copy_by_pieces(earlier, number, part)

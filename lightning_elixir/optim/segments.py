@@ -153,11 +153,16 @@ class SegmentOptimizer:
         extent = Extent(self.adam.numel, self.work.dtype, self.adam.is_sent)
         return [extent] * len(MOMENTS) if self.is_adam else []
 
-    def moments_to_host(self) -> list[Extent]:
-        """What Adam's moments take in host memory if they come there: nothing before a first step, or if they are."""
+    def moments_to_host(self, *, is_sent: bool) -> list[Extent]:
+        """What Adam's moments take in host memory if they come there: nothing before a first step, or if they are.
+
+        Args:
+            is_sent: As they are to be then, see `AdamStates`.
+        """
         is_elsewhere = bool(self.adam.moments) and self.adam.moments[0].device.type != "cpu"
         is_coming = self.is_adam and bool(self.adam.counts) and is_elsewhere
-        return [Extent(self.adam.numel_in_memory, self.work.dtype)] * len(MOMENTS) if is_coming else []
+        extent = Extent(self.adam.numel_in_memory, self.work.dtype, is_sent or self.adam.is_on_device)
+        return [extent] * len(MOMENTS) if is_coming else []
 
     def moment_memory(self) -> list[Tensor]:
         """What Adam's moments lie in now, with the second set."""
@@ -376,7 +381,7 @@ class SegmentOptimizer:
             if is_same and self.is_adam and theirs.moments and theirs.moments[0].device == self.work.device:
                 mine.take_memory(theirs)
             elif self.is_adam and theirs.counts and mine.on_disk is None:
-                mine.allocate(is_coming=True)
+                mine.allocate(is_coming=theirs.is_on_device)
             with theirs.opened(), mine.opened(is_written=True):
                 self._copy_states(earlier)
         if has_reserved:

@@ -388,19 +388,21 @@ class Builder:
         return piece
 
     def _put_members(self, chunk: Chunk, flat: Tensor, values: Mapping[int, Tensor]) -> None:
-        """Copy values of members, by their index, to where these lie in a flat tensor, before anything lies between
-        them. From the host to the device they go through page-locked memory, which all cores fill and a GPU takes many
-        times as fast as the user's own."""
-        sent = []
-        for index, value in values.items():
-            view = chunk.view_of(flat, index)
-            if value.device.type == "cpu" and self._is_far(flat) and view.is_contiguous():
-                sent.append((chunk.spec.members[index].offset, value.reshape(-1)))
-            else:
-                view.copy_(value)
+        """Copy values of members, by their index, to where these lie in a flat tensor, before anything else lies
+        between them. From the host to the device they go through page-locked memory, which all cores fill and a GPU
+        takes many times as fast as the user's own."""
+        views = {index: chunk.view_of(flat, index) for index in values}
+        sent = [
+            index
+            for index, value in values.items()
+            if value.device.type == "cpu" and self._is_far(flat) and views[index].is_contiguous()
+        ]
         if sent:
+            members = chunk.spec.members
             self._uploads = self._uploads or Uploads(self._device, self._device.new_lane(), _PIECE_NUMEL)
-            self._uploads.upload(sent, flat)
+            self._uploads.upload(((members[i].offset, values[i].reshape(-1)) for i in sent), flat)
+        for index in values.keys() - set(sent):  # now, since what is between parts that are sent becomes zeros
+            views[index].copy_(values[index])
 
     @staticmethod
     def _is_far(flat: Tensor) -> bool:
@@ -498,9 +500,11 @@ def _free(tensors: list[Tensor]) -> None:
 def _put(target: Tensor, values: Tensor) -> None:
     """Copy, and cast on the device: what goes to a device or comes from it in another dtype torch casts on the host,
     through new, pageable memory (seen: 0.15 s for 50 million elements, a fifteenth of it so)."""
-    if values.device.type != "cpu":
-        values = values.to(target.dtype)
-    target.copy_(values if target.device.type == "cpu" else values.to(target.device))
+    is_to_device = target.device.type != "cpu"
+    if values.device.type == "cpu":
+        target.copy_(values.to(target.device) if is_to_device else values)
+    else:
+        target.copy_(values if is_to_device else values.to(target.dtype))
 
 
 def _host_bytes(store: ShardStore) -> int:

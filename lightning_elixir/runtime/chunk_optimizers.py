@@ -156,9 +156,12 @@ class ChunkOptimizers:
             return
         inner, earlier = self._made(chunk), self.inner.get(chunk.id)
         if earlier is not None and chunk.id not in self._lost:
-            if chunk.spec.is_update_streamed or chunk.spec.optim_tier is Tier.GPU:  # the device takes them
-                for moment in earlier.moment_memory():
-                    self._engine.device.lock(moment)
+            # The device is going to take them, in updates or now.
+            taken = earlier.moment_memory() if chunk.spec.is_update_streamed else []
+            if chunk.spec.optim_tier is Tier.GPU and earlier.adam.counts:
+                taken = [*earlier.adam.moments]
+            for moment in taken:
+                self._engine.device.lock(moment)
             inner.take_states(earlier)
             if self._engine.store[chunk.id].spare_master is None:
                 inner.drop_spares()

@@ -45,6 +45,10 @@ class HostRoom:
         self._num_free = 0  # elements that may come until the next look, by what was free at the last one
         self._wanted = 0
 
+    def begin(self) -> None:
+        """Memory is going to be taken: what the last look has seen may be hours old. On all ranks."""
+        self._num_free = 0
+
     def take(self, spec: ChunkSpec, nbytes: int, plan: Plan, held_bytes: Callable[[], int]) -> None:
         """A rank is going to take memory of its host for a chunk.
 

@@ -65,6 +65,7 @@ def move_chunks(engine: Engine, plan: Plan, before: ShardStore, followers: Seque
     is_coming, is_leaving = any(host > 0 for _, host in changes), any(host < 0 for _, host in changes)
     wanted = [_to_come(engine, engine.chunks[number], plan.all_chunks[number], before) for number in order]
     wanted = [e if bytes_of(e) >= _WORTH_A_THREAD_BYTES and not is_leaving else [] for e in wanted]
+    engine.host_room.begin()
     for place in engine.host_memory.in_turn(wanted, CHUNKS_AHEAD):
         number = order[place]
         chunk = engine.chunks[number]
@@ -90,7 +91,7 @@ def _to_come(engine: Engine, chunk: Chunk, spec: ChunkSpec, before: ShardStore) 
         found += [] if master is None else [Extent(numel, master)]
         for states in engine.steps.optimizers.states:
             inner = states.inner.get(chunk.id)
-            found += [] if inner is None else inner.moments_to_host()
+            found += [] if inner is None else inner.moments_to_host(is_sent=spec.is_update_streamed)
     has_param = before[chunk.id].param is not None and chunk.spec.param_tier is Tier.CPU
     if spec.param_tier is Tier.CPU and not spec.is_persistent and not has_param:
         found.append(Extent(engine.store.param_numel(spec), dtype_of(spec)))

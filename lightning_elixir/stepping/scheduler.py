@@ -125,6 +125,7 @@ class UpdateScheduler:
         engine, chunks = self._engine, self._chunks
         on_host = [chunk for chunk in chunks if chunk.spec.optim_tier is Tier.CPU]
         engine.host_memory.prepare_missing([extent for chunk in on_host for extent in self._to_come(chunk)])
+        engine.host_room.begin()
         for chunk in on_host:
             engine.host_room.take(chunk.spec, bytes_of(self._to_come(chunk)), engine.plan, engine.host_bytes)
             self._reserve_states(chunk)

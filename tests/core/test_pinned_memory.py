@@ -52,6 +52,24 @@ def test_a_child_that_lets_go_of_it_does_no_harm() -> None:
     assert float(tensor.sum()) == MIB
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_child_keeps_its_own_memory_at_the_same_address() -> None:
+    tensor = Pages(64 * MIB).tensor(torch.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            own = [Pages(64 * MIB).tensor(torch.uint8) for _ in range(4)]
+            is_same = any(one.data_ptr() == tensor.data_ptr() for one in own)
+            del tensor
+            status = 0 if is_same and all(not one.fill_(1)[:0].numel() for one in own) else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] in (0, 2 << 8)  # 2: the system gave other addresses
+
+
 def test_it_goes_back_with_the_last_tensor_over_it() -> None:
     pages = Pages(64 * MIB)
     part = pages.tensor(torch.uint8).fill_(7)[MIB : 2 * MIB]

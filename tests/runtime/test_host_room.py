@@ -164,6 +164,30 @@ def test_looks_come_more_often_where_less_is_free(monkeypatch: pytest.MonkeyPatc
     assert len(counted) == looks
 
 
+def test_memory_is_looked_for_anew_where_more_is_going_to_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Much was free at the last look, hours ago."""
+    comm: Any = _Comm(2**20 * MIB, 0, 0)
+    room, plan = host_room.HostRoom(comm, HostMemory(CpuDevice(), 2)), make_host_plan("cpu", 1)
+    room.look(plan, lambda: 0)
+    comm._row[:] = [0, MIB, MIB, 0]
+    chunk = replace(plan.chunks[0], numel=host_room._BETWEEN_LOOKS)
+    room.take(chunk, MIB, plan, lambda: MIB)
+    room.begin()
+    with pytest.raises(CapacityError, match="runs short of memory"):
+        room.take(chunk, MIB, plan, lambda: MIB)
+
+
+def test_moves_and_reservations_begin_with_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    engine = ElixirModule(make_model(), make_host_plan("cuda", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(engine, HybridAdam(engine.parameters()))
+    monkeypatch.setattr(host_room.HostRoom, "begin", lambda room: begun.append(1))
+    engine.replan(make_host_plan("cpu", 1))
+    assert len(begun) == 1
+    optimizer.reserve()
+    assert len(begun) == 2
+
+
 def test_what_is_being_made_is_no_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such memory is neither free nor there: nobody is refused what is going to be taken anyway."""
     engine = ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))

@@ -289,6 +289,25 @@ def test_values_from_the_host_arrive_piece_by_piece(name: str) -> None:
     assert [key for key, value in directly.items() if not torch.equal(run[0][key], value)] == []
 
 
+def small_ones_between(is_far: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights that cannot be sent as they are, in the small gaps between biases that can."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 8)]
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(build.Builder, "_is_far", staticmethod(lambda flat: is_far))
+        module = ElixirModule(model, make_plan(model, world_size=2, placement_policy="cpu"), device=torch.device("cpu"))
+    found = module.full_state_dict(rank0_only=False)
+    module.close()
+    return values, found
+
+
+def test_what_cannot_be_sent_is_put_between_what_was() -> None:
+    for values, found in run_ranks(small_ones_between, 2, True):
+        assert [name for name, value in values.items() if not torch.equal(found[name], value)] == []
+
+
 def new_table(factors: torch.Tensor, *, is_scaled: bool) -> tuple[ElixirModule, ElixirOptimizer, Any]:
     """16 rows, of which each of two ranks keeps 8; row i of the gradient is `factors[i]`."""
     torch.manual_seed(0)

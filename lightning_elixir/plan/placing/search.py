@@ -221,12 +221,12 @@ def with_forecast(
     binding: str | None = None,
 ) -> Plan:
     """A plan that was not searched for, with what the simulation expects of it; without that, where it has states on a
-    disk that was not measured.
+    disk that was not measured, or nothing is known of a step but its memory.
 
     Args:
         binding: See `Forecast.binding`; None: its policy.
     """
-    if not is_time_known(plan, hardware):
+    if not is_time_known(plan, hardware) or not profile.trace.events:
         return plan
     scheme = scheme_of(plan, regime)
     timeline = simulate_step(plan, profile, hardware, scheme)
