@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_elixir.core.device import Uploads
 from lightning_elixir.plan.mesh import Mesh
+from lightning_elixir.runtime import build
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.once import computed_once
 from tests.helpers.plans import make_plan
@@ -79,3 +83,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sharded_gpu": {"placement_policy": "const", "chunk_size": 8 * 1024, "offload_optim_frac": 0.5},
     "half_persistent": {"placement_policy": "const", "chunk_size": 8 * 1024, "shard_param_frac": 0.5},
 }
+
+
+def sent_up(train: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+    """Values take the way from the host to a device on the CPU, in small pieces, as they do on a GPU."""
+    pieces = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(build.Builder, "_is_far", staticmethod(lambda flat: True))
+        monkeypatch.setattr(build, "_PIECE_NUMEL", 300)
+        send = Uploads.send
+        monkeypatch.setattr(Uploads, "send", lambda self, target: pieces.append(1) or send(self, target))
+        return train(*args), len(pieces)

@@ -29,8 +29,8 @@ from tests.helpers.dist import run_ranks
 from tests.helpers.once import computed_once
 from tests.helpers.patterns import Case, Language, difference, train_plain, train_ranks
 from tests.helpers.plans import make_plan
+from tests.helpers.ranks import sent_up
 from tests.helpers.tiers import telling
-from tests.runtime.test_ranks import sent_up
 
 TIGHT = {"placement_policy": "cpu", "chunk_size": 6000}
 CLOSE = 1e-5

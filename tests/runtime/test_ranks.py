@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_elixir.core.device import Uploads
 from lightning_elixir.errors import DivergenceError, PlanError
 from lightning_elixir.runtime import build
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
-from tests.helpers.ranks import OPTIONS, STEPS, averaged_plain, train_rank
+from tests.helpers.ranks import OPTIONS, STEPS, averaged_plain, sent_up, train_rank
 from tests.helpers.tiers import crossed, full, telling
 from tests.helpers.zoo import ZOO, make
 
@@ -267,17 +265,6 @@ def test_ranks_without_values_get_those_of_rank_0() -> None:
     assert torch.equal(state["down.weight"], state["up.weight"])
     assert not state["shift"].any()
     assert all(bool(torch.isfinite(v).all()) for v in state.values())
-
-
-def sent_up(train: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-    """Values take the way from the host to a device on the CPU, in small pieces, as they do on a GPU."""
-    pieces = []
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(build.Builder, "_is_far", staticmethod(lambda flat: True))
-        monkeypatch.setattr(build, "_PIECE_NUMEL", 300)
-        send = Uploads.send
-        monkeypatch.setattr(Uploads, "send", lambda self, target: pieces.append(1) or send(self, target))
-        return train(*args), len(pieces)
 
 
 @pytest.mark.parametrize("name", telling(["odd", "conv", "gpt2"], "odd", "conv"))
