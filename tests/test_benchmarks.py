@@ -100,6 +100,7 @@ def test_defaults_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_adapters_of_a_model_that_is_made_chunk_by_chunk(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
     out = tmp_path / "lora.json"
     sizes = ("--gpu-limit", "256KiB", "--tokens", "128", "--seq", "64", "--steps", "5")
     _output_of(FOLDER / "lora_large.py", "--preset", "toy", "--device", "cpu", *sizes, "--out", out)
