@@ -54,7 +54,7 @@ from compare import parse_size
 from disturbance import Pauses
 from fsdp2 import run_fsdp2
 from peers.jobs import PRESETS, Shape
-from peers.model import GPT
+from peers.model import GPT, put_drawn
 
 from lightning_elixir import HybridAdam
 from lightning_elixir._lightning import pl
@@ -335,12 +335,8 @@ def _fill(model: nn.Module) -> None:
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
                 continue
-            flat, end = parameter.view(-1), 0
-            while end < flat.numel():
-                part = drawn[begin : begin + flat.numel() - end]
-                flat[end : end + part.numel()].copy_(part)
-                end += part.numel()
-                begin = (begin + part.numel()) % _NUM_DRAWN
+            put_drawn(parameter.view(-1), drawn, begin)
+            begin += parameter.numel()
 
 
 class Clock:

@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from compare import parse_size
 from peers.jobs import Job
 from peers.launch import run_job
+from peers.model import put_drawn
 
 SYSTEMS = ("experts", "sharded", "dense", "fsdp2", "fsdp2_dense")
 PRESETS: dict[str, dict[str, int]] = {
@@ -120,12 +121,7 @@ def fill(model: Any, part_of: Callable[[Tensor], tuple[Tensor, int]]) -> None:
             if part.device not in drawn:
                 values = torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(7)) * 0.02
                 drawn[part.device] = values.to(part.device)
-            rest = part.view(-1)
-            while rest.numel():
-                begin = before % _NUM_DRAWN
-                piece = drawn[part.device][begin : begin + rest.numel()]
-                rest[: piece.numel()].copy_(piece)
-                rest, before = rest[piece.numel() :], before + piece.numel()
+            put_drawn(part.view(-1), drawn[part.device], before)
         for module in model.modules():
             if hasattr(module, "inv_freq") and hasattr(module, "config"):
                 fresh = type(module)(module.config)

@@ -33,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parent))
 
 from defaults import Clock, HostMemory, steps_seen
+from peers.model import put_drawn
 
 from lightning_elixir import ElixirStrategy, HybridAdam
 from lightning_elixir._lightning import pl
@@ -76,11 +77,8 @@ class RandomValues:
     def read_run(self, stride: tuple[int, ...] | None, begin: int, target: Tensor, dtype: torch.dtype) -> None:
         if self._is_norm:
             target.fill_(1.0)
-            return
-        while target.numel():
-            part = self._drawn[begin % len(self._drawn) :][: target.numel()]
-            target[: part.numel()].copy_(part)
-            target, begin = target[part.numel() :], begin + part.numel()
+        else:
+            put_drawn(target, self._drawn, begin)
 
     def part(self, shape: tuple[int, ...], offsets: tuple[int, ...]) -> RandomValues:
         return self  # as random

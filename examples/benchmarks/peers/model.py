@@ -124,3 +124,11 @@ def batches(job: Job, count: int, rank: int, device: torch.device) -> list[Tenso
         tokens = (job.shape.vocab**uniform).long() - 1
         result.append(tokens.clamp_(0, job.shape.vocab - 1).to(device))
     return result
+
+
+def put_drawn(target: Tensor, drawn: Tensor, begin: int) -> None:
+    """`target` (1-D) becomes what follows `begin` in `drawn`, taken again and again."""
+    while target.numel():
+        part = drawn[begin % len(drawn) :][: target.numel()]
+        target[: part.numel()].copy_(part)
+        target, begin = target[part.numel() :], begin + part.numel()
