@@ -333,7 +333,7 @@ class CudaDevice:
         if is_locked:
             self._pin(pages)
         else:
-            self._unlocked[tensor.data_ptr()] = pages
+            self._unlocked[pages.address] = pages
         return tensor
 
     def lock(self, tensor: Tensor) -> None:

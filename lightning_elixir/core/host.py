@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -85,7 +85,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     return min(free) if may_grow else min([int(memory.available), *free])
 
 
-@lru_cache
+@cache
 def _is_virtual(root: Path) -> bool:
     """Whether the system runs under a hypervisor, which alone can give it more memory. Looked for once: the file is
     made anew each time, with the speed of every core."""

@@ -46,7 +46,7 @@ class Pages:
         self.nbytes = nbytes
         self._process, self._process_now = os.getpid(), os.getpid
         self._unmap = _libc().munmap  # functions that are there until this object goes, also when the interpreter ends
-        self.address: int | None = None
+        self.address = 0  # there is none
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         if address in (None, _FAILED):
@@ -59,7 +59,7 @@ class Pages:
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """All of it, 1-D."""
-        memory = (ctypes.c_ubyte * self.nbytes).from_address(self.address or 0)
+        memory = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
         memory.pages = self  # type: ignore[attr-defined]  # the tensor holds `memory`
         return torch.frombuffer(memory, dtype=dtype)
 
@@ -69,6 +69,6 @@ class Pages:
         return self._process == self._process_now()
 
     def __del__(self) -> None:
-        if self.address is not None and self.is_own:
+        if self.address and self.is_own:
             self._unmap(self.address, self.nbytes)
-        self.address = None
+        self.address = 0

@@ -376,11 +376,9 @@ class SegmentOptimizer:
             mine.take_all(theirs)
             self._show_states(earlier)
         else:
-            if mine.on_disk is not None and theirs.counts:
-                mine.allocate()
             if is_same and self.is_adam and theirs.moments and theirs.moments[0].device == self.work.device:
                 mine.take_memory(theirs)
-            elif self.is_adam and theirs.counts and mine.on_disk is None:
+            elif theirs.counts:
                 mine.allocate(is_coming=theirs.is_on_device)
             with theirs.opened(), mine.opened(is_written=True):
                 self._copy_states(earlier)

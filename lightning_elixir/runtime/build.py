@@ -420,13 +420,16 @@ class Builder:
 
     def _collect(self, chunk: Chunk, full: Tensor) -> Tensor:
         """Rank 0's values of the whole chunk, put into `full`, 1-D; where they come from a source, `full` stays."""
-        members = dict(enumerate(member.fqn for member in chunk.spec.members))
-        own = {i: name for i, name in members.items() if name not in self._sources and name not in self._shells}
-        self._put_members(chunk, full, {index: self._named[name].detach() for index, name in own.items()})
-        for index, name in members.items():
-            if name in self._shells:
-                layout = cast(ShellParameter, self._named[name]).layout_at_elixir
-                layout.fill(chunk.view_of(full, index), self._shells[name])
+        plain = {
+            index: self._named[member.fqn].detach()
+            for index, member in enumerate(chunk.spec.members)
+            if member.fqn not in self._sources and member.fqn not in self._shells
+        }
+        self._put_members(chunk, full, plain)
+        for index, member in enumerate(chunk.spec.members):
+            if member.fqn in self._shells:
+                layout = cast(ShellParameter, self._named[member.fqn]).layout_at_elixir
+                layout.fill(chunk.view_of(full, index), self._shells[member.fqn])
         return full
 
     def _read_sources(self, chunk: Chunk, piece: Tensor) -> None:

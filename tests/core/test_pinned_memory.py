@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import warnings
 from pathlib import Path
 
@@ -26,7 +25,6 @@ def flags_of(address: int) -> set[str]:
     raise AssertionError("no mapping there")
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_it_may_have_huge_pages_and_no_child_gets_a_copy() -> None:
     tensor = Pages(8 * MIB).tensor(torch.float32)
     assert tensor.numel() == 2 * MIB
@@ -37,7 +35,6 @@ def test_it_may_have_huge_pages_and_no_child_gets_a_copy() -> None:
         assert "hg" in flags
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_child_that_lets_go_of_it_does_no_harm() -> None:
     tensor = Pages(4 * MIB).tensor(torch.float32).fill_(1.0)
     with warnings.catch_warnings():
@@ -52,7 +49,6 @@ def test_a_child_that_lets_go_of_it_does_no_harm() -> None:
     assert float(tensor.sum()) == MIB
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_child_keeps_its_own_memory_at_the_same_address() -> None:
     tensor = Pages(64 * MIB).tensor(torch.uint8)
     with warnings.catch_warnings():
