@@ -39,8 +39,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_elixir.core.device import Device, Event, Uploads, working_on
+from lightning_elixir.core.device import Device, Event, working_on
 from lightning_elixir.core.labels import label
+from lightning_elixir.core.staging import Uploads
 from lightning_elixir.core.worker import Task, Work, Worker
 from lightning_elixir.kernels import cpu
 from lightning_elixir.optim.adam import load_adam

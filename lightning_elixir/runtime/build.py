@@ -11,7 +11,7 @@ for each, malloc kept the gaps between the shards, 70 MiB of a model of 100 MiB 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.core.device import Device, Uploads
+from lightning_elixir.core.device import Device
 from lightning_elixir.core.host_memory import Extent, bytes_of
 from lightning_elixir.core.shells import ShellParameter, held_as, layout_of
+from lightning_elixir.core.staging import Downloads, Uploads
 from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.errors import PlanError, StateError, StorageError
 from lightning_elixir.patterns.cuts import forget_whole, whole_of
@@ -129,6 +130,7 @@ class Builder:
         self._read_error: Exception | None = None
         self._staging: Tensor | None = None  # 1-D, bytes
         self._uploads: Uploads | None = None
+        self._downloads = Downloads(device)
         self._freer = Worker("elixir-free")
         self._freeing: Task | None = None
         self._shells: dict[str, Tensor] = {}  # around other tensors, until their chunk is filled
@@ -182,10 +184,11 @@ class Builder:
             for number in store.memory.in_turn(wanted, CHUNKS_AHEAD):
                 room.take(specs[number], bytes_of(wanted[number]), self._plan, partial(_host_bytes, store))
                 self._build_chunk(chunks[number])
+            self._downloads.settle()
         finally:
+            self._downloads.close()
             self._freer.rest()
-        if self._uploads is not None:
-            self._device.synchronize()  # it may still be read
+        self._device.synchronize()  # values may still be on their way
         self._staging = self._uploads = None
         self._raise_read_error()
         return chunks
@@ -193,9 +196,7 @@ class Builder:
     def _on_host(self, spec: ChunkSpec) -> list[Extent]:
         """What the chunk's shard has in host memory, states and gradients left out."""
         master = self._precision.master_of(spec)
-        found = (
-            [] if master is None or spec.optim_tier is not Tier.CPU else [Extent(self._store.optim_numel(spec), master)]
-        )
+        found = [] if master is None or spec.optim_tier is not Tier.CPU else [self._store.master_extent(spec, master)]
         if spec.param_tier is Tier.CPU:
             found.append(Extent(self._store.param_numel(spec), dtype_of(spec)))
         return found
@@ -399,10 +400,28 @@ class Builder:
         ]
         if sent:
             members = chunk.spec.members
-            self._uploads = self._uploads or Uploads(self._device, self._device.new_lane(), _PIECE_NUMEL)
-            self._uploads.upload(((members[i].offset, values[i].reshape(-1)) for i in sent), flat)
+            self._send(((members[i].offset, values[i].reshape(-1)) for i in sent), flat)
         for index in values.keys() - set(sent):  # now, since what is between parts that are sent becomes zeros
             views[index].copy_(values[index])
+
+    def _put(self, target: Tensor, values: Tensor) -> None:
+        """Copy, and cast where both are on one side of the bus: what crosses it in another dtype torch casts on the
+        host, through new, pageable memory (seen: 0.15 s for 50 million elements, a fifteenth of it so). What comes to
+        the host is there when the device has come so far."""
+        if self._is_far(target) and not self._is_far(values):
+            if values.is_pinned():
+                target.copy_(values.to(target.device))
+            else:
+                self._send([(0, values)], target)
+        elif self._is_far(values) and not self._is_far(target):
+            target.copy_(values.to(target.dtype), non_blocking=True)
+        else:
+            target.copy_(values)
+
+    def _send(self, parts: Iterable[tuple[int, Tensor]], target: Tensor) -> None:
+        """See `Uploads.upload`."""
+        self._uploads = self._uploads or Uploads(self._device, self._device.new_lane(), _PIECE_NUMEL)
+        self._uploads.upload(parts, target)
 
     @staticmethod
     def _is_far(flat: Tensor) -> bool:
@@ -463,7 +482,7 @@ class Builder:
         shard = store.add(spec)
         is_on_disk = shard.on_disk is not None and shard.on_disk.has_master
         if master_dtype is not None and not is_on_disk:
-            shard.master = store.empty(store.optim_numel(spec), master_dtype, spec.optim_tier)
+            shard.master = store.new_master(spec, master_dtype)
         return shard
 
     def _fill_shard(self, spec: ChunkSpec, shard: Shard, piece: Tensor) -> None:
@@ -471,7 +490,10 @@ class Builder:
         if shard.on_disk is not None and shard.on_disk.has_master:
             shard.on_disk.write(MASTER, piece)
         elif shard.master is not None and shard.master is not piece:
-            shard.master.copy_(piece)
+            if spec.optim_tier is Tier.CPU and self._is_far(piece):
+                self._downloads.download(piece, shard.master)
+            else:
+                self._put(shard.master, piece)
         if spec.is_persistent:
             return  # the replica, or this rank's slice of it, is always there: it is the shard
         if shard.is_param_on_disk:
@@ -479,7 +501,7 @@ class Builder:
             return
         shard.param = store.empty(store.param_numel(spec), dtype, spec.param_tier)
         if shard.param.numel() == piece.numel():
-            _put(shard.param, piece)
+            self._put(shard.param, piece)
         else:
             whole = torch.empty(spec.numel, dtype=dtype, device=self._device.torch_device)
             self._fill_whole(spec, whole, piece)
@@ -488,7 +510,7 @@ class Builder:
     def _fill_whole(self, spec: ChunkSpec, whole: Tensor, piece: Tensor) -> None:
         """Put the ranks' slices together, on the compute device."""
         comm = self._groups.of(spec)
-        _put(self._groups.mine(spec, whole), piece)
+        self._put(self._groups.mine(spec, whole), piece)
         if comm.world_size > 1:
             comm.all_gather(whole)
 
@@ -498,16 +520,6 @@ def _free(tensors: list[Tensor]) -> None:
         tensor = tensors.pop()
         if not tensor.is_inference():
             tensor.set_()  # type: ignore[call-overload]  # which goes on without the GIL
-
-
-def _put(target: Tensor, values: Tensor) -> None:
-    """Copy, and cast on the device: what goes to a device or comes from it in another dtype torch casts on the host,
-    through new, pageable memory (seen: 0.15 s for 50 million elements, a fifteenth of it so)."""
-    is_to_device = target.device.type != "cpu"
-    if values.device.type == "cpu":
-        target.copy_(values.to(target.device) if is_to_device else values)
-    else:
-        target.copy_(values if is_to_device else values.to(target.dtype))
 
 
 def _host_bytes(store: ShardStore) -> int:

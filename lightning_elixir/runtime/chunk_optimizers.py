@@ -202,13 +202,16 @@ class ChunkOptimizers:
             for s in self.state_segments(chunk, engine.comm.rank)
             if id(chunk.parameters[s.member_index]) in group_of
         ]
-        zeros = partial(engine.store.zeros, tier=chunk.spec.optim_tier)
-        on_disk = engine.store[chunk.id].on_disk
+        zeros, shard = partial(engine.store.zeros, tier=chunk.spec.optim_tier), engine.store[chunk.id]
+        on_disk, is_sent = shard.on_disk, chunk.spec.is_update_streamed
+        if is_sent or self.maker.is_whole:  # the device is going to take it, too
+            for master in (shard.master, shard.spare_master):
+                if master is not None and master.device.type == "cpu":
+                    engine.device.lock(master)
         work = on_disk.stand_in() if on_disk is not None and on_disk.has_master else engine.own_shard(chunk)
         if self.maker.is_whole:
             layouts = {i: Layout(m.shape, chunk.strides[i]) for i, m in enumerate(chunk.spec.members)}
             return WholeParameters(self.maker, work, places, self.groups, zeros, layouts)
-        is_sent = chunk.spec.is_update_streamed
         return SegmentOptimizer(self.maker, work, places, self.groups, zeros, on_disk, is_sent=is_sent)
 
 

@@ -87,8 +87,8 @@ def _to_come(engine: Engine, chunk: Chunk, spec: ChunkSpec, before: ShardStore) 
     """What the chunk is going to have in host memory and has not: shard and moments of Adam."""
     found: list[Extent] = []
     if spec.optim_tier is Tier.CPU and chunk.spec.optim_tier is not Tier.CPU:
-        master, numel = engine.precision.master_of(spec), engine.store.optim_numel(spec)
-        found += [] if master is None else [Extent(numel, master)]
+        master, is_coming = engine.precision.master_of(spec), chunk.spec.optim_tier is Tier.GPU
+        found += [] if master is None else [engine.store.master_extent(spec, master, is_coming=is_coming)]
         for states in engine.steps.optimizers.states:
             inner = states.inner.get(chunk.id)
             found += [] if inner is None else inner.moments_to_host(is_sent=spec.is_update_streamed)
@@ -162,7 +162,9 @@ def _move(engine: Engine, chunk: Chunk, spec: ChunkSpec, plan: Plan, before: Sha
             new.on_disk.write(MASTER, own_values(before, chunk, groups))
         else:
             source = own_values(before, chunk, groups)
-            new.master = store.empty(source.numel(), master_dtype, spec.optim_tier)
+            new.master = store.new_master(spec, master_dtype, is_coming=chunk.spec.optim_tier is Tier.GPU)
+            if spec.optim_tier is Tier.GPU:
+                engine.device.lock(source)
             new.master.copy_(source)
     if spec.has_spare_states:  # those of a chunk that gets them now are made in its step
         new.spare_master, new.spare_param = old.spare_master, old.spare_param

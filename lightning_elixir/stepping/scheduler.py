@@ -164,8 +164,8 @@ class UpdateScheduler:
         inner, shard = self.states.inner[chunk.id], self._engine.store[chunk.id]
         found = [] if inner.state_bytes() else inner.moments
         if chunk.spec.has_spare_states and shard.spare_master is None and shard.master is not None:
-            numel = shard.master.numel()
-            found = [*found, Extent(numel, shard.master.dtype), Extent(numel, chunk.dtype), *inner.moments]
+            spare = self._engine.store.master_extent(chunk.spec, shard.master.dtype)
+            found = [*found, spare, Extent(spare.numel, chunk.dtype), *inner.moments]
         return [*found, *self._engine.reducer.landing.to_reserve(chunk)]
 
     def prepare_move(self, groups: Sequence[dict[str, Any]] | None = None) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_elixir.core.device import Device
-from lightning_elixir.core.host_memory import HostMemory
+from lightning_elixir.core.host_memory import Extent, HostMemory
 from lightning_elixir.core.worker import Task
 from lightning_elixir.errors import ElixirError, StateError, StorageError
 from lightning_elixir.plan.memory import uses_nvme
@@ -186,6 +186,21 @@ class ShardStore:
         device = self._device.torch_device if tier is Tier.GPU else "meta"
         return torch.zeros(numel, dtype=dtype, device=device)
 
+    def master_extent(self, spec: ChunkSpec, dtype: torch.dtype, *, is_coming: bool = False) -> Extent:
+        """Of a master in host memory, or its spare: page-locked if the device takes it in updates.
+
+        Args:
+            is_coming: Its values come from the device, whose copies are fast into locked memory alone.
+        """
+        return Extent(self.optim_numel(spec), dtype, is_coming or spec.is_update_streamed)
+
+    def new_master(self, spec: ChunkSpec, dtype: torch.dtype, *, is_coming: bool = False) -> Tensor:
+        """Zeros in host memory, uninitialised elsewhere; see `master_extent`."""
+        if spec.optim_tier is Tier.CPU:
+            extent = self.master_extent(spec, dtype, is_coming=is_coming)
+            return self.memory.zeros(extent.numel, extent.dtype, is_locked=extent.is_locked)
+        return self.empty(self.optim_numel(spec), dtype, spec.optim_tier)
+
     def checkpoint_memory(self) -> MappedMemory | None:
         """Where to put whole states that are to be saved; None: in host memory, which holds them already."""
         return None if self.states is None else self.states.mapped_memory()
@@ -325,7 +340,7 @@ class ShardStore:
         if not spec.has_spare_states or shard.master is None:
             return False
         if shard.spare_master is None:  # zeros, since padding is never written
-            shard.spare_master = self.zeros(shard.master.numel(), shard.master.dtype, Tier.CPU)
+            shard.spare_master = self.new_master(spec, shard.master.dtype)
         if shard.spare_param is None:
             shard.spare_param = self.zeros(shard.master.numel(), dtype, Tier.CPU)
         return True

@@ -95,13 +95,20 @@ def test_busy_compute_stream_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     bodies.assert_same(bodies.train(how, "streamed_persistent", CUDA), expected)
 
 
-def test_host_memory_of_states_is_page_locked_and_exact() -> None:
+def test_host_memory_of_states_is_exact_and_locked_where_updates_send_it() -> None:
     module, optimizer = bodies.new_training(HOWS["bf16"], "mixed", CUDA)
     bodies.train_step(module, optimizer, HOWS["bf16"], 0)
-    for inner in optimizer._states.inner.values():
+    engine = module.engine
+    assert len({chunk.spec.is_update_streamed for chunk in engine.chunks}) == 2
+    for chunk in engine.chunks:
+        inner, shard = optimizer._states.inner[chunk.id], engine.store[chunk.id]
         assert inner.has_states
-        assert all(m.is_pinned() for m in inner.adam.moments)
-        assert all(inner.state_of(i)["exp_avg"].is_pinned() for i in range(len(inner.places)))
+        assert shard.master is not None
+        assert shard.param is not None
+        is_sent = chunk.spec.is_update_streamed
+        assert {m.is_pinned() for m in (shard.master, *inner.adam.moments)} == {is_sent}
+        assert {inner.state_of(i)["exp_avg"].is_pinned() for i in range(len(inner.places))} <= {is_sent}
+        assert shard.param.is_pinned()
     assert optimizer.state_bytes()["cpu_states"] == sum(
         2 * 4 * (-(-p.numel() // 512) * 512) for p in make("gpt2").parameters()
     )

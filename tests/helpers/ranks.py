@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_elixir.core.device import Uploads
+from lightning_elixir.core.staging import Uploads
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.runtime import build
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer

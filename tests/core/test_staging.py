@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_elixir.core.device import CpuDevice, Uploads
+from lightning_elixir.core.device import CpuDevice
+from lightning_elixir.core.staging import Downloads, Uploads
 
 
 class Counting(Uploads):
@@ -62,3 +63,23 @@ def test_nothing_is_sent_for_nothing() -> None:
     one.upload([], target)
     one.upload([(0, torch.zeros(0))], target)
     assert one.sent == 0
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000, 1001, 5300])
+def test_what_comes_from_the_device_is_there_when_it_has_settled(numel: int) -> None:
+    downloads = Downloads(CpuDevice(), 1000)
+    sources = [torch.randn(numel, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    targets = [torch.zeros(numel) for _ in sources]
+    for source, target in zip(sources, targets, strict=True):
+        downloads.download(source, target)
+    downloads.settle()
+    assert all(map(torch.equal, sources, targets))
+    downloads.close()
+
+
+def test_a_copy_that_fails_is_told() -> None:
+    downloads = Downloads(CpuDevice(), 1000)
+    downloads.download(torch.zeros(10), torch.zeros(9))
+    with pytest.raises(RuntimeError, match="size"):
+        downloads.settle()
+    downloads.close()
