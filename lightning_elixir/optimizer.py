@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from lightning_elixir.core.host_memory import Extent
 from lightning_elixir.core.labels import label
 from lightning_elixir.core.threads import default_num_update_threads
 from lightning_elixir.errors import PlanError
@@ -152,14 +153,14 @@ class ElixirOptimizer(torch.optim.Optimizer):
             check_same_optimizer(meeting, rows)
             yield [row[1:] for row in rows]
 
-    def prepare(self, most_bytes: int | None = None) -> None:
-        """Have threads make the host memory that `reserve` takes under the plan in force, and return at once. What
-        another plan does not need is given back in `reserve`, or else in the first step.
+    def to_come(self, most_bytes: int | None = None) -> list[Extent]:
+        """What `reserve` takes in host memory under the plan in force. Threads make it where the engine's `HostMemory`
+        is told to expect it; what another plan does not need is given back in `reserve`, or else in the first step.
 
         Args:
             most_bytes: No more of it; None: all.
         """
-        self._updates.prepare(most_bytes)
+        return self._updates.to_come(most_bytes)
 
     def load_kernels(self) -> None:
         """Have threads load the compiled code that the first step will run, and return at once. Not while processes may

@@ -42,7 +42,7 @@ class Extent(NamedTuple):
 _NUM_THREADS = 2
 _NICENESS = 10
 """Of the threads, to which torch adds as many as there are cores: the step that is tried meanwhile, in Python, took
-twice as long beside them (seen)."""
+longer beside them (seen)."""
 # Nothing is made ahead into the last of the host's memory, so much for each rank of it: there every piece is looked for
 # when it is needed.
 _LEAST_FREE_BYTES = 2 * 2**30
@@ -77,32 +77,52 @@ class HostMemory:
         self._pieces: defaultdict[Extent, list[_Piece]] = defaultdict(list)
         self._freeing: list[Task] = []
 
-    def prepare(self, extents: Iterable[Extent]) -> None:
-        """Have such tensors made by threads, in this order, for `zeros` to come; while little memory is free, none."""
+    def prepare(self, extents: Iterable[Extent], *, is_urgent: bool = True) -> None:
+        """Have such tensors made by threads, in this order, for `zeros` to come; while little memory is free, none.
+
+        Args:
+            is_urgent: Before those that are not.
+        """
         with self._lock:
             for extent in extents:
                 if extent.numel:
                     piece = _Piece(self._device, extent, self._least_free_bytes)
-                    piece.task = self._worker.submit(piece.make)
+                    piece.task = self._worker.submit(piece.make, order=0.0 if is_urgent else 1.0)
                     self._pieces[extent].append(piece)
 
-    def in_turn(self, wanted: Sequence[Sequence[Extent]], num_ahead: int) -> Iterator[int]:
+    def in_turn(
+        self, wanted: Sequence[Sequence[Extent]], num_ahead: int, later: Sequence[Sequence[Extent]] = ()
+    ) -> Iterator[int]:
         """The numbers of `wanted`, one after the other, while threads make the memory of the next ones.
 
         Args:
             wanted: What is going to be asked for at each.
             num_ahead: How many of them, with the one that it is at.
+            later: What is going to be asked for in the end, for each: it is made from when that is done, if nothing
+                that is nearer is left to make.
         """
         self.prepare(extent for extents in wanted[:num_ahead] for extent in extents)
         for number in range(len(wanted)):
-            for later in wanted[number + num_ahead :][:1]:
-                self.prepare(later)
+            for extents in wanted[number + num_ahead :][:1]:
+                self.prepare(extents)
             yield number
+            for extents in later[number:][:1]:
+                self.prepare(extents, is_urgent=False)
 
-    def prepare_missing(self, extents: Sequence[Extent]) -> None:
-        """As `prepare`, but for those that are there, or on the way."""
+    def expect(self, extents: Sequence[Extent]) -> None:
+        """As `prepare`, but for those that are there, or on the way; what else is there goes back."""
+        wanted, surplus = Counter(extents), []
         with self._lock:
             there = Counter({extent: len(pieces) for extent, pieces in self._pieces.items()})
+            for extent, pieces in list(self._pieces.items()):
+                num_kept = min(wanted[extent], len(pieces))
+                surplus += pieces[num_kept:]
+                del pieces[num_kept:]
+                if not pieces:
+                    del self._pieces[extent]
+        for piece in surplus:
+            piece.cancel()
+        surplus.clear()
         missing = []
         for extent in extents:
             if there[extent]:

@@ -11,8 +11,8 @@ for each, malloc kept the gaps between the shards, 70 MiB of a model of 100 MiB 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.core.device import Device
+from lightning_elixir.core.device import Device, working_on
 from lightning_elixir.core.host_memory import Extent, bytes_of
 from lightning_elixir.core.shells import ShellParameter, held_as, layout_of
 from lightning_elixir.core.staging import Downloads, Uploads
 from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.errors import PlanError, StateError, StorageError
+from lightning_elixir.optim.adam_states import moments_numel
 from lightning_elixir.patterns.cuts import forget_whole, whole_of
 from lightning_elixir.plan.memory import (
     has_params_on_nvme,
@@ -41,7 +42,15 @@ from lightning_elixir.runtime.groups import Groups
 from lightning_elixir.runtime.host_room import HostRoom
 from lightning_elixir.runtime.resident import ResidentParameters, has_plain_class, place_beside, placed, send_from_first
 from lightning_elixir.runtime.sources import Source, forget_source, source_of
-from lightning_elixir.storage.nvme import MASTER, DiskOptions, StateFile, StateSpec, StateTraffic, open_state_file
+from lightning_elixir.storage.nvme import (
+    MASTER,
+    MOMENTS,
+    DiskOptions,
+    StateFile,
+    StateSpec,
+    StateTraffic,
+    open_state_file,
+)
 from lightning_elixir.storage.shards import Shard, ShardStore
 
 # Chunks whose host memory is made while an earlier one is filled: no more, as the user's model is there as well.
@@ -131,6 +140,9 @@ class Builder:
         self._staging: Tensor | None = None  # 1-D, bytes
         self._uploads: Uploads | None = None
         self._downloads = Downloads(device)
+        self._chunks: list[Chunk] = []
+        self._collector = Worker("elixir-collect", context=partial(working_on, device.torch_device))
+        self._collecting: _Collecting | None = None
         self._freer = Worker("elixir-free")
         self._freeing: Task | None = None
         self._shells: dict[str, Tensor] = {}  # around other tensors, until their chunk is filled
@@ -165,8 +177,11 @@ class Builder:
             self._named = dict(self._module.named_parameters(remove_duplicate=False))
         return resident
 
-    def build(self, store: ShardStore, precision: Precision) -> list[Chunk]:
+    def build(self, store: ShardStore, precision: Precision, *, prepares_states: bool) -> list[Chunk]:
         """Bind everything, and fill the shards.
+
+        Args:
+            prepares_states: Have memory made ahead for Adam's states, too.
 
         Raises:
             CapacityError: A host runs short of memory; raised on every rank.
@@ -175,17 +190,19 @@ class Builder:
         self._store = store
         self._precision = precision
         specs = self._plan.all_chunks
-        chunks = [self._new_chunk(spec) for spec in specs]
+        self._chunks = chunks = [self._new_chunk(spec) for spec in specs]
         self._replace_parameters(chunks)
         self._move_buffers()
         room = HostRoom(self._comm, store.memory, self._wait_for_freeing)
         wanted = [self._on_host(spec) for spec in specs]
+        later = [self._states_of(spec) for spec in specs] if prepares_states else []
         try:
-            for number in store.memory.in_turn(wanted, CHUNKS_AHEAD):
+            for number in store.memory.in_turn(wanted, CHUNKS_AHEAD, later):
                 room.take(specs[number], bytes_of(wanted[number]), self._plan, partial(_host_bytes, store))
                 self._build_chunk(chunks[number])
             self._downloads.settle()
         finally:
+            self._collector.close()
             self._downloads.close()
             self._freer.rest()
         self._device.synchronize()  # values may still be on their way
@@ -200,6 +217,14 @@ class Builder:
         if spec.param_tier is Tier.CPU:
             found.append(Extent(self._store.param_numel(spec), dtype_of(spec)))
         return found
+
+    def _states_of(self, spec: ChunkSpec) -> list[Extent]:
+        """What the moments of an Adam over all of the chunk's parameters take in host memory."""
+        if not spec.requires_grad or spec.optim_tier is not Tier.CPU:
+            return []
+        numel = moments_numel(segment.numel for segment in self._groups.segments(spec))
+        dtype = self._precision.master_of(spec) or dtype_of(spec)
+        return [Extent(numel, dtype, spec.is_update_streamed)] * len(MOMENTS)
 
     def _agreed_sources(self) -> dict[str, Source]:
         """Rank 0 decides which values come from their sources; where it has values itself, all ranks get them."""
@@ -350,12 +375,29 @@ class Builder:
         else:
             full = None
             if comm.rank == 0:
-                full = self._collect(chunk, torch.zeros(spec.numel, dtype=dtype, device=self._device.torch_device))
+                full = self._whole_values(chunk)
             piece = self._scattered(numel, dtype, full)
         if any(is_read):
             piece = piece.to("cpu")
             self._read_sources(chunk, piece)
         return piece
+
+    def _whole_values(self, chunk: Chunk) -> Tensor:
+        """Rank 0's values of all of a chunk, on the device. A thread puts those of the next one together meanwhile."""
+        if self._collecting is None or self._collecting.chunk is not chunk:
+            self._collecting = self._new_collecting(chunk)
+        full = self._collecting.wait()
+        self._collecting = None
+        following = self._chunks[self._chunks.index(chunk) + 1 :][:1]
+        if following and not self._sources and not following[0].spec.axes:
+            with suppress(torch.OutOfMemoryError):  # then in its turn, when this one is gone
+                self._collecting = self._new_collecting(following[0])
+        return full
+
+    def _new_collecting(self, chunk: Chunk) -> _Collecting:
+        dtype, device = self._precision.master_of(chunk.spec) or chunk.dtype, self._device
+        full = torch.zeros(chunk.spec.numel, dtype=dtype, device=device.torch_device)
+        return _Collecting(chunk, full, self._collect, device, self._collector)
 
     def _own_part(self, chunk: Chunk, numel: int, dtype: torch.dtype) -> Tensor:
         """As `_own_values`, of a chunk whose parameters are cut between ranks: rank 0 makes every part and sends each
@@ -513,6 +555,38 @@ class Builder:
         self._put(self._groups.mine(spec, whole), piece)
         if comm.world_size > 1:
             comm.all_gather(whole)
+
+
+class _Collecting:
+    """A chunk's values, on their way into one tensor.
+
+    Args:
+        chunk: Which.
+        full: Zeros, on the device.
+        collect: Puts them there.
+        device: Whose compute stream both threads have.
+        worker: Whose thread does it.
+    """
+
+    def __init__(
+        self, chunk: Chunk, full: Tensor, collect: Callable[[Chunk, Tensor], Tensor], device: Device, worker: Worker
+    ) -> None:
+        self.chunk = chunk
+        self._full = full
+        self._collect = collect
+        self._device = device
+        self._stream = device.compute_stream()
+        self._task = worker.submit(self._work)
+
+    def _work(self) -> None:
+        self._stream.hold_up_this_thread()
+        self._collect(self.chunk, self._full)
+        self._stream.wait_for(self._device.compute_stream())
+
+    def wait(self) -> Tensor:
+        """The values, for what this thread gives the compute stream from now on."""
+        self._task.wait()
+        return self._full
 
 
 def _free(tensors: list[Tensor]) -> None:

@@ -95,20 +95,21 @@ class UpdateScheduler:
         self._reserve_stream(chunks)  # a lack of memory shows now, not in the first step
         self._runner.release_stream()
 
-    def prepare(self, most_bytes: int | None = None) -> None:
-        """Have threads make the host memory that `reserve` takes under the plan in force, or the first steps.
+    def to_come(self, most_bytes: int | None = None) -> list[Extent]:
+        """What `reserve` takes in host memory under the plan in force, or the first steps.
 
         Args:
             most_bytes: No more of it; None: all.
         """
-        left = math.inf if most_bytes is None else most_bytes
+        left, found = math.inf if most_bytes is None else most_bytes, []
         for chunk in self._chunks:
             if chunk.spec.optim_tier is Tier.CPU:
                 extents = self._to_come(chunk)
                 left -= bytes_of(extents)
                 if left < 0:
                     break
-                self._engine.host_memory.prepare(extents)
+                found += extents
+        return found
 
     @property
     def _chunks(self) -> list[Chunk]:
@@ -124,7 +125,7 @@ class UpdateScheduler:
         """
         engine, chunks = self._engine, self._chunks
         on_host = [chunk for chunk in chunks if chunk.spec.optim_tier is Tier.CPU]
-        engine.host_memory.prepare_missing([extent for chunk in on_host for extent in self._to_come(chunk)])
+        engine.host_memory.expect([extent for chunk in on_host for extent in self._to_come(chunk)])
         engine.host_room.begin()
         for chunk in on_host:
             engine.host_room.take(chunk.spec, bytes_of(self._to_come(chunk)), engine.plan, engine.host_bytes)

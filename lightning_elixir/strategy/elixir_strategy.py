@@ -247,7 +247,9 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         move_metrics(module, self.root_device, is_fresh=handle is None)
         if handle is None:
             is_loaded = self._sharded.is_model_awaited
-            handle = self._build(module, self._planner(), is_training=is_training, is_loaded=is_loaded)
+            handle = self._build(
+                module, self._planner(), is_training=is_training, is_loaded=is_loaded, has_optimizer=is_training
+            )
         return handle.engine
 
     def _regime_of(self, trainer: Trainer) -> TrainingRegime:

@@ -205,12 +205,14 @@ class EngineStrategy(StrategyOptions, ABC):
         is_training: bool,
         is_loaded: bool,
         limits: MemoryLimits | None = None,
+        has_optimizer: bool = False,
     ) -> EngineHandle:
         """An engine around a module. Collective.
 
         Args:
             is_loaded: The model's values come from a checkpoint, so that none need be drawn.
             limits: In the place of the options; None: there are none.
+            has_optimizer: One is going to be set up now, most likely an Adam.
         """
         plugin, config = self._plugin, self._config
         run_together(self._comm, lambda: take_dtensors_over(module, config, self._comm, self.root_device))
@@ -240,6 +242,7 @@ class EngineStrategy(StrategyOptions, ABC):
                 force_outputs_fp32=config.force_outputs_fp32,
                 reduce_dtype=config.reduction_dtype,
                 pin_memory=config.pin_memory,
+                prepares_states=has_optimizer and not is_final,
                 device=self.root_device,
                 nvme_offload_dir=disk.folder,
                 nvme_backend=disk.backend,

@@ -102,7 +102,7 @@ class FabricRun:
         self._optimizers.append(weakref.ref(optimizer))
         if self._warm_up is None:
             self._start_warm_up()
-        optimizer.prepare()
+        self.handle.engine.engine.host_memory.expect([e for one in self.optimizers for e in one.to_come()])
 
     def _start_warm_up(self) -> None:
         self._warm_up = WarmUp(self.handle, self._planner, self._regime, lambda: last_times(self.optimizers))

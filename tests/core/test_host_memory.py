@@ -109,11 +109,46 @@ def test_what_is_under_way_is_not_made_twice(memory: HostMemory, device: Device)
     device.gate.clear()
     memory.prepare([FLOATS] * 3)
     _until(lambda: device.num_begun == 2)
-    memory.prepare_missing([FLOATS, Extent(7, torch.bfloat16), *[FLOATS] * 4])
+    memory.expect([FLOATS, Extent(7, torch.bfloat16), *[FLOATS] * 4])
     device.gate.set()
     _until(lambda: memory.bytes_ahead() == 5 * 4000 + 14)
-    memory.prepare_missing([FLOATS, Extent(7, torch.bfloat16)])
-    assert memory.bytes_begun() == 5 * 4000 + 14
+    memory.expect([FLOATS, Extent(7, torch.bfloat16)])
+    assert memory.bytes_begun() == 4000 + 14
+    memory.expect([])
+    assert memory.bytes_begun() == 0
+
+
+def test_what_is_not_expected_any_more_is_not_made(memory: HostMemory, device: Device) -> None:
+    device.gate.clear()
+    memory.prepare([FLOATS] * 5)
+    _until(lambda: device.num_begun == 2)
+    memory.expect([FLOATS])
+    device.gate.set()
+    _until(lambda: memory.bytes_ahead() == 4000)
+    memory.drop()
+    assert device.num_begun == 2
+
+
+def test_what_is_wanted_later_is_made_behind_what_is_near(memory: HostMemory, device: Device) -> None:
+    made: list[int] = []
+    zeros = device.host_zeros
+
+    def noted(numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
+        made.append(numel)
+        return zeros(numel, dtype, is_locked=is_locked)
+
+    device.host_zeros = noted  # type: ignore[method-assign]
+    device.gate.clear()
+    near, later = [[Extent(n, torch.float32)] for n in (1, 2, 3)], [[Extent(n, torch.float32)] for n in (11, 12, 13)]
+    turns = memory.in_turn(near, 2, later)
+    assert next(turns) == 0
+    _until(lambda: device.num_begun == 2)
+    assert (next(turns), next(turns)) == (1, 2)
+    assert list(turns) == []
+    device.gate.set()
+    _until(lambda: len(made) == 6)
+    assert sorted(made[:3]) == [1, 2, 3]
+    memory.drop()
 
 
 def test_nothing_keeps_those_that_asked(memory: HostMemory, device: Device) -> None:

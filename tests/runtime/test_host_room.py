@@ -210,7 +210,7 @@ def test_what_is_being_made_is_no_shortage(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(host_room, "_BETWEEN_LOOKS", 1)
     monkeypatch.setattr(host_room, "_ELEMENTS_PER_FREE_BYTE", 0)
     monkeypatch.setattr(host_room, "available_host_bytes", lambda: 8 * 1024 * MIB if is_dropped.is_set() else 1000)
-    optimizer.prepare()
+    memory.expect(optimizer.to_come())
     assert has_begun.wait(20)
     optimizer.reserve()
 
@@ -232,7 +232,7 @@ def test_what_is_prepared_is_what_is_reserved(monkeypatch: pytest.MonkeyPatch) -
         before = engine.engine.host_bytes()
         memory = engine.engine.host_memory
         if is_prepared:
-            optimizer.prepare()
+            memory.expect(optimizer.to_come())
             memory._worker.wait()
             assert memory.bytes_ahead() > 0
             num_taken = len(taken[-1])
@@ -250,11 +250,11 @@ def test_no_more_is_prepared_than_is_asked_for() -> None:
     engine = ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
     optimizer = ElixirOptimizer(engine, HybridAdam(engine.parameters()))
     memory = engine.engine.host_memory
-    optimizer.prepare()
+    memory.expect(optimizer.to_come())
     memory._worker.wait()
     in_all = memory.bytes_ahead()
     memory.drop()
-    optimizer.prepare(most_bytes=in_all // 2)
+    memory.expect(optimizer.to_come(most_bytes=in_all // 2))
     memory._worker.wait()
     assert in_all / 4 < memory.bytes_ahead() <= in_all / 2
     memory.drop()
@@ -270,8 +270,7 @@ def test_the_first_step_gives_back_what_it_does_not_need(make_optimizer: Any) ->
     engine = ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
     optimizer = ElixirOptimizer(engine, make_optimizer(engine.parameters(), lr=0.1))
     assert _threads() == []
-    optimizer.prepare()
-    engine.engine.host_memory.prepare([Extent(7, torch.float32)])  # of a plan that was in force
+    engine.engine.host_memory.expect([*optimizer.to_come(), Extent(7, torch.float32)])  # that of an earlier plan
     engine.engine.host_memory._worker.wait()
     assert _threads()
     optimizer.backward(sum(p.float().sum() for p in engine.parameters()))

@@ -7,6 +7,7 @@ memory.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.errors import CapacityError, PlanError
 from lightning_elixir.optim import HybridAdam
+from lightning_elixir.optim.segments import SegmentOptimizer
 from lightning_elixir.optim.streaming import StateStream
+from lightning_elixir.runtime.engine import Engine
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_ranks
 from tests.helpers.streamed_updates import (
@@ -226,34 +229,39 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return found
 
 
+def states(engine: Engine, inner: Mapping[int, SegmentOptimizer]) -> list[Tensor]:
+    """Masters and moments, in host memory or anywhere."""
+    masters = [engine.store[i].master for i in inner]
+    return [*(m for m in masters if m is not None), *(m for one in inner.values() for m in one.moment_memory())]
+
+
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("later", ["streamed", "gpu"])
-def test_moments_are_page_locked_before_the_device_takes_them(locked: set[int], prepared: bool, later: str) -> None:
+def test_states_are_page_locked_before_the_device_takes_them(locked: set[int], prepared: bool, later: str) -> None:
     """And not for updates by the host alone: locking takes longer than all else about memory."""
     how = HOWS["bf16"]
     module, optimizer = new_training(how, "host", CPU)
     if prepared:
-        optimizer.prepare()
+        module.engine.host_memory.expect(optimizer.to_come())
     optimizer.reserve()
     train_step(module, optimizer, how, 0)
     inner = optimizer._updates.states.inner
-    moments = [m for one in inner.values() for m in one.moment_memory()]
+    kept = states(module.engine, inner)
     shards = [module.engine.store[chunk.id] for chunk in module.engine.chunks if chunk.id in inner]
-    assert not any(m.data_ptr() in locked for m in moments)
-    sent = [t for shard in shards for t in (shard.param, shard.master, shard.grad_buffer)]
-    assert all(t is not None and t.data_ptr() in locked for t in sent)
+    assert not any(t.data_ptr() in locked for t in kept)
+    assert all(t is not None and t.data_ptr() in locked for shard in shards for t in (shard.param, shard.grad_buffer))
     module.replan(plan_for(make(how.name), how, later))
-    assert all(m.untyped_storage().data_ptr() in locked for m in moments)
+    assert all(t.untyped_storage().data_ptr() in locked for t in kept)
     module.replan(plan_for(make(how.name), how, "host"))  # back from there: page-locked, as it came from the device
-    assert all(m.data_ptr() in locked for one in inner.values() for m in one.moment_memory())
+    assert all(t.data_ptr() in locked for t in states(module.engine, inner))
     module.close()
 
 
-def test_moments_that_are_streamed_from_the_start_are_page_locked(locked: set[int]) -> None:
+def test_states_that_are_streamed_from_the_start_are_page_locked(locked: set[int]) -> None:
     how = HOWS["bf16"]
     module, optimizer = new_training(how, "streamed", CPU)
     optimizer.reserve()
-    assert all(m.data_ptr() in locked for one in optimizer._updates.states.inner.values() for m in one.moment_memory())
+    assert all(t.data_ptr() in locked for t in states(module.engine, optimizer._updates.states.inner))
     module.close()
 
 
