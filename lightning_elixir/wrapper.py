@@ -70,8 +70,9 @@ class ElixirModule(nn.Module):
         force_outputs_fp32: Cast floating outputs to fp32.
         reduce_dtype: What gradients are cast to for the reduction over ranks; None: as they are.
         pin_memory: Page-lock host shards (CUDA).
-        prepares_states: Have threads make host memory for the two states of an Adam over all parameters while the
-            chunks are built. What the optimizer has no use for goes back when it steps first, or with the module.
+        sure_host_bytes: How much host memory training is going to take in any case, with an Adam. Within that, threads
+            make the memory of its states while the chunks are built; what the optimizer has no use for goes back when
+            it steps first, or with the module. 0: it is made when it is needed.
         device: Where to compute; None: the current CUDA device, or the CPU where there is none.
         nvme_offload_dir: Folder for the optimizer states that the plan has on NVMe; None: the system's folder for
             temporary files, if that is on a disk.
@@ -104,7 +105,7 @@ class ElixirModule(nn.Module):
         force_outputs_fp32: bool = False,
         reduce_dtype: torch.dtype | None = None,
         pin_memory: bool = True,
-        prepares_states: bool = False,
+        sure_host_bytes: int = 0,
         device: torch.device | str | None = None,
         nvme_offload_dir: str | None = None,
         nvme_backend: str = "direct",
@@ -128,7 +129,7 @@ class ElixirModule(nn.Module):
             raise PlanError("fused operators would pass parallel patterns by: leave out use_fused_kernels")
         with fuse(model, use_fused_kernels, runtime_device.torch_device) as self._swapped:
             self.engine = Engine(
-                model, plan, runtime_device, comm, precision, reduce_dtype, prefetch, disk, prepares_states
+                model, plan, runtime_device, comm, precision, reduce_dtype, prefetch, disk, sure_host_bytes
             )
         self.module = model
         self.memory_planner: str | None = None

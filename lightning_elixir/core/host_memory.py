@@ -98,8 +98,8 @@ class HostMemory:
         Args:
             wanted: What is going to be asked for at each.
             num_ahead: How many of them, with the one that it is at.
-            later: What is going to be asked for in the end, for each: it is made from when that is done, if nothing
-                that is nearer is left to make.
+            later: What will be asked for after all of them: item n is made once number n is done, behind everything in
+                `wanted` that is to be made by then.
         """
         self.prepare(extent for extents in wanted[:num_ahead] for extent in extents)
         for number in range(len(wanted)):
@@ -111,18 +111,23 @@ class HostMemory:
 
     def expect(self, extents: Sequence[Extent]) -> None:
         """As `prepare`, but for those that are there, or on the way; what else is there goes back."""
-        wanted, surplus = Counter(extents), []
+        wanted, surplus = Counter(extents), list[_Piece]()
         with self._lock:
             there = Counter({extent: len(pieces) for extent, pieces in self._pieces.items()})
             for extent, pieces in list(self._pieces.items()):
-                num_kept = min(wanted[extent], len(pieces))
-                surplus += pieces[num_kept:]
-                del pieces[num_kept:]
+                pieces.sort(key=lambda piece: not piece.is_begun)
+                surplus += pieces[wanted[extent] :]
+                del pieces[wanted[extent] :]
                 if not pieces:
                     del self._pieces[extent]
+        tensors = []
         for piece in surplus:
             piece.cancel()
-        surplus.clear()
+            if piece.tensor is not None:
+                tensors.append(piece.tensor)
+                piece.tensor = None
+        if tensors:
+            self.free(tensors)
         missing = []
         for extent in extents:
             if there[extent]:

@@ -104,7 +104,7 @@ class Downloads:
             buffer = self._take(piece.nbytes)
             staged = buffer[: piece.nbytes].view(piece.dtype)
             staged.copy_(piece, non_blocking=True)
-            land = partial(_land, staged, target[first : first + piece.numel()])
+            land = partial(_land, staged, target[first : first + piece.numel()], torch.is_inference_mode_enabled())
             self._buffers.append((buffer, self._worker.submit(land, event=self._device.compute_event())))
 
     def _take(self, nbytes: int) -> Tensor:
@@ -131,5 +131,6 @@ class Downloads:
         self._worker.close()
 
 
-def _land(staged: Tensor, target: Tensor) -> None:
-    target.copy_(staged)
+def _land(staged: Tensor, target: Tensor, is_inference: bool) -> None:
+    with torch.inference_mode(is_inference):
+        target.copy_(staged)

@@ -49,7 +49,7 @@ def why_not(model: Any) -> str | None:
     forwards = [inspect.unwrap(vars(c)["forward"]) for c in type(model).__mro__ if "forward" in vars(c)]
     if not any("loss_function" in getattr(getattr(f, "__code__", None), "co_names", ()) for f in forwards):
         return "its forward computes its loss by itself"
-    if vars(model).get("_loss_function") is not None:
+    if vars(model).get("_loss_function") not in (None, fused_loss):  # a copy of a model that has ours keeps it
         return "it was given a loss_function of its own"
     if type(head) is not nn.Linear:
         return f"its last layer is a {type(head).__name__}, not a plain nn.Linear"

@@ -442,7 +442,7 @@ class UpdateRunner:
 
     def write_back(self, master: Tensor, target: Tensor) -> None:
         """`target` (any device) receives a master (any device) in its own dtype. Cast where the master is."""
-        if master.device == target.device or master.dtype == target.dtype:
+        if master.device == target.device:
             target.copy_(master)
         elif master.device.type != "cpu":
             target.copy_(master.to(target.dtype))

@@ -177,11 +177,11 @@ class Builder:
             self._named = dict(self._module.named_parameters(remove_duplicate=False))
         return resident
 
-    def build(self, store: ShardStore, precision: Precision, *, prepares_states: bool) -> list[Chunk]:
+    def build(self, store: ShardStore, precision: Precision, sure_host_bytes: int) -> list[Chunk]:
         """Bind everything, and fill the shards.
 
         Args:
-            prepares_states: Have memory made ahead for Adam's states, too.
+            sure_host_bytes: See `ElixirModule`.
 
         Raises:
             CapacityError: A host runs short of memory; raised on every rank.
@@ -195,16 +195,17 @@ class Builder:
         self._move_buffers()
         room = HostRoom(self._comm, store.memory, self._wait_for_freeing)
         wanted = [self._on_host(spec) for spec in specs]
-        later = [self._states_of(spec) for spec in specs] if prepares_states else []
+        later = self._states_within(sure_host_bytes - sum(map(bytes_of, wanted)))
         try:
             for number in store.memory.in_turn(wanted, CHUNKS_AHEAD, later):
                 room.take(specs[number], bytes_of(wanted[number]), self._plan, partial(_host_bytes, store))
-                self._build_chunk(chunks[number])
+                self._build_together(chunks[number])
             self._downloads.settle()
         finally:
             self._collector.close()
             self._downloads.close()
             self._freer.rest()
+            self._collecting = None  # it is in a cycle with this one, and has memory of the device
         self._device.synchronize()  # values may still be on their way
         self._staging = self._uploads = None
         self._raise_read_error()
@@ -216,6 +217,17 @@ class Builder:
         found = [] if master is None or spec.optim_tier is not Tier.CPU else [self._store.master_extent(spec, master)]
         if spec.param_tier is Tier.CPU:
             found.append(Extent(self._store.param_numel(spec), dtype_of(spec)))
+        return found
+
+    def _states_within(self, nbytes: int) -> list[list[Extent]]:
+        """Memory for states of the first chunks, no more than so much."""
+        found = []
+        for spec in self._plan.all_chunks:
+            extents = self._states_of(spec)
+            nbytes -= bytes_of(extents)
+            if nbytes < 0:
+                break
+            found.append(extents)
         return found
 
     def _states_of(self, spec: ChunkSpec) -> list[Extent]:
@@ -307,6 +319,13 @@ class Builder:
                 self._comm.broadcast_from_first(moved)
                 module._buffers[name] = moved
 
+    def _build_together(self, chunk: Chunk) -> None:
+        try:
+            self._build_chunk(chunk)
+        except Exception as error:
+            self._comm.leave(error)  # the others would wait for its values
+            raise
+
     def _build_chunk(self, chunk: Chunk) -> None:
         """Its parameters have the values that they had, or are those of the chunk: other threads find no others."""
         spec = chunk.spec
@@ -388,7 +407,7 @@ class Builder:
             self._collecting = self._new_collecting(chunk)
         full = self._collecting.wait()
         self._collecting = None
-        following = self._chunks[self._chunks.index(chunk) + 1 :][:1]
+        following = self._chunks[chunk.id + 1 :][:1]
         if following and not self._sources and not following[0].spec.axes:
             with suppress(torch.OutOfMemoryError):  # then in its turn, when this one is gone
                 self._collecting = self._new_collecting(following[0])
@@ -444,17 +463,19 @@ class Builder:
             members = chunk.spec.members
             self._send(((members[i].offset, values[i].reshape(-1)) for i in sent), flat)
         for index in values.keys() - set(sent):  # now, since what is between parts that are sent becomes zeros
-            views[index].copy_(values[index])
+            value, view = values[index], views[index]
+            if self._is_far(value) and not self._is_far(flat) and view.is_contiguous():
+                self._downloads.download(value.reshape(-1).to(flat.dtype), view.view(-1))
+            else:
+                view.copy_(value)
+        self._downloads.settle()
 
     def _put(self, target: Tensor, values: Tensor) -> None:
         """Copy, and cast where both are on one side of the bus: what crosses it in another dtype torch casts on the
         host, through new, pageable memory (seen: 0.15 s for 50 million elements, a fifteenth of it so). What comes to
         the host is there when the device has come so far."""
         if self._is_far(target) and not self._is_far(values):
-            if values.is_pinned():
-                target.copy_(values.to(target.device))
-            else:
-                self._send([(0, values)], target)
+            self._send([(0, values)], target)
         elif self._is_far(values) and not self._is_far(target):
             target.copy_(values.to(target.dtype), non_blocking=True)
         else:
@@ -576,12 +597,14 @@ class _Collecting:
         self._collect = collect
         self._device = device
         self._stream = device.compute_stream()
+        self._is_inference = torch.is_inference_mode_enabled()
         self._task = worker.submit(self._work)
 
     def _work(self) -> None:
-        self._stream.hold_up_this_thread()
-        self._collect(self.chunk, self._full)
-        self._stream.wait_for(self._device.compute_stream())
+        with torch.inference_mode(self._is_inference):
+            self._stream.hold_up_this_thread()
+            self._collect(self.chunk, self._full)
+            self._stream.wait_for(self._device.compute_stream())
 
     def wait(self) -> Tensor:
         """The values, for what this thread gives the compute stream from now on."""

@@ -206,7 +206,7 @@ class ChunkOptimizers:
         on_disk, is_sent = shard.on_disk, chunk.spec.is_update_streamed
         if is_sent or self.maker.is_whole:  # the device is going to take it, too
             for master in (shard.master, shard.spare_master):
-                if master is not None and master.device.type == "cpu":
+                if master is not None:
                     engine.device.lock(master)
         work = on_disk.stand_in() if on_disk is not None and on_disk.has_master else engine.own_shard(chunk)
         if self.maker.is_whole:

@@ -67,7 +67,7 @@ class Engine:
         reduce_dtype: What gradients are cast to for reduction; None: as they are.
         prefetch: False: fetch on demand only, whatever the plan's depth.
         disk: Where states go that the plan has on NVMe; None: `DiskOptions()`.
-        prepares_states: See `ElixirModule`.
+        sure_host_bytes: See `ElixirModule`.
 
     Raises:
         PlanError: If the plan was made for another model or differs between ranks, or parameters have no values.
@@ -84,7 +84,7 @@ class Engine:
         reduce_dtype: torch.dtype | None = None,
         prefetch: bool = True,
         disk: DiskOptions | None = None,
-        prepares_states: bool = False,
+        sure_host_bytes: int = 0,
     ) -> None:
         _check_unmanaged(module)
         check_same_on_all_ranks(comm, plan)
@@ -112,29 +112,29 @@ class Engine:
             builder = Builder(module, plan, device, self.groups)
             self.ignored = builder.place_ignored()
             """Frozen parameters that are in no chunk."""
-            self.chunks = builder.build(self.store, precision, prepares_states=prepares_states)
+            self.chunks = builder.build(self.store, precision, sure_host_bytes)
+            if not sure_host_bytes:
+                self.host_memory.drop()  # no thread waits for what may never come
+            self._home = {id(p): (c, i) for c in self.chunks for i, p in enumerate(c.parameters)}
+            with self.turn.call("making an ElixirModule"):  # other threads that come upon its parameters wait
+                self.interception = Interception(self, self.chunks)
+                self.on_held_bytes(self.interception.written.held_bytes)
+                self.gradients = Gradients(self)
+                self.writes = UserWrites(self)
+                self.steps = Steps(self)
+                self.iterations = Iterations(device, self.chunks, self.device_bytes)
+                self.backwards = Backwards(self)
+                self._saved = SavedTensors({c.storage_key: c for c in self.chunks}, self.backwards.need)
+                self.activations = Activations(self, self._saved)
+                self.on_held_bytes(self.activations.offloader.held_bytes)
+                self.forwards = Forwards(self, self._saved, self._home)
+                trainable = [c for c in self.chunks if c.spec.requires_grad]
+                self._hooks = Hooks(self.forwards, self.backwards, self.interception, trainable)
+                self._adopt(ActivePlan(self, plan, self.store))
         except BaseException:
             self.store.close()  # with it the file
             self.host_memory.drop()
             raise
-        if not prepares_states:
-            self.host_memory.drop()  # no thread waits for what may never come
-        self._home = {id(p): (c, i) for c in self.chunks for i, p in enumerate(c.parameters)}
-        with self.turn.call("making an ElixirModule"):  # other threads that come upon its parameters wait
-            self.interception = Interception(self, self.chunks)
-            self.on_held_bytes(self.interception.written.held_bytes)
-            self.gradients = Gradients(self)
-            self.writes = UserWrites(self)
-            self.steps = Steps(self)
-            self.iterations = Iterations(device, self.chunks, self.device_bytes)
-            self.backwards = Backwards(self)
-            self._saved = SavedTensors({c.storage_key: c for c in self.chunks}, self.backwards.need)
-            self.activations = Activations(self, self._saved)
-            self.on_held_bytes(self.activations.offloader.held_bytes)
-            self.forwards = Forwards(self, self._saved, self._home)
-            trainable = [c for c in self.chunks if c.spec.requires_grad]
-            self._hooks = Hooks(self.forwards, self.backwards, self.interception, trainable)
-            self._adopt(ActivePlan(self, plan, self.store))
         self.wire = PatternWire(self)
         """Where the exchanges of parallel patterns go."""
         bind_peers(module, self.wire)

@@ -41,6 +41,7 @@ from lightning_elixir.strategy.model_init import materialise, skeleton_of
 from lightning_elixir.strategy.options import StrategyOptions
 from lightning_elixir.strategy.pattern_setup import check_mesh, put_patterns_in, take_dtensors_over
 from lightning_elixir.strategy.precision import ElixirPrecision
+from lightning_elixir.strategy.regimes import guessed_regime
 from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
 from lightning_elixir.strategy.shared_plans import ALONE, Neighbours, Planner, disk_options, host_bytes_of
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -228,6 +229,9 @@ class EngineStrategy(StrategyOptions, ABC):
         with run_together(self._comm, lambda: fuse(module, config.fused_choice, self.root_device)):
             plan, is_final = planner.first_plan(module, budget, is_training=is_training)
             skeleton, disk = skeleton_of(module), disk_options(config)
+            sure = planner.least_host_bytes(plan, budget, guessed_regime(planner.regime)) or 0
+            if is_final or not has_optimizer:
+                sure = 0
             started_s = time.perf_counter()
             engine = ElixirModule(
                 module,
@@ -242,7 +246,7 @@ class EngineStrategy(StrategyOptions, ABC):
                 force_outputs_fp32=config.force_outputs_fp32,
                 reduce_dtype=config.reduction_dtype,
                 pin_memory=config.pin_memory,
-                prepares_states=has_optimizer and not is_final,
+                sure_host_bytes=sure,
                 device=self.root_device,
                 nvme_offload_dir=disk.folder,
                 nvme_backend=disk.backend,

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_elixir.core import waits
 from lightning_elixir.errors import DivergenceError, PeerLostError
+from lightning_elixir.runtime.build import Builder
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.dist import run_processes, run_ranks, start_processes
 from tests.helpers.plans import make_plan
@@ -389,3 +390,43 @@ def test_only_one_rank_writes() -> None:
     for text in run_ranks(different_writes, 2):
         assert "rank 0 is in full_parameters(modify=True) (" in text
         assert "rank 1 is in full_parameters() (" in text
+
+
+# Building
+
+
+def build(kind: str) -> str:
+    """Make a module where rank 0 has a parameter that cannot be read, or in inference mode."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
+    plan = make_plan(model, world_size=dist.get_world_size(), **PLACEMENTS["tight"])
+    if kind == "unreadable" and dist.get_rank() == 0:
+        collect, num_collected = Builder._collect, 0
+
+        def stumble(builder: Builder, chunk: Any, full: torch.Tensor) -> torch.Tensor:
+            nonlocal num_collected
+            num_collected += 1
+            if num_collected == 3:
+                raise MemoryError("no memory for the values")
+            return collect(builder, chunk, full)
+
+        Builder._collect = stumble  # type: ignore[method-assign]
+    try:
+        with torch.inference_mode(kind == "inference"):
+            expected = model(torch.ones(2, 32)) if dist.get_rank() == 0 else None
+            module = ElixirModule(model, plan, device=torch.device("cpu"))
+            result = module(torch.ones(2, 32))
+    except (MemoryError, PeerLostError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "as plain" if expected is None or torch.equal(result, expected) else "other numbers"
+
+
+def test_a_rank_that_cannot_put_values_together_ends_the_others() -> None:
+    first, second = run_ranks(build, 2, "unreadable")
+    assert first == "MemoryError: no memory for the values"
+    assert second.startswith("PeerLostError")
+    assert "no memory for the values" in second
+
+
+def test_a_module_is_made_in_inference_mode() -> None:
+    assert run_ranks(build, 2, "inference") == ["as plain", "as plain"]

@@ -662,10 +662,10 @@ def test_while_the_engine_is_built_another_thread_finds_no_values_that_are_not_t
         set_data(tensors, values)
         assert _in_thread(read_all) is None
 
-    def read_while_building(builder: Builder, store: Any, precision: Any) -> Any:
+    def read_while_building(builder: Builder, *given: Any) -> Any:
         with monkeypatch.context() as while_building:
             while_building.setattr(chunk_module, "set_data", read_after)
-            return build(builder, store, precision)
+            return build(builder, *given)
 
     build = Builder.build
     monkeypatch.setattr(Builder, "build", read_while_building)
