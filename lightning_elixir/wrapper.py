@@ -70,9 +70,6 @@ class ElixirModule(nn.Module):
         force_outputs_fp32: Cast floating outputs to fp32.
         reduce_dtype: What gradients are cast to for the reduction over ranks; None: as they are.
         pin_memory: Page-lock host shards (CUDA).
-        sure_host_bytes: How much host memory training is going to take in any case, with an Adam. Within that, threads
-            make the memory of its states while the chunks are built; what the optimizer has no use for goes back when
-            it steps first, or with the module. 0: it is made when it is needed.
         device: Where to compute; None: the current CUDA device, or the CPU where there is none.
         nvme_offload_dir: Folder for the optimizer states that the plan has on NVMe; None: the system's folder for
             temporary files, if that is on a disk.
@@ -105,7 +102,6 @@ class ElixirModule(nn.Module):
         force_outputs_fp32: bool = False,
         reduce_dtype: torch.dtype | None = None,
         pin_memory: bool = True,
-        sure_host_bytes: int = 0,
         device: torch.device | str | None = None,
         nvme_offload_dir: str | None = None,
         nvme_backend: str = "direct",
@@ -128,9 +124,7 @@ class ElixirModule(nn.Module):
         if use_fused_kernels and any(pattern_forwards(model)):
             raise PlanError("fused operators would pass parallel patterns by: leave out use_fused_kernels")
         with fuse(model, use_fused_kernels, runtime_device.torch_device) as self._swapped:
-            self.engine = Engine(
-                model, plan, runtime_device, comm, precision, reduce_dtype, prefetch, disk, sure_host_bytes
-            )
+            self.engine = Engine(model, plan, runtime_device, comm, precision, reduce_dtype, prefetch, disk)
         self.module = model
         self.memory_planner: str | None = None
         """What else moves this module from plan to plan, so that limits are not to be set here."""

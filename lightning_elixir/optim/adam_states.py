@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,15 +34,6 @@ class SegmentPlace:
     group_index: int
     shard_offset: int
     numel: int
-
-
-def moments_numel(numels: Iterable[int]) -> int:
-    """Elements of each moment of segments of so many elements, in memory."""
-    return sum(_aligned(numel) for numel in numels)
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
 
 
 class AdamStates:
@@ -90,7 +81,7 @@ class AdamStates:
         # Where each segment's moments begin, and how many elements they are in all. On a disk they lie as the shard
         # does, so that a piece is the same elements of everything. In memory they are as far apart as in the shard
         # where segments follow each other there.
-        sizes = [_aligned(p.numel) for p in places]
+        sizes = [-(-p.numel // ALIGN_NUMEL) * ALIGN_NUMEL for p in places]
         *self._starts, self.numel = [0, *itertools.accumulate(sizes)]
         """Elements of each moment."""
         self.numel_in_memory = self.numel

@@ -11,8 +11,8 @@ for each, malloc kept the gaps between the shards, 70 MiB of a model of 100 MiB 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.core.device import Device, working_on
+from lightning_elixir.core.device import Device
 from lightning_elixir.core.host_memory import Extent, bytes_of
 from lightning_elixir.core.shells import ShellParameter, held_as, layout_of
 from lightning_elixir.core.staging import Downloads, Uploads
 from lightning_elixir.core.worker import Task, Worker
 from lightning_elixir.errors import PlanError, StateError, StorageError
-from lightning_elixir.optim.adam_states import moments_numel
 from lightning_elixir.patterns.cuts import forget_whole, whole_of
 from lightning_elixir.plan.memory import (
     has_params_on_nvme,
@@ -42,15 +41,7 @@ from lightning_elixir.runtime.groups import Groups
 from lightning_elixir.runtime.host_room import HostRoom
 from lightning_elixir.runtime.resident import ResidentParameters, has_plain_class, place_beside, placed, send_from_first
 from lightning_elixir.runtime.sources import Source, forget_source, source_of
-from lightning_elixir.storage.nvme import (
-    MASTER,
-    MOMENTS,
-    DiskOptions,
-    StateFile,
-    StateSpec,
-    StateTraffic,
-    open_state_file,
-)
+from lightning_elixir.storage.nvme import MASTER, DiskOptions, StateFile, StateSpec, StateTraffic, open_state_file
 from lightning_elixir.storage.shards import Shard, ShardStore
 
 # Chunks whose host memory is made while an earlier one is filled: no more, as the user's model is there as well.
@@ -140,9 +131,6 @@ class Builder:
         self._staging: Tensor | None = None  # 1-D, bytes
         self._uploads: Uploads | None = None
         self._downloads = Downloads(device)
-        self._chunks: list[Chunk] = []
-        self._collector = Worker("elixir-collect", context=partial(working_on, device.torch_device))
-        self._collecting: _Collecting | None = None
         self._freer = Worker("elixir-free")
         self._freeing: Task | None = None
         self._shells: dict[str, Tensor] = {}  # around other tensors, until their chunk is filled
@@ -177,11 +165,8 @@ class Builder:
             self._named = dict(self._module.named_parameters(remove_duplicate=False))
         return resident
 
-    def build(self, store: ShardStore, precision: Precision, sure_host_bytes: int) -> list[Chunk]:
+    def build(self, store: ShardStore, precision: Precision) -> list[Chunk]:
         """Bind everything, and fill the shards.
-
-        Args:
-            sure_host_bytes: See `ElixirModule`.
 
         Raises:
             CapacityError: A host runs short of memory; raised on every rank.
@@ -190,22 +175,19 @@ class Builder:
         self._store = store
         self._precision = precision
         specs = self._plan.all_chunks
-        self._chunks = chunks = [self._new_chunk(spec) for spec in specs]
+        chunks = [self._new_chunk(spec) for spec in specs]
         self._replace_parameters(chunks)
         self._move_buffers()
         room = HostRoom(self._comm, store.memory, self._wait_for_freeing)
         wanted = [self._on_host(spec) for spec in specs]
-        later = self._states_within(sure_host_bytes - sum(map(bytes_of, wanted)))
         try:
-            for number in store.memory.in_turn(wanted, CHUNKS_AHEAD, later):
+            for number in store.memory.in_turn(wanted, CHUNKS_AHEAD):
                 room.take(specs[number], bytes_of(wanted[number]), self._plan, partial(_host_bytes, store))
                 self._build_together(chunks[number])
             self._downloads.settle()
         finally:
-            self._collector.close()
             self._downloads.close()
             self._freer.rest()
-            self._collecting = None  # it is in a cycle with this one, and has memory of the device
         self._device.synchronize()  # values may still be on their way
         self._staging = self._uploads = None
         self._raise_read_error()
@@ -218,25 +200,6 @@ class Builder:
         if spec.param_tier is Tier.CPU:
             found.append(Extent(self._store.param_numel(spec), dtype_of(spec)))
         return found
-
-    def _states_within(self, nbytes: int) -> list[list[Extent]]:
-        """Memory for states of the first chunks, no more than so much."""
-        found = []
-        for spec in self._plan.all_chunks:
-            extents = self._states_of(spec)
-            nbytes -= bytes_of(extents)
-            if nbytes < 0:
-                break
-            found.append(extents)
-        return found
-
-    def _states_of(self, spec: ChunkSpec) -> list[Extent]:
-        """What the moments of an Adam over all of the chunk's parameters take in host memory."""
-        if not spec.requires_grad or spec.optim_tier is not Tier.CPU:
-            return []
-        numel = moments_numel(segment.numel for segment in self._groups.segments(spec))
-        dtype = self._precision.master_of(spec) or dtype_of(spec)
-        return [Extent(numel, dtype, spec.is_update_streamed)] * len(MOMENTS)
 
     def _agreed_sources(self) -> dict[str, Source]:
         """Rank 0 decides which values come from their sources; where it has values itself, all ranks get them."""
@@ -394,29 +357,12 @@ class Builder:
         else:
             full = None
             if comm.rank == 0:
-                full = self._whole_values(chunk)
+                full = self._collect(chunk, torch.zeros(spec.numel, dtype=dtype, device=self._device.torch_device))
             piece = self._scattered(numel, dtype, full)
         if any(is_read):
             piece = piece.to("cpu")
             self._read_sources(chunk, piece)
         return piece
-
-    def _whole_values(self, chunk: Chunk) -> Tensor:
-        """Rank 0's values of all of a chunk, on the device. A thread puts those of the next one together meanwhile."""
-        if self._collecting is None or self._collecting.chunk is not chunk:
-            self._collecting = self._new_collecting(chunk)
-        full = self._collecting.wait()
-        self._collecting = None
-        following = self._chunks[chunk.id + 1 :][:1]
-        if following and not self._sources and not following[0].spec.axes:
-            with suppress(torch.OutOfMemoryError):  # then in its turn, when this one is gone
-                self._collecting = self._new_collecting(following[0])
-        return full
-
-    def _new_collecting(self, chunk: Chunk) -> _Collecting:
-        dtype, device = self._precision.master_of(chunk.spec) or chunk.dtype, self._device
-        full = torch.zeros(chunk.spec.numel, dtype=dtype, device=device.torch_device)
-        return _Collecting(chunk, full, self._collect, device, self._collector)
 
     def _own_part(self, chunk: Chunk, numel: int, dtype: torch.dtype) -> Tensor:
         """As `_own_values`, of a chunk whose parameters are cut between ranks: rank 0 makes every part and sends each
@@ -466,9 +412,9 @@ class Builder:
             value, view = values[index], views[index]
             if self._is_far(value) and not self._is_far(flat) and view.is_contiguous():
                 self._downloads.download(value.reshape(-1).to(flat.dtype), view.view(-1))
+                self._downloads.settle()  # the values are read next
             else:
                 view.copy_(value)
-        self._downloads.settle()
 
     def _put(self, target: Tensor, values: Tensor) -> None:
         """Copy, and cast where both are on one side of the bus: what crosses it in another dtype torch casts on the
@@ -576,40 +522,6 @@ class Builder:
         self._put(self._groups.mine(spec, whole), piece)
         if comm.world_size > 1:
             comm.all_gather(whole)
-
-
-class _Collecting:
-    """A chunk's values, on their way into one tensor.
-
-    Args:
-        chunk: Which.
-        full: Zeros, on the device.
-        collect: Puts them there.
-        device: Whose compute stream both threads have.
-        worker: Whose thread does it.
-    """
-
-    def __init__(
-        self, chunk: Chunk, full: Tensor, collect: Callable[[Chunk, Tensor], Tensor], device: Device, worker: Worker
-    ) -> None:
-        self.chunk = chunk
-        self._full = full
-        self._collect = collect
-        self._device = device
-        self._stream = device.compute_stream()
-        self._is_inference = torch.is_inference_mode_enabled()
-        self._task = worker.submit(self._work)
-
-    def _work(self) -> None:
-        with torch.inference_mode(self._is_inference):
-            self._stream.hold_up_this_thread()
-            self._collect(self.chunk, self._full)
-            self._stream.wait_for(self._device.compute_stream())
-
-    def wait(self) -> Tensor:
-        """The values, for what this thread gives the compute stream from now on."""
-        self._task.wait()
-        return self._full
 
 
 def _free(tensors: list[Tensor]) -> None:

@@ -67,7 +67,6 @@ class Engine:
         reduce_dtype: What gradients are cast to for reduction; None: as they are.
         prefetch: False: fetch on demand only, whatever the plan's depth.
         disk: Where states go that the plan has on NVMe; None: `DiskOptions()`.
-        sure_host_bytes: See `ElixirModule`.
 
     Raises:
         PlanError: If the plan was made for another model or differs between ranks, or parameters have no values.
@@ -84,7 +83,6 @@ class Engine:
         reduce_dtype: torch.dtype | None = None,
         prefetch: bool = True,
         disk: DiskOptions | None = None,
-        sure_host_bytes: int = 0,
     ) -> None:
         _check_unmanaged(module)
         check_same_on_all_ranks(comm, plan)
@@ -112,9 +110,8 @@ class Engine:
             builder = Builder(module, plan, device, self.groups)
             self.ignored = builder.place_ignored()
             """Frozen parameters that are in no chunk."""
-            self.chunks = builder.build(self.store, precision, sure_host_bytes)
-            if not sure_host_bytes:
-                self.host_memory.drop()  # no thread waits for what may never come
+            self.chunks = builder.build(self.store, precision)
+            self.host_memory.drop()  # no thread waits for what may never come
             self._home = {id(p): (c, i) for c in self.chunks for i, p in enumerate(c.parameters)}
             with self.turn.call("making an ElixirModule"):  # other threads that come upon its parameters wait
                 self.interception = Interception(self, self.chunks)

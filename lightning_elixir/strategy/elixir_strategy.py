@@ -247,9 +247,7 @@ class ElixirStrategy(EngineStrategy, ParallelStrategy):
         move_metrics(module, self.root_device, is_fresh=handle is None)
         if handle is None:
             is_loaded = self._sharded.is_model_awaited
-            handle = self._build(
-                module, self._planner(), is_training=is_training, is_loaded=is_loaded, has_optimizer=is_training
-            )
+            handle = self._build(module, self._planner(), is_training=is_training, is_loaded=is_loaded)
         return handle.engine
 
     def _regime_of(self, trainer: Trainer) -> TrainingRegime:

@@ -41,7 +41,6 @@ from lightning_elixir.strategy.model_init import materialise, skeleton_of
 from lightning_elixir.strategy.options import StrategyOptions
 from lightning_elixir.strategy.pattern_setup import check_mesh, put_patterns_in, take_dtensors_over
 from lightning_elixir.strategy.precision import ElixirPrecision
-from lightning_elixir.strategy.regimes import guessed_regime
 from lightning_elixir.strategy.sharded_checkpoints import ShardedCheckpoints
 from lightning_elixir.strategy.shared_plans import ALONE, Neighbours, Planner, disk_options, host_bytes_of
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -206,14 +205,12 @@ class EngineStrategy(StrategyOptions, ABC):
         is_training: bool,
         is_loaded: bool,
         limits: MemoryLimits | None = None,
-        has_optimizer: bool = False,
     ) -> EngineHandle:
         """An engine around a module. Collective.
 
         Args:
             is_loaded: The model's values come from a checkpoint, so that none need be drawn.
             limits: In the place of the options; None: there are none.
-            has_optimizer: One is going to be set up now, most likely an Adam.
         """
         plugin, config = self._plugin, self._config
         run_together(self._comm, lambda: take_dtensors_over(module, config, self._comm, self.root_device))
@@ -229,9 +226,6 @@ class EngineStrategy(StrategyOptions, ABC):
         with run_together(self._comm, lambda: fuse(module, config.fused_choice, self.root_device)):
             plan, is_final = planner.first_plan(module, budget, is_training=is_training)
             skeleton, disk = skeleton_of(module), disk_options(config)
-            sure = planner.least_host_bytes(plan, budget, guessed_regime(planner.regime)) or 0
-            if is_final or not has_optimizer:
-                sure = 0
             started_s = time.perf_counter()
             engine = ElixirModule(
                 module,
@@ -246,7 +240,6 @@ class EngineStrategy(StrategyOptions, ABC):
                 force_outputs_fp32=config.force_outputs_fp32,
                 reduce_dtype=config.reduction_dtype,
                 pin_memory=config.pin_memory,
-                sure_host_bytes=sure,
                 device=self.root_device,
                 nvme_offload_dir=disk.folder,
                 nvme_backend=disk.backend,

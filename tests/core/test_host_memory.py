@@ -140,28 +140,6 @@ def test_what_is_ready_is_kept_before_what_is_not(memory: HostMemory, device: De
     assert memory.bytes_ahead() == 8000
 
 
-def test_what_is_wanted_later_is_made_behind_what_is_near(memory: HostMemory, device: Device) -> None:
-    made: list[int] = []
-    zeros = device.host_zeros
-
-    def noted(numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
-        made.append(numel)
-        return zeros(numel, dtype, is_locked=is_locked)
-
-    device.host_zeros = noted  # type: ignore[method-assign]
-    device.gate.clear()
-    near, later = [[Extent(n, torch.float32)] for n in (1, 2, 3)], [[Extent(n, torch.float32)] for n in (11, 12, 13)]
-    turns = memory.in_turn(near, 2, later)
-    assert next(turns) == 0
-    _until(lambda: device.num_begun == 2)
-    assert (next(turns), next(turns)) == (1, 2)
-    assert list(turns) == []
-    device.gate.set()
-    _until(lambda: len(made) == 6)
-    assert made.index(3) <= 3  # there are two threads
-    memory.drop()
-
-
 def test_nothing_keeps_those_that_asked(memory: HostMemory, device: Device) -> None:
     """No error is raised and caught on the way, whose traceback would."""
 

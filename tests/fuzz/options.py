@@ -160,8 +160,6 @@ def _of_module_alone(rng: random.Random, program: Program) -> dict[str, Any]:
         options["num_update_threads"] = rng.choice((1, 2, 5))
     if not program.clip and rng.random() < 0.1:
         options["max_norm"] = program.clip_at
-    if rng.random() < 0.3:
-        options["sure_host_bytes"] = rng.choice((10**4, 10**6, 10**9))
     return options
 
 
@@ -253,7 +251,7 @@ def module_options(program: Program, folder: str) -> dict[str, Any]:
 
 _MODULE = (
     "prefetch", "process_group", "use_fused_kernels", "master_weights", "keep_fp32", "autocast", "force_outputs_fp32",
-    "reduce_dtype", "pin_memory", "nvme_checksums", "activations", "ignored", "sure_host_bytes",
+    "reduce_dtype", "pin_memory", "nvme_checksums", "activations", "ignored",
 )  # fmt: skip
 
 
