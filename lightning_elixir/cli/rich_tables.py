@@ -112,7 +112,7 @@ def _memory(found: Found) -> Table:
     table = _table("Bytes of each rank", "", "GPU", "host")
     host = {text.partition(" and their")[0]: key for key, text, _ in HOST_KINDS}
     for key, text, _ in GPU_KINDS:
-        on_gpu, on_host = int(plan.notes.get(key, 0)), host.get(text.partition(" and their")[0])
+        on_gpu, on_host = plan.gpu_kinds[key], host.get(text.partition(" and their")[0])
         host_bytes = int(plan.notes.get(on_host, 0)) if on_host else 0
         if on_gpu or host_bytes:
             table.add_row(text, _bytes(on_gpu), _bytes(host_bytes))
@@ -125,8 +125,8 @@ def _memory(found: Found) -> Table:
     table.add_row("at the highest moment", _bytes(peak), _bytes(int(plan.notes.get("host_bytes", 0))))
     table.add_row("limit", _bytes(found.machine.budget.gpu_bytes or 0), _bytes(found.machine.budget.cpu_bytes or 0))
     notes = []
-    # Gradients come while activations go: a sum of the highest of all kinds is more than there ever is.
-    if peak < sum(int(plan.notes.get(key, 0)) for key, *_ in GPU_KINDS):
+    # Without a forecast: gradients come while activations go, so the highest of all kinds are more than there ever is.
+    if peak < sum(plan.gpu_kinds.values()):
         notes.append("each kind at its own highest moment")
     on_nvme = int(plan.notes.get("nvme_bytes", 0))
     if on_nvme:

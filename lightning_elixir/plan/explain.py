@@ -81,7 +81,7 @@ def explain(plan: Plan) -> str:
         "buffers of updates": "gpu_stream_bytes",
         "activations and other data": "non_model_bytes",
     }
-    amounts = _amounts(plan, kinds)
+    amounts = {name: plan.gpu_kinds[key] for name, key in kinds.items()}
     amounts["activations and other data"] -= forecast.margin_bytes
     lines.append(f"    {_listed(amounts | {MARGIN_TEXT: forecast.margin_bytes})}")
     lines.append(f"  host: {_of(forecast.host_bytes, forecast.host_limit_bytes)}")

@@ -16,6 +16,7 @@ from lightning_elixir.plan.mesh import AXES, AxisCut, axes_of
 from lightning_elixir.plan.types import (
     ALIGN_NUMEL,
     DTYPE_BYTES,
+    GPU_BYTE_KINDS,
     SCHEMA,
     TRAINED_DTYPES,
     Alternative,
@@ -217,6 +218,10 @@ class _Fields:
         """A number or nothing, under a key that is missing in earlier files."""
         return None if self._content.get(key) is None else self.number(key)
 
+    def later(self, key: str) -> object:
+        """None where a plan of an earlier version lacks it."""
+        return self._content.get(key)
+
     def later_integer(self, key: str) -> int | None:
         """The same for an integer."""
         return None if self._content.get(key) is None else self.integer(key, least=0)
@@ -263,6 +268,7 @@ def _notes(content: object) -> dict[str, float | int | str]:
 def _forecast_to_dict(forecast: Forecast) -> dict[str, object]:
     content = asdict(forecast)
     content["alternatives"] = [asdict(a) for a in forecast.alternatives]
+    content["gpu_kinds"] = dict(forecast.gpu_kinds) or None
     return content
 
 
@@ -298,7 +304,16 @@ def _forecast(content: object) -> Forecast | None:
         foreseen_s=fields.later_number("foreseen_s"),
         foreseen_after_steps=fields.later_integer("foreseen_after_steps"),
         margin_bytes=fields.later_integer("margin_bytes") or 0,
+        gpu_kinds=_gpu_kinds(fields.later("gpu_kinds")),
     )
+
+
+def _gpu_kinds(content: object) -> tuple[tuple[str, int], ...]:
+    if content is None:
+        return ()
+    kinds = _Fields(content, "forecast, gpu_kinds")
+    kinds.check_keys(GPU_BYTE_KINDS)
+    return tuple((kind, kinds.integer(kind, least=0)) for kind in GPU_BYTE_KINDS)
 
 
 def _ignored(content: object, position: int) -> IgnoredParam:

@@ -16,7 +16,7 @@ from lightning_elixir.plan.device_words import DeviceWords
 from lightning_elixir.plan.mesh import Mesh
 from lightning_elixir.plan.regime import ModelDataBytes, TrainingRegime, UpdateMode
 from lightning_elixir.plan.tables import Table
-from lightning_elixir.plan.types import DTYPE_BYTES, ChunkSpec, Plan, Tier, UpdateTiming
+from lightning_elixir.plan.types import DTYPE_BYTES, GPU_BYTE_KINDS, ChunkSpec, Plan, Tier, UpdateTiming
 
 GRAD_BLOCKS = 2
 """Blocks for gradients on the compute device: one fills up while another is being reduced. Where parameters of another
@@ -428,6 +428,11 @@ class MemoryUse:
         """Everything on the device, as if all its peaks came together."""
         held = self.gpu_param_bytes + self.gpu_state_bytes + self.gpu_grad_bytes
         return held + self.rcache_bytes + self.gpu_stream_bytes + self.non_model_bytes
+
+    @property
+    def gpu_kinds(self) -> tuple[tuple[str, int], ...]:
+        """What `gpu_bytes` is for."""
+        return tuple((kind, getattr(self, kind)) for kind in GPU_BYTE_KINDS)
 
     @property
     def host_bytes(self) -> int:

@@ -22,6 +22,16 @@ ALIGN_NUMEL = 512
 
 _RESIDENT_BYTES = 32 * 2**20
 
+GPU_BYTE_KINDS = (
+    "gpu_param_bytes",
+    "gpu_state_bytes",
+    "gpu_grad_bytes",
+    "rcache_bytes",
+    "gpu_stream_bytes",
+    "non_model_bytes",
+)
+"""What the device's bytes are for: names of notes in a plan, and of fields of `MemoryUse`."""
+
 TRAINED_DTYPES = ("float64", "float32", "bfloat16", "float16")
 """What parameters that train may have, and what is computed in."""
 
@@ -216,6 +226,9 @@ class Forecast:
     """How many steps had run by then; None: as `foreseen_s`."""
     margin_bytes: int = 0
     """Of `peak_gpu_bytes`: what is left to gaps of the allocator and to batches that take more."""
+    gpu_kinds: tuple[tuple[str, int], ...] = ()
+    """`peak_gpu_bytes` by kind, as named in `Plan.notes`, which has each kind at its own highest moment. Empty in
+    plans of an earlier version."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -294,6 +307,13 @@ class Plan:
     def blocks_of(self, chunk_id: int) -> int:
         """Blocks that this chunk's replica takes (more than one only for a parameter larger than a chunk)."""
         return max(1, math.ceil(self.chunks[chunk_id].nbytes / self.block_bytes))
+
+    @property
+    def gpu_kinds(self) -> dict[str, int]:
+        """Bytes on the device by kind: at the highest moment of the step, where that is foreseen and known."""
+        if self.forecast is not None and self.forecast.gpu_kinds:
+            return dict(self.forecast.gpu_kinds)
+        return {key: int(self.notes.get(key, 0)) for key in GPU_BYTE_KINDS}
 
     @property
     def has_spare_states(self) -> bool:

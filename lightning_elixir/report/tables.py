@@ -57,7 +57,7 @@ def table(heads: Sequence[str], rows: Sequence[Row], *, num_text: int = 1, sums_
 
 def memory_tables(data: ReportData) -> Markup:
     """Bytes by kind as bars against the limits, and as numbers."""
-    notes, forecast = data.plan.notes, data.plan.forecast
+    notes, forecast = {**data.plan.notes, **data.plan.gpu_kinds}, data.plan.forecast
     device = f"each {data.device_word}"
     places = [
         (
@@ -84,7 +84,7 @@ def memory_tables(data: ReportData) -> Markup:
             (element("span", swatch(colour), text, class_="key"), format_bytes(nbytes), _percent(nbytes, total))
             for text, colour, nbytes in amounts
         ]
-        # Not all kinds are at their highest together: their sum may be above the limit of a plan that fits.
+        # Without a forecast not all kinds are at their highest together, and their sum may be above the limit.
         what, nbytes = ("together", total) if highest is None else ("at the highest moment", highest)
         rows.append((what, format_bytes(nbytes), _percent(nbytes, limit, " of the limit")))
         bar = stacked_bar([(text, colour, float(nbytes)) for text, colour, nbytes in amounts], limit, format_bytes_of)

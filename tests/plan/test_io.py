@@ -117,6 +117,8 @@ def test_the_fingerprint_ignores_the_forecast_and_not_streaming(forecast_plan: P
         (lambda f: f.pop("binding"), "forecast has no 'binding'"),
         (lambda f: f.update(binding=None), "forecast: binding must be a string"),
         (lambda f: f.update(peak_gpu_bytes="1"), "forecast: peak_gpu_bytes must be an integer of at least 0"),
+        (lambda f: f.update(gpu_kinds=[1]), "forecast, gpu_kinds must be an object, not list"),
+        (lambda f: f["gpu_kinds"].pop("rcache_bytes"), "forecast, gpu_kinds has no 'rcache_bytes'"),
         (lambda f: f.update(host_bytes=-1), "forecast: host_bytes must be an integer of at least 0"),
         (lambda f: f.update(gpu_limit_bytes=1.5), "forecast: gpu_limit_bytes must be an integer"),
         (lambda f: f.update(times=[]), "forecast, times must be an object, not list"),

@@ -54,6 +54,8 @@ class Timeline:
     """How long the host's own updates take together, beside all else; streamed ones not counted."""
     margin_bytes: int = 0
     """See `Forecast`."""
+    gpu_kinds: tuple[tuple[str, int], ...] = ()
+    """See `Forecast`."""
 
     @property
     def end_s(self) -> float:

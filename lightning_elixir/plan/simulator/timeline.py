@@ -90,15 +90,17 @@ def simulate_step(
     use = memory_use(plan.chunks, 0, scheme)
     at = moments(profile)
     bare = [(finished, profile.margin.without(nbytes)) for finished, nbytes in at]
-    with_margin, allocated = (beside_rcache_bytes(plan.chunks, one, scheme, use) for one in (at, bare))
+    rcache_bytes = max(plan.rcache_blocks, step.peak_blocks) * plan.block_bytes
+    highest = replace(highest_moment(plan.chunks, at, scheme, use), rcache_bytes=rcache_bytes)
     return Timeline(
         step.times,
-        with_margin + max(plan.rcache_blocks, step.peak_blocks) * plan.block_bytes,
+        highest.gpu_bytes,
         step.backward_end_s,
         step.spans,
         step.memory,
         step.host_update_s,
-        with_margin - allocated,
+        highest.gpu_bytes - rcache_bytes - beside_rcache_bytes(plan.chunks, bare, scheme, use),
+        highest.gpu_kinds,
     )
 
 
@@ -128,6 +130,7 @@ def with_times(
         times=timeline.times,
         peak_gpu_bytes=timeline.peak_gpu_bytes,
         margin_bytes=timeline.margin_bytes,
+        gpu_kinds=timeline.gpu_kinds,
         hardware=hardware,
         binding=earlier.binding if binding is None else binding,
         alternatives=earlier.alternatives if alternatives is None else alternatives,

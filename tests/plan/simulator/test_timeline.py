@@ -377,6 +377,10 @@ def test_no_moment_takes_more_than_the_peak() -> None:
         timeline = run(plan, profile, hardware, is_detailed=True, accumulates=accumulates)
         highest = max(point.total_bytes for point in timeline.memory)
         assert highest <= timeline.peak_gpu_bytes
+        kinds = dict(timeline.gpu_kinds)
+        assert sum(kinds.values()) == timeline.peak_gpu_bytes
+        assert min(kinds.values()) >= 0
+        assert timeline.margin_bytes <= kinds["non_model_bytes"]
         most = max(i.non_model_bytes for i in profile.intervals)
         assert timeline.peak_gpu_bytes - highest <= most + sum(c.nbytes for c in plan.chunks) * 4
         assert [p.at_s for p in timeline.memory] == sorted(p.at_s for p in timeline.memory)
