@@ -7,6 +7,8 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from lightning_elixir.core.waits import SETUP, _ring, position_of
 from tests.helpers.dist import run_processes
 
@@ -69,5 +71,6 @@ def look_at_frames() -> None:
         thread.join()
 
 
+@pytest.mark.full  # a long run
 def test_looking_at_another_threads_frames_never_hangs() -> None:
     assert run_processes("from tests.core.test_waits import look_at_frames; look_at_frames()", 1, 60.0) == [0]

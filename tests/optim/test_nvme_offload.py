@@ -99,6 +99,7 @@ def assert_same(ours: HybridAdam, other: torch.optim.Optimizer) -> None:
 # The same numbers
 
 
+@pytest.mark.full  # combinations
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
 def test_same_bits_whatever_share_is_on_nvme(fraction: float, dtype: torch.dtype, backend: str, folder: Path) -> None:

@@ -245,6 +245,7 @@ def _train_unequal_rank(lengths: tuple[tuple[int, ...], ...], limit_bytes: int |
     return state, budgets
 
 
+@pytest.mark.full  # with ranks, what a test of one rank finds as well
 def test_ranks_give_way_by_themselves() -> None:
     lengths = ((16, 16, 16, 16), (16, 16, 48, 16))
     (free, _), _ = run_ranks(_train_unequal_rank, 2, lengths, None)

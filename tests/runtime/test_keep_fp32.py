@@ -18,6 +18,7 @@ from tests.helpers.keep_fp32 import HALF, WIDTH, Mixture, Net, optimizer_over, t
 from tests.helpers.plans import make_plan
 
 
+@pytest.mark.full  # combinations
 @pytest.mark.parametrize(
     ("recompute", "is_frozen"), [(None, False), (None, True), ("reentrant", False), ("non-reentrant", False)]
 )

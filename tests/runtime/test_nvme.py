@@ -365,6 +365,7 @@ def test_a_step_does_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> N
 # Between steps
 
 
+@pytest.mark.full  # combinations
 @crossed(
     together=1,
     write=[pytest.param(write, id=name) for name, write in {**WRITES, "full_parameters": whole_write}.items()],

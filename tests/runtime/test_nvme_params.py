@@ -49,6 +49,7 @@ MANY = [
 ]
 
 
+@pytest.mark.full  # combinations
 @pytest.mark.parametrize("name", telling(MANY, "accumulated_clipped", "frozen", "unused_fp32"))
 def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_slots(monkeypatch)
@@ -59,6 +60,7 @@ def test_small_rcache_and_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     nvme_bodies.check_losses(SITE, CPU, monkeypatch)
 
 
+@pytest.mark.full  # tests/runtime/test_nvme.py has ranks
 @pytest.mark.parametrize("how", telling(["tied", "accumulated_clipped", "frozen"], "accumulated_clipped"))
 def test_several_ranks(how: str) -> None:
     timing = UpdateTiming.INSIDE_BACKWARD

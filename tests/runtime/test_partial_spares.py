@@ -167,6 +167,7 @@ def test_every_way_to_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_every_way(HOWS[name], "mixed", CPU, monkeypatch, "odd")
 
 
+@pytest.mark.full  # as in test_speculation.py
 @pytest.mark.parametrize("name", telling(ACTIONS, "clip_low", "write_a_parameter", "save"))
 def test_what_happens_between_backward_and_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_action(name, How(), "mixed", CPU, monkeypatch, "odd")

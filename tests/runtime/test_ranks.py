@@ -129,6 +129,7 @@ def own_order(rank: int) -> list[int]:
     return list(range(6)) if rank == 0 else [3, 2, 1, 0, 5, 4]
 
 
+@pytest.mark.full  # random orders
 @pytest.mark.parametrize("rcache_blocks", [4, 6])
 def test_experts_in_an_order_of_each_ranks_own(rcache_blocks: int) -> None:
     """The same in every step, so all ranks know what comes next: each something else, of what all need soon."""

@@ -199,6 +199,7 @@ def test_what_happens_between_backward_and_step(name: str, monkeypatch: pytest.M
     check_action(name, How(), "mixed", CPU, monkeypatch)
 
 
+@pytest.mark.full  # combinations of test_what_happens_between_backward_and_step
 @crossed(
     told=["accumulate-streamed_param_on_gpu", "save-every_site"],
     name=["clip_low", "write_a_parameter", "accumulate", "save"],
@@ -243,6 +244,7 @@ def test_an_overflow_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch
     assert seen.redone == [0, 1, 2, 2]
 
 
+@pytest.mark.full  # a long run
 def test_steps_that_always_clip_are_given_up_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     how = How(max_norm=1e-3)
     seen = check_between(how, [None] * 75, monkeypatch, "host")
@@ -742,6 +744,7 @@ class _LateCopies:
         return not self._copies
 
 
+@pytest.mark.full  # combinations
 @pytest.mark.parametrize("what", telling(["step", "zero_grad", "save", "look_at_gradients", "lr"], "save", "lr"))
 def test_gradients_that_come_down_late_are_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     how = HOWS["bf16"]
@@ -765,6 +768,7 @@ def test_gradients_that_come_down_late_are_waited_for(what: str, monkeypatch: py
 # Aliases
 
 
+@pytest.mark.full  # what test_what_happens_between_backward_and_step finds as well
 @pytest.mark.parametrize("when", ["between_steps", "in_between"])
 @pytest.mark.parametrize("site", ["mixed_persistent", "host"])
 def test_what_is_written_through_kept_aliases_is_not_lost(
@@ -956,6 +960,7 @@ def _train_on_ranks(how: How, site: str, is_distributed: bool, is_everybody: boo
     return num_ahead, redone
 
 
+@pytest.mark.full  # test_speculation_changes_no_bit, with ranks
 @pytest.mark.parametrize("world_size", telling([2, 3], "2"))
 @pytest.mark.parametrize(
     ("name", "site", "is_distributed"),

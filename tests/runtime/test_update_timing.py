@@ -61,6 +61,7 @@ def test_timing_changes_no_bit(name: str, site: str, timing: UpdateTiming, monke
 OTHERS = sorted(set(HOWS) - {"bf16", "fp32", "clipped", "unused"})
 
 
+@pytest.mark.full  # combinations of test_timing_changes_no_bit
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("name", telling(OTHERS, "accumulated_clipped", "groups", "scaled", "tied"))
 def test_every_way_to_train(name: str, timing: UpdateTiming, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +72,7 @@ def test_every_way_to_train(name: str, timing: UpdateTiming, monkeypatch: pytest
         assert_same(train(how, "mixed", timing), expected)
 
 
+@pytest.mark.full  # combinations
 @crossed(
     timing=[UpdateTiming.AFTER_BACKWARD, UpdateTiming.BEHIND_FORWARD],
     name=["bf16", "fp32", "accumulated", "scaled", "clipped", "unused", "tied"],

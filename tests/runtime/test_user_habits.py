@@ -457,6 +457,7 @@ def share(options: dict[str, Any], how: str) -> None:
     module.close()
 
 
+@pytest.mark.full  # processes that import torch themselves
 @crossed(told=["cpu-model"], options=[pytest.param(TIGHT, id="cpu"), pytest.param(RESIDENT, id="cuda")], how=SHARING)
 def test_parameters_in_shared_memory_stay_there_and_are_right(options: dict[str, Any], how: str) -> None:
     assert run_processes(f"from tests.runtime.test_user_habits import share; share({options!r}, {how!r})", 1) == [0]

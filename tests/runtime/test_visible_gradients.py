@@ -496,6 +496,7 @@ def _keep_on_rank_0() -> tuple[list[Tensor], list[Tensor]]:
     return kept, now
 
 
+@pytest.mark.full  # a long run with ranks
 def test_what_one_rank_keeps_is_added_to() -> None:
     (kept, now), (_, others) = run_ranks(_keep_on_rank_0, 2)
     assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))

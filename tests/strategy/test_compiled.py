@@ -202,6 +202,7 @@ def _on_ranks(form: Any) -> tuple[list[Tensor], int]:
     return model.losses, strategy.stats().evictions
 
 
+@pytest.mark.full  # test_as_the_plain_trainer, with ranks
 def test_two_ranks() -> None:
     compiled = run_ranks(_on_ranks, 2, compiled_net, init_group=False)
     blocks = run_ranks(_on_ranks, 2, NetOfCompiledBlocks, init_group=False)

@@ -191,6 +191,7 @@ def test_optimizers_and_schedulers_do_not_notice(make: type[Net], is_foreseen: b
     assert_same_run(actual, expected)
 
 
+@pytest.mark.full  # long runs
 @pytest.mark.parametrize("kind", ["list", "dict", "array"])
 def test_long_records_do_not_grow(kind: str, profiles: list[Any]) -> None:
     class Recording(Net):
@@ -788,7 +789,7 @@ def _first_answers() -> dict[str, Callable[[], Callable[[Tensor], float]]]:
     }
 
 
-@pytest.mark.parametrize("how", _first_answers())
+@pytest.mark.parametrize("how", telling(_first_answers(), "class in a cell", "empty cell", "slots", "context", "deep"))
 def test_what_the_first_call_finds_is_found_in_the_real_step(
     how: str, profiles: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

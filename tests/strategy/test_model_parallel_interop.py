@@ -197,6 +197,7 @@ def _settings(group: dict[str, Any]) -> Any:
 _ELSEWHERE = pytest.mark.filterwarnings("ignore:The dirpath has changed")
 
 
+@pytest.mark.full  # two programs
 @pytest.mark.parametrize(
     ("num_ranks", "kind", "more"),
     [

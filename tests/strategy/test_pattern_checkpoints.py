@@ -125,6 +125,7 @@ def test_saved_under_one_mesh_and_loaded_under_another(
     assert difference(found, expected) < CLOSE
 
 
+@pytest.mark.full  # four ranks
 def test_plain_pytorch_and_consolidation_read_what_a_2x2_mesh_has_saved(tmp_path: Path) -> None:
     whole, folder = str(tmp_path / "whole.ckpt"), tmp_path / "folder"
     run_ranks(_both_kinds, 4, whole, str(folder), init_group=False)

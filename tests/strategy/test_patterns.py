@@ -71,6 +71,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.full  # combinations
 @pytest.mark.parametrize("way", telling(WAYS, "auto_in_little_memory", "states_on_nvme"))
 def test_with_other_options(way: str) -> None:
     need_experts_in_one_module()

@@ -81,6 +81,7 @@ def save_and_die(moment: str, victim: str) -> None:
         raise
 
 
+@pytest.mark.full  # kills
 @pytest.mark.parametrize(
     ("moment", "victim", "is_new"),
     [

@@ -95,6 +95,7 @@ class SteppingNet(HybridNet):
         super().optimizer_step(*args, **kwargs)
 
 
+@pytest.mark.full  # combinations
 @pytest.mark.parametrize(
     ("make", "options"),
     [

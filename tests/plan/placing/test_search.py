@@ -332,6 +332,7 @@ def test_a_model_without_parameters_has_an_empty_plan() -> None:
 # Limits
 
 
+@pytest.mark.full  # random problems
 @pytest.mark.parametrize(
     ("count", "most_chunks", "least"), [(30, 5, 10), pytest.param(80, 10, 30, marks=pytest.mark.full)]
 )

@@ -190,6 +190,7 @@ def test_some_are_never_slower_than_none(pattern: str) -> None:
 # The search
 
 
+@pytest.mark.full  # random problems
 @pytest.mark.parametrize("rate", [3e8, 1e9, 3e9, 5e9])
 def test_a_step_never_gets_longer_with_more_memory(rate: float) -> None:
     totals, counts = [], []
