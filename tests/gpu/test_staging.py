@@ -7,6 +7,9 @@ import torch
 
 from lightning_elixir.core.device import make_device
 from lightning_elixir.core.staging import Downloads, Uploads
+from lightning_elixir.wrapper import ElixirModule
+from tests.helpers.plans import make_plan
+from tests.helpers.zoo import make
 
 pytestmark = pytest.mark.gpu
 
@@ -39,3 +42,17 @@ def test_what_is_sent_from_there_comes_after_what_the_device_did_with_the_place(
         target.fill_(7)
         uploads.upload([(0, values)], target)
         assert torch.equal(target.cpu(), values.bfloat16())
+
+
+def test_a_model_that_is_on_the_device_already_is_taken_from_there() -> None:
+    """Its masters go to host memory that is not locked."""
+    model = make("gpt2").cuda()
+    expected = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    plan = make_plan(model, placement_policy="cpu", chunk_size=8 * 1024, compute_dtype=torch.bfloat16)
+    module = ElixirModule(model, plan, dtype=torch.bfloat16, device="cuda")
+    masters = [module.engine.store[chunk.id].master for chunk in module.engine.chunks]
+    assert masters
+    assert not any(master is None or master.is_pinned() for master in masters)
+    found = module.full_state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    module.close()
