@@ -69,6 +69,7 @@ def test_pretraining_from_a_config_goes_on_from_its_checkpoint(
     assert "step 4: loss" in capsys.readouterr().out
 
 
+@pytest.mark.full  # many searches
 def test_plans_for_machines_that_are_not_here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -239,6 +239,7 @@ def _uneven_data() -> Any:
     return DataLoader(batches, batch_size=None)
 
 
+@pytest.mark.full  # a long run
 def test_batches_that_outgrow_the_plan(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Whether it is foreseen that memory will not do, or noticed when it is short, training goes on."""
     expected = fit(ElixirStrategy(**CHUNK), MeteredNet, train=_uneven_data)[2]

@@ -31,7 +31,7 @@ from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
 from tests.helpers.cut_up import NUM_THREADS, cut_up
 from tests.helpers.dist import run_ranks
 from tests.helpers.plans import make_plan
-from tests.helpers.tiers import crossed, full
+from tests.helpers.tiers import crossed, full, telling
 from tests.strategy.models import TIGHT, LateNet, Net, assert_same_state, fit, make_data, make_trainer
 from tests.strategy.nets import FrozenNet, GroupsNet, ScheduledNet, TiedNet
 from tests.strategy.sharded import OPTIONS, MixedNet, assert_same_dump, dump, load, save, train_on
@@ -112,7 +112,9 @@ def test_several_files_and_boxes_of_a_tensor(
     assert_same_dump(load(path, OPTIONS["tight"], MixedNet, 1, {}), expected)
 
 
-@pytest.mark.parametrize("make_model", [LateNet, GroupsNet, ScheduledNet, FrozenNet, TiedNet])
+@pytest.mark.parametrize(
+    "make_model", telling([LateNet, GroupsNet, ScheduledNet, FrozenNet, TiedNet], "GroupsNet", "TiedNet")
+)
 def test_models(tmp_path: Path, make_model: Any) -> None:
     expected = save(tmp_path / "one", OPTIONS["tight"], make_model, 1, {})
     trainer = make_trainer(ElixirStrategy(**OPTIONS["cuda"]))
