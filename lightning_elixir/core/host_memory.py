@@ -95,8 +95,8 @@ class HostMemory:
         """
         self.prepare(extent for extents in wanted[:num_ahead] for extent in extents)
         for number in range(len(wanted)):
-            for extents in wanted[number + num_ahead :][:1]:
-                self.prepare(extents)
+            for later in wanted[number + num_ahead :][:1]:
+                self.prepare(later)
             yield number
 
     def expect(self, extents: Sequence[Extent]) -> None:

@@ -111,7 +111,6 @@ class Engine:
             self.ignored = builder.place_ignored()
             """Frozen parameters that are in no chunk."""
             self.chunks = builder.build(self.store, precision)
-            self.host_memory.drop()  # no thread waits for what may never come
             self._home = {id(p): (c, i) for c in self.chunks for i, p in enumerate(c.parameters)}
             with self.turn.call("making an ElixirModule"):  # other threads that come upon its parameters wait
                 self.interception = Interception(self, self.chunks)
@@ -130,8 +129,9 @@ class Engine:
                 self._adopt(ActivePlan(self, plan, self.store))
         except BaseException:
             self.store.close()  # with it the file
-            self.host_memory.drop()
             raise
+        finally:
+            self.host_memory.drop()  # of a build that failed; and no thread waits for what may never come
         self.wire = PatternWire(self)
         """Where the exchanges of parallel patterns go."""
         bind_peers(module, self.wire)

@@ -95,8 +95,7 @@ class FitRun:
         self._reservation = Reservation(handle, self.warm_up, lambda: optimizers)
         if self.warm_up.stage is Stage.NEW:
             least = planner.least_host_bytes(engine.plan, handle.budget, self._regime())
-            held = engine.host_bytes() - engine.host_memory.bytes_begun()
-            most = None if least is None else max(0, least - held) // max(1, len(optimizers))
+            most = None if least is None else max(0, least - engine.host_bytes()) // len(optimizers)
             engine.host_memory.expect([extent for optimizer in optimizers for extent in optimizer.to_come(most)])
         self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.start_over)
         self._meter: StepMeter | None = None
