@@ -4,10 +4,12 @@ A forward of the model begins and ends a region, told by `ElixirModule` or, wher
 the hook of the outermost module. Inside, every module's hook has the chunks brought that its own forward needs.
 
 A module all of whose parameters, with those below it, lie in one chunk brings that chunk for the whole of its forward,
-and what is below it is *covered*: met there, nothing is left to be done. Once the trace is known, modules that were
-only ever met covered keep one light hook, which looks whether that is still so (it is not when such a module is called
-by itself, or under the user's own hooks for saved tensors) and takes the module back among the others if not. A hook
-costs some microseconds a call, an access some tens, and a GPT of 24 layers has 200 modules with parameters.
+and what is below it is *covered*: met there, nothing is left to be done. One whose parameters lie in a few chunks, such
+as a layer that the border between two chunks cuts, covers what is below it as well: it holds the chunk that was needed
+last, and takes another in its place where a module below it needs that. Once the trace is known, modules that were only
+ever met covered keep one light hook, which looks whether that is still so (it is not when such a module is called by
+itself, or under the user's own hooks for saved tensors) and takes the module back among the others if not. A hook costs
+some microseconds a call, an access some tens, and a GPT of 24 layers has 200 modules with parameters.
 
 [Note: compiled regions] Where a module is compiled (`core/compiled_modules.py`), it is one access: all that it and the
 modules below it need comes before the compiled code begins, and stays until it ends, so that the code finds plain
@@ -23,6 +25,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,8 +53,25 @@ from lightning_elixir.runtime.turns import Held
 if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
 
+_FEW_CHUNKS = 4
+"""Of a module that holds one after the other; a whole model would hold one where its loss needs the memory."""
+
 # What our hooks run. (Those of islands are not among it: they are part of the model's arithmetic.)
 _OF_HOOKS = tuple(f"lightning_elixir.{room}" for room in ("core", "plan", "storage", "optim", "stepping", "runtime"))
+
+
+class _Access(NamedTuple):
+    """What a module's forward needs."""
+
+    ids: tuple[int, ...]
+    """From its begin."""
+    covered: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    """Chunks that modules (by id), itself and below, need: each tuple is there once, `ids` among them."""
+    is_changing: bool = False
+    """Whether some of them need others than `ids`."""
+
+
+_NOTHING = _Access(())
 
 
 @dataclass(slots=True)
@@ -60,24 +80,15 @@ class _Frame:
 
     module: nn.Module
     ids: tuple[int, ...] = ()
-    covered: frozenset[int] = frozenset()
-    """Modules (by id) for whose parameters nothing is left to be done inside."""
+    """Chunks that it holds now."""
+    access: _Access = _NOTHING
     depth: int = 0
     """How often the module's forward runs inside itself."""
-    is_pinned: bool = False
     hooks: ThreadHooks | None = None
     graph_task: int = -1
     """The backward of autograd's in which it is recomputed; -1: none."""
     innermost: object = False
     """What packs the tensors that autograd saves inside; False where it saved none when the forward began."""
-
-
-class _Access(NamedTuple):
-    """What a module's forward needs."""
-
-    ids: tuple[int, ...]
-    covered: frozenset[int]
-    """Modules (by id) that need no more than that, itself and below."""
 
 
 class Forwards:
@@ -248,11 +259,14 @@ class Forwards:
                 self._engine.leave_interrupted()
         if self._frames:
             above = self._frames[-1]
-            if id(module) in above.covered and self._saves_through_us():
+            needed = above.access.covered.get(id(module))
+            if needed is not None and self._saves_through_us():
                 if above.module is module:
                     above.depth += 1
                 else:
                     self._covered_ids.add(id(module))
+                if needed is not above.ids:
+                    self._hold(above, needed)
                 return
         with deferred():
             self._enter_module(module)
@@ -262,28 +276,42 @@ class Forwards:
             self._error_at_entry = sys.exc_info()[1]
             self._begin_region()
             self._is_implicit = True
+        elif self._frames and self._frames[-1].access.is_changing:
+            self._hold(self._frames[-1], ())  # so that no more is held at once than where nothing was covered
         self._entered_ids.add(id(module))
         frame = _Frame(module, graph_task=torch._C._current_graph_task_id())
         self._frames.append(frame)
         access = self._accesses.get(id(module))
         if access is not None:
-            frame.ids, frame.covered = access
-            self._engine.acquire(frame.ids, pin=True)
-            frame.is_pinned = True
+            frame.access = access
+            self._hold(frame, access.ids)
             if id(module) in self._compiled:
                 self._engine.interception.make_plain_for_compiled(frame.ids)
         frame.hooks = self._enter_saved_hooks()
-        if frame.covered and torch.is_grad_enabled():
+        if frame.access.covered and torch.is_grad_enabled():
             frame.innermost = innermost_pack()
+
+    def _hold(self, frame: _Frame, ids: tuple[int, ...]) -> None:
+        """Have a frame hold these chunks, in the place of those that it holds."""
+        with deferred():
+            if frame.ids:
+                held, frame.ids = frame.ids, ()
+                self._engine.drop(held)
+            if ids:
+                self._engine.acquire(ids, pin=True)
+                frame.ids = ids
 
     def enter_covered(self, module: nn.Module, inputs: Any = None) -> None:
         """A module's forward that so far ran below others only. Where it does not (it is called by itself, or under the
         user's hooks for saved tensors), it is treated as they are from here on."""
         if self._frames and self._turn.is_mine():
             above = self._frames[-1]
-            if id(module) in above.covered and (innermost_pack() is above.innermost or self._saves_through_us()):
+            needed = above.access.covered.get(id(module))
+            if needed is not None and (innermost_pack() is above.innermost or self._saves_through_us()):
                 if above.module is module:
                     above.depth += 1
+                if needed is not above.ids:
+                    self._hold(above, needed)
                 return
         if id(module) not in self._entered_ids:
             self._entered_ids.add(id(module))
@@ -307,7 +335,7 @@ class Forwards:
         self._frames.pop()
         if frame.hooks is not None:
             frame.hooks.__exit__()
-        if frame.is_pinned:
+        if frame.ids:
             if id(frame.module) in self._compiled and self._engine.backwards.is_guarded:
                 self._engine.interception.guard_again(frame.ids)
             self._engine.drop(frame.ids)
@@ -430,21 +458,34 @@ def check_addresses(root: nn.Module, regions: Sequence[CompiledRegion]) -> None:
 def _accesses_by_module(
     root: nn.Module, home: Mapping[int, tuple[Chunk, int]], regions: Sequence[CompiledRegion]
 ) -> dict[int, _Access]:
-    """What to hold during a module's forward: the chunks of its own parameters, where no module below has any; and the
-    one chunk that it and all modules below lie in, which then need no access of their own. Of a compiled module, all.
-    Other parameters (of containers, or in functional use) are caught when they are touched.
+    """What to hold during a module's forward: the chunks of its own parameters, where no module below has any; the one
+    chunk that it and all modules below lie in, which then need no access of their own; of a few chunks, those that the
+    module below needs which runs. Of a compiled module, all. Other parameters (of containers, or in functional use)
+    are caught when they are touched.
 
     Returns:
         By the id of the module.
     """
     found: dict[int, _Access] = {}
     compiled = {id(region.entrance) for region in regions}
+    each: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+    needed: dict[int, tuple[int, ...]] = {}  # by the id of a module: chunks that its forward needs from its begin
+    below: dict[int, tuple[int, ...]] = {}  # those of all parameters of it and below it
     for module in root.modules():
         keys = [id(p) for p in module.parameters()]
         ids = tuple(dict.fromkeys(home[key][0].id for key in keys if key in home))
+        below[id(module)] = ids = each.setdefault(ids, ids)
+        own = {id(p) for p in module._parameters.values() if p is not None}
+        has_all = len(ids) == 1 or id(module) in compiled or {*keys} == own
+        needed[id(module)] = ids if has_all else ()
+    for module in root.modules():
+        ids, first = below[id(module)], needed[id(module)]
+        # Not those that are compiled: their parameters must be plain, which others need not be.
+        inside = [id(m) for m in module.modules() if id(m) not in compiled]
         if len(ids) == 1 or (ids and id(module) in compiled):
-            # Not those that are compiled: their parameters must be plain, which others need not be.
-            found[id(module)] = _Access(ids, frozenset({id(m) for m in module.modules()} - compiled))
-        elif ids and {*keys} == {id(p) for p in module._parameters.values() if p is not None}:
-            found[id(module)] = _Access(ids, frozenset())
+            found[id(module)] = _Access(ids, dict.fromkeys(inside, ids))
+        elif first:
+            found[id(module)] = _Access(first)
+        elif module is not root and 1 < len(ids) <= _FEW_CHUNKS:
+            found[id(module)] = _Access((), {key: needed[key] for key in inside}, is_changing=True)
     return found

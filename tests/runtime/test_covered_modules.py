@@ -20,14 +20,16 @@ from tests.helpers.plans import make_plan
 
 CPU = torch.device("cpu")
 WIDTH = 16
-CHUNK_BYTES = 8 * 1024  # one block and the padding between its parameters
+PARAMETER_BYTES = 2 * 1024  # with the padding behind it
+CHUNK_BYTES = 4 * PARAMETER_BYTES  # one block
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.context: Callable[[], Any] | None = None
+        self.context: Callable[[], Any] | None = None  # of the first part
+        self.context_of_last: Callable[[], Any] = nullcontext
         self.repeats = 0
 
     def forward(self, x: Tensor, repeat: int | None = None) -> Tensor:
@@ -35,10 +37,12 @@ class Block(nn.Module):
         if repeat:
             x = self(x, repeat=repeat - 1)
         if self.context is None:
-            return x + self.down(torch.tanh(self.up(x)))
-        with self.context():
             y = self.up(x)
-        return x + self.down(torch.tanh(y))
+        else:
+            with self.context():
+                y = self.up(x)
+        with self.context_of_last():
+            return x + self.down(torch.tanh(y))
 
 
 class Net(nn.Module):
@@ -59,15 +63,27 @@ def as_they_are() -> saved_tensors_hooks:
 
 
 class Training:
-    """A model in chunks of one block each, two of which fit, beside the same model in plain PyTorch."""
+    """A model in chunks of which few fit, beside the same model in plain PyTorch.
 
-    def __init__(self, change: Callable[[Net], None] = lambda net: None, make: Callable[[], Net] = Net) -> None:
+    Args:
+        num_parameters: In a chunk; four are a block.
+        rcache_blocks: Chunks that fit.
+    """
+
+    def __init__(
+        self,
+        change: Callable[[Net], None] = lambda net: None,
+        make: Callable[[], Net] = Net,
+        num_parameters: int = 4,
+        rcache_blocks: int = 2,
+    ) -> None:
         torch.manual_seed(0)
         self.net = make()
         change(self.net)
         self.plain = copy.deepcopy(self.net)
-        plan = replace(make_plan(self.net, placement_policy="cpu", chunk_size=CHUNK_BYTES), rcache_blocks=2)
-        assert [len(c.members) for c in plan.chunks] == [4] * 6
+        size = num_parameters * PARAMETER_BYTES
+        plan = replace(make_plan(self.net, placement_policy="cpu", chunk_size=size), rcache_blocks=rcache_blocks)
+        assert {len(c.members) for c in plan.chunks} == {num_parameters}
         inner = HybridAdam(self.net.parameters(), lr=1e-2)
         self.module = ElixirModule(self.net, plan, device=CPU)
         self.optimizer = ElixirOptimizer(self.module, inner)
@@ -135,6 +151,39 @@ def test_hooks_of_the_user_that_come_later(training: Training) -> None:
     for _ in range(3):
         training.step()
     assert training.hooks_of("blocks.1.up") == (1, 1)
+
+
+def with_repeats(net: Net) -> None:
+    net.blocks[1].repeats = 2
+
+
+def with_checkpoints(net: Net) -> None:
+    net.is_checkpointed = True
+
+
+def with_hooks_inside(net: Net) -> None:
+    net.blocks[1].context_of_last = as_they_are
+
+
+def as_it_is(net: Net) -> None:
+    pass
+
+
+@pytest.mark.parametrize("change", [as_it_is, with_checkpoints, with_repeats, with_hooks_inside])
+@pytest.mark.parametrize("num_parameters", [6, 3])
+def test_blocks_that_lie_in_two_chunks(change: Callable[[Net], None], num_parameters: int) -> None:
+    """Six parameters a chunk: the border cuts every other block between its parts. Three: it cuts a part as well, which
+    needs both chunks at once, as what is recomputed does, whose saved tensors keep the chunk before."""
+    rcache_blocks = 1 if num_parameters == 6 and change is not with_checkpoints else 2
+    training = Training(change, num_parameters=num_parameters, rcache_blocks=rcache_blocks)
+    for _ in range(4):
+        training.step()
+    assert training.hooks_of("blocks.4.up") == training.hooks_of("blocks.4.down") == (1, 0)
+    stats = training.module.stats()
+    assert stats.overflows == 0
+    assert stats.evictions > 0
+    engine = training.module.engine
+    assert not any(engine.rcache.is_pinned(chunk.id) for chunk in engine.chunks)
 
 
 def with_a_part(model: Any, x: Tensor) -> Tensor:
