@@ -266,7 +266,8 @@ class Forwards:
                 else:
                     self._covered_ids.add(id(module))
                 if needed is not above.ids:
-                    self._hold(above, needed)
+                    with deferred():
+                        self._hold(above, needed)
                 return
         with deferred():
             self._enter_module(module)
@@ -293,13 +294,12 @@ class Forwards:
 
     def _hold(self, frame: _Frame, ids: tuple[int, ...]) -> None:
         """Have a frame hold these chunks, in the place of those that it holds."""
-        with deferred():
-            if frame.ids:
-                held, frame.ids = frame.ids, ()
-                self._engine.drop(held)
-            if ids:
-                self._engine.acquire(ids, pin=True)
-                frame.ids = ids
+        if frame.ids:
+            held, frame.ids = frame.ids, ()
+            self._engine.drop(held)
+        if ids:
+            self._engine.acquire(ids, pin=True)
+            frame.ids = ids
 
     def enter_covered(self, module: nn.Module, inputs: Any = None) -> None:
         """A module's forward that so far ran below others only. Where it does not (it is called by itself, or under the
@@ -311,7 +311,8 @@ class Forwards:
                 if above.module is module:
                     above.depth += 1
                 if needed is not above.ids:
-                    self._hold(above, needed)
+                    with deferred():
+                        self._hold(above, needed)
                 return
         if id(module) not in self._entered_ids:
             self._entered_ids.add(id(module))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,8 @@ from peers.torch_systems import device_of, one_process
 
 FEW_TOKENS = 16
 """So few that the device never keeps the host waiting."""
+
+_FEW_STEPS_EACH = 5  # steps of few tokens for each step of the job's
 
 
 def resident_plan(model: GPT, dtype: torch.dtype) -> Plan:
@@ -36,71 +36,66 @@ def hooked_plan(model: GPT, dtype: torch.dtype) -> Plan:
     return replace(plan, chunks=chunks, rcache_blocks=blocks, prefetch_depth=4, policy="const")
 
 
-def _thread_seconds(prefix: str) -> float:
-    """Processor time of this process's threads whose name begins so; 0 where the system does not tell."""
-    total = 0.0
-    with suppress(OSError):
-        tick = os.sysconf("SC_CLK_TCK")
-        for task in Path("/proc/self/task").iterdir():
-            with suppress(OSError):
-                name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-                if name.startswith(prefix):
-                    fields = rest.split()
-                    total += (int(fields[11]) + int(fields[12])) / tick
-    return total
-
-
-def _measure(step: ManualStep, data: list[torch.Tensor], warmup: int) -> dict[str, Any]:
-    """Median seconds of a step that ends with an idle device, and processor seconds of the two threads that launch."""
+def _measure(steps: Mapping[str, ManualStep], data: Sequence[torch.Tensor], warmup: int) -> dict[str, dict[str, Any]]:
+    """Seconds of a step that ends with an idle device, and processor seconds of the thread that launches, by name: the
+    median, and of processor seconds the smallest tenth, which other programs on the machine disturb least. Steps are
+    taken in turns, so that what disturbs one disturbs the others."""
     is_cuda = data[0].is_cuda
 
     def synchronize() -> None:
         if is_cuda:
             torch.cuda.synchronize()
 
-    for tokens in data[:warmup]:
-        step(tokens)
-    step.module.reset_stats()
-    seconds, main_s, autograd_before = [], [], _thread_seconds("pt_autograd")
+    for step in steps.values():
+        for tokens in data[:warmup]:
+            step(tokens)
+        step.module.reset_stats()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    main_s: dict[str, list[float]] = {name: [] for name in steps}
     for tokens in data[warmup:]:
-        synchronize()
-        begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
-        step(tokens)
-        main_s.append(time.thread_time() - begin_cpu_s)  # before waiting, which spins
-        synchronize()
-        seconds.append(time.perf_counter() - begin_s)
-    count = len(seconds)
+        for name, step in steps.items():
+            synchronize()
+            begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
+            step(tokens)
+            main_s[name].append(time.thread_time() - begin_cpu_s)  # before waiting, which spins
+            synchronize()
+            seconds[name].append(time.perf_counter() - begin_s)
     return {
-        "step_s": seconds,
-        "median_step_s": statistics.median(seconds),
-        "main_thread_s": statistics.median(main_s),
-        "autograd_thread_s": (_thread_seconds("pt_autograd") - autograd_before) / count,
-        "counters": step.module.stats().as_dict(),
+        name: {
+            "step_s": seconds[name],
+            "median_step_s": statistics.median(seconds[name]),
+            "main_thread_s": statistics.median(main_s[name]),
+            "main_thread_low_s": sorted(main_s[name])[len(main_s[name]) // 10],
+            "counters": step.module.stats().as_dict(),
+        }
+        for name, step in steps.items()
     }
 
 
 def run_hooks(job: Job) -> dict[str, Any]:
     """Both plans, with the job's tokens and with few.
 
-    `hook_s` is how much more processor time the host takes for a step of few tokens with hooks, and `share` what that
-    is of a whole step. That step's backward runs on the same thread as its forward: with a thread of autograd's own,
-    the clocks of threads have steps of 10 ms, and the two wait for the interpreter by turns.
+    `hook_s` is how much more processor time the host takes for a step of few tokens with hooks (of the smallest tenth
+    each), and `share` what that is of a whole step. That step's backward runs on the same thread as its forward: with a
+    thread of autograd's own, the clocks of threads have steps of 10 ms, and the two wait for the interpreter by turns.
     """
     one_process(job)
     device, dtype = device_of(job), getattr(torch, job.dtype)
-    count = job.warmup + job.steps
     few = replace(job, batch=1, shape=replace(job.shape, seq=min(FEW_TOKENS, job.shape.seq)))
-    result: dict[str, Any] = {}
-    for name, make in (("resident", resident_plan), ("hooked", hooked_plan)):
-        step = ManualStep(job, device, 0, lambda model, make=make: make(model, dtype))  # type: ignore[misc]
-        full = _measure(step, batches(job, count, 0, device), job.warmup)
-        with torch.autograd.set_multithreading_enabled(False):
-            result[name] = {**full, "few_tokens": _measure(step, batches(few, 2 * count, 0, device), job.warmup)}
+    plans = {"resident": resident_plan, "hooked": hooked_plan}
+    steps = {
+        name: ManualStep(job, device, 0, lambda model, make=make: make(model, dtype))  # type: ignore[misc]
+        for name, make in plans.items()
+    }
+    result: dict[str, Any] = _measure(steps, batches(job, job.warmup + job.steps, 0, device), job.warmup)
+    with torch.autograd.set_multithreading_enabled(False):
+        num_few = job.warmup + _FEW_STEPS_EACH * job.steps
+        for name, found in _measure(steps, batches(few, num_few, 0, device), job.warmup).items():
+            result[name]["few_tokens"] = found
+    for step in steps.values():
         step.close()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
     resident, hooked = result["resident"], result["hooked"]
-    hook_s = hooked["few_tokens"]["main_thread_s"] - resident["few_tokens"]["main_thread_s"]
+    hook_s = hooked["few_tokens"]["main_thread_low_s"] - resident["few_tokens"]["main_thread_low_s"]
     return {
         **result,
         "hook_s": hook_s,
