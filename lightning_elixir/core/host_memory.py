@@ -8,6 +8,9 @@ locked: that is three quarters of all, and a driver locks for one process after 
 (without them four ranks built a model of 30e9 parameters in 15 s, with masters locked in 20, with moments too in 24:
 seen). Memory is made for the plan in force; what the next one does not need is given back. To unlock and give back what
 chunks leave takes nearly as long as to copy them, so threads do that as well.
+
+Two threads ask for pages, with those that torch starts for them, behind all other work of the process; a third one
+locks them.
 """
 
 from __future__ import annotations
@@ -73,6 +76,9 @@ class HostMemory:
         self._worker = Worker(
             "elixir-memory", num_threads=_NUM_THREADS, context=partial(_beside_others, device.torch_device)
         )
+        # One at a time: whatever else the driver is asked for waits behind all of them. Not by the threads above, which
+        # others keep from a processor while they have the driver's lock.
+        self._locker = Worker("elixir-memory-lock", context=partial(working_on, device.torch_device))
         self._lock = DeferringLock()
         self._pieces: defaultdict[Extent, list[_Piece]] = defaultdict(list)
         self._freeing: list[Task] = []
@@ -83,7 +89,7 @@ class HostMemory:
             for extent in extents:
                 if extent.numel:
                     piece = _Piece(self._device, extent, self._least_free_bytes)
-                    piece.task = self._worker.submit(piece.make)
+                    piece.begin(self._worker, self._locker)
                     self._pieces[extent].append(piece)
 
     def in_turn(self, wanted: Sequence[Sequence[Extent]], num_ahead: int) -> Iterator[int]:
@@ -112,10 +118,9 @@ class HostMemory:
                     del self._pieces[extent]
         tensors = []
         for piece in surplus:
-            piece.cancel()
-            if piece.tensor is not None:
-                tensors.append(piece.tensor)
-                piece.tensor = None
+            tensor = piece.cancel()
+            if tensor is not None:
+                tensors.append(tensor)
         if tensors:
             self.free(tensors)
         missing = []
@@ -145,7 +150,7 @@ class HostMemory:
             pieces = self._pieces.get(extent)
             if not pieces:
                 return None
-            ready = next((i for i, piece in enumerate(pieces) if piece.tensor is not None), len(pieces) - 1)
+            ready = next((i for i, piece in enumerate(pieces) if piece.is_ready), len(pieces) - 1)
             piece = pieces.pop(ready)
             if not pieces:
                 del self._pieces[extent]
@@ -175,7 +180,7 @@ class HostMemory:
         while self._freeing:
             self._freeing.pop().join()
         if not self._pieces:
-            self._worker.rest()
+            self._rest()
 
     def drop(self) -> None:
         """Give back what was prepared and was not asked for, and end the threads."""
@@ -184,7 +189,11 @@ class HostMemory:
             self._pieces.clear()
         for piece in dropped:
             piece.cancel()
+        self._rest()
+
+    def _rest(self) -> None:
         self._worker.rest()
+        self._locker.rest()
 
 
 @contextmanager
@@ -204,35 +213,58 @@ class _Piece:
         self._device = device
         self._extent = extent
         self._least_free_bytes = least_free_bytes
-        self.task: Task | None = None
+        self._task: Task | None = None
+        self._locking: Task | None = None
         self.is_begun = False
         """It is being made, or there."""
         self.tensor: Tensor | None = None
-        """Once it is there."""
+        """Once it is there; it may have to be locked yet."""
+
+    def begin(self, worker: Worker, locker: Worker) -> None:
+        """Have the one make it, and then the other lock it."""
+        if self._extent.is_locked:
+            self._locking = locker.submit(self._lock, is_held=True)
+        self._task = worker.submit(self._make)
+        if self._locking is not None:
+            self._task.then(self._locking.release)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.tensor is not None and (self._locking is None or self._locking.is_over())
 
     @property
     def nbytes(self) -> int:
         return bytes_of([self._extent])
 
-    def make(self) -> None:
+    def _make(self) -> None:
         if available_host_bytes() >= self.nbytes + self._least_free_bytes:
             self.is_begun = True
-            numel, dtype, is_locked = self._extent
+            numel, dtype, _ = self._extent
             try:
-                self.tensor = self._device.host_zeros(numel, dtype, is_locked=is_locked)
+                self.tensor = self._device.host_zeros(numel, dtype, is_locked=False)
             finally:
                 self.is_begun = self.tensor is not None
 
-    def cancel(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
+    def _lock(self) -> None:
+        tensor = self.tensor
+        if tensor is not None:
+            self._device.lock(tensor)
+
+    def cancel(self) -> Tensor | None:
+        """Have it not made, nor locked, where that has not begun; what is there."""
+        if self._task is not None:
+            self._task.cancel()
+        tensor, self.tensor = self.tensor, None
+        return tensor
 
     def wait(self) -> Tensor | None:
         """The tensor, if it is there or being made; the task is not begun any more otherwise."""
-        if self.task is None:
+        if self._task is None:
             return None
-        self.task.cancel()
+        self._task.cancel()
         # Not `wait`: an error that is raised here would hold the frames of all callers, in a cycle. Where memory could
         # not be had, the next try raises what is to be raised.
-        self.task.join()
+        self._task.join()
+        if self._locking is not None:
+            self._locking.join()
         return self.tensor

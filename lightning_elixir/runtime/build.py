@@ -11,8 +11,8 @@ for each, malloc kept the gaps between the shards, 70 MiB of a model of 100 MiB 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_elixir.core.comm import Comm
-from lightning_elixir.core.device import Device
+from lightning_elixir.core.device import Device, working_on
 from lightning_elixir.core.host_memory import Extent, bytes_of
 from lightning_elixir.core.shells import ShellParameter, held_as, layout_of
 from lightning_elixir.core.staging import Downloads, Uploads
@@ -131,6 +131,9 @@ class Builder:
         self._staging: Tensor | None = None  # 1-D, bytes
         self._uploads: Uploads | None = None
         self._downloads = Downloads(device)
+        self._chunks: list[Chunk] = []
+        self._collector = Worker("elixir-collect", context=partial(working_on, device.torch_device))
+        self._collecting: _Collecting | None = None
         self._freer = Worker("elixir-free")
         self._freeing: Task | None = None
         self._shells: dict[str, Tensor] = {}  # around other tensors, until their chunk is filled
@@ -175,7 +178,7 @@ class Builder:
         self._store = store
         self._precision = precision
         specs = self._plan.all_chunks
-        chunks = [self._new_chunk(spec) for spec in specs]
+        self._chunks = chunks = [self._new_chunk(spec) for spec in specs]
         self._replace_parameters(chunks)
         self._move_buffers()
         room = HostRoom(self._comm, store.memory, self._wait_for_freeing)
@@ -186,6 +189,8 @@ class Builder:
                 self._build_together(chunks[number])
             self._downloads.settle()
         finally:
+            self._collector.close()
+            self._collecting = None  # it is in a cycle with this one, and has memory of the device
             self._downloads.close()
             self._freer.rest()
         self._device.synchronize()  # values may still be on their way
@@ -357,12 +362,30 @@ class Builder:
         else:
             full = None
             if comm.rank == 0:
-                full = self._collect(chunk, torch.zeros(spec.numel, dtype=dtype, device=self._device.torch_device))
+                full = self._whole_values(chunk)
             piece = self._scattered(numel, dtype, full)
         if any(is_read):
             piece = piece.to("cpu")
             self._read_sources(chunk, piece)
         return piece
+
+    def _whole_values(self, chunk: Chunk) -> Tensor:
+        """Rank 0's values of a chunk, 1-D on the device. A thread puts those of the next one together meanwhile: to
+        copy the user's memory takes as long as to share it out."""
+        if self._collecting is None or self._collecting.chunk is not chunk:
+            self._collecting = self._new_collecting(chunk)
+        full = self._collecting.wait()
+        self._collecting = None
+        following = self._chunks[chunk.id + 1 :][:1]
+        if following and not self._sources and not following[0].spec.axes:
+            with suppress(torch.OutOfMemoryError):  # then in its turn, when this one is gone
+                self._collecting = self._new_collecting(following[0])
+        return full
+
+    def _new_collecting(self, chunk: Chunk) -> _Collecting:
+        dtype, device = self._precision.master_of(chunk.spec) or chunk.dtype, self._device
+        full = torch.zeros(chunk.spec.numel, dtype=dtype, device=device.torch_device)
+        return _Collecting(chunk, full, self._collect, device, self._collector)
 
     def _own_part(self, chunk: Chunk, numel: int, dtype: torch.dtype) -> Tensor:
         """As `_own_values`, of a chunk whose parameters are cut between ranks: rank 0 makes every part and sends each
@@ -522,6 +545,40 @@ class Builder:
         self._put(self._groups.mine(spec, whole), piece)
         if comm.world_size > 1:
             comm.all_gather(whole)
+
+
+class _Collecting:
+    """A chunk's values, on their way into one tensor.
+
+    Args:
+        chunk: Which.
+        full: Zeros, on the device.
+        collect: Puts them there.
+        device: Whose compute stream both threads have.
+        worker: Whose thread does it.
+    """
+
+    def __init__(
+        self, chunk: Chunk, full: Tensor, collect: Callable[[Chunk, Tensor], Tensor], device: Device, worker: Worker
+    ) -> None:
+        self.chunk = chunk
+        self._full = full
+        self._collect = collect
+        self._device = device
+        self._stream = device.compute_stream()
+        self._is_inference = torch.is_inference_mode_enabled()
+        self._task = worker.submit(self._work)
+
+    def _work(self) -> None:
+        with torch.inference_mode(self._is_inference):
+            self._stream.hold_up_this_thread()
+            self._collect(self.chunk, self._full)
+            self._stream.wait_for(self._device.compute_stream())
+
+    def wait(self) -> Tensor:
+        """The values, for what this thread gives the compute stream from now on."""
+        self._task.wait()
+        return self._full
 
 
 def _free(tensors: list[Tensor]) -> None:

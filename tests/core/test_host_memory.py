@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
 import time
 import weakref
@@ -27,6 +29,9 @@ class Device(CpuDevice):
         super().__init__()
         self.gate = threading.Event()
         self.gate.set()
+        self.lock_gate = threading.Event()
+        self.lock_gate.set()
+        self.lock_niceness: list[int] = []
         self.by_threads: list[Tensor] = []
         self.locked: list[int] = []  # addresses
         self.num_by_caller = self.num_begun = 0
@@ -42,8 +47,17 @@ class Device(CpuDevice):
             raise MemoryError("none left")
         tensor = super().host_zeros(numel, dtype)
         self.by_threads.append(tensor)
-        self.locked += [tensor.data_ptr()] * is_locked
         return tensor
+
+    def lock(self, tensor: Tensor) -> None:
+        assert self.lock_gate.wait(LONGEST_S)
+        self.locked.append(tensor.data_ptr())
+        self.lock_niceness.append(_niceness())
+
+
+def _niceness() -> int:
+    """Of this thread."""
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 @pytest.fixture
@@ -200,6 +214,27 @@ def test_what_was_prepared_gives_way_to_what_is_asked_for(
     memory.zeros(7, torch.float32)
     assert memory.bytes_ahead() == 0
     assert [ref() is None for ref in left].count(True) == 1
+
+
+def test_locking_keeps_no_other_memory_waiting(memory: HostMemory, device: Device) -> None:
+    device.lock_gate.clear()
+    memory.prepare([FLOATS, FLOATS, FLOATS._replace(is_locked=False)])
+    _until(lambda: memory.bytes_ahead() == 12000)
+    assert memory.zeros(*FLOATS[:2], is_locked=False).data_ptr() not in device.locked
+    opening = threading.Timer(0.05, device.lock_gate.set)
+    opening.start()
+    locked = [memory.zeros(*FLOATS[:2]), memory.zeros(*FLOATS[:2])]
+    opening.join()
+    assert sorted(device.locked) == sorted(tensor.data_ptr() for tensor in locked)
+    assert device.num_by_caller == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own elsewhere")
+def test_locking_stands_behind_nothing(memory: HostMemory, device: Device) -> None:
+    """Whatever the driver is asked for waits until one is locked."""
+    memory.prepare([FLOATS] * 3)
+    _until(lambda: len(device.lock_niceness) == 3)
+    assert set(device.lock_niceness) == {_niceness()}
 
 
 def test_what_is_to_be_locked_is_not_given_as_something_else(memory: HostMemory, device: Device) -> None:
