@@ -41,6 +41,14 @@ class Extent(NamedTuple):
     is_locked: bool = True
     """Page-locked, for the device to take or to bring."""
 
+    @property
+    def size(self) -> _Size:
+        """What cannot be changed any more when it is there."""
+        return self.numel, self.dtype
+
+
+_Size = tuple[int, torch.dtype]
+
 
 _NUM_THREADS = 2
 _NICENESS = 10
@@ -80,7 +88,7 @@ class HostMemory:
         # others keep from a processor while they have the driver's lock.
         self._locker = Worker("elixir-memory-lock", context=partial(working_on, device.torch_device))
         self._lock = DeferringLock()
-        self._pieces: defaultdict[Extent, list[_Piece]] = defaultdict(list)
+        self._pieces: defaultdict[_Size, list[_Piece]] = defaultdict(list)
         self._freeing: list[Task] = []
 
     def prepare(self, extents: Iterable[Extent]) -> None:
@@ -89,8 +97,10 @@ class HostMemory:
             for extent in extents:
                 if extent.numel:
                     piece = _Piece(self._device, extent, self._least_free_bytes)
-                    piece.begin(self._worker, self._locker)
-                    self._pieces[extent].append(piece)
+                    piece.begin(self._worker)
+                    if extent.is_locked:
+                        piece.lock_behind(self._locker)
+                    self._pieces[extent.size].append(piece)
 
     def in_turn(self, wanted: Sequence[Sequence[Extent]], num_ahead: int) -> Iterator[int]:
         """The numbers of `wanted`, one after the other, while threads make the memory of the next ones.
@@ -106,16 +116,21 @@ class HostMemory:
             yield number
 
     def expect(self, extents: Sequence[Extent]) -> None:
-        """As `prepare`, but for those that are there, or on the way; what else is there goes back."""
-        wanted, surplus = Counter(extents), list[_Piece]()
+        """As `prepare`, but for those that are there, or on the way, which are locked if need be; what else is there
+        goes back."""
+        wanted, locked = Counter(e.size for e in extents), Counter(e.size for e in extents if e.is_locked)
+        surplus, missing = list[_Piece](), list[Extent]()
         with self._lock:
-            there = Counter({extent: len(pieces) for extent, pieces in self._pieces.items()})
-            for extent, pieces in list(self._pieces.items()):
+            there = Counter({size: len(pieces) for size, pieces in self._pieces.items()})
+            for size, pieces in list(self._pieces.items()):
                 pieces.sort(key=lambda piece: not piece.is_begun)
-                surplus += pieces[wanted[extent] :]
-                del pieces[wanted[extent] :]
+                surplus += pieces[wanted[size] :]
+                del pieces[wanted[size] :]
+                for piece in sorted(pieces, key=lambda piece: not piece.has_lock)[: locked[size]]:
+                    piece.lock_behind(self._locker)
+                    locked[size] -= 1
                 if not pieces:
-                    del self._pieces[extent]
+                    del self._pieces[size]
         tensors = []
         for piece in surplus:
             tensor = piece.cancel()
@@ -123,12 +138,12 @@ class HostMemory:
                 tensors.append(tensor)
         if tensors:
             self.free(tensors)
-        missing = []
         for extent in extents:
-            if there[extent]:
-                there[extent] -= 1
-            else:
-                missing.append(extent)
+            if there[extent.size]:
+                there[extent.size] -= 1
+                continue
+            missing.append(extent._replace(is_locked=locked[extent.size] > 0))
+            locked[extent.size] -= 1
         self.prepare(missing)
 
     def zeros(self, numel: int, dtype: torch.dtype, *, is_locked: bool = True) -> Tensor:
@@ -138,22 +153,25 @@ class HostMemory:
         piece = self._taken(extent)
         tensor = None if piece is None else piece.wait()
         if tensor is not None:
+            if is_locked:
+                self._device.lock(tensor)  # nothing, where it is
             return tensor
         if self._pieces and available_host_bytes() < bytes_of([extent]) + self._least_free_bytes:
             self.drop()
         return self._device.host_zeros(numel, dtype, is_locked=is_locked)
 
     def _taken(self, extent: Extent) -> _Piece | None:
-        """One that is there; or else the last one that was asked for, so that the threads go on with the first ones
-        while this one makes its own."""
+        """One that is there, locked or not as is asked for if there is such a one; or else the last one that was asked
+        for, so that the threads go on with the first ones while this one makes its own."""
         with self._lock:
-            pieces = self._pieces.get(extent)
+            pieces = self._pieces.get(extent.size)
             if not pieces:
                 return None
-            ready = next((i for i, piece in enumerate(pieces) if piece.is_ready), len(pieces) - 1)
-            piece = pieces.pop(ready)
+            ready = [i for i, piece in enumerate(pieces) if piece.is_ready]
+            fitting = [i for i in ready if pieces[i].has_lock == extent.is_locked]
+            piece = pieces.pop(next(iter(fitting or ready), len(pieces) - 1))
             if not pieces:
-                del self._pieces[extent]
+                del self._pieces[extent.size]
             return piece
 
     def bytes_ahead(self) -> int:
@@ -220,13 +238,20 @@ class _Piece:
         self.tensor: Tensor | None = None
         """Once it is there; it may have to be locked yet."""
 
-    def begin(self, worker: Worker, locker: Worker) -> None:
-        """Have the one make it, and then the other lock it."""
-        if self._extent.is_locked:
-            self._locking = locker.submit(self._lock, is_held=True)
+    def begin(self, worker: Worker) -> None:
+        """Have it made."""
         self._task = worker.submit(self._make)
-        if self._locking is not None:
+
+    def lock_behind(self, locker: Worker) -> None:
+        """Have it locked when it is there."""
+        if self._locking is None and self._task is not None:
+            self._locking = locker.submit(self._lock, is_held=True)
             self._task.then(self._locking.release)
+
+    @property
+    def has_lock(self) -> bool:
+        """It is locked, or will be."""
+        return self._locking is not None
 
     @property
     def is_ready(self) -> bool:

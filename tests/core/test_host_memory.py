@@ -51,6 +51,8 @@ class Device(CpuDevice):
 
     def lock(self, tensor: Tensor) -> None:
         assert self.lock_gate.wait(LONGEST_S)
+        if tensor.data_ptr() in self.locked:
+            return
         self.locked.append(tensor.data_ptr())
         self.lock_niceness.append(_niceness())
 
@@ -237,11 +239,28 @@ def test_locking_stands_behind_nothing(memory: HostMemory, device: Device) -> No
     assert set(device.lock_niceness) == {_niceness()}
 
 
-def test_what_is_to_be_locked_is_not_given_as_something_else(memory: HostMemory, device: Device) -> None:
-    memory.prepare([FLOATS, FLOATS._replace(is_locked=False)])
-    _until(lambda: memory.bytes_ahead() == 8000)
+UNLOCKED = FLOATS._replace(is_locked=False)
+
+
+def test_what_is_asked_for_is_locked_if_need_be(memory: HostMemory, device: Device) -> None:
+    memory.prepare([FLOATS, UNLOCKED, UNLOCKED])
+    _until(lambda: memory.bytes_ahead() == 12000 and len(device.locked) == 1)
     unlocked = memory.zeros(*FLOATS[:2], is_locked=False)
-    assert len(device.locked) == 1
-    assert unlocked.data_ptr() in {tensor.data_ptr() for tensor in device.by_threads} - set(device.locked)
-    memory.zeros(*FLOATS[:2], is_locked=False)
-    assert (device.num_by_caller, memory.bytes_ahead()) == (1, 4000)
+    assert unlocked.data_ptr() not in device.locked  # the other one is for what is to be locked
+    locked = [memory.zeros(*FLOATS[:2]), memory.zeros(*FLOATS[:2])]
+    assert {tensor.data_ptr() for tensor in locked} <= set(device.locked)
+    assert unlocked.data_ptr() not in device.locked
+    assert device.num_by_caller == 0
+
+
+def test_what_is_there_is_locked_once_that_is_expected(memory: HostMemory, device: Device) -> None:
+    memory.prepare([UNLOCKED] * 3)
+    _until(lambda: memory.bytes_ahead() == 12000)
+    memory.expect([UNLOCKED, FLOATS, FLOATS, FLOATS])
+    _until(lambda: memory.bytes_ahead() == 16000 and len(device.locked) == 3)
+    memory.expect([UNLOCKED, UNLOCKED])  # what is locked serves as well
+    assert memory.bytes_ahead() == 8000
+    given = [memory.zeros(*FLOATS[:2], is_locked=False) for _ in range(2)]
+    assert len({tensor.data_ptr() for tensor in given}) == 2
+    assert device.num_by_caller == 0
+    assert len(device.locked) == 3
