@@ -1,16 +1,16 @@
 """Host memory for what a rank keeps there, made ahead by threads where it is known what will be asked for.
 
-[Note: memory ahead] The system gives pages of fresh memory at some 35 GiB/s to all cores at once, and locks them with
-one thread at half that rate (seen on a host of 16 cores), so memory for 90 GiB of states takes seven seconds. They pass
-beside what else comes before the first step: values are copied, a step is tried without values, placements are
-compared. What only the host reads and writes, masters and moments of Adam that no update sends to the device, is not
+[Note: memory ahead] The system gives pages of fresh memory at some 30 GiB/s to 16 cores at once, and a driver locks 40
+GiB/s, for all processes together (seen), so memory for 90 GiB of states takes seconds. They pass beside what else comes
+before the first step: values are copied, a step is tried without values, placements are compared. What only the host reads and writes, masters and moments of Adam that no update sends to the device, is not
 locked: that is three quarters of all, and a driver locks for one process after the other, while its other calls wait
 (without them four ranks built a model of 30e9 parameters in 15 s, with masters locked in 20, with moments too in 24:
 seen). Memory is made for the plan in force; what the next one does not need is given back. To unlock and give back what
 chunks leave takes nearly as long as to copy them, so threads do that as well.
 
 Two threads ask for pages, with those that torch starts for them, behind all other work of the process; a third one
-locks them.
+locks them, behind nothing. What is made before a plan is final is not locked until then (before that, and with locking
+behind other work, two ranks took 14 s from the begin of the building to the first step, where they take 9: seen).
 """
 
 from __future__ import annotations
@@ -133,11 +133,10 @@ class HostMemory:
                     del self._pieces[size]
         tensors = []
         for piece in surplus:
-            tensor = piece.cancel()
-            if tensor is not None:
-                tensors.append(tensor)
+            tensors += piece.cancel()
         if tensors:
             self.free(tensors)
+        self._freeing += [piece.locking for piece in surplus if piece.locking is not None]
         for extent in extents:
             if there[extent.size]:
                 there[extent.size] -= 1
@@ -232,7 +231,9 @@ class _Piece:
         self._extent = extent
         self._least_free_bytes = least_free_bytes
         self._task: Task | None = None
-        self._locking: Task | None = None
+        self._is_wanted = True
+        self.locking: Task | None = None
+        """What locks it, if that shall be."""
         self.is_begun = False
         """It is being made, or there."""
         self.tensor: Tensor | None = None
@@ -244,18 +245,18 @@ class _Piece:
 
     def lock_behind(self, locker: Worker) -> None:
         """Have it locked when it is there."""
-        if self._locking is None and self._task is not None:
-            self._locking = locker.submit(self._lock, is_held=True)
-            self._task.then(self._locking.release)
+        if self.locking is None and self._task is not None:
+            self.locking = locker.submit(self._lock, is_held=True)
+            self._task.then(self.locking.release)
 
     @property
     def has_lock(self) -> bool:
         """It is locked, or will be."""
-        return self._locking is not None
+        return self.locking is not None
 
     @property
     def is_ready(self) -> bool:
-        return self.tensor is not None and (self._locking is None or self._locking.is_over())
+        return self.tensor is not None and (self.locking is None or self.locking.is_over())
 
     @property
     def nbytes(self) -> int:
@@ -266,7 +267,8 @@ class _Piece:
             self.is_begun = True
             numel, dtype, _ = self._extent
             try:
-                self.tensor = self._device.host_zeros(numel, dtype, is_locked=False)
+                tensor = self._device.host_zeros(numel, dtype, is_locked=False)
+                self.tensor = tensor if self._is_wanted else None
             finally:
                 self.is_begun = self.tensor is not None
 
@@ -275,12 +277,13 @@ class _Piece:
         if tensor is not None:
             self._device.lock(tensor)
 
-    def cancel(self) -> Tensor | None:
+    def cancel(self) -> list[Tensor]:
         """Have it not made, nor locked, where that has not begun; what is there."""
+        self._is_wanted = False
         if self._task is not None:
             self._task.cancel()
         tensor, self.tensor = self.tensor, None
-        return tensor
+        return [] if tensor is None else [tensor]
 
     def wait(self) -> Tensor | None:
         """The tensor, if it is there or being made; the task is not begun any more otherwise."""
@@ -290,6 +293,7 @@ class _Piece:
         # Not `wait`: an error that is raised here would hold the frames of all callers, in a cycle. Where memory could
         # not be had, the next try raises what is to be raised.
         self._task.join()
-        if self._locking is not None:
-            self._locking.join()
-        return self.tensor
+        if self.locking is not None:
+            self.locking.join()
+        tensor, self.tensor = self.tensor, None  # an error of the locking would keep it
+        return tensor

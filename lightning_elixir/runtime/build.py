@@ -1,4 +1,5 @@
-"""From a module and a plan to bound chunks and filled shards, one chunk at a time.
+"""From a module and a plan to bound chunks and filled shards, one chunk at a time (and rank 0 collects the next one's
+values meanwhile).
 
 Values come from rank 0, or from sources: a parameter that has one on rank 0 is read by every rank, its own segments
 only, and the others are scattered from rank 0; one chunk may hold both. So a checkpoint that is loaded before there is
@@ -11,11 +12,11 @@ for each, malloc kept the gaps between the shards, 70 MiB of a model of 100 MiB 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,18 @@ _WORTH_A_THREAD_BYTES = 16 * 2**20
 # Elements that go to the device at once. While threads lock pages every call of its driver waits for them: few calls
 # are worth 512 MiB.
 _PIECE_NUMEL = 64 * 2**20
+
+
+# So many times the values of a chunk must be free: for the whole of them and of the next one, a rank's slice, what
+# collectives copy, and the replica.
+_ROOM_TO_COLLECT = 6
+
+
+class _Collecting(NamedTuple):
+    """A chunk's values, on their way into one tensor."""
+
+    full: Tensor
+    task: Task
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,7 @@ class Builder:
         self._downloads = Downloads(device)
         self._chunks: list[Chunk] = []
         self._collector = Worker("elixir-collect", context=partial(working_on, device.torch_device))
-        self._collecting: _Collecting | None = None
+        self._ahead: _Collecting | None = None
         self._freer = Worker("elixir-free")
         self._freeing: Task | None = None
         self._shells: dict[str, Tensor] = {}  # around other tensors, until their chunk is filled
@@ -177,6 +190,7 @@ class Builder:
         """
         self._store = store
         self._precision = precision
+        self._usable_bytes = self._device.usable_bytes()
         specs = self._plan.all_chunks
         self._chunks = chunks = [self._new_chunk(spec) for spec in specs]
         self._replace_parameters(chunks)
@@ -190,7 +204,7 @@ class Builder:
             self._downloads.settle()
         finally:
             self._collector.close()
-            self._collecting = None  # it is in a cycle with this one, and has memory of the device
+            self._ahead = None
             self._downloads.close()
             self._freer.rest()
         self._device.synchronize()  # values may still be on their way
@@ -345,8 +359,7 @@ class Builder:
         """This rank's slice of the chunk's values, 1-D, in master (or compute) dtype, its padding zeros. It is `master`
         where that is host memory, which begins as zeros, and the values come from no other rank."""
         comm, spec = self._comm, chunk.spec
-        dtype = self._precision.master_of(spec) or chunk.dtype
-        numel = self._groups.numel(spec)
+        dtype, numel = self._sent_dtype(chunk), self._groups.numel(spec)
         is_read = [member.fqn in self._sources for member in spec.members]
         if spec.axes and not all(is_read):
             piece = self._own_part(chunk, numel, dtype)
@@ -370,22 +383,39 @@ class Builder:
         return piece
 
     def _whole_values(self, chunk: Chunk) -> Tensor:
-        """Rank 0's values of a chunk, 1-D on the device. A thread puts those of the next one together meanwhile: to
-        copy the user's memory takes as long as to share it out."""
-        if self._collecting is None or self._collecting.chunk is not chunk:
-            self._collecting = self._new_collecting(chunk)
-        full = self._collecting.wait()
-        self._collecting = None
+        """Rank 0's values of a chunk, 1-D on the device. A thread puts those of the next one together meanwhile, where
+        the device has room: to copy the user's memory takes as long as to share it out."""
+        collecting, self._ahead = self._ahead or self._begin_collecting(chunk), None
+        collecting.task.wait()
         following = self._chunks[chunk.id + 1 :][:1]
-        if following and not self._sources and not following[0].spec.axes:
+        if following and not self._sources and not following[0].spec.axes and self._has_room(following[0]):
             with suppress(torch.OutOfMemoryError):  # then in its turn, when this one is gone
-                self._collecting = self._new_collecting(following[0])
-        return full
+                self._ahead = self._begin_collecting(following[0])
+        return collecting.full
 
-    def _new_collecting(self, chunk: Chunk) -> _Collecting:
-        dtype, device = self._precision.master_of(chunk.spec) or chunk.dtype, self._device
-        full = torch.zeros(chunk.spec.numel, dtype=dtype, device=device.torch_device)
-        return _Collecting(chunk, full, self._collect, device, self._collector)
+    def _begin_collecting(self, chunk: Chunk) -> _Collecting:
+        full = torch.zeros(chunk.spec.numel, dtype=self._sent_dtype(chunk), device=self._device.torch_device)
+        stream, is_inference = self._device.compute_stream(), torch.is_inference_mode_enabled()
+
+        def collect() -> None:
+            with torch.inference_mode(is_inference):
+                stream.hold_up_this_thread()
+                try:
+                    self._collect(chunk, full)
+                finally:
+                    stream.wait_for(self._device.compute_stream())
+
+        return _Collecting(full, self._collector.submit(collect))
+
+    def _sent_dtype(self, chunk: Chunk) -> torch.dtype:
+        return self._precision.master_of(chunk.spec) or chunk.dtype
+
+    def _has_room(self, chunk: Chunk) -> bool:
+        """Whether the device has room for one more chunk's values than are there at once."""
+        if self._usable_bytes is None:
+            return True
+        nbytes = chunk.spec.numel * self._sent_dtype(chunk).itemsize
+        return self._usable_bytes - self._device.allocated_bytes() >= _ROOM_TO_COLLECT * nbytes
 
     def _own_part(self, chunk: Chunk, numel: int, dtype: torch.dtype) -> Tensor:
         """As `_own_values`, of a chunk whose parameters are cut between ranks: rank 0 makes every part and sends each
@@ -451,7 +481,8 @@ class Builder:
             target.copy_(values)
 
     def _send(self, parts: Iterable[tuple[int, Tensor]], target: Tensor) -> None:
-        """See `Uploads.upload`."""
+        """See `Uploads.upload`. Of one thread at a time: where one collects ahead, no values come from this rank's host
+        memory by another way."""
         self._uploads = self._uploads or Uploads(self._device, self._device.new_lane(), _PIECE_NUMEL)
         self._uploads.upload(parts, target)
 
@@ -545,40 +576,6 @@ class Builder:
         self._put(self._groups.mine(spec, whole), piece)
         if comm.world_size > 1:
             comm.all_gather(whole)
-
-
-class _Collecting:
-    """A chunk's values, on their way into one tensor.
-
-    Args:
-        chunk: Which.
-        full: Zeros, on the device.
-        collect: Puts them there.
-        device: Whose compute stream both threads have.
-        worker: Whose thread does it.
-    """
-
-    def __init__(
-        self, chunk: Chunk, full: Tensor, collect: Callable[[Chunk, Tensor], Tensor], device: Device, worker: Worker
-    ) -> None:
-        self.chunk = chunk
-        self._full = full
-        self._collect = collect
-        self._device = device
-        self._stream = device.compute_stream()
-        self._is_inference = torch.is_inference_mode_enabled()
-        self._task = worker.submit(self._work)
-
-    def _work(self) -> None:
-        with torch.inference_mode(self._is_inference):
-            self._stream.hold_up_this_thread()
-            self._collect(self.chunk, self._full)
-            self._stream.wait_for(self._device.compute_stream())
-
-    def wait(self) -> Tensor:
-        """The values, for what this thread gives the compute stream from now on."""
-        self._task.wait()
-        return self._full
 
 
 def _free(tensors: list[Tensor]) -> None:

@@ -22,7 +22,7 @@ hooks, which the compiler leaves out: a graph ends there, and another begins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from lightning_elixir.runtime.engine import Engine
 
 _FEW_CHUNKS = 4
-"""Of a module that holds one after the other; a whole model would hold one where its loss needs the memory."""
+"""Of a module that holds one after the other. One with more is no layer, but a model."""
 
 # What our hooks run. (Those of islands are not among it: they are part of the model's arithmetic.)
 _OF_HOOKS = tuple(f"lightning_elixir.{room}" for room in ("core", "plan", "storage", "optim", "stepping", "runtime"))
@@ -64,11 +64,11 @@ class _Access(NamedTuple):
     """What a module's forward needs."""
 
     ids: tuple[int, ...]
-    """From its begin."""
+    """From its begin; none where it is changing."""
     covered: Mapping[int, tuple[int, ...]] = MappingProxyType({})
-    """Chunks that modules (by id), itself and below, need: each tuple is there once, `ids` among them."""
+    """Chunks that modules (by id), itself and below, need."""
     is_changing: bool = False
-    """Whether some of them need others than `ids`."""
+    """Whether these differ."""
 
 
 _NOTHING = _Access(())
@@ -261,13 +261,9 @@ class Forwards:
             above = self._frames[-1]
             needed = above.access.covered.get(id(module))
             if needed is not None and self._saves_through_us():
-                if above.module is module:
-                    above.depth += 1
-                else:
+                if above.module is not module:
                     self._covered_ids.add(id(module))
-                if needed is not above.ids:
-                    with deferred():
-                        self._hold(above, needed)
+                self._meet_covered(above, module, needed)
                 return
         with deferred():
             self._enter_module(module)
@@ -292,6 +288,21 @@ class Forwards:
         if frame.access.covered and torch.is_grad_enabled():
             frame.innermost = innermost_pack()
 
+    def _meet_covered(self, above: _Frame, module: nn.Module, needed: tuple[int, ...]) -> None:
+        if above.module is module:
+            above.depth += 1
+        if needed != above.ids:
+            with deferred():
+                self._hold(above, needed)
+
+    def make_way(self, ids: Collection[int]) -> None:
+        """A parameter of these chunks is used beside the modules' own forwards: what is held only for the module that
+        ran last, and will be taken again by the next one, can go."""
+        if self._frames and self._turn.is_mine():
+            above = self._frames[-1]
+            if above.access.is_changing and not set(ids).issubset(above.ids):
+                self._hold(above, ())
+
     def _hold(self, frame: _Frame, ids: tuple[int, ...]) -> None:
         """Have a frame hold these chunks, in the place of those that it holds."""
         if frame.ids:
@@ -308,11 +319,7 @@ class Forwards:
             above = self._frames[-1]
             needed = above.access.covered.get(id(module))
             if needed is not None and (innermost_pack() is above.innermost or self._saves_through_us()):
-                if above.module is module:
-                    above.depth += 1
-                if needed is not above.ids:
-                    with deferred():
-                        self._hold(above, needed)
+                self._meet_covered(above, module, needed)
                 return
         if id(module) not in self._entered_ids:
             self._entered_ids.add(id(module))
@@ -408,7 +415,7 @@ class Forwards:
         if engine.active.is_watching and engine.device.torch_device.type == "cuda":
             check_addresses(root, regions)
         self._compiled = frozenset(id(region.entrance) for region in regions)
-        self._accesses = _accesses_by_module(root, self._home, regions)
+        self._accesses = _accesses_by_module(root, self._home, regions, self._looked_through)
         inside = {id(m) for region in regions for m in region.inside} - self._compiled
         self._watched = [m for m in root.modules() if id(m) not in inside and any(True for _ in m.parameters())]
         self._light = []
@@ -457,36 +464,41 @@ def check_addresses(root: nn.Module, regions: Sequence[CompiledRegion]) -> None:
 
 
 def _accesses_by_module(
-    root: nn.Module, home: Mapping[int, tuple[Chunk, int]], regions: Sequence[CompiledRegion]
+    root: nn.Module,
+    home: Mapping[int, tuple[Chunk, int]],
+    regions: Sequence[CompiledRegion],
+    looked_through: Collection[int],
 ) -> dict[int, _Access]:
     """What to hold during a module's forward: the chunks of its own parameters, where no module below has any; the one
     chunk that it and all modules below lie in, which then need no access of their own; of a few chunks, those that the
     module below needs which runs. Of a compiled module, all. Other parameters (of containers, or in functional use)
     are caught when they are touched.
 
+    Args:
+        looked_through: Modules (by id) at whose exit what autograd has saved is looked at: one by one, so that it
+            keeps a chunk no longer.
+
     Returns:
         By the id of the module.
     """
     found: dict[int, _Access] = {}
     compiled = {id(region.entrance) for region in regions}
-    each: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
-    needed: dict[int, tuple[int, ...]] = {}  # by the id of a module: chunks that its forward needs from its begin
-    below: dict[int, tuple[int, ...]] = {}  # those of all parameters of it and below it
+    needs: dict[int, tuple[int, ...]] = {}  # by the id of a module: chunks that it needs from its begin
+    below: dict[int, tuple[int, ...]] = {}  # those of its parameters and of all below it
     for module in root.modules():
         keys = [id(p) for p in module.parameters()]
         ids = tuple(dict.fromkeys(home[key][0].id for key in keys if key in home))
-        below[id(module)] = ids = each.setdefault(ids, ids)
         own = {id(p) for p in module._parameters.values() if p is not None}
-        has_all = len(ids) == 1 or id(module) in compiled or {*keys} == own
-        needed[id(module)] = ids if has_all else ()
+        is_one = len(ids) == 1 or id(module) in compiled or {*keys} == own
+        needs[id(module)], below[id(module)] = ids if is_one else (), ids
     for module in root.modules():
-        ids, first = below[id(module)], needed[id(module)]
+        ids = below[id(module)]
         # Not those that are compiled: their parameters must be plain, which others need not be.
         inside = [id(m) for m in module.modules() if id(m) not in compiled]
         if len(ids) == 1 or (ids and id(module) in compiled):
             found[id(module)] = _Access(ids, dict.fromkeys(inside, ids))
-        elif first:
-            found[id(module)] = _Access(first)
-        elif module is not root and 1 < len(ids) <= _FEW_CHUNKS:
-            found[id(module)] = _Access((), {key: needed[key] for key in inside}, is_changing=True)
+        elif needs[id(module)]:
+            found[id(module)] = _Access(ids)
+        elif 1 < len(ids) <= _FEW_CHUNKS and module is not root and id(module) not in looked_through:
+            found[id(module)] = _Access((), {key: needs[key] for key in inside}, is_changing=True)
     return found

@@ -295,6 +295,7 @@ class Interception:
             engine.writes.pin_for_pointer(ids)
             with self._as_plain(ids):
                 return func(*args, **kwargs)
+        engine.forwards.make_way(ids)
         # Pinned while the function runs: it may be a composite that touches its parameters one after the other.
         engine.acquire(ids, pin=True)
         try:

@@ -264,3 +264,32 @@ def test_what_is_there_is_locked_once_that_is_expected(memory: HostMemory, devic
     assert len({tensor.data_ptr() for tensor in given}) == 2
     assert device.num_by_caller == 0
     assert len(device.locked) == 3
+
+
+@pytest.mark.parametrize("give_back", [lambda memory: memory.expect([]), HostMemory.drop], ids=["expect", "drop"])
+def test_what_is_given_back_while_it_is_made_is_not_locked(
+    memory: HostMemory, device: Device, give_back: Callable[[HostMemory], None]
+) -> None:
+    device.gate.clear()
+    memory.prepare([FLOATS] * 2)
+    _until(lambda: device.num_begun == 2)
+    opening = threading.Timer(0.05, device.gate.set)
+    opening.start()
+    give_back(memory)
+    opening.join()
+    memory.settle()
+    assert device.locked == []
+
+
+def test_all_is_given_back_when_it_is_settled(memory: HostMemory, device: Device) -> None:
+    device.lock_gate.clear()
+    memory.prepare([FLOATS] * 2)
+    _until(lambda: memory.bytes_ahead() == 8000)
+    left = [weakref.ref(tensor) for tensor in device.by_threads]
+    device.by_threads.clear()
+    opening = threading.Timer(0.05, device.lock_gate.set)
+    opening.start()
+    memory.expect([])
+    memory.settle()
+    assert [ref() for ref in left] == [None, None]
+    opening.join()

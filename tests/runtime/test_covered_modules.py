@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_elixir.optim import HybridAdam
@@ -184,6 +185,71 @@ def test_blocks_that_lie_in_two_chunks(change: Callable[[Net], None], num_parame
     assert stats.evictions > 0
     engine = training.module.engine
     assert not any(engine.rcache.is_pinned(chunk.id) for chunk in engine.chunks)
+
+
+class OwnUse(Block):
+    """Uses a parameter of a part itself, after the forward of another one."""
+
+    def forward(self, x: Tensor, repeat: int | None = None) -> Tensor:
+        return x + F.linear(torch.tanh(self.up(x)), self.down.weight, self.down.bias)
+
+
+@pytest.mark.parametrize("num_parameters", [2, 6])
+def test_a_block_that_uses_what_lies_in_another_chunk_than_its_last_part(num_parameters: int) -> None:
+    def change(net: Net) -> None:
+        net.blocks = nn.ModuleList(OwnUse() for _ in range(6))
+
+    training = Training(change, num_parameters=num_parameters, rcache_blocks=1)
+    for _ in range(3):
+        training.step()
+    assert training.module.stats().overflows == 0
+
+
+class KeptInContext(torch.autograd.Function):
+    """A product with quantised weights, which are kept as bitsandbytes' functions keep them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.tensors = (weight,)
+        return x @ (weight.float() / 64)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] @ (ctx.tensors[0].float() / 64).t(), None
+
+
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8)
+        self.weight = nn.Parameter(values, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return KeptInContext.apply(x, self.weight.t().t())
+
+
+class QuantisedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.block = nn.Sequential(*(Quantised() for _ in range(9)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.first(x)).square().mean()
+
+
+def test_what_a_function_keeps_of_a_part_is_let_go_behind_that_part() -> None:
+    torch.manual_seed(0)
+    net = QuantisedNet()
+    size = 2 * PARAMETER_BYTES
+    plan = replace(make_plan(net, placement_policy="cpu", chunk_size=size), rcache_blocks=1, prefetch_depth=0)
+    assert sum(not chunk.requires_grad for chunk in plan.chunks) > 1
+    module = ElixirModule(net, plan, device=CPU)
+    optimizer = ElixirOptimizer(module, HybridAdam(net.parameters(), lr=1e-2))
+    for _ in range(2):
+        optimizer.backward(module(torch.ones(3, WIDTH)))
+        optimizer.step()
+    assert module.stats().overflows == 0
 
 
 def with_a_part(model: Any, x: Tensor) -> Tensor:
