@@ -2,11 +2,12 @@
 
 [Note: memory ahead] The system gives pages of fresh memory at some 30 GiB/s to 16 cores at once, and a driver locks 40
 GiB/s, for all processes together (seen), so memory for 90 GiB of states takes seconds. They pass beside what else comes
-before the first step: values are copied, a step is tried without values, placements are compared. What only the host reads and writes, masters and moments of Adam that no update sends to the device, is not
-locked: that is three quarters of all, and a driver locks for one process after the other, while its other calls wait
-(without them four ranks built a model of 30e9 parameters in 15 s, with masters locked in 20, with moments too in 24:
-seen). Memory is made for the plan in force; what the next one does not need is given back. To unlock and give back what
-chunks leave takes nearly as long as to copy them, so threads do that as well.
+before the first step: values are copied, a step is tried without values, placements are compared. What only the host
+reads and writes, masters and moments of Adam that no update sends to the device, is not locked: that is three quarters
+of all, and a driver locks for one process after the other, while its other calls wait (without them four ranks built a
+model of 30e9 parameters in 15 s, with masters locked in 20, with moments too in 24: seen). Memory is made for the plan
+in force; what the next one does not need is given back. To unlock and give back what chunks leave takes nearly as long
+as to copy them, so threads do that as well.
 
 Two threads ask for pages, with those that torch starts for them, behind all other work of the process; a third one
 locks them, behind nothing. What is made before a plan is final is not locked until then (before that, and with locking

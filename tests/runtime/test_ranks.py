@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_elixir.core.device import CpuDevice
 from lightning_elixir.errors import DivergenceError, PlanError
 from lightning_elixir.runtime import build
 from lightning_elixir.wrapper import ElixirModule, ElixirOptimizer
@@ -294,6 +295,38 @@ def small_ones_between(is_far: bool) -> tuple[dict[str, torch.Tensor], dict[str,
 def test_what_cannot_be_sent_is_put_between_what_was() -> None:
     for values, found in run_ranks(small_ones_between, 2, True):
         assert [name for name, value in values.items() if not torch.equal(found[name], value)] == []
+
+
+def shared_out(usable_bytes: int | None) -> tuple[list[bool], bool]:
+    """For every chunk, whether the values of the next one were on their way when its own were shared out."""
+    torch.manual_seed(dist.get_rank())  # those of rank 0 count
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(5)])
+    torch.manual_seed(0)
+    expected = nn.Sequential(*[nn.Linear(32, 32) for _ in range(5)]).state_dict()
+    scattered, found = build.Builder._scattered, list[bool]()
+
+    def noted(builder: build.Builder, *given: Any) -> torch.Tensor:
+        found.append(builder._ahead is not None)
+        return scattered(builder, *given)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(build.Builder, "_scattered", noted)
+        monkeypatch.setattr(CpuDevice, "usable_bytes", lambda device: usable_bytes)
+        plan = make_plan(model, world_size=2, placement_policy="cpu", chunk_size=8192)
+        module = ElixirModule(model, plan, device=torch.device("cpu"))
+    state = module.full_state_dict(rank0_only=False)
+    module.close()
+    return found, all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("usable_bytes", [None, 2**30, 3 * 8192])
+def test_values_of_the_next_chunk_are_collected_ahead_where_there_is_room(usable_bytes: int | None) -> None:
+    (ahead, is_first_right), (others, is_second_right) = run_ranks(shared_out, 2, usable_bytes)
+    assert len(ahead) > 2
+    assert ahead == [usable_bytes != 3 * 8192] * (len(ahead) - 1) + [False]
+    assert not any(others)
+    assert is_first_right
+    assert is_second_right
 
 
 def new_table(factors: torch.Tensor, *, is_scaled: bool) -> tuple[ElixirModule, ElixirOptimizer, Any]:
