@@ -161,15 +161,14 @@ class HostMemory:
         return self._device.host_zeros(numel, dtype, is_locked=is_locked)
 
     def _taken(self, extent: Extent) -> _Piece | None:
-        """One that is there, locked or not as is asked for if there is such a one; or else the last one that was asked
-        for, so that the threads go on with the first ones while this one makes its own."""
+        """One that is there; or else the last one that was asked for, so that the threads go on with the first ones
+        while this one makes its own. Of those that are locked, or not, as is asked for, if there are any."""
         with self._lock:
             pieces = self._pieces.get(extent.size)
             if not pieces:
                 return None
-            ready = [i for i, piece in enumerate(pieces) if piece.is_ready]
-            fitting = [i for i in ready if pieces[i].has_lock == extent.is_locked]
-            piece = pieces.pop(next(iter(fitting or ready), len(pieces) - 1))
+            fitting = [i for i, piece in enumerate(pieces) if piece.has_lock == extent.is_locked] or range(len(pieces))
+            piece = pieces.pop(next((i for i in fitting if pieces[i].is_ready), fitting[-1]))
             if not pieces:
                 del self._pieces[extent.size]
             return piece

@@ -293,3 +293,15 @@ def test_all_is_given_back_when_it_is_settled(memory: HostMemory, device: Device
     memory.settle()
     assert left() is None
     opening.join()
+
+
+def test_what_is_locked_is_left_to_those_that_ask_for_it(memory: HostMemory, device: Device) -> None:
+    memory.prepare([FLOATS])
+    _until(lambda: len(device.locked) == 1)
+    device.gate.clear()
+    memory.prepare([UNLOCKED] * 3)
+    _until(lambda: device.num_begun == 3)
+    assert memory.zeros(*FLOATS[:2], is_locked=False).data_ptr() not in device.locked
+    assert device.num_by_caller == 1
+    assert memory.zeros(*FLOATS[:2]).data_ptr() in device.locked
+    assert device.num_by_caller == 1
