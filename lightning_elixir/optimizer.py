@@ -158,7 +158,7 @@ class ElixirOptimizer(torch.optim.Optimizer):
         is told to expect it; what another plan does not need is given back in `reserve`, or else in the first step.
 
         Args:
-            most_bytes: No more of it; None: all.
+            most_bytes: No more of it, for another plan may come: states first, not locked. None: all.
         """
         return self._updates.to_come(most_bytes)
 

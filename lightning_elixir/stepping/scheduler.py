@@ -5,7 +5,6 @@ What an update does is decided in `cases` and described in `describing`; here it
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -99,17 +98,23 @@ class UpdateScheduler:
         """What `reserve` takes in host memory under the plan in force, or the first steps.
 
         Args:
-            most_bytes: No more of it; None: all.
+            most_bytes: No more of it, for another plan may come: states first, not locked, as that may send others to
+                the device, and while memory is locked the driver does nothing else. None: all.
         """
-        left, found = math.inf if most_bytes is None else most_bytes, []
+        left, states, gradients = most_bytes, list[Extent](), list[Extent]()
         for chunk in self._chunks:
-            if chunk.spec.optim_tier is Tier.CPU:
-                extents = self._to_come(chunk)
-                left -= bytes_of(extents)
-                if left < 0:
-                    break
-                found += extents
-        return found
+            if chunk.spec.optim_tier is not Tier.CPU:
+                continue
+            own, landing = self._states_to_come(chunk), self._engine.reducer.landing.to_reserve(chunk)
+            if left is None:
+                states += [*own, *landing]
+                continue
+            left -= bytes_of([*own, *landing])
+            if left < 0:
+                break
+            states += [extent._replace(is_locked=False) for extent in own]
+            gradients += landing
+        return states + gradients
 
     @property
     def _chunks(self) -> list[Chunk]:
@@ -162,12 +167,15 @@ class UpdateScheduler:
 
     def _to_come(self, chunk: Chunk) -> list[Extent]:
         """What `reserve` takes for a chunk that has its states in host memory."""
+        return [*self._states_to_come(chunk), *self._engine.reducer.landing.to_reserve(chunk)]
+
+    def _states_to_come(self, chunk: Chunk) -> list[Extent]:
         inner, shard = self.states.inner[chunk.id], self._engine.store[chunk.id]
         found = [] if inner.state_bytes() else inner.moments
         if chunk.spec.has_spare_states and shard.spare_master is None and shard.master is not None:
             spare = self._engine.store.master_extent(chunk.spec, shard.master.dtype)
             found = [*found, spare, Extent(spare.numel, chunk.dtype), *inner.moments]
-        return [*found, *self._engine.reducer.landing.to_reserve(chunk)]
+        return found
 
     def prepare_move(self, groups: Sequence[dict[str, Any]] | None = None) -> None:
         """States are going to move, or to be in other groups.

@@ -96,9 +96,7 @@ class FitRun:
         if self.warm_up.stage is Stage.NEW:
             least = planner.least_host_bytes(engine.plan, handle.budget, self._regime())
             most = None if least is None else max(0, least - engine.host_bytes()) // len(optimizers)
-            extents = [extent for optimizer in optimizers for extent in optimizer.to_come(most)]
-            # None is locked yet: another plan may lock others, and while one is locked the driver does nothing else.
-            engine.host_memory.expect([extent._replace(is_locked=False) for extent in extents])
+            engine.host_memory.expect([extent for optimizer in optimizers for extent in optimizer.to_come(most)])
         self._step = RepeatableStep(module, engine, lambda: trainer._results or {}, self.warm_up.start_over)
         self._meter: StepMeter | None = None
         self._waiting: tuple[Plan, Plan] | None = None  # a plan, and the same with a forecast of steps that wait

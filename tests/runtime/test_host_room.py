@@ -245,6 +245,19 @@ def test_what_is_prepared_is_what_is_reserved(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(map(str, taken[0])) == sorted(map(str, taken[1]))
 
 
+def test_for_a_plan_that_may_change_states_come_first_and_are_not_locked() -> None:
+    plan = make_host_plan("cpu", 1)
+    plan = replace(plan, chunks=tuple(replace(chunk, is_update_streamed=True) for chunk in plan.chunks))
+    engine = ElixirModule(make_model(), plan, dtype=torch.bfloat16, device=torch.device("cpu"))
+    optimizer = ElixirOptimizer(engine, HybridAdam(engine.parameters()))
+    final, early = optimizer.to_come(), optimizer.to_come(most_bytes=2**40)
+    assert all(extent.is_locked for extent in final)
+    num_states = sum(extent.dtype is torch.float32 for extent in final)
+    assert 0 < num_states < len(final)
+    assert [extent.is_locked for extent in early] == [False] * num_states + [True] * (len(final) - num_states)
+    assert sorted(str(extent.size) for extent in early) == sorted(str(extent.size) for extent in final)
+
+
 def test_no_more_is_prepared_than_is_asked_for() -> None:
     """A plan that comes may have less on the host: what was made for it then came on top."""
     engine = ElixirModule(make_model(), make_host_plan("cpu", 1), dtype=torch.bfloat16, device=torch.device("cpu"))
