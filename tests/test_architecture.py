@@ -61,7 +61,7 @@ DEFERRED = {
     "core/worker.py": {"_Pool._help_to_end", "_Pool._help_to_begin", "_Pool.cancel", "_end"},
     "runtime/backwards.py": {"Backwards.collect_grad", "Backwards.need"},
     "runtime/engine.py": {"Engine.prepare_meeting", "Engine.replan"},
-    "runtime/forwards.py": {"Forwards.enter_module", "Forwards.enter_covered", "Forwards.exit_module"},
+    "runtime/forwards.py": {"Forwards.enter_module", "Forwards._meet_covered", "Forwards.exit_module"},
     "runtime/offloading.py": {"Offloader._settle", "Offloader.pack", "Offloader.unpack"},
     "runtime/param_reads.py": {"ParamReads.submit"},
     "runtime/pattern_wire.py": {"PatternWire.meet"},
