@@ -12,7 +12,8 @@ import lightning_elixir  # registers "elixir"
 
 class Regression(pl.LightningModule):
     def configure_model(self) -> None:
-        self.net = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 1))
+        if not hasattr(self, "net"):  # Lightning calls this again before each fit, validate and test
+            self.net = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 1))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
