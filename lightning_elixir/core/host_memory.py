@@ -10,8 +10,9 @@ in force; what the next one does not need is given back. To unlock and give back
 as to copy them, so threads do that as well.
 
 Two threads ask for pages, with those that torch starts for them, behind all other work of the process; a third one
-locks them, behind nothing. What is made before a plan is final is not locked until then (before that, and with locking
-behind other work, two ranks took 14 s from the begin of the building to the first step, where they take 9: seen).
+locks them, behind nothing. States whose memory is made before a plan is final are not locked until then (before that,
+and with locking behind other work, two ranks took 14 s from the begin of the building to the first step, where they
+take 9: seen).
 """
 
 from __future__ import annotations
@@ -97,8 +98,7 @@ class HostMemory:
         with self._lock:
             for extent in extents:
                 if extent.numel:
-                    piece = _Piece(self._device, extent, self._least_free_bytes)
-                    piece.begin(self._worker)
+                    piece = _Piece(self._device, extent, self._least_free_bytes, self._worker)
                     if extent.is_locked:
                         piece.lock_behind(self._locker)
                     self._pieces[extent.size].append(piece)
@@ -224,13 +224,12 @@ def _beside_others(device: torch.device) -> Iterator[None]:
 
 
 class _Piece:
-    """One tensor that was asked for ahead."""
+    """One tensor that was asked for ahead, and that a thread of the worker makes."""
 
-    def __init__(self, device: Device, extent: Extent, least_free_bytes: int) -> None:
+    def __init__(self, device: Device, extent: Extent, least_free_bytes: int, worker: Worker) -> None:
         self._device = device
         self._extent = extent
         self._least_free_bytes = least_free_bytes
-        self._task: Task | None = None
         self._is_wanted = True
         self.locking: Task | None = None
         """What locks it, if that shall be."""
@@ -238,14 +237,11 @@ class _Piece:
         """It is being made, or there."""
         self.tensor: Tensor | None = None
         """Once it is there; it may have to be locked yet."""
-
-    def begin(self, worker: Worker) -> None:
-        """Have it made."""
-        self._task = worker.submit(self._make)
+        self._task = worker.submit(self._make)  # last: it may begin at once
 
     def lock_behind(self, locker: Worker) -> None:
         """Have it locked when it is there."""
-        if self.locking is None and self._task is not None:
+        if self.locking is None:
             self.locking = locker.submit(self._lock, is_held=True)
             self._task.then(self.locking.release)
 
@@ -280,15 +276,12 @@ class _Piece:
     def cancel(self) -> list[Tensor]:
         """Have it not made, nor locked, where that has not begun; what is there."""
         self._is_wanted = False
-        if self._task is not None:
-            self._task.cancel()
+        self._task.cancel()
         tensor, self.tensor = self.tensor, None
         return [] if tensor is None else [tensor]
 
     def wait(self) -> Tensor | None:
         """The tensor, if it is there or being made; the task is not begun any more otherwise."""
-        if self._task is None:
-            return None
         self._task.cancel()
         # Not `wait`: an error that is raised here would hold the frames of all callers, in a cycle. Where memory could
         # not be had, the next try raises what is to be raised.

@@ -52,8 +52,6 @@ _WORTH_A_THREAD_BYTES = 16 * 2**20
 # Elements that go to the device at once. While threads lock pages every call of its driver waits for them: few calls
 # are worth 512 MiB.
 _PIECE_NUMEL = 64 * 2**20
-
-
 # So many times the values of a chunk must be free: for the whole of them and of the next one, a rank's slice, what
 # collectives copy, and the replica.
 _ROOM_TO_COLLECT = 6

@@ -489,8 +489,7 @@ def _accesses_by_module(
         keys = [id(p) for p in module.parameters()]
         ids = tuple(dict.fromkeys(home[key][0].id for key in keys if key in home))
         own = {id(p) for p in module._parameters.values() if p is not None}
-        is_one = len(ids) == 1 or id(module) in compiled or {*keys} == own
-        needs[id(module)], below[id(module)] = ids if is_one else (), ids
+        needs[id(module)], below[id(module)] = ids if len(ids) == 1 or {*keys} == own else (), ids
     for module in root.modules():
         ids = below[id(module)]
         # Not those that are compiled: their parameters must be plain, which others need not be.

@@ -101,14 +101,11 @@ class UpdateScheduler:
             most_bytes: No more of it, for another plan may come: states first, not locked, as that may send others to
                 the device, and while memory is locked the driver does nothing else. None: all.
         """
+        if most_bytes is None:
+            return self._all_to_come()
         left, states, gradients = most_bytes, list[Extent](), list[Extent]()
-        for chunk in self._chunks:
-            if chunk.spec.optim_tier is not Tier.CPU:
-                continue
+        for chunk in self._on_host:
             own, landing = self._states_to_come(chunk), self._engine.reducer.landing.to_reserve(chunk)
-            if left is None:
-                states += [*own, *landing]
-                continue
             left -= bytes_of([*own, *landing])
             if left < 0:
                 break
@@ -121,6 +118,11 @@ class UpdateScheduler:
         """Those that have optimizer states."""
         return [chunk for chunk in self._engine.chunks if chunk.id in self.states.inner]
 
+    @property
+    def _on_host(self) -> list[Chunk]:
+        """Those that have them in host memory."""
+        return [chunk for chunk in self._chunks if chunk.spec.optim_tier is Tier.CPU]
+
     def reserve(self) -> None:
         """Take the memory now that steps keep, without values: of Adam's states wherever they are in memory, and of
         gradients in host memory. Collective.
@@ -129,10 +131,9 @@ class UpdateScheduler:
             CapacityError: A host runs short of memory, or a device has no room for the states.
         """
         engine, chunks = self._engine, self._chunks
-        on_host = [chunk for chunk in chunks if chunk.spec.optim_tier is Tier.CPU]
-        engine.host_memory.expect([extent for chunk in on_host for extent in self._to_come(chunk)])
+        engine.host_memory.expect(self._all_to_come())
         engine.host_room.begin()
-        for chunk in on_host:
+        for chunk in self._on_host:
             engine.host_room.take(chunk.spec, bytes_of(self._to_come(chunk)), engine.plan, engine.host_bytes)
             self._reserve_states(chunk)
             engine.reducer.landing.reserve(chunk)
@@ -164,6 +165,9 @@ class UpdateScheduler:
                 "): lower gpu_memory_limit, or free what else is on the device",
                 resource="GPU",
             ) from error
+
+    def _all_to_come(self) -> list[Extent]:
+        return [extent for chunk in self._on_host for extent in self._to_come(chunk)]
 
     def _to_come(self, chunk: Chunk) -> list[Extent]:
         """What `reserve` takes for a chunk that has its states in host memory."""
